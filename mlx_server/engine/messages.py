@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlx_server.engine.content import text_of
 from mlx_server.errors import InvalidRequestError
-
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 def normalise_messages(
@@ -47,28 +46,10 @@ def _normalise(message: Any, where: str, parses_arguments: bool) -> dict[str, An
 
 
 def _text_of(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise InvalidRequestError(f"{where} must be a string or a list of parts.", where)
-    return "\n".join([_part_text(part, f"{where}[{i}]") for i, part in enumerate(content)])
-
-
-def _part_text(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(kind, str):
-        raise InvalidRequestError(f"{where} must be a part with a type.", where)
-    if kind not in _TEXT_PARTS:
-        raise InvalidRequestError(
-            f"{where} is of type {kind}; this model reads text only. Send parts of type text.", where
-        )
-    field = _TEXT_PARTS[kind]
-    text = part.get(field)
-    if not isinstance(text, str):
-        raise InvalidRequestError(f"{where}.{field} must be a string.", f"{where}.{field}")
-    return text
+    """Like `content.text_of`; some clients mix strings with parts."""
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    return text_of(content, where)
 
 
 def _tool_call(call: Any, where: str, parses_arguments: bool) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from mlx_server.api.turns import Turns
+from mlx_server.engine.content import string_in, unreadable_part
 from mlx_server.errors import InvalidRequestError
 
 _STRING = {"type": "string"}
@@ -20,9 +21,17 @@ def _block(kind: str, **properties: Any) -> dict[str, Any]:
 
 
 _TEXT_BLOCK = _block("text", text=_STRING)
-_SOURCE = _block("text", data=_STRING)
+_MAYBE = {"type": ["string", "null"]}
+_TEXTS = {"anyOf": [_STRING, {"type": "array", "items": _TEXT_BLOCK}]}
+_SOURCE = {"anyOf": [_block("text", data=_STRING), _block("content", content=_TEXTS)]}
 
-_USER_BLOCKS = (_block("document", source=_SOURCE), _block("tool_result", tool_use_id=_STRING))
+_DOCUMENT = _block("document", source=_SOURCE)
+_DOCUMENT["properties"] |= {"title": _MAYBE, "context": _MAYBE}
+_USER_BLOCKS = (
+    _DOCUMENT,
+    _block("search_result", title=_STRING, source=_STRING, content=_TEXTS),
+    _block("tool_result", tool_use_id=_STRING),
+)
 _ASSISTANT_BLOCKS = (
     _block("thinking", thinking=_STRING),
     _block("redacted_thinking"),
@@ -90,7 +99,7 @@ def _read_user(turns: Turns, blocks: _Blocks) -> None:
     # A template knows the results of calls only right behind the calls.
     results = [item for item in blocks if item[1].get("type") == "tool_result"]
     for where, block in results:
-        turns.result(_string(block, "tool_use_id", where), _result_text(block, where))
+        turns.result(string_in(block, "tool_use_id", where), _result_text(block, where))
     others = [item for item in blocks if item[1].get("type") != "tool_result"]
     for where, block in others:
         turns.say(_text(block, where))
@@ -100,14 +109,14 @@ def _read_assistant(turns: Turns, blocks: _Blocks) -> None:
     for where, block in blocks:
         match block.get("type"):
             case "thinking":
-                turns.think(_string(block, "thinking", where))
+                turns.think(string_in(block, "thinking", where))
             case "redacted_thinking":
                 pass  # only who wrote it can read it
             case "tool_use":
                 arguments = block.get("input", {})
                 if not isinstance(arguments, dict):
                     raise InvalidRequestError(f"{where}.input must be an object.", f"{where}.input")
-                turns.call(_string(block, "id", where), _string(block, "name", where), arguments)
+                turns.call(string_in(block, "id", where), string_in(block, "name", where), arguments)
             case _:
                 turns.answer(_text(block, where))
 
@@ -122,31 +131,50 @@ def _instruct(turns: Turns, text: str) -> None:
 
 
 def _result_text(block: Block, where: str) -> str:
-    content = block.get("content") or ""
-    if isinstance(content, str):
-        text = content
-    elif isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        text = "\n".join(_text(part, path) for path, part in _blocks(content, f"{where}.content"))
-    else:
-        raise InvalidRequestError(f"{where}.content must be a string or a list of blocks.", f"{where}.content")
+    text = _joined(block.get("content") or "", f"{where}.content", _text)
     return f"Error: {text}" if block.get("is_error") else text
 
 
 def _text(block: Block, where: str) -> str:
-    """The text of a block of text, or of a document that is plain text."""
+    """What a block of text says, a search result, or a document that is text."""
+    match block.get("type"):
+        case "document":
+            return _lines(block, ("title", "context"), _document_text(block.get("source"), where), where)
+        case "search_result":
+            return _lines(block, ("title", "source"), _joined(block.get("content"), f"{where}.content"), where)
+        case _:
+            return _plain_text(block, where)
+
+
+def _plain_text(block: Block, where: str) -> str:
     kind = block.get("type")
-    if kind == "text":
-        return _string(block, "text", where)
-    source = block.get("source")
-    if kind == "document" and isinstance(source, Mapping) and source.get("type") == "text":
-        return _string(source, "data", f"{where}.source")
-    raise InvalidRequestError(
-        f"{where} is of type {kind}, which cannot stand there: this model reads text only.", where
-    )
+    if kind != "text":
+        raise unreadable_part(kind, where)
+    return string_in(block, "text", where)
 
 
-def _string(block: Mapping[str, Any], field: str, where: str) -> str:
-    value = block.get(field)
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"{where}.{field} must be a string.", f"{where}.{field}")
-    return value
+def _document_text(source: Any, where: str) -> str:
+    if not isinstance(source, Mapping):
+        raise InvalidRequestError(f"{where}.source must be an object.", f"{where}.source")
+    match source.get("type"):
+        case "text":
+            return string_in(source, "data", f"{where}.source")
+        case "content":
+            return _joined(source.get("content"), f"{where}.source.content")
+        case kind:
+            raise unreadable_part(f"document with a source of type {kind}", where)
+
+
+def _joined(content: Any, where: str, read: Callable[[Block, str], str] = _plain_text) -> str:
+    """A string, or what `read` makes of blocks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise InvalidRequestError(f"{where} must be a string or a list of blocks.", where)
+    return "\n".join(read(part, path) for path, part in _blocks(content, where))
+
+
+def _lines(block: Block, headings: Sequence[str], text: str, where: str) -> str:
+    """What stands over a text, as far as it is given, and the text."""
+    given = [string_in(block, name, where) for name in headings if block.get(name) is not None]
+    return "\n".join([*given, text])
