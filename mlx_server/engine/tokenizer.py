@@ -61,6 +61,8 @@ class Tokenizer:
                 f"Cannot read the tokenizer in {folder}: {error} Check that tokenizer.json and "
                 "tokenizer_config.json are complete, or pull the model again."
             ) from error
+        if hf.chat_template is None:
+            hf.chat_template = _processors_template(folder)
         return cls(hf, eos_token_ids)
 
     @property
@@ -144,6 +146,12 @@ def _plain_backend(hf: Any) -> Any | None:
         if getattr(type(hf), name) is not getattr(PreTrainedTokenizerFast, name):
             return None
     return hf.backend_tokenizer
+
+
+def _processors_template(folder: Path) -> str | None:
+    """The chat template that some vision-language models keep with their processor instead of their tokenizer."""
+    template = read_model_json(folder / "chat_template.json").get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def _eos_token_ids_in(config: dict[str, Any]) -> set[int]:

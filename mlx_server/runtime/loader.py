@@ -52,8 +52,9 @@ class LoadedModel:
         """The first of these numbers that the configuration has, or the model's own arguments: what a
         configuration leaves out, mlx-lm fills in."""
         nested = self.config.get("text_config")
-        arguments = getattr(self.model, "args", None)
-        places = (nested if isinstance(nested, dict) else {}, self.config, vars(arguments) if arguments else {})
+        models: tuple[Any, ...] = (getattr(self.model, "language_model", None), self.model)
+        arguments = [vars(model.args) for model in models if hasattr(model, "args")]
+        places = (nested if isinstance(nested, dict) else {}, self.config, *arguments)
         found = (place[name] for name in names for place in places if isinstance(place.get(name), int))
         return next(found, None)
 
