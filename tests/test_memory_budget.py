@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlx_server.config import MemoryConfig
 from mlx_server.engine.kv_memory import KvMemory
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed
 from mlx_server.engine.memory_guard import MemoryGuard, PressureLevel
+from mlx_server.engine.memory_watch import MemoryWatch
 from mlx_server.errors import ConfigError, InsufficientMemoryError
 from mlx_server.runtime.memory import MemoryReading
 from tests.batching.worlds import World, make_request, make_scheduler
@@ -147,72 +151,140 @@ def test_levels_are_entered_at_their_mark_and_left_well_below():
     assert seen == marks
 
 
-@dataclass
-class Scene:
-    """A model on a pool of 64 blocks of 1 MiB in a memory that is as full as the script says."""
+class Model:
+    """One on a pool of 64 blocks of 1 MiB."""
 
-    script: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        share = MemoryBudget(1000 * MIB, 0, lambda: reading(1000)).take("m", need(10, 0, 64))
-        self.share = share
-        self.supply = KvMemory(share, MIB, lambda: 0.0)
-        self.world = World(make_scheduler(64, max_blocks=96, supply=self.supply))
-        self.guard = MemoryGuard("m", self.world.scheduler, self.supply, lambda: reading(1000 - self.script.pop(0)))
-
-    def sample(self, used: int) -> PressureLevel:
-        self.script.append(used)
-        self.guard.sample()
-        self.world.step()
-        return self.guard.level
+    def __init__(self) -> None:
+        self.share = MemoryBudget(1000 * MIB, 0, lambda: reading(1000)).take("m", need(10, 0, 64))
+        supply = KvMemory(self.share, MIB, lambda: 0.0)
+        self.world = World(make_scheduler(64, max_blocks=96, supply=supply))
+        self.guard = MemoryGuard(self.world.scheduler, supply)
 
     @property
     def num_blocks(self) -> int:
         return self.world.scheduler.blocks.num_blocks
 
 
-def test_each_level_does_its_part_and_says_so(caplog):
+class Scene:
+    """Models in a memory of which as many MiB of 1,000 are used as the test says."""
+
+    def __init__(self, *models: Model) -> None:
+        self.used = 0
+        self.models = models
+        self.watch = MemoryWatch(lambda: reading(1000 - self.used), lambda: 0.0)
+
+    def sample(self, used: int) -> PressureLevel:
+        self.used = used
+        self.watch.sample()
+        for model in self.models:
+            model.world.step()
+        return self.watch.level
+
+
+@asynccontextmanager
+async def watched(*models: Model) -> AsyncIterator[Scene]:
+    """While it is entered, nothing but the test runs: the watch does not come to sample by itself."""
+    scene = Scene(*models)
+    for model in models:
+        scene.watch.join(model.guard)
+    try:
+        yield scene
+    finally:
+        for model in models:
+            scene.watch.leave(model.guard)
+
+
+async def test_each_level_does_its_part_and_says_so(caplog):
     caplog.set_level(logging.INFO)
-    scene = Scene()
-    world = scene.world
+    model = Model()
+    world = model.world
     world.add(make_request("high", 30, 200, priority=0), make_request("low", 30, 200, priority=2))
     world.step()
 
-    assert scene.sample(840) is PressureLevel.NONE
-    assert scene.num_blocks == 64
-    assert scene.sample(860) is PressureLevel.EVICT
-    assert scene.num_blocks == 64 - 28, "half of what is idle beyond the least"
-    assert scene.sample(930) is PressureLevel.HOLD
-    world.add(make_request("third", 30, 20))
-    world.step()
-    assert world.running_ids() == ["high", "low"]
-    assert scene.sample(975) is PressureLevel.PREEMPT
-    assert world.running_ids() == ["high"]
-    assert scene.num_blocks == 8, "the least"
-    assert scene.sample(975) is PressureLevel.PREEMPT
-    assert world.running_ids() == ["high"], "the last one goes on"
-    assert scene.sample(500) is PressureLevel.NONE
+    async with watched(model) as scene:
+        assert scene.sample(840) is PressureLevel.NONE
+        assert model.num_blocks == 64
+        assert scene.sample(860) is PressureLevel.EVICT
+        assert model.num_blocks == 64 - 28, "half of what is idle beyond the least"
+        assert scene.sample(930) is PressureLevel.HOLD
+        world.add(make_request("third", 30, 20))
+        world.step()
+        assert world.running_ids() == ["high", "low"]
+        assert scene.sample(975) is PressureLevel.PREEMPT
+        assert world.running_ids() == ["high"]
+        assert model.num_blocks == 8, "the least"
+        assert scene.sample(975) is PressureLevel.PREEMPT
+        assert world.running_ids() == ["high"], "the last one goes on"
+        assert scene.sample(500) is PressureLevel.NONE
     world.step()
     assert len(world.running_ids()) == 3
     world.finish()
     world.check_tokens()
 
-    counters = scene.guard.counters
+    counters = model.guard.counters
     assert (counters.num_pressure_holds, counters.num_pressure_preemptions) == (1, 1)
     assert counters.num_pressure_cuts == world.scheduler.blocks.num_cuts == 3
-    said = [record.message for record in caplog.records]
-    assert said == [
-        "m: memory is 86 % full; the KV pool gives idle and cached blocks back",
-        "m: memory is 93 % full; no request starts beside those that run",
-        "m: memory is 98 % full; requests of the lowest priority wait",
-        "m: memory is 50 % full; back to normal",
+    assert [record.message for record in caplog.records] == [
+        "Memory is 86 % full; the KV pools give idle and cached blocks back",
+        "Memory is 93 % full; no request starts beside those that run",
+        "Memory is 98 % full; requests of the lowest priority wait",
+        "Memory is 50 % full; back to normal",
     ]
 
 
-def test_what_is_cut_is_booked_back_when_the_device_has_done_it():
-    scene = Scene()
-    scene.script.append(860)
-    scene.guard.sample()
-    assert scene.share.kv_bytes == 64 * MIB
-    scene.world.step()
-    assert scene.share.kv_bytes == scene.num_blocks * MIB == 36 * MIB
+async def test_what_is_cut_is_booked_back_when_the_device_has_done_it():
+    model = Model()
+    async with watched(model) as scene:
+        scene.used = 860
+        scene.watch.sample()
+        assert model.share.kv_bytes == 64 * MIB
+        model.world.step()
+        assert model.share.kv_bytes == model.num_blocks * MIB == 36 * MIB
+
+
+async def test_of_two_models_the_one_with_the_lowest_request_preempts():
+    chat, batch = Model(), Model()
+    chat.world.add(make_request("chat-high", 30, 200, priority=0), make_request("chat-normal", 30, 200, priority=1))
+    batch.world.add(*(make_request(f"batch-{name}", 30, 200, priority=2) for name in ("a", "b", "c")))
+    async with watched(chat, batch) as scene:
+        scene.sample(500)
+        seen = []
+        for _ in range(5):
+            scene.sample(980)
+            seen.append(chat.world.running_ids() + batch.world.running_ids())
+        assert seen == [
+            ["chat-high", "chat-normal", "batch-a", "batch-b"],
+            ["chat-high", "chat-normal", "batch-a"],
+            ["chat-high", "batch-a"],
+            ["chat-high", "batch-a"],
+            ["chat-high", "batch-a"],
+        ], "one at a time, whichever ranks lowest; each model's last one goes on"
+        assert [model.guard.counters.num_pressure_preemptions for model in (chat, batch)] == [1, 2]
+        assert batch.num_blocks == chat.num_blocks == 8
+        scene.sample(500)
+    for model in (chat, batch):
+        model.world.finish()
+        model.world.check_tokens()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=2, max_size=3))
+async def test_whoever_waits_for_memory_ranked_lowest_of_all(tiers):
+    """With the priorities of each model's requests: whoever is left ranks no lower, or is alone."""
+    models = [Model() for _ in tiers]
+    for number, (model, priorities) in enumerate(zip(models, tiers, strict=True)):
+        for index, priority in enumerate(priorities):
+            model.world.add(make_request(f"{number}-{index}", 20, 100, priority=priority, arrival_s=index / 10))
+    rank = models[0].world.scheduler.effective_priority
+    async with watched(*models) as scene:
+        scene.sample(500)
+        for _ in range(sum(map(len, tiers))):
+            running = [list(model.world.scheduler.running()) for model in models]
+            scene.sample(980)
+            left = [list(model.world.scheduler.running()) for model in models]
+            victims = [r for before, after in zip(running, left, strict=True) for r in before if r not in after]
+            could_wait = [request for requests in running if len(requests) > 1 for request in requests]
+            assert len(victims) == min(1, len(could_wait))
+            assert all(rank(victim, 0.0) == max(rank(r, 0.0) for r in could_wait) for victim in victims)
+        assert [model.world.scheduler.num_running for model in models] == [min(1, len(p)) for p in tiers]
+        scene.sample(500)

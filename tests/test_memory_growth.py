@@ -122,7 +122,7 @@ async def test_a_pool_that_grows_and_shrinks_under_load_gives_the_same_tokens(th
             await asyncio.sleep(0.02)
             num_given += await engine.give_memory(rng.randrange(1, 100) * block_bytes)
             machine.used = rng.choice([0.5, 0.5, 0.5, 0.83, 0.87, 0.95, 0.99])
-            engine.guard.sample()
+            engine.memory_watch.sample()
             engine.scheduler.check_integrity()
             assert share.kv_bytes >= engine.stats().kv_pool_bytes
         assert await serving == wanted
@@ -177,7 +177,7 @@ async def test_one_who_cannot_grow_waits_for_memory(thread):
         assert engine.stats().num_generated_tokens == 7, "up to the last slot of 256"
         assert engine.scheduler.is_starving
         machine.used = 0.5
-        engine.guard.sample()
+        engine.memory_watch.sample()
         assert await tokens_of(stream) == wanted
 
 

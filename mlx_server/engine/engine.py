@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.config import Config
 from mlx_server.engine.chat import ChatFormatter
-from mlx_server.engine.memory_guard import MemoryGuard
+from mlx_server.engine.memory_watch import MemoryWatch
 from mlx_server.engine.observed_executor import ObservedExecutor
 from mlx_server.engine.parts import EngineParts, Surroundings, load_parts, unload_parts
 from mlx_server.engine.request_bounds import RequestBounds, make_request
@@ -90,7 +90,6 @@ class AsyncEngine:
         self._parts: EngineParts | None = None
         self._streams: dict[str, RequestStream] = {}
         self._loop_task: asyncio.Task[None] | None = None
-        self._guard_task: asyncio.Task[None] | None = None
         self._is_drained = asyncio.Event()
         self._clock = time.monotonic
 
@@ -150,9 +149,9 @@ class AsyncEngine:
         return self._loaded_parts().scheduler
 
     @property
-    def guard(self) -> MemoryGuard:
-        """What watches the machine's memory for this model."""
-        return self._loaded_parts().guard
+    def memory_watch(self) -> MemoryWatch:
+        """What watches the machine's memory, for this model and those beside it."""
+        return self._loaded_parts().watch
 
     # --- life -----------------------------------------------------------------------------------------------
 
@@ -169,7 +168,7 @@ class AsyncEngine:
         self._metrics = self._metrics or EngineMetrics(self.max_model_len, self.config.scheduler.aging_rate)
         self._tracer = self._tracing.tracer(self.model_name, self._clock, self._decode if self.has_tokenizer else None)
         self._loop_task = asyncio.create_task(self._run(), name=f"scheduler of {self.model_name}")
-        self._guard_task = asyncio.create_task(self._parts.guard.watch(), name=f"memory of {self.model_name}")
+        self._parts.watch.join(self._parts.guard)
 
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Takes no more requests, lets open ones finish for `drain_timeout_s`, fails the rest, and unloads."""
@@ -183,9 +182,8 @@ class AsyncEngine:
                 OverloadedError(f"The model {self.model_name} was shut down.", _SHUTDOWN_RETRY_S)
             ):
                 self.scheduler.finish_request(request_id, FinishReason.ERROR)
-        if self._guard_task is not None:
-            self._guard_task.cancel()
         if self._parts is not None:
+            self._parts.watch.leave(self._parts.guard)
             self._parts.scheduler.stop()
             if self._loop_task is not None:
                 await self._loop_task
@@ -295,7 +293,7 @@ class AsyncEngine:
         if self._metrics is not None:
             self._metrics.past = self.stats()
         parts, self._parts = self._parts, None
-        self._loaded = self._loop_task = self._guard_task = None
+        self._loaded = self._loop_task = None
         if parts is not None:
             await unload_parts(parts, self._around.thread)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from mlx_server.config import Config
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.memory_budget import MemoryShare
+from mlx_server.engine.memory_watch import MemoryWatch
 from mlx_server.engine.parts import Surroundings
 from mlx_server.runtime.executor import MLXThread
 
@@ -27,14 +28,15 @@ class EngineFactory:
         config: Config,
         share: MemoryShare,
         *,
+        watch: MemoryWatch,
         past: AsyncEngine | None,
         is_shared: Callable[[], bool],
         on_progress: Callable[[float], None],
     ) -> AsyncEngine:
-        """An engine that is not started. `share` is what is booked for it; it continues the counts of `past`, the
-        model's engine before. `is_shared` says whether others have
-        work, `on_progress` gets the part of the weights that is loaded."""
-        around = Surroundings(self._thread, is_shared, on_progress, share)
+        """An engine that is not started. `share` is what is booked for it, `watch` watches all models' memory. It
+        continues the counts of `past`, the model's engine before. `is_shared` says whether others have work,
+        `on_progress` gets the part of the weights that is loaded."""
+        around = Surroundings(self._thread, is_shared, on_progress, share, watch)
         return AsyncEngine(config, around, metrics=None if past is None else past.metrics)
 
     def stop(self) -> None:

@@ -1,21 +1,16 @@
-"""What a model does when the machine runs short of memory, whoever has taken it."""
+"""What one model does when the machine runs short of memory, whoever has taken it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import enum
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.engine.kv_memory import KvMemory
-from mlx_server.runtime.memory import MIN_BLOCKS, MemoryReading
+from mlx_server.runtime.memory import MIN_BLOCKS
 
-logger = logging.getLogger(__name__)
-
-_SAMPLE_S = 1.0
 _RETRY_S = 0.005
 _HYSTERESIS = 0.03
 """A level is left only when the pressure is so much lower than where it began."""
@@ -27,7 +22,8 @@ class PressureLevel(enum.IntEnum):
     EVICT    the pool gives half of its idle blocks back at each sample, cached ones included, and grows only by what
              requests need
     HOLD     the pool does not grow, and nobody starts beside those who run
-    PREEMPT  at each sample, the running request of the lowest priority waits again, and all idle blocks go
+    PREEMPT  at each sample, the running request of the lowest priority of all models waits again, unless it is the
+             only one of its model, and all idle blocks go
     """
 
     NONE = 0
@@ -54,40 +50,34 @@ class GuardCounters:
 
 
 class MemoryGuard:
-    """Watches the memory for one model, and acts between its steps. Event-loop thread only."""
+    """One model's part in what `MemoryWatch` does, between its steps. Event-loop thread only."""
 
-    def __init__(
-        self,
-        name: str,
-        scheduler: ContinuousBatchingScheduler,
-        kv_memory: KvMemory,
-        read: Callable[[], MemoryReading],
-    ) -> None:
+    def __init__(self, scheduler: ContinuousBatchingScheduler, kv_memory: KvMemory) -> None:
         self.level = PressureLevel.NONE
         self.counters = GuardCounters()
-        self._name = name
         self._scheduler = scheduler
         self._kv_memory = kv_memory
-        self._read = read
 
-    async def watch(self) -> None:
-        """Samples until it is cancelled."""
-        while True:
-            self.sample()
-            await asyncio.sleep(_SAMPLE_S)
-
-    def sample(self) -> None:
-        """Reads the memory once, and does what the level asks for."""
-        pressure = self._read().pressure
-        level = self.level.after(pressure)
-        if level is not self.level:
-            self._enter(level, pressure)
+    def act(self, level: PressureLevel) -> None:
+        """Does what `level` asks of every model."""
+        self.counters.num_pressure_holds += level >= PressureLevel.HOLD > self.level
+        self.level = level
         self._scheduler.hold_admission(level >= PressureLevel.HOLD)
-        if level >= PressureLevel.PREEMPT and self._scheduler.preempt_lowest():
-            self.counters.num_pressure_preemptions += 1
         if level >= PressureLevel.EVICT:
             num_blocks = self._num_idle_blocks if level >= PressureLevel.PREEMPT else -(-self._num_idle_blocks // 2)
             self.counters.num_pressure_cuts += self._scheduler.shrink(num_blocks) > 0
+
+    def lowest_priority(self, now: float) -> float | None:
+        """The effective priority of the request that `preempt_lowest` would make wait; None where there is none: a
+        model's only running request goes on."""
+        if self._scheduler.num_running < 2:
+            return None
+        *_, lowest = self._scheduler.running()
+        return self._scheduler.effective_priority(lowest, now)
+
+    def preempt_lowest(self) -> None:
+        """Makes that request wait."""
+        self.counters.num_pressure_preemptions += self._scheduler.preempt_lowest()
 
     async def give_memory(self, num_bytes: int, timeout_s: float) -> int:
         """Gives idle blocks back, cached ones included, up to that many bytes, and waits until they are free for
@@ -113,23 +103,3 @@ class MemoryGuard:
         """Those that can go and leave a pool that is of use."""
         blocks = self._scheduler.blocks
         return max(0, min(blocks.num_free_blocks, blocks.num_blocks - MIN_BLOCKS))
-
-    def _enter(self, level: PressureLevel, pressure: float) -> None:
-        is_worse = level > self.level
-        self.counters.num_pressure_holds += level >= PressureLevel.HOLD > self.level
-        self.level = level
-        logger.log(
-            logging.WARNING if is_worse else logging.INFO,
-            "%s: memory is %.0f %% full; %s",
-            self._name,
-            100 * pressure,
-            _ACTIONS[level],
-        )
-
-
-_ACTIONS = {
-    PressureLevel.NONE: "back to normal",
-    PressureLevel.EVICT: "the KV pool gives idle and cached blocks back",
-    PressureLevel.HOLD: "no request starts beside those that run",
-    PressureLevel.PREEMPT: "requests of the lowest priority wait",
-}

@@ -21,6 +21,7 @@ from mlx_server.engine.footprint import estimate_need
 from mlx_server.engine.kv_memory import KvMemory
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShare
 from mlx_server.engine.memory_guard import MemoryGuard
+from mlx_server.engine.memory_watch import MemoryWatch
 from mlx_server.engine.text import TextTools
 from mlx_server.errors import ConfigError, EngineDeadError
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
@@ -53,6 +54,7 @@ class EngineParts:
     scheduler: ContinuousBatchingScheduler
     text: TextTools | None
     guard: MemoryGuard
+    watch: MemoryWatch
     max_model_len: int
 
 
@@ -62,13 +64,15 @@ class Surroundings:
 
     `is_shared` says whether somebody else's requests run on the device; `on_progress` gets the share of the
     weights that is read. `share` is what is booked for the model in a budget that is theirs, too; without one, the
-    engine has all of what its configuration allows.
+    engine has all of what its configuration allows. `watch` watches the memory for all of them; without one, the
+    engine has its own.
     """
 
     thread: MLXThread
     is_shared: Callable[[], bool] = lambda: False
     on_progress: Callable[[float], None] = lambda share: None
     share: MemoryShare | None = None
+    watch: MemoryWatch | None = None
 
 
 async def load_parts(
@@ -151,7 +155,8 @@ async def _load_parts(
         info=info,
         scheduler=scheduler,
         executor=MLXExecutor(around.thread, runner, settings.device_share),
-        guard=MemoryGuard(loaded.name, scheduler, kv_memory, share.read),
+        guard=MemoryGuard(scheduler, kv_memory),
+        watch=around.watch or MemoryWatch(share.read),
         max_model_len=min(limit, num_slots),
     )
 

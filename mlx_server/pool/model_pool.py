@@ -13,6 +13,7 @@ from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.factory import EngineFactory
 from mlx_server.engine.footprint import estimate_need
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShare
+from mlx_server.engine.memory_watch import MemoryWatch
 from mlx_server.errors import EngineDeadError, InsufficientMemoryError, OverloadedError, ServeError
 from mlx_server.pool.background import in_daemon_thread
 from mlx_server.pool.catalog import Catalog, ModelSpec
@@ -77,6 +78,7 @@ class ModelPool:
         self._unloads: set[asyncio.Task[None]] = set()
         self._load_turn = asyncio.Lock()
         self._changes = Changes()
+        self._watch = MemoryWatch(budget.read)
         self._room = RoomMaker(budget, settings, self.models, self._unload, self._changes, clock)
         self._sweeper: asyncio.Task[None] | None = None
         self.is_starting = True
@@ -255,6 +257,7 @@ class ModelPool:
         model.engine = self._factory.make(
             model.spec.config,
             share,
+            watch=self._watch,
             past=model.past,
             is_shared=lambda: self._others_work(model),
             on_progress=on_progress,
