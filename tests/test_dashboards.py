@@ -36,7 +36,7 @@ async def scrape(folder: Path) -> bytes:
     await pool.start()
     try:
         transport = httpx.ASGITransport(create_app(pool, config))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             answer = await http.post("/v1/completions", json={"prompt": [1] * 40, "max_tokens": 5, "ignore_eos": True})
             assert answer.status_code == 200
             return (await http.get("/metrics")).content
@@ -60,7 +60,7 @@ async def test_models_keep_their_counters_through_unloading_and_loading(folder: 
     await pool.start()
     try:
         transport = httpx.ASGITransport(create_app(pool, config))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
 
             async def generated(*asked: str) -> dict[str, float]:
                 """Tokens by model in the order of the scrape, after asking models for two more each."""
@@ -79,6 +79,41 @@ async def test_models_keep_their_counters_through_unloading_and_loading(folder: 
             assert list((await generated("two")).items()) == [("two", 6), ("one", 2)]
             await pool.load("one")
             assert list((await generated("one")).items()) == [("one", 4), ("two", 6)]
+    finally:
+        await pool.stop(0.0)
+
+
+async def test_every_model_has_a_state_and_those_that_were_loaded_a_pool(folder: Path):
+    models = tuple(ModelEntry(id=name, model=str(folder), overrides={"max_model_len": 256}) for name in ("one", "two"))
+    config = Config(models=models, cache=CacheConfig(num_kv_blocks=32))
+    pool = build_pool(config)
+    await pool.start()
+    try:
+        transport = httpx.ASGITransport(create_app(pool, config))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+
+            async def samples(family: str) -> list[str]:
+                lines = (await http.get("/metrics")).text.splitlines()
+                return sorted(line.removeprefix(family) for line in lines if line.startswith(family + "{"))
+
+            await pool.load("two")
+            states = await samples("mlx_serve:model_state")
+            assert len(states) == 2 * 5
+            assert [state for state in states if state.endswith(" 1.0")] == [
+                '{model_name="one",state="unloaded"} 1.0',
+                '{model_name="two",state="ready"} 1.0',
+            ]
+            shape = 'block_size="32",enable_prefix_caching="True",engine="0",model_name="MODEL",num_gpu_blocks="32"'
+            shapes = {name: "{" + shape.replace("MODEL", name) + "} 1.0" for name in ("one", "two")}
+            assert await samples("vllm:cache_config_info") == [shapes["two"]]
+            await pool.load("one")
+            assert await samples("vllm:cache_config_info") == [shapes["one"], shapes["two"]]
+            loads = await samples("mlx_serve:model_loads_total")
+            assert len(loads) == 2 * 4
+            assert [line for line in loads if not line.endswith(" 0.0")] == [
+                '{model_name="one",result="ready"} 1.0',
+                '{model_name="two",result="ready"} 1.0',
+            ]
     finally:
         await pool.stop(0.0)
 

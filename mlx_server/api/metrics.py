@@ -8,7 +8,9 @@ from starlette.responses import Response
 from mlx_server.api.context import Context
 from mlx_server.engine.engine import EngineState
 from mlx_server.observability.http_metrics import QuotaMetrics
+from mlx_server.observability.pool_metrics import ModelReading, PoolMetrics
 from mlx_server.observability.prometheus import CONTENT_TYPE, EngineReading, render
+from mlx_server.pool.pooled_model import ModelState
 
 router = APIRouter(tags=["probes"])
 
@@ -21,7 +23,7 @@ _LOADED = (EngineState.READY, EngineState.DRAINING)
 @router.head("/metrics", include_in_schema=False)
 async def metrics(context: Context) -> Response:
     """Prometheus' text format: vLLM's series, and ours. A model that was unloaded keeps its counters; one that was
-    never loaded has none."""
+    never loaded has a state only."""
     readings = [
         EngineReading(
             engine.model_name,
@@ -33,5 +35,7 @@ async def metrics(context: Context) -> Response:
         for engine in context.pool.counted_engines()
     ]
     quotas = QuotaMetrics({tier: context.quotas.refused[tier] for tier in context.config.tiers})
-    text = render(readings, [context.http_metrics, quotas, context.process_metrics])
+    models = [ModelReading(model.name, model.state, dict(model.loads)) for model in context.pool.models()]
+    pool = PoolMetrics(models, list(ModelState))
+    text = render(readings, [pool, context.http_metrics, quotas, context.process_metrics])
     return Response(text, media_type=CONTENT_TYPE)

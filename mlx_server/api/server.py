@@ -122,7 +122,11 @@ class _Server:
 
     async def _live(self) -> int:
         try:
-            if not await self._before_stop(self._pool.start()):
+            try:
+                is_loaded = await self._before_stop(self._pool.start())
+            except ServeError:  # the pool has logged it
+                return 1
+            if not is_loaded:
                 _leave(0)  # the MLX thread cannot be interrupted, and Python cannot end under it
             self._announce()
             if not await self._before_stop(self._death()):
@@ -201,8 +205,11 @@ class _Server:
 def _described(model: PooledModel) -> str:
     if model.engine is None:
         return f"model {model.name}, loaded on first use"
-    num_blocks = model.engine.stats().max_num_blocks
-    return f"model {model.name}  KV pool {num_blocks} blocks of {BLOCK_SIZE} = {num_blocks * BLOCK_SIZE} tokens"
+    stats = model.engine.stats()
+    pool = f"KV pool of {stats.num_blocks * BLOCK_SIZE} tokens"
+    if stats.max_num_blocks > stats.num_blocks:
+        pool += f", up to {stats.max_num_blocks * BLOCK_SIZE} as memory allows"
+    return f"model {model.name}: context of {model.engine.max_model_len} tokens, {pool}"
 
 
 def _leave(code: int) -> NoReturn:

@@ -14,7 +14,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.observability.families import (
-    ENGINE,
     EngineReading,
     Readings,
     counter,
@@ -85,7 +84,7 @@ def _state(readings: Readings) -> Iterator[Metric]:
         readings,
         lambda r: {"awake": r.is_loaded, "weights_offloaded": 0, "discard_all": not r.is_loaded},
     )
-    yield _cache_config(readings[0])
+    yield _cache_config(readings)
     yield _lora()
 
 
@@ -162,12 +161,13 @@ def _kv_cache_usage(reading: EngineReading) -> float:
     return reading.stats.kv_usage
 
 
-def _cache_config(reading: EngineReading) -> Metric:
-    """vLLM's labels name no model, so that only one can be described: the first."""
-    labels = ("engine", "block_size", "num_gpu_blocks", "enable_prefix_caching")
-    family = GaugeMetricFamily("vllm:cache_config_info", "Shape of the first model's KV pool.", labels=labels)
-    values = (ENGINE, str(BLOCK_SIZE), str(reading.stats.max_num_blocks), str(reading.is_prefix_caching))
-    family.add_metric(values, 1.0)
+def _cache_config(readings: Readings) -> Metric:
+    """vLLM's labels name no model; who looks for one model's here finds it by ours."""
+    labels = ("model_name", "engine", "block_size", "num_gpu_blocks", "enable_prefix_caching")
+    family = GaugeMetricFamily("vllm:cache_config_info", "Shape of a model's KV pool.", labels=labels)
+    for reading in readings:
+        values = (str(BLOCK_SIZE), str(reading.stats.max_num_blocks), str(reading.is_prefix_caching))
+        family.add_metric((*reading.labels, *values), 1.0)
     return family
 
 

@@ -17,7 +17,7 @@ from mlx_server.engine.memory_watch import MemoryWatch
 from mlx_server.errors import EngineDeadError, InsufficientMemoryError, OverloadedError, ServeError
 from mlx_server.pool.background import in_daemon_thread
 from mlx_server.pool.catalog import Catalog, ModelSpec
-from mlx_server.pool.pooled_model import ModelState, PooledModel
+from mlx_server.pool.pooled_model import LoadResult, ModelState, PooledModel
 from mlx_server.pool.room import Changes, RoomMaker
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class ModelPool:
     # --- life -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Loads the pinned models, one after another. Raises what keeps one from being loaded."""
+        """Loads the pinned models, one after another. Raises what keeps one from being loaded, and has logged it."""
         for model in self.models():
             if model.spec.is_pinned:
                 await self._load_at_start(model)
@@ -235,10 +235,11 @@ class ModelPool:
                 await self._room.make(model.name, need)
                 await self._start_engine(model, self.budget.take(model.name, need))
         except asyncio.CancelledError:
-            model.give_up_load()
+            model.give_up_load(LoadResult.GIVEN_UP)
             return OverloadedError(f"Loading the model `{model.name}` was given up; try again.", _SHUTDOWN_RETRY_S)
         except OverloadedError as error:
-            model.give_up_load()
+            logger.warning("The model %s cannot be loaded now: %s", model.name, error)
+            model.give_up_load(LoadResult.NO_ROOM)
             return error
         except Exception as error:
             logger.error("The model %s cannot be loaded: %s", model.name, error, exc_info=_unexpected(error))

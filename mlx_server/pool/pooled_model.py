@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from mlx_server.engine.engine import AsyncEngine
@@ -28,6 +29,15 @@ class ModelState(enum.StrEnum):
     FAILED = "failed"
 
 
+class LoadResult(enum.StrEnum):
+    """How a load ended."""
+
+    READY = "ready"
+    FAILED = "failed"
+    NO_ROOM = "no_room"
+    GIVEN_UP = "given_up"
+
+
 @dataclass(slots=True, eq=False)
 class PooledModel:
     """A model and its engine, which it has while LOADING, READY or DRAINING. The pool is the only one to change it.
@@ -46,7 +56,7 @@ class PooledModel:
     failure: Exception | None = None
     retry_s: float = 0.0
     num_users: int = 0
-    num_loads: int = 0
+    loads: Counter[LoadResult] = field(default_factory=lambda: Counter(dict.fromkeys(LoadResult, 0)))
     ready_s: float = 0.0
     last_used_s: float = 0.0
     load_progress: float = 0.0
@@ -56,6 +66,11 @@ class PooledModel:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def num_loads(self) -> int:
+        """Those that it became ready by."""
+        return self.loads[LoadResult.READY]
 
     @property
     def is_ready(self) -> bool:
@@ -86,17 +101,19 @@ class PooledModel:
     def become_ready(self, now: float) -> None:
         assert self.engine is not None, "a model is ready with an engine"
         self._move((ModelState.LOADING,), ModelState.READY)
-        self.num_loads += 1
+        self.loads[LoadResult.READY] += 1
         self.ready_s = self.last_used_s = now
         self.load_progress = 1.0
 
     def fail_load(self, failure: Exception, retry_s: float) -> None:
         self._move((ModelState.LOADING,), ModelState.FAILED)
         self.failure, self.retry_s = failure, retry_s
+        self.loads[LoadResult.FAILED] += 1
         self._let_go()
 
-    def give_up_load(self) -> None:
+    def give_up_load(self, reason: LoadResult) -> None:
         self._move((ModelState.LOADING,), ModelState.UNLOADED)
+        self.loads[reason] += 1
         self._let_go()
 
     def begin_drain(self) -> None:

@@ -249,6 +249,27 @@ async def test_a_load_that_is_given_up_is_told_and_can_be_repeated():
         await world.use("a")
 
 
+async def test_how_loads_end_is_counted():
+    async with world_of("a", "b", limit_mib=100, when_full="fail", retry_failed_s=0.0) as world:
+        world.factory.refusals["a"] = ModelLoadError("The weights are broken.")
+        with pytest.raises(OverloadedError):
+            await world.use("a")
+        del world.factory.refusals["a"]
+        world.factory.gate.clear()
+        waiting = asyncio.create_task(world.pool.acquire("a"))
+        await until(lambda: len(world.factory.made) == 2)
+        await world.pool.unload("a", 0.0)
+        with pytest.raises(OverloadedError):
+            await waiting
+        world.factory.gate.set()
+        with await world.pool.acquire("a"), pytest.raises(OverloadedError):
+            await world.pool.acquire("b")
+        a, b = world.pool.models()
+        assert a.loads == {"failed": 1, "given_up": 1, "ready": 1, "no_room": 0}
+        assert b.loads == {"failed": 0, "given_up": 0, "ready": 0, "no_room": 1}
+        assert (a.num_loads, b.num_loads) == (1, 0)
+
+
 # --- failure ----------------------------------------------------------------------------------------------------
 
 
