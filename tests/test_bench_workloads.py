@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mlx_server.bench.mooncake import TraceLine
 from mlx_server.bench.serve_arrivals import Arrivals
-from mlx_server.bench.serve_datasets import Prompt, TraceLine, read_dataset
+from mlx_server.bench.serve_datasets import Prompt, read_dataset
 from mlx_server.bench.serve_prompts import Prompts
 from mlx_server.bench.serve_workloads import SHAPES, Plan, Replay, make_plan, plan_dataset, warm_up_sessions
 from mlx_server.errors import ConfigError

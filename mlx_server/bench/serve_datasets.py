@@ -20,12 +20,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mlx_server.bench.mooncake import TraceLine, parse_line
 from mlx_server.bench.serve_client import Message
 from mlx_server.bench.serve_prompts import user_message
 from mlx_server.errors import ConfigError
-
-TRACE_BLOCK_TOKENS = 512
-"""Tokens behind one hash id of a Mooncake trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +34,8 @@ class Prompt:
     output_len: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class TraceLine:
-    """One recorded arrival, in seconds after the first. Equal leading `hash_ids` are an equal prefix."""
-
-    arrival_s: float
-    input_len: int
-    output_len: int
-    hash_ids: tuple[int, ...] = ()
-
-
 def read_dataset(path: Path, limit: int | None = None) -> list[Prompt] | list[TraceLine]:
-    """The first `limit` requests of the file; those of a trace in order of arrival.
+    """The first `limit` requests of the file; those of a trace in order of arrival, in seconds after the first.
     Raises `ConfigError` with the line that is none."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -106,12 +94,7 @@ def _parse_json(entry: Mapping[str, Any]) -> Prompt | TraceLine:
     if "prompt" in entry or "messages" in entry:
         output_len = entry.get("output_tokens")
         return Prompt(_messages(entry), None if output_len is None else max(int(output_len), 1))
-    return TraceLine(
-        float(entry["timestamp"]) / 1000.0,
-        int(entry["input_length"]),
-        int(entry["output_length"]),
-        tuple(int(hash_id) for hash_id in entry.get("hash_ids", ())),
-    )
+    return parse_line(entry)
 
 
 def _messages(entry: Mapping[str, Any]) -> tuple[Message, ...]:

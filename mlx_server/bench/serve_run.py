@@ -9,9 +9,10 @@ from typing import Any
 
 import httpx
 
+from mlx_server.bench.mooncake import TraceLine
 from mlx_server.bench.serve_arrivals import Arrivals
 from mlx_server.bench.serve_client import COMPLETIONS, DEFAULT_TIER, RequestRecord, StreamClient, Tier, list_models
-from mlx_server.bench.serve_datasets import Prompt, TraceLine
+from mlx_server.bench.serve_datasets import Prompt
 from mlx_server.bench.serve_intruder import NUM_ANSWER_TOKENS, intrude
 from mlx_server.bench.serve_load import send_all
 from mlx_server.bench.serve_prompts import Prompts, user_message

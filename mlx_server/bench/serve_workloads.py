@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from mlx_server.bench.mooncake import BLOCK_TOKENS, TraceLine
 from mlx_server.bench.serve_client import Message
-from mlx_server.bench.serve_datasets import TRACE_BLOCK_TOKENS, Prompt, TraceLine
+from mlx_server.bench.serve_datasets import Prompt
 from mlx_server.bench.serve_prompts import Prompts, user_message
 
 
@@ -124,7 +125,7 @@ def _of_prompt(line: Prompt, output_len: int) -> Session:
 def _of_trace(line: TraceLine, prompts: Prompts, replay: Replay) -> Session:
     """Equal hash ids become equal text."""
     num_tokens = max(line.input_len // replay.shrink, 1)
-    block_len = TRACE_BLOCK_TOKENS // replay.shrink
+    block_len = BLOCK_TOKENS // replay.shrink
     parts = [
         prompts.named_text(hash_id, min(block_len, num_tokens - number * block_len))
         for number, hash_id in enumerate(line.hash_ids)

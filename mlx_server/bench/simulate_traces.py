@@ -12,12 +12,10 @@ from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from mlx_server.bench.mooncake import BLOCK_TOKENS, parse_line
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ConfigError
 from mlx_server.request import Priority
-
-TRACE_BLOCK_TOKENS = 512
-"""Tokens behind one hash id in Mooncake's public traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +105,10 @@ def with_flood(base: Iterable[TracedRequest], extra: Iterable[TracedRequest], en
 def read_trace(
     path: Path, *, shrink: int = 1, tiers: Sequence[float] = (0, 1, 0), seed: int = 0
 ) -> list[TracedRequest]:
-    """Reads JSON lines in the format of Mooncake's public traces: `timestamp` in ms, `input_length`,
-    `output_length` and `hash_ids`, one a 512 tokens; also `tier` (high, normal, low), which is drawn from
-    `tiers` where it is missing. `shrink` divides all lengths. Raises `ConfigError` with the line."""
-    if TRACE_BLOCK_TOKENS % (shrink * BLOCK_SIZE):
-        raise ConfigError(f"--shrink is {shrink}; it must divide {TRACE_BLOCK_TOKENS // BLOCK_SIZE}.")
+    """Reads JSON lines in the format of Mooncake's public traces; also `tier` (high, normal, low), which is drawn
+    from `tiers` where it is missing. `shrink` divides all lengths. Raises `ConfigError` with the line."""
+    if BLOCK_TOKENS % (shrink * BLOCK_SIZE):
+        raise ConfigError(f"--shrink is {shrink}; it must divide {BLOCK_TOKENS // BLOCK_SIZE}.")
     rng = random.Random(seed)
     requests: list[TracedRequest] = []
     try:
@@ -129,18 +126,17 @@ def read_trace(
 
 
 def _parse(entry: dict[str, Any], shrink: int, tier: Priority) -> TracedRequest:
-    named = entry.get("tier")
-    num_prompt_tokens = max(int(entry["input_length"]) // shrink, 1)
-    block_tokens = TRACE_BLOCK_TOKENS // shrink
-    hash_ids = tuple(int(hash_id) for hash_id in entry["hash_ids"])
-    if len(hash_ids) * block_tokens < num_prompt_tokens:
-        raise ValueError(f"{len(hash_ids)} hash_ids do not cover input_length {entry['input_length']}")
+    named, line = entry.get("tier"), parse_line(entry)
+    num_prompt_tokens = max(line.input_len // shrink, 1)
+    block_tokens = BLOCK_TOKENS // shrink
+    if len(line.hash_ids) * block_tokens < num_prompt_tokens:
+        raise ValueError(f"{len(line.hash_ids)} hash_ids do not cover input_length {line.input_len}")
     return TracedRequest(
-        float(entry["timestamp"]) / 1000.0,
+        line.arrival_s,
         tier if named is None else Priority[str(named).upper()],
         num_prompt_tokens,
-        max(int(entry["output_length"]) // shrink, 1),
-        hash_ids,
+        max(line.output_len // shrink, 1),
+        line.hash_ids,
         block_tokens,
     )
 
