@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BaseModel, Field
 
 from mlx_server.api.anthropic.conversation import MessageParam, TextBlock, read_conversation
 from mlx_server.api.chat_plan import ChatCall, ToolUse
-from mlx_server.api.openai.fields import Bool, GenerationFields, Int, StringOrList
+from mlx_server.api.openai.fields import ONE_ANSWER_OF_TEXT, Bool, GenerationFields, Int, StringOrList
 from mlx_server.engine.chat import ChatOptions
 from mlx_server.engine.structured_spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
 from mlx_server.errors import InvalidRequestError
@@ -77,12 +77,7 @@ class MessagesFields(GenerationFields):
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationFields.refused,
-        "n": (1,),
-        "response_format": (),
-        "prompt_logprobs": (),
-        "return_token_ids": (False,),
-        "return_tokens_as_token_ids": (False,),
-        "add_special_tokens": (False,),
+        **ONE_ANSWER_OF_TEXT,
         "mcp_servers": ([],),
     }
 

@@ -9,6 +9,7 @@ docs/parameters.md lists all of them.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -206,6 +207,16 @@ class GenerationFields(BaseModel):
             include_stop_str_in_output=bool(self.include_stop_str_in_output or self.no_stop_trim),
         )
 
+
+ONE_ANSWER_OF_TEXT: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "response_format": (),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "add_special_tokens": (False,),
+}
+"""What protocols refuse besides whose answers are one message, and have no place for tokens."""
 
 _SUCCESSORS = {"functions": "tools", "function_call": "tool_choice"}
 _SAME_NAMES = (

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from mlx_server.api.chat_plan import ChatCall, ToolUse
 from mlx_server.api.openai.chat_request import ReasoningEffort, tool_use
-from mlx_server.api.openai.fields import Bool, GenerationFields, Int
+from mlx_server.api.openai.fields import ONE_ANSWER_OF_TEXT, Bool, GenerationFields, Int
 from mlx_server.api.openai.responses_input import ROLES, read_items
 from mlx_server.api.openai.responses_store import Item
 from mlx_server.api.turns import Turns
@@ -119,12 +119,7 @@ class ResponsesRequest(GenerationFields):
         "conversation": (),
         "prompt": (),
         "top_logprobs": (0,),
-        "n": (1,),
-        "response_format": (),
-        "prompt_logprobs": (),
-        "return_token_ids": (False,),
-        "return_tokens_as_token_ids": (False,),
-        "add_special_tokens": (False,),
+        **ONE_ANSWER_OF_TEXT,
     }
 
     def check(self) -> None:
