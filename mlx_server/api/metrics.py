@@ -35,7 +35,10 @@ async def metrics(context: Context) -> Response:
         for engine in context.pool.counted_engines()
     ]
     quotas = QuotaMetrics({tier: context.quotas.refused[tier] for tier in context.config.tiers})
-    models = [ModelReading(model.name, model.state, dict(model.loads)) for model in context.pool.models()]
+    models = [
+        ModelReading(model.name, model.state, {result.value: number for result, number in model.loads.items()})
+        for model in context.pool.models()
+    ]
     pool = PoolMetrics(models, list(ModelState))
     text = render(readings, [pool, context.http_metrics, quotas, context.process_metrics])
     return Response(text, media_type=CONTENT_TYPE)
