@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import anthropic
@@ -11,7 +12,9 @@ from anthropic.types import ContentBlockParam
 from openai.types.chat import ChatCompletionContentPartParam
 from openai.types.responses import ResponseFunctionCallOutputItemParam, ResponseInputContentParam
 
-from tests.api.worlds import World, user
+from tests.api.real_worlds import RealWorld, started
+from tests.api.worlds import Site, World, user
+from tests.test_vision_models import make_vision_folder
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -157,3 +160,19 @@ async def test_broken_blocks_are_named(world: World, block: dict[str, Any], wher
     response = await world.http.post("/v1/messages", json={"max_tokens": 5, "messages": user([block])})
     assert response.status_code == 400
     assert response.json()["error"]["message"] == f"messages[0].content[0].{where}."
+
+
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # transformers, of the configuration
+async def test_a_model_that_could_see_answers_text_and_names_images(site: Site, tmp_path: Path) -> None:
+    async with started(make_vision_folder(tmp_path / "seer", "qwen2_5_vl"), "seer") as model:
+        world = RealWorld(site, site.serve(*model))
+        parts: list[Any] = [TEXT, {"type": "image_url", **CHAT["image_url"]}]
+        completions = world.openai.chat.completions
+        answer = await completions.create(
+            model="seer", messages=user(parts[:1]), max_tokens=4, extra_body={"ignore_eos": True}
+        )
+        assert answer.usage is not None
+        assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (4, "length")
+        with pytest.raises(openai.BadRequestError, match="whatever the model could see or hear"):
+            await completions.create(model="seer", messages=user(parts), max_tokens=4)
+        await world.settled()
