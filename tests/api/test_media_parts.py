@@ -67,7 +67,7 @@ async def test_chat_names_the_part(world: World, kind: str, stream: bool) -> Non
     }
     for where, messages in bodies.items():
         with pytest.raises(openai.BadRequestError) as caught:
-            await world.openai.chat.completions.create(model="fake", messages=messages, stream=stream)  # type: ignore[call-overload]
+            await world.openai.chat.completions.create(model="fake", messages=messages, stream=stream)
         assert caught.value.param == where
         assert f"{where} is of type {kind}: {REASON}" in caught.value.message
         assert REMEDY in caught.value.message
@@ -85,7 +85,7 @@ async def test_responses_name_the_part(world: World, kind: str, stream: bool) ->
     }
     for where, items in bodies.items():
         with pytest.raises(openai.BadRequestError) as caught:
-            await world.openai.responses.create(model="fake", input=items, stream=stream)  # type: ignore[call-overload]
+            await world.openai.responses.create(model="fake", input=items, stream=stream)
         assert caught.value.param == where
         assert f"{where} is of type {kind}: {REASON}" in caught.value.message
     assert not world.engine.requests
@@ -111,7 +111,7 @@ async def test_responses_name_the_part(world: World, kind: str, stream: bool) ->
 async def test_messages_name_the_block(world: World, content: list[Any], found: str, stream: bool) -> None:
     async with anthropic.AsyncAnthropic(base_url=world.url, api_key="x", max_retries=0) as client:
         with pytest.raises(anthropic.BadRequestError) as caught:
-            await client.messages.create(model="fake", max_tokens=5, messages=user(content), stream=stream)  # type: ignore[call-overload]
+            await client.messages.create(model="fake", max_tokens=5, messages=user(content), stream=stream)
     error = caught.value.body
     assert isinstance(error, dict)
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")

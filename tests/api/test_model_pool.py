@@ -249,6 +249,14 @@ async def test_a_load_that_is_given_up_is_told_and_can_be_repeated():
         await world.use("a")
 
 
+async def test_one_watch_is_kept_over_the_memory_of_all_models():
+    async with world_of("a", "b") as world:
+        for name in ("a", "b"):
+            await world.use(name)
+        first, second = (hooks["watch"] for hooks in world.factory.hooks)
+        assert first is second
+
+
 async def test_how_loads_end_is_counted():
     async with world_of("a", "b", limit_mib=100, when_full="fail", retry_failed_s=0.0) as world:
         world.factory.refusals["a"] = ModelLoadError("The weights are broken.")
