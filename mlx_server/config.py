@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,11 +18,13 @@ from mlx_server.errors import ConfigError
 from mlx_server.model_entries import ModelEntry, parse_models
 from mlx_server.setting import ENV_PREFIX, Setting, declared, nearest
 from mlx_server.setting import declare as _setting
+from mlx_server.setting_forms import check_reserve, check_share, check_size, parse_origins
 from mlx_server.tiers import DEFAULT_TIER, Tier, default_tiers, parse_tiers
 
 BLOCK_SIZE = 32
-FULL_KV = "full"
 """Tokens in a KV block; the attention kernels are written for it."""
+
+FULL_KV = "full"
 
 DEFAULT_MODEL = "smollm2"
 
@@ -64,7 +65,7 @@ class CacheConfig:
     """[cache]: the paged KV pool."""
 
     kv_cache_memory: str = _setting(
-        "auto", "the most that the KV pool may grow to: `auto`, bytes, or like 4GiB or 512MB", size=True
+        "auto", "the most that the KV pool may grow to: `auto`, bytes, or like 4GiB or 512MB", form=check_size
     )
     num_kv_blocks: int | None = _setting(
         None, "exact number of KV blocks, all at start, instead of kv_cache_memory", minimum=8
@@ -89,10 +90,10 @@ class MemoryConfig:
     memory_limit: str = _setting(
         "auto",
         "memory for weights, KV pools and activations: `auto`, a size like 12GiB, or a share like 70%",
-        size=True,
+        form=check_share,
     )
     memory_reserve: str = _setting(
-        "10%", "memory that loading and growing leave to the system and other programs", size=True
+        "10%", "memory that loading and growing leave to the system and other programs", form=check_reserve
     )
 
 
@@ -156,6 +157,11 @@ class ServerConfig:
     admin_key_file: str | None = _setting(None, "file with the admin key in it")
     key_file: str | None = _setting(
         None, "SQLite file of `mlx-serve keys`; default: keys.sqlite in the home folder (MLX_SERVE_HOME)"
+    )
+    allowed_origins: str | None = _setting(
+        None,
+        "web pages that browsers let call the server: origins like http://localhost:3000, joined by commas, or `*`",
+        form=parse_origins,
     )
     client_timeout_s: float = _setting(
         30.0,
@@ -272,7 +278,7 @@ def _check_environment(environ: Mapping[str, str], sections: Iterable[str]) -> N
     prefixes = tuple(f"{ENV_PREFIX}{section}_".upper() for section in sections)
     for name in environ:
         if name.startswith(prefixes) and name not in known:
-            raise ConfigError(f"Unknown environment variable {name}{nearest(name, known)}.")
+            raise ConfigError(f"Unknown environment variable {name}{nearest(name, known)}")
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -288,14 +294,14 @@ def _merge_file(document: Mapping[str, Any], path: Path, merged: dict[str, dict[
     known = {(setting.section, setting.name): setting for setting in settings()}
     for section, values in document.items():
         if section not in merged:
-            raise ConfigError(f"{path}: unknown section [{section}]{nearest(section, (*merged, *_MANIFOLD))}.")
+            raise ConfigError(f"{path}: unknown section [{section}]{nearest(section, (*merged, *_MANIFOLD))}")
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: {section} must be a section, like [{section}].")
         for name, value in values.items():
             setting = known.get((section, name))
             if setting is None:
                 names = [n for s, n in known if s == section]
-                raise ConfigError(f"{path}: unknown key {name} in [{section}]{nearest(name, names)}.")
+                raise ConfigError(f"{path}: unknown key {name} in [{section}]{nearest(name, names)}")
             merged[section][name] = setting.parse(value, str(path))
 
 
@@ -311,32 +317,7 @@ def _check_one_way(given: Mapping[str, Any], models: tuple[ModelEntry, ...]) -> 
 
 def _check_api_key_tier(name: str, tiers: Mapping[str, Tier]) -> None:
     if name not in tiers:
-        raise ConfigError(f"api_key_tier is {name}, which is not declared{nearest(name, tiers)}.")
-
-
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
-_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
-
-
-def parse_size(text: str, name: str = "size") -> int:
-    """Bytes of `512MB`, `4GiB`, `1.5g` or a plain number; raises `ConfigError`."""
-    match = _SIZE.match(text)
-    if match is None:
-        raise ConfigError(f"{name} is {text!r}; write bytes, or a size like 512MB or 4GiB.")
-    number, unit, binary = match.groups()
-    base = 1024 if binary else 1000
-    return int(float(number) * base ** " kmgt".index(unit.lower() or " "))
-
-
-def parse_share(text: str, whole_bytes: int, name: str) -> int:
-    """Bytes of a size, or of a share of `whole_bytes` like `70%`; raises `ConfigError`."""
-    match = _PERCENT.fullmatch(text.strip())
-    if match is None:
-        return parse_size(text, name)
-    percent = float(match[1])
-    if percent > 100:
-        raise ConfigError(f"{name} is {text!r}; the most is 100%.")
-    return int(whole_bytes * percent / 100)
+        raise ConfigError(f"api_key_tier is {name}, which is not declared{nearest(name, tiers)}")
 
 
 def home() -> Path:

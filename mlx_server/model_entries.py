@@ -58,7 +58,7 @@ def _parse_entry(table: Mapping[str, Any], known: Mapping[str, Setting], where: 
         elif key in ("id", "model"):
             values[key] = _name(key, value, where)
         else:
-            raise ConfigError(f"{where}: unknown key {key}{nearest(key, ('id', 'model', 'aliases', *_OWN, *known))}.")
+            raise ConfigError(f"{where}: unknown key {key}{nearest(key, ('id', 'model', 'aliases', *_OWN, *known))}")
     if "model" not in values:
         raise ConfigError(f"{where}: model is missing; it names a folder, a hub id, or `smollm2`.")
     values.setdefault("id", values["model"].rstrip("/").rpartition("/")[2])

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ ENV_PREFIX = "MLX_SERVE_"
 
 
 def declare(default: Any, help: str, **extra: Any) -> Any:
-    """A field of a section. `extra`: `choices`, `minimum`, `maximum`, `secret`, `size`."""
+    """A field of a section. `extra`: `choices`, `minimum`, `maximum`, `secret`, `form`."""
     return dataclasses.field(default=default, metadata={"help": help, **extra})
 
 
@@ -34,7 +34,8 @@ class Setting:
     minimum: float | None
     maximum: float | None
     is_secret: bool
-    is_size: bool
+    form: Callable[[str, str], object] | None
+    """Raises `ConfigError` for a text that is wrong, given that and what to call it."""
 
     @property
     def flag(self) -> str:
@@ -56,6 +57,8 @@ class Setting:
                 raise ConfigError(f"{source}: {self.name} is {value}; the least is {self.minimum:g}.")
             if self.maximum is not None and not parsed <= self.maximum:
                 raise ConfigError(f"{source}: {self.name} is {value}; the most is {self.maximum:g}.")
+        if self.form is not None and parsed is not None:
+            self.form(parsed, f"{source}: {self.name}")
         return parsed
 
     def _convert(self, value: Any, source: str) -> Any:
@@ -67,7 +70,7 @@ class Setting:
                 return _BOOLEANS[value.lower()]
         elif wanted is str and isinstance(value, str):
             return value or (None if self.is_optional else "")
-        elif self.is_size and isinstance(value, int) and not isinstance(value, bool):
+        elif wanted is str and type(value) is int and (self.form is not None or self.choices is not None):
             return str(value)
         elif wanted in (int, float) and not isinstance(value, bool):
             if isinstance(value, wanted) or (wanted is float and isinstance(value, int)):
@@ -114,13 +117,13 @@ def declared(section: str, section_type: Any) -> tuple[Setting, ...]:
                 minimum=extra.get("minimum"),
                 maximum=extra.get("maximum"),
                 is_secret=extra.get("secret", False),
-                is_size=extra.get("size", False),
+                form=extra.get("form"),
             )
         )
     return tuple(found)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` for a mistyped name, or what there is."""
+    """The end of a sentence about a mistyped name: `; did you mean ...?`, or what there is."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}."

@@ -73,7 +73,7 @@ def _parse_tier(name: str, table: Mapping[str, Any], source: str) -> Tier:
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in _KEYS:
-            raise ConfigError(f"{source}: unknown key {key} in [tiers.{name}]{nearest(key, _KEYS)}.")
+            raise ConfigError(f"{source}: unknown key {key} in [tiers.{name}]{nearest(key, _KEYS)}")
         if key in _LIMITS:
             values[key] = _LIMITS[key].parse(value, where)
         elif key == "priority":
@@ -100,5 +100,5 @@ def _floors(value: Any, where: str) -> dict[str, Priority]:
         raise ConfigError(f'{where}: floors is {value!r}; it must be a table like {{ "/v1/completions" = "low" }}.')
     for path in value:
         if path not in GENERATING_PATHS:
-            raise ConfigError(f"{where}: floors has the path {path!r}{nearest(path, GENERATING_PATHS)}.")
+            raise ConfigError(f"{where}: floors has the path {path!r}{nearest(path, GENERATING_PATHS)}")
     return {path: _priority(f"the floor of {path}", level, where) for path, level in value.items()}

@@ -13,7 +13,17 @@ PACKAGE = "mlx_server"
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 450
 
-VOCABULARY = {"request", "sampling_params", "outputs", "config", "setting", "tiers", "model_entries", "errors"}
+VOCABULARY = {
+    "request",
+    "sampling_params",
+    "outputs",
+    "config",
+    "setting",
+    "setting_forms",
+    "tiers",
+    "model_entries",
+    "errors",
+}
 EVERYTHING = {"vocabulary", "batching", "runtime", "observability", "engine", "pool", "api", "cli", "bench", "__init__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "vocabulary": {"vocabulary"},

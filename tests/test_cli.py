@@ -132,7 +132,7 @@ def test_serve_has_a_flag_for_every_setting_and_examples(capsys):
     for setting in settings():
         assert f"  {setting.flag}" in text
     assert "--no-prefix-caching" in text
-    assert "mlx-serve serve --model" in text
+    assert "mlx-serve serve mlx-community" in text
 
 
 @pytest.fixture
@@ -173,6 +173,14 @@ def test_a_wrong_setting_is_refused_before_anything_starts(served, capsys, argv,
     assert main(["serve", *argv]) == 2
     assert words in capsys.readouterr().err
     assert served == []
+
+
+def test_serve_takes_the_model_as_a_bare_word(served, capsys):
+    assert main(["serve", "owner/name", "--port", "9"]) == 5
+    assert main(["serve", "owner/name", "--model", "owner/name"]) == 5
+    assert [config.model.model for config in served] == ["owner/name"] * 2
+    assert main(["serve", "owner/name", "--model", "other"]) == 2
+    assert "The model is owner/name, and --model is other" in capsys.readouterr().err
 
 
 def test_config_check_shows_what_results(capsys, monkeypatch):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
-from mlx_server.api.key_file import KeyFile, parse_key
+from mlx_server.api.key_file import KeyFile, Usage, parse_key
 from mlx_server.cli.main import main
 
 TIERS = '[server]\napi_key_tier = "gold"\n[tiers.gold]\n[tiers.free]\n'
@@ -66,7 +67,7 @@ def test_keys_are_of_the_tier_of_the_shared_one_unless_told(keys):
 def test_a_tier_that_is_not_declared_makes_no_key_and_no_file(keys):
     assert keys.run("create", "--tier", "fre", status=2) == ""
     assert keys.errors == (
-        "mlx-serve: error: --tier: fre is no tier of the configuration (--config FILE); did you mean free?.\n"
+        "mlx-serve: error: --tier: fre is no tier of the configuration (--config FILE); did you mean free?\n"
     )
     assert not keys.path.exists()
 
@@ -79,6 +80,16 @@ def test_the_list_is_a_table(keys):
     assert [row.split()[:2] for row in rows] == [[id_of(first), "gold"], [id_of(second), "free"]]
     assert [row.split()[3:] for row in rows] == [["never", "0", "0", "0", "one"], ["never", "0", "0", "0", "REVOKED"]]
     assert all(len(line) <= 80 for line in (header, *rows))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(5, "just now"), (300, "5 min ago"), (7500, "2 h ago"), (200_000, "2 d ago")]
+)
+def test_the_list_tells_how_long_ago_a_key_was_used(keys, seconds, shown):
+    key_id = id_of(keys.create())
+    with KeyFile(keys.path) as file:
+        file.add_usage({key_id: Usage(last_used_s=time.time() - seconds, num_requests=1)})
+    assert f"  {shown}  " in keys.run("list")
 
 
 def test_revoking_and_rotating(keys):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mlx_server.cli import chat, service, service_install, service_uninstall
+from mlx_server.cli import chat, service, service_install
 from mlx_server.cli.main import main
 from mlx_server.cli.remote import KEY_VARIABLE, RemoteError, RemoteServer
 
@@ -44,6 +44,10 @@ class FakeServer:
                     events[-1] = {"error": {"message": outer.error_after_words}}
                 lines = [f"data: {json.dumps(event)}\n\n" for event in events]
                 self._send(200, ("".join([": keep-alive\n\n", *lines, "data: [DONE]\n\n"])).encode())
+
+            def do_GET(self) -> None:
+                outer.keys.append(self.headers.get("authorization"))
+                self._send(200, json.dumps({"data": [{"id": "fake"}]}).encode())
 
             def _send(self, status: int, body: bytes) -> None:
                 self.send_response(status)
@@ -112,12 +116,15 @@ def test_piped_text_comes_before_the_message(server, monkeypatch) -> None:
 
 
 def test_a_conversation_remembers_and_forgets(server, monkeypatch, capsys) -> None:
-    typed(monkeypatch, "one", "", "two", "/retry", "/clear", "three", "/help", "/quit", "never")
+    typed(monkeypatch, "one", "", "two", "/retry", "/clear", "three", "/help", "/halp", "/quit", "never")
     assert main(["chat", "--url", server.url]) == 0
     asked = [[message["content"] for message in body["messages"]] for body in server.bodies]
     two = ["one", "Hello.", "two"]
     assert asked == [["one"], two, two, ["three"]]
-    assert "/help is no command" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"fake at {server.url}. /clear forgets the conversation")
+    assert shown.count("/retry asks again") == 3  # at first, for /help, and for what is no command
+    assert "/halp is no command" in shown
 
 
 def test_an_error_forgets_the_question_and_goes_on(server, monkeypatch, capsys) -> None:
@@ -130,19 +137,41 @@ def test_an_error_forgets_the_question_and_goes_on(server, monkeypatch, capsys) 
 
 def test_ctrl_c_keeps_what_there_is(server, monkeypatch, capsys) -> None:
     typed(monkeypatch, "one", "two")
-    shown = chat._show
+    show = chat.Answer.show
     calls: list[str] = []
 
-    def interrupt_second_event(event: dict[str, Any]) -> str:
+    def interrupt_second_event(answer: chat.Answer, event: dict[str, Any]) -> None:
         calls.append("")
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return shown(event)
+        show(answer, event)
 
-    monkeypatch.setattr(chat, "_show", interrupt_second_event)
+    monkeypatch.setattr(chat.Answer, "show", interrupt_second_event)
     assert main(["chat", "--url", server.url]) == 0
     assert "Hel [stopped]" in capsys.readouterr().out
     assert [message["content"] for message in server.bodies[1]["messages"]] == ["one", "Hel", "two"]
+
+
+def test_an_answer_stopped_before_its_first_word_leaves_no_gap(server, monkeypatch) -> None:
+    typed(monkeypatch, "one", "two")
+    show = chat.Answer.show
+    calls: list[str] = []
+
+    def interrupt_first_event(answer: chat.Answer, event: dict[str, Any]) -> None:
+        calls.append("")
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        show(answer, event)
+
+    monkeypatch.setattr(chat.Answer, "show", interrupt_first_event)
+    assert main(["chat", "--url", server.url]) == 0
+    assert [message["content"] for message in server.bodies[1]["messages"]] == ["two"]
+
+
+def test_a_conversation_without_a_server_ends_before_the_first_question(monkeypatch, capsys) -> None:
+    typed(monkeypatch, "one")
+    assert main(["chat", "--url", "http://127.0.0.1:9"]) == 1
+    assert "No server answers" in capsys.readouterr().err
 
 
 def test_the_key_comes_from_the_environment(server, monkeypatch) -> None:
@@ -221,7 +250,7 @@ def test_the_agents_file_starts_this_server_with_these_options(tmp_path, capsys)
     assert str(path) in capsys.readouterr().out
     agent = plistlib.loads(path.read_bytes())
     assert agent["Label"] == service.LABEL
-    assert agent["ProgramArguments"][1:] == ["-m", "mlx_server", "serve", *options]
+    assert agent["ProgramArguments"][1:] == ["-P", "-m", "mlx_server", "serve", *options]
     assert agent["RunAtLoad"] is True
     assert agent["KeepAlive"] == {"SuccessfulExit": False}
     assert agent["ExitTimeOut"] > 12
@@ -251,25 +280,66 @@ def test_elsewhere_than_on_macos_only_the_file_is_written(monkeypatch, capsys) -
     assert "launchd is part of macOS" in capsys.readouterr().err
 
 
-def test_on_macos_the_agent_is_started_and_ended(monkeypatch, tmp_path, capsys) -> None:
-    calls: list[list[str]] = []
+class FakeLaunchd:
+    """Knows one agent. Asked to end it, it takes a while, and accepts no other meanwhile."""
 
-    def launch(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        calls.append(command)
-        return subprocess.CompletedProcess(command, 0)
+    def __init__(self) -> None:
+        self.actions: list[list[str]] = []
+        self._num_looks_left = 0
 
+    def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        _, action, *_ = command
+        is_known = self._num_looks_left > 0
+        if action == "print":
+            self._num_looks_left -= 1
+            return subprocess.CompletedProcess(command, 0 if is_known else 113)
+        self.actions.append(command)
+        if action == "bootout":
+            self._num_looks_left = 2
+        return subprocess.CompletedProcess(command, 5 if action == "bootstrap" and is_known else 0)
+
+
+@pytest.fixture
+def launchd(monkeypatch, tmp_path) -> FakeLaunchd:
+    fake = FakeLaunchd()
     monkeypatch.setenv("HOME", str(tmp_path))
-    for module in (service_install, service_uninstall):
-        monkeypatch.setattr(module.sys, "platform", "darwin")
-        monkeypatch.setattr(module.subprocess, "run", launch)
-    assert main(["service", "install", "--", "--port", "9001"]) == 0
-    assert "127.0.0.1:9001" in capsys.readouterr().out
+    monkeypatch.setattr(service, "_POLL_S", 0.001)
+    monkeypatch.setattr(service_install.sys, "platform", "darwin")
+    monkeypatch.setattr(service_install.subprocess, "run", fake.run)
+    return fake
+
+
+def test_on_macos_the_agent_is_started_and_ended(launchd, tmp_path, capsys) -> None:
+    for _ in range(2):  # the second one takes the first one's place
+        assert main(["service", "install", "--", "--port", "9001"]) == 0
+        assert "127.0.0.1:9001" in capsys.readouterr().out
     path = service.agent_path()
     assert path.is_relative_to(tmp_path)
-    assert [call[1] for call in calls] == ["bootout", "bootstrap"]
-    assert calls[1][-1] == str(path)
+    assert [action[1] for action in launchd.actions] == ["bootout", "bootstrap"] * 2
+    assert launchd.actions[1][-1] == str(path)
     assert main(["service", "uninstall"]) == 0
     assert not path.exists()
-    assert calls[2][1] == "bootout"
+    assert launchd.actions[-1][1] == "bootout"
     assert main(["service", "uninstall"]) == 1
     assert "There is no agent" in capsys.readouterr().err
+
+
+def test_the_agent_has_the_settings_of_this_shell_and_its_folder(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("MLX_SERVE_SERVER_PORT", "9002")
+    monkeypatch.setenv("HF_HOME", "/models/hub")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.toml").write_text("[server]\n")
+    assert main(["service", "install", "--output", "agent.plist", "--", "random:mini", "--config", "my.toml"]) == 0
+    agent = plistlib.loads((tmp_path / "agent.plist").read_bytes())
+    environ = agent["EnvironmentVariables"]
+    assert (environ["MLX_SERVE_SERVER_PORT"], environ["HF_HOME"]) == ("9002", "/models/hub")
+    assert agent["WorkingDirectory"] == str(tmp_path)
+
+
+def test_a_key_of_this_shell_is_not_written_into_the_agent(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setenv("MLX_SERVE_SERVER_API_KEY", "sesame")
+    assert main(["service", "install", "--output", str(tmp_path / "agent.plist")]) == 1
+    error = capsys.readouterr().err
+    assert "MLX_SERVE_SERVER_API_KEY is set here" in error
+    assert "sesame" not in error
+    assert not (tmp_path / "agent.plist").exists()

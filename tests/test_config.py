@@ -9,8 +9,9 @@ import pytest
 
 from mlx_server import config
 from mlx_server.cli.settings_toml import default_document, effective_document, toml_value
-from mlx_server.config import Config, load_config, parse_size, settings
+from mlx_server.config import Config, load_config, settings
 from mlx_server.errors import ConfigError
+from mlx_server.setting_forms import parse_origins, parse_size
 
 ROOT = Path(__file__).parents[1]
 BY_NAME = {setting.name: setting for setting in settings()}
@@ -81,13 +82,22 @@ def test_every_setting_is_read_from_each_source(setting, tmp_path):
         assert read != setting.default
 
 
+_FORMED = {
+    "kv_cache_memory": "2GiB",
+    "memory_limit": "70%",
+    "memory_reserve": "1GiB",
+    "allowed_origins": "https://chat.example",
+}
+"""Right values of settings whose text must have a form."""
+
+
 def other_value(setting: config.Setting) -> str | bool | int | float:
     """A right value that is not the default."""
     if setting.type is bool:
         return not setting.default
     if setting.choices is not None:
         return next(choice for choice in setting.choices if choice != setting.default)
-    return {str: "other", int: 77, float: 7.5}[setting.type]
+    return _FORMED.get(setting.name) or {str: "other", int: 77, float: 7.5}[setting.type]
 
 
 def test_flags_and_variables_are_named_after_the_setting():
@@ -141,6 +151,10 @@ def test_what_is_unknown_in_a_file_is_an_error_that_names_the_nearest(tmp_path, 
         ("model", 7, "must be a string"),
         ("dtype", "float8", "must be one of auto, float32, float16, bfloat16"),
         ("log_level", "loud", "must be one of debug, info, warning, error"),
+        ("kv_bits", 5, "must be one of full, 8, 4"),
+        ("kv_cache_memory", "lots", "write bytes, or a size like 512MB or 4GiB"),
+        ("memory_limit", "120%", "the most is 100%"),
+        ("memory_reserve", "auto", "write bytes, or a size"),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_value_and_what_is_wanted(name, value, words):
@@ -267,3 +281,24 @@ def test_an_empty_key_is_no_key(tmp_path):
 
 def test_a_size_in_bytes_needs_no_quotes(tmp_path):
     assert load(tmp_path, "[cache]\nkv_cache_memory = 1048576\n").cache.kv_cache_memory == "1048576"
+
+
+def test_a_choice_that_is_a_number_needs_no_quotes(tmp_path):
+    assert load(tmp_path, "[cache]\nkv_bits = 8\n").cache.kv_bits == "8"
+    entry = load(tmp_path, '[[models]]\nmodel = "a/b"\nkv_bits = 4\nkv_cache_memory = "1GiB"\n').models[0]
+    assert entry.overrides == {"kv_bits": "4", "kv_cache_memory": "1GiB"}
+
+
+def test_the_sizes_of_one_of_several_models_are_checked_too(tmp_path):
+    words = refusal(tmp_path, '[[models]]\nmodel = "a/b"\nkv_cache_memory = "lots"\n')
+    assert "[[models]] 1: kv_cache_memory is 'lots'" in words
+
+
+@pytest.mark.parametrize("text", ["http://localhost:3000", "*", "null", " https://a.example , app://obsidian.md "])
+def test_origins(text):
+    assert parse_origins(text, "allowed_origins") == tuple(part.strip() for part in text.split(","))
+
+
+@pytest.mark.parametrize("text", ["localhost:3000", "http://localhost:3000/", "https://a.example/page", "https://*.a"])
+def test_what_no_browser_sends_as_an_origin_is_refused_with_an_example(text, tmp_path):
+    assert f"{text} is no origin; write scheme, host and port alone" in refusal(tmp_path, allowed_origins=text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -51,6 +52,12 @@ async def test_everything_that_dashboards_read_is_there_after_one_request(scrape
             read = names_in(expression)
             assert read, expression
             assert not read - found, f"{title}: {expression}"
+
+
+def test_the_series_that_the_documentation_names_are_there(scrape: bytes):
+    exposed = set(re.findall(r"^# TYPE (\S+)", scrape.decode(), re.MULTILINE))
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("observability.md", "memory.md", "models.md"))
+    assert set(re.findall(r"`((?:mlx_serve:|vllm:|http_)\w+)`", text)) - exposed == set()
 
 
 async def test_models_keep_their_counters_through_unloading_and_loading(folder: Path):

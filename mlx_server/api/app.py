@@ -12,6 +12,7 @@ from mlx_server.api.anthropic import messages
 from mlx_server.api.auth import ApiKeyMiddleware
 from mlx_server.api.body import BodyLimitMiddleware
 from mlx_server.api.context import ServerContext, version
+from mlx_server.api.cors import allow_origins
 from mlx_server.api.dashboard import routes as dashboard
 from mlx_server.api.errors import ERROR_RESPONSES, install_error_handlers
 from mlx_server.api.generation_service import GenerationService
@@ -66,6 +67,7 @@ def create_app(
     app.add_middleware(BodyLimitMiddleware)
     app.add_middleware(QuotaHeadersMiddleware, quotas=quotas)
     app.add_middleware(ApiKeyMiddleware, keys=keys)
+    allow_origins(app, config.server)
     app.add_middleware(HttpMetricsMiddleware, metrics=context.http_metrics)
     (tracing or open_tracing(config.observability)).instrument(app)
     return app

@@ -1,4 +1,4 @@
-"""Types of command line arguments that are numbers within bounds."""
+"""Types of command line arguments: numbers within bounds, and addresses."""
 
 from __future__ import annotations
 
@@ -25,3 +25,11 @@ def from_1(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
     return int(text)
+
+
+def server_url(text: str) -> str:
+    """A server's address, as clients are given it: with `/v1` or without."""
+    url = text.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text} is no address; write one like http://127.0.0.1:8000")
+    return url

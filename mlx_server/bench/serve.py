@@ -24,7 +24,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from mlx_server.bench.arguments import above_0, from_1
+from mlx_server.bench.arguments import above_0, from_1, server_url
 from mlx_server.bench.serve_html import render_report
 from mlx_server.bench.serve_options import (
     INTRUDER,
@@ -47,7 +47,7 @@ _ARRAYS = frozenset(describe_requests([]))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `mlx-serve bench serve`."""
     add = parser.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", help="the server, without /v1")
+    add("--base-url", type=server_url, default="http://127.0.0.1:8000", help="the server, with /v1 or without")
     add("--model", help="model to ask for; default: the first that the server lists")
     add("--api-key", metavar="KEY", help=f"sent as a bearer token; default: {KEY_VARIABLE} of the environment")
     add(

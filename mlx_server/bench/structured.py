@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from mlx_server.bench.arguments import above_0, from_1
+from mlx_server.bench.arguments import above_0, from_1, server_url
 from mlx_server.bench.serve_client import CHAT, RequestRecord, StreamClient, Tier, list_models
 from mlx_server.bench.serve_options import KEY_VARIABLE
 from mlx_server.bench.serve_prompts import Prompts, user_message
@@ -72,7 +72,7 @@ class Setup:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `mlx-serve bench structured`."""
     add = parser.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", help="the server, without /v1")
+    add("--base-url", type=server_url, default="http://127.0.0.1:8000", help="the server, with /v1 or without")
     add("--model", help="model to ask for; default: the first that the server lists")
     add("--api-key", metavar="KEY", help=f"sent as a bearer token; default: {KEY_VARIABLE} of the environment")
     add("--num-streams", type=from_1, default=8, metavar="N", help="plain streams whose ITL is measured")

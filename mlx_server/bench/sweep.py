@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_server.bench.arguments import from_1
+from mlx_server.bench.arguments import from_1, server_url
 from mlx_server.bench.serve import check_writable, without_arrays
 from mlx_server.bench.serve_options import KEY_VARIABLE, add_request_arguments, parse_goodput, target
 from mlx_server.bench.serve_report import render_errors
@@ -66,7 +66,7 @@ class Capacity:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `mlx-serve bench sweep`."""
     add = parser.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", help="the server, without /v1")
+    add("--base-url", type=server_url, default="http://127.0.0.1:8000", help="the server, with /v1 or without")
     add("--model", help="model to ask for; default: the first that the server lists")
     add("--api-key", metavar="KEY", help=f"sent as a bearer token; default: {KEY_VARIABLE} of the environment")
     add("--slo", nargs="+", required=True, metavar="NAME:MS", help="limits, like ttft:2000 tpot:100 e2el:9000")

@@ -21,6 +21,7 @@ from typing import Any
 from mlx_server.cli.remote import RemoteError, RemoteServer, add_remote_flags
 
 _QUIET, _PLAIN = "\x1b[2m", "\x1b[0m"
+_HELP = "/clear forgets the conversation, /retry asks again, /quit or Ctrl-D ends; Ctrl-C stops an answer."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
         if question is not None:
             conversation.ask(question)
             return 0
+        print(f"{args.model or _default_model(server)} at {server.url}. {_HELP}")
         return _converse(conversation)
 
 
@@ -65,41 +67,75 @@ class Conversation:
         return None
 
     def ask(self, question: str) -> None:
-        """Prints the answer as it comes. Ctrl-C ends it and keeps what there is. Raises `RemoteError`, and has
-        then forgotten the question."""
+        """Prints the answer as it comes. Ctrl-C ends it and keeps what there is; without any, the question is
+        forgotten, too. Raises `RemoteError`, and has then forgotten it, too."""
         self._messages.append({"role": "user", "content": question})
-        answer = ""
-        started_s = time.monotonic()
         usage: dict[str, Any] = {}
+        answer = Answer()
         try:
             for event in self._events():
                 usage = event.get("usage") or usage
-                answer += _show(event)
+                answer.show(event)
         except KeyboardInterrupt:
             print(" [stopped]", end="")
         except RemoteError:
             self._messages.pop()
             raise
         print(flush=True)
-        self._messages.append({"role": "assistant", "content": answer})
+        if answer.text:
+            self._messages.append({"role": "assistant", "content": answer.text})
+        else:  # two questions in a row are more than many templates take
+            self._messages.pop()
         if usage and sys.stdout.isatty():
-            seconds = time.monotonic() - started_s
-            print(f"{_QUIET}{usage['completion_tokens']} tokens in {seconds:.1f} s{_PLAIN}")
+            print(f"{_QUIET}{answer.figures(usage['completion_tokens'])}{_PLAIN}")
 
     def _events(self) -> Iterator[dict[str, Any]]:
         body = {"messages": self._messages, "stream": True, "stream_options": {"include_usage": True}, **self._options}
         return self._server.stream("/v1/chat/completions", body)
 
 
-def _show(event: dict[str, Any]) -> str:
-    """Prints what an event adds, thoughts dimmed on a terminal and nowhere else; the answer's part of it."""
-    choices = event.get("choices") or [{}]
-    delta = choices[0].get("delta") or {}
-    if (thought := delta.get("reasoning")) and sys.stdout.isatty():
-        print(f"{_QUIET}{thought}{_PLAIN}", end="", flush=True)
-    text: str = delta.get("content") or ""
-    print(text, end="", flush=True)
-    return text
+class Answer:
+    """One answer on its way to the terminal: its text, and how fast it comes."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._is_thinking = False
+        self._asked_s = time.monotonic()
+        self._first_s: float | None = None
+        self._last_s = self._asked_s
+
+    def show(self, event: dict[str, Any]) -> None:
+        """Prints what an event adds; thoughts dimmed on a terminal, and nowhere else."""
+        choices = event.get("choices") or [{}]
+        delta = choices[0].get("delta") or {}
+        thought, text = delta.get("reasoning") or "", delta.get("content") or ""
+        if thought or text:
+            self._last_s = time.monotonic()
+            self._first_s = self._first_s or self._last_s
+        if thought and sys.stdout.isatty():
+            self._is_thinking = True
+            print(f"{_QUIET}{thought}{_PLAIN}", end="", flush=True)
+        if text and self._is_thinking:
+            self._is_thinking = False
+            print("\n")
+        print(text, end="", flush=True)
+        self.text += text
+
+    def figures(self, num_tokens: int) -> str:
+        """`120 tokens, the first after 0.2 s, then 55 a second`."""
+        if self._first_s is None:
+            return f"{num_tokens} tokens"
+        first = f"{num_tokens} tokens, the first after {self._first_s - self._asked_s:.1f} s"
+        decode_s = self._last_s - self._first_s
+        return f"{first}, then {(num_tokens - 1) / decode_s:.0f} a second" if decode_s > 0 else first
+
+
+def _default_model(server: RemoteServer) -> str:
+    """What the server takes where no model is named. Raises `RemoteError`."""
+    models = server.request("GET", "/v1/models")["data"]
+    if not models:
+        raise RemoteError(f"{server.url} has no model that may be asked.")
+    return str(models[0]["id"])
 
 
 def _question(words: list[str]) -> str | None:
@@ -122,6 +158,9 @@ def _converse(conversation: Conversation) -> int:
             continue
         if line == "/quit":
             return 0
+        if line == "/help":
+            print(_HELP)
+            continue
         if line == "/clear":
             conversation.clear()
             continue
@@ -130,7 +169,7 @@ def _converse(conversation: Conversation) -> int:
         if not line:
             continue
         if line.startswith("/") and " " not in line:
-            print(f"{line} is no command; there are /clear, /retry and /quit.")
+            print(f"{line} is no command. {_HELP}")
             continue
         try:
             conversation.ask(line)

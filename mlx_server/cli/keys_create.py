@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     tier = args.tier or config.server.api_key_tier
     if tier not in config.tiers:
         raise ConfigError(
-            f"--tier: {tier} is no tier of the configuration (--config FILE){nearest(tier, config.tiers)}."
+            f"--tier: {tier} is no tier of the configuration (--config FILE){nearest(tier, config.tiers)}"
         )
     with open_keys(config, creates=True) as file:
         hand_over(file.add(tier, args.label), tier)

@@ -11,11 +11,12 @@ import argparse
 import dataclasses
 import datetime
 import json
+import time
 
 from mlx_server.api.key_file import KeyRecord
 from mlx_server.cli.keys import add_key_flags, open_keys
 from mlx_server.cli.settings_flags import config_from
-from mlx_server.cli.table import table
+from mlx_server.cli.table import ago, table
 
 _HEADER = ("id", "tier", "created", "last used", "requests", "prompt", "output", "label")
 
@@ -41,7 +42,7 @@ def _row(record: KeyRecord) -> tuple[str, ...]:
         record.key_id,
         record.tier,
         _day(record.created_s),
-        "never" if record.last_used_s is None else _day(record.last_used_s),
+        "never" if record.last_used_s is None else ago(time.time() - record.last_used_s),
         *(f"{count:,}" for count in counts),
         f"REVOKED {record.label}".strip() if record.revoked_s is not None else record.label,
     )

@@ -2,7 +2,7 @@
 
 examples:
   mlx-serve serve
-  mlx-serve serve --model mlx-community/Qwen3-0.6B-4bit --port 9000
+  mlx-serve serve mlx-community/Qwen3-0.6B-4bit --port 9000
   mlx-serve serve --config my.toml --kv-cache-memory 4GiB --no-prefix-caching
 """
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mlx_server.cli.settings_flags import add_setting_flags, config_from
+from mlx_server.cli.settings_flags import add_serve_arguments, config_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_setting_flags(parser)
+    add_serve_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

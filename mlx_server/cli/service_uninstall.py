@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 
-from mlx_server.cli.service import agent_path, launchctl
+from mlx_server.cli.service import agent_path, end_agent
 from mlx_server.errors import ServeError
 
 
@@ -19,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     if not path.exists():
         raise ServeError(f"There is no agent at {path}.")
     if sys.platform == "darwin":
-        subprocess.run(launchctl("bootout"), check=False, capture_output=True)  # it may not be running
+        end_agent()
     path.unlink()
     print(f"{path} is removed.")
     return 0

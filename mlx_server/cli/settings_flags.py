@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from mlx_server.config import Config, load_config, settings
+from mlx_server.errors import ConfigError
 from mlx_server.setting import Setting
 
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `mlx-serve serve` takes: the model as a bare word, or any of the flags."""
+    parser.add_argument("named_model", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+    add_setting_flags(parser)
 
 
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +35,13 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
 
 def config_from(args: argparse.Namespace) -> Config:
     """Defaults, the file, the environment and the flags that were given. Raises `ConfigError`."""
-    return load_config(args.config, flags=vars(args))
+    flags = dict(vars(args))
+    named = flags.pop("named_model", None)
+    if named is not None:
+        if flags["model"] not in (None, named):
+            raise ConfigError(f"The model is {named}, and --model is {flags['model']}: give one of them.")
+        flags["model"] = named
+    return load_config(args.config, flags=flags)
 
 
 def _add_flag(group: Any, setting: Setting) -> None:

@@ -20,3 +20,12 @@ def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
 def size(num_bytes: float) -> str:
     """`1.24 GB`, as disks and downloads are sold."""
     return f"{num_bytes / 1e9:.2f} GB"
+
+
+def ago(seconds: float) -> str:
+    """`5 min ago`: how long something is past."""
+    if seconds < 60:
+        return "just now"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min ago"
+    return f"{seconds // 3600:.0f} h ago" if seconds < 86400 else f"{seconds // 86400:.0f} d ago"

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_server.config import BLOCK_SIZE, FULL_KV, Config, ModelConfig, parse_size
+from mlx_server.config import BLOCK_SIZE, FULL_KV, Config, ModelConfig
 from mlx_server.engine.memory_budget import MemoryNeed
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime import random_models
 from mlx_server.runtime.adapters import adapter_bytes
 from mlx_server.runtime.loader import find_folder, is_gpu
 from mlx_server.runtime.memory import first_kv_blocks
+from mlx_server.setting_forms import parse_size
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

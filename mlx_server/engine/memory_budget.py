@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlx_server.config import MemoryConfig, parse_share
+from mlx_server.config import MemoryConfig
 from mlx_server.errors import InsufficientMemoryError
 from mlx_server.runtime.memory import MemoryReading, read_memory
+from mlx_server.setting_forms import parse_share
 
 _AUTO_SHARE = 0.9
 """Of what the device recommends: under the pressure at which nobody is admitted any more."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 import psutil
 
-from mlx_server.config import BLOCK_SIZE, parse_size
+from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import InsufficientMemoryError
+from mlx_server.setting_forms import parse_size
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,160 @@
+"""README and docs/ are true: links lead somewhere, commands are accepted as written, and settings exist."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from mlx_server.api.server import FREE_PATHS
+from mlx_server.cli import main as cli
+from mlx_server.cli.command import Command, Group
+from mlx_server.cli.remote import KEY_VARIABLE, URL_VARIABLE
+from mlx_server.config import Config, load_config, settings
+from mlx_server.tiers import Tier
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = {"./scripts/serve": "serve", "./scripts/bench-peers": "bench peers"}
+VARIABLES = {setting.env for setting in settings()} | {"MLX_SERVE_HOME", KEY_VARIABLE, URL_VARIABLE}
+FOREIGN_FLAGS = {"--reload", "--user"}
+"""Of other programs, in running text."""
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises what it would end the program for."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def words_of_commands(text: str) -> Iterator[list[str]]:
+    """Every command line of ours, in blocks of shell and in running text, without the program's name."""
+    blocks = re.findall(r"```(?:sh)?\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    for line in [*lines, *inline]:
+        words = shlex.split(line, comments=True) if any(name in line for name in ("mlx-serve", "./scripts/")) else []
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words.pop(0)
+        if words and words[0] == "mlx-serve":
+            yield words[1:]
+        elif words and words[0] in SCRIPTS:
+            yield [*SCRIPTS[words[0]].split(), *words[1:]]
+
+
+def parser_of(words: list[str]) -> tuple[Parser | None, list[str]]:
+    """The parser of the command that `words` name, and what is left for it; None for a group of commands."""
+    node: Command | Group = cli.commands()
+    while isinstance(node, Group):
+        if not words:
+            return None, []
+        assert words[0] in node.commands, f"there is no command {words[0]}"
+        node, words = node.commands[words[0]], words[1:]
+    parser = Parser(allow_abbrev=False)
+    importlib.import_module(node.module).add_arguments(parser)
+    return parser, words
+
+
+def all_flags(node: Command | Group) -> Iterator[str]:
+    if isinstance(node, Group):
+        for child in node.commands.values():
+            yield from all_flags(child)
+    else:
+        parser = argparse.ArgumentParser()
+        importlib.import_module(node.module).add_arguments(parser)
+        yield from (option for action in parser._actions for option in action.option_strings)
+
+
+@pytest.fixture(scope="module")
+def flags() -> set[str]:
+    return set(all_flags(cli.commands()))
+
+
+@pages
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text_of(page)):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_there_are_commands() -> None:
+    assert sum(len(list(words_of_commands(text_of(page)))) for page in PAGES) > 30
+
+
+@pages
+def test_commands_are_accepted_as_they_are_written(page: Path) -> None:
+    for words in words_of_commands(text_of(page)):
+        parser, rest = parser_of(words)
+        if parser is None or "--help" in rest:
+            continue
+        try:
+            _, extra = parser.parse_known_args(rest)
+        except ValueError as error:
+            if "required" not in str(error):
+                raise
+            # Running text leaves out what is required; what it has must be right all the same.
+            known = {option for action in parser._actions for option in action.option_strings}
+            extra = [word for word in rest if word.startswith("--") and word not in known]
+        assert not extra, f"mlx-serve {' '.join(words)}: {extra}"
+
+
+@pages
+def test_flags_in_running_text_exist(page: Path, flags: set[str]) -> None:
+    for flag in re.findall(r"`(--[a-z][\w-]*)[^`]*`", re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)):
+        assert flag in flags | FOREIGN_FLAGS, flag
+
+
+@pages
+def test_variables_exist(page: Path) -> None:
+    named = set(re.findall(r"\bMLX_SERVE_[A-Z_]+\b", text_of(page)))
+    assert named <= VARIABLES | {"MLX_SERVE_KEY"}  # the last one is a name that the reader chooses
+
+
+@pages
+def test_examples_of_configurations_are_valid(page: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(re.findall(r"```toml\n(.*?)```", text_of(page), re.DOTALL)):
+        if "model_providers" in block:  # Codex's
+            continue
+        (tmp_path / f"{number}.toml").write_text(block)
+        assert load_config(tmp_path / f"{number}.toml", environ={}) != Config()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.name)
+def test_configurations_are_valid(path: Path) -> None:
+    load_config(path, environ={})
+
+
+@pages
+def test_defaults_in_tables_are_the_defaults(page: Path) -> None:
+    by_flag = {setting.flag: setting.default for setting in settings()}
+    for flag, shown in re.findall(r"^\| `(--[\w-]+)` \| `?([^|`]+?)`? \|", text_of(page), re.MULTILINE):
+        default = by_flag[flag]
+        assert shown == ("none" if default is None else str(default)), flag
+
+
+def test_every_limit_of_a_tier_is_explained() -> None:
+    text = text_of(ROOT / "docs" / "keys-and-tiers.md")
+    table = set(re.findall(r"^\| .*", text, re.MULTILINE))
+    named = {name for row in table for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert {name for name in Tier.__dataclass_fields__ if name != "name"} <= named
+
+
+def test_free_paths_are_those_that_are_told() -> None:
+    told = "`/health`, `/ping`, `/version`, `/metrics` and the live page's static files"
+    assert told in text_of(ROOT / "docs" / "keys-and-tiers.md")
+    assert {path for path in FREE_PATHS if "dashboard" not in path} == {
+        "/health", "/ping", "/version", "/metrics", "/"
+    }  # fmt: skip
