@@ -14,7 +14,7 @@ import pytest
 from emulator.worlds import make_backend
 
 from mlx_server.bench import kernels, kernels_sweep
-from mlx_server.bench.kernels_cases import Case, World, layer_spec
+from mlx_server.bench.kernels_cases import Case, World
 from mlx_server.bench.kernels_report import Result, Sweep, render_results, render_sweep
 from mlx_server.bench.kernels_sweep import Timed, kernel_variants, make_measure, moved_bytes, sweep
 from mlx_server.bench.kernels_timing import Copy, measure_copy, median_times
@@ -59,6 +59,12 @@ def test_what_is_stored_is_loaded_for_its_shape_alone(home: Path) -> None:
     assert load_choice()(SHAPE) == CHOICE
     assert load_choice()(OTHER) == default_variant(OTHER)
     assert [path.name for path in (home / "kernels").iterdir()] == ["variants.json"]
+
+
+def test_what_is_stored_is_for_its_bits_alone(home: Path) -> None:
+    stored = {replace(SHAPE, bits=bits): replace(CHOICE, rows_ahead=1 + (bits or 0)) for bits in (None, 8, 4)}
+    store_choices(stored)
+    assert {shape: load_choice()(shape) for shape in stored} == stored
 
 
 def test_storing_keeps_other_shapes_and_other_chips(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,8 +138,8 @@ def test_a_file_that_cannot_be_opened_is_ignored_with_one_warning(home: Path, ca
 def test_the_choice_reaches_the_backend(home: Path) -> None:
     store_choices({SHAPE: CHOICE})
     backend = MetalBackend(no_kernel, num_cores=4, choose_variant=load_choice())
-    assert backend.variant(layer_spec(SHAPE), 8) == CHOICE
-    assert backend.variant(layer_spec(OTHER), 8) == default_variant(OTHER)
+    assert backend.variant(SHAPE.spec, 8) == CHOICE
+    assert backend.variant(OTHER.spec, 8) == default_variant(OTHER)
 
 
 @pytest.mark.parametrize(("name", "function"), [("metal", "metal_kernel"), ("cuda", "cuda_kernel")])
@@ -147,7 +153,7 @@ def test_the_server_makes_its_backends_with_the_choice(
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "some chip", "architecture": "applegpu_g14s"})
     monkeypatch.setattr(backends, "_self_test", lambda backend, spec: seen.append(backend.variant(spec, 8)) or 0.0)
     store_choices({SHAPE: CHOICE})
-    assert backends.choose_backend(name, [layer_spec(SHAPE)]).name == name
+    assert backends.choose_backend(name, [SHAPE.spec]).name == name
     assert seen == [CHOICE]
 
 
@@ -326,7 +332,7 @@ def test_results_are_read_against_the_copy() -> None:
         "metal backend, float16. Copy bandwidth: 100.0 GB/s, read and written (MLX on the GPU, 268 MB"
     )
     cells = [cell.strip() for cell in text.splitlines()[-1].strip("|").split("|")]
-    assert cells == ["decode 3 x 100", "8x2x128", "0.006", "0.016", "2.50x", "0.32", "0.40", "50.0", "50%"]
+    assert cells == ["decode 3 x 100", "8x2x128", "full", "0.006", "0.016", "2.50x", "0.32", "0.40", "50.0", "50%"]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -354,6 +360,29 @@ def test_the_command_measures_every_case(backend: str, tmp_path: Path, capsys: p
     assert max(result["max_difference"] for result in document["results"]) < 1e-5
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_quantised_rows_are_measured_beside_whole_ones(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.json"
+    shape = ["--heads", "4x2x32", "--batch", "3", "--context", "40", "--prefill", "20x70"]
+    small = ["--kv-bits", "full", "8", "4", "--quick", "--copy-mib", "1", "--json", str(path)]
+    argv = ["bench", "kernels", "--backend", backend, *shape, *small]
+    assert main(argv) == 0
+    table = capsys.readouterr().out.splitlines()
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")[:3]) for line in table[4:]]
+    cases = ("decode 3 x 40", "prefill 20 of 70")
+    assert rows == [(case, "4x2x32", bits) for bits in ("full", "8", "4") for case in cases]
+
+    results = json.loads(path.read_text())["results"]
+    assert [result["kv_bits"] for result in results] == [None, None, 8, 8, 4, 4]
+    tokens = 3 * 2 * 4 * 32 * 4  # queries and results
+    assert [result["required_bytes"] - tokens for result in results[::2]] == [
+        3 * 40 * 2 * 2 * row for row in (32 * 4, 32 + 8, 16 + 8)
+    ]
+    assert max(result["max_difference"] for result in results) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -363,6 +392,7 @@ def test_the_command_measures_every_case(backend: str, tmp_path: Path, capsys: p
         (["--prefill", "65x64"], "a chunk of 65 is not 2 to 64 tokens"),
         (["--batch", "0"], "0 is less than 1"),
         (["--json", "/nonexistent/out.json"], "cannot write /nonexistent/out.json"),
+        (["--heads", "4x2x80", "--kv-bits", "8"], "--kv-bits needs head dimensions that are multiples of 32"),
         (["--backend", "cpu", "--dtype", "float16", "--quick", "--copy-mib", "1"], "stores float32"),
     ],
 )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_server.errors import ConfigError
 from mlx_server.runtime import memory
+from mlx_server.runtime.kernels.exact_rows import exact_rows
 from mlx_server.runtime.row_pool import QuantizedRows, row_bytes
 from tests.architectures import config_of
 from tests.conformance import CROWDED, LENGTHS, MAX_TOKENS, Subject, answer
@@ -73,8 +77,8 @@ def test_a_block_takes_what_its_bits_take() -> None:
         with wide("qwen3").make_llm(kv_bits=bits) as llm:
             sizes[bits] = llm.info.block_bytes
             pools = [layer.pool for layer in llm.engine._parts.runner.cache.paged]
-            held = sum(array.nbytes for pool in pools for array in getattr(pool, "arrays", list)())
-            assert held == (0 if bits == "full" else llm.info.num_blocks * llm.info.block_bytes)
+            held = sum(pool.keys.nbytes + pool.values.nbytes for pool in pools)
+            assert held == llm.info.num_blocks * llm.info.block_bytes
     # A scale and a bias of float32 for 64 numbers.
     assert sizes["8"] / sizes["full"] == (64 + 8) / 256
     assert sizes["4"] / sizes["full"] == (32 + 8) / 256
@@ -108,5 +112,27 @@ def test_rows_come_back_close_to_what_was_written() -> None:
 def test_what_cannot_be_quantised_is_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match="--kv-bits needs head dimensions that are multiples of 32; one is 16"):
         Subject("llama").make_llm(kv_bits="8")
-    with pytest.raises(ConfigError, match="--attention-backend cpu reads whole K/V only: leave it out"):
-        wide("qwen3").make_llm(kv_bits="8", attention_backend="cpu")
+
+
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_they_are_read_by_the_backend_that_reads_whole_ones(bits: str, caplog: pytest.LogCaptureFixture) -> None:
+    subject = wide("qwen3")
+    with subject.make_llm() as llm:
+        name = llm.info.backend
+    assert name != "reference"
+    with caplog.at_level(logging.INFO), subject.make_llm(kv_bits=bits) as llm:
+        assert llm.info.backend == name
+    share = {"8": 28, "4": 16}[bits]
+    assert f"K/V of {bits} bits take {share} % of the memory and are read by the {name} backend" in caplog.text
+    with subject.make_llm(kv_bits=bits, attention_backend="reference") as llm:
+        assert llm.info.backend == "reference"
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_for_self_tests_lose_nothing(bits: int, dtype: mx.Dtype) -> None:
+    for dim, group_size in ((64, 64), (96, 32)):
+        rows = exact_rows(np.random.default_rng(1), (50, 3, dim), dtype, bits)
+        quantised = mx.quantize(rows, group_size=group_size, bits=bits)
+        assert mx.array_equal(mx.dequantize(*quantised, group_size=group_size, bits=bits), rows)
+        assert len(np.unique(np.array(rows.astype(mx.float32)))) > 2**bits

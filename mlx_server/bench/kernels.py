@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from mlx_server.bench.arguments import from_1
 from mlx_server.bench.environment import describe_environment
-from mlx_server.bench.kernels_cases import Case, World, layer_spec
+from mlx_server.bench.kernels_cases import Case, World
 from mlx_server.bench.kernels_report import (
     Result,
     Sweep,
@@ -39,6 +39,7 @@ from mlx_server.runtime.kernels.gpu_variant import DecodeShape, KernelVariant
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
+_KV_BITS = {"full": None, "8": 8, "4": 4}
 _DEFAULTS = {"batch": [1, 16], "context": [1024, 4096], "repeat": 10}
 _QUICK_DEFAULTS = {"batch": [4], "context": [512], "repeat": 3}
 
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CHUNKxCONTEXT",
         help="the last CHUNK tokens of a prompt of CONTEXT; default: 512x2048",
     )
+    add("--kv-bits", nargs="+", choices=tuple(_KV_BITS), default=["full"], help="bits of a number of K and V")
     add("--dtype", choices=tuple(_DTYPES), help="default: float16 on a GPU, float32 on a CPU")
     add("--layers", type=from_1, default=8, metavar="N", help="most layers of a measurement; large K/V take fewer")
     add("--repeat", type=from_1, metavar="N", help="measurements, of which the median is shown; default: 10")
@@ -154,14 +156,14 @@ def _measured(case: Case, backend: AttentionBackend, args: argparse.Namespace) -
 
 def _backend(name: str, shape: DecodeShape) -> AttentionBackend:
     """As the server makes it: chosen, and warmed up with the choice that is stored."""
-    spec = layer_spec(shape)
+    spec = shape.spec
     backend = choose_backend(name, [spec])
     backend.warm_up(spec, shape.num_query_heads)
     return backend
 
 
 def _variant(backend: GpuBackend, shape: DecodeShape) -> KernelVariant | None:
-    return backend.variant(layer_spec(shape), shape.num_query_heads)
+    return backend.variant(shape.spec, shape.num_query_heads)
 
 
 def _set_defaults(args: argparse.Namespace) -> None:
@@ -174,7 +176,11 @@ def _set_defaults(args: argparse.Namespace) -> None:
 def _shapes(args: argparse.Namespace) -> list[DecodeShape]:
     is_cpu = mx.default_device() == mx.cpu
     dtype = _DTYPES[args.dtype or ("float32" if is_cpu else "float16")]
-    return [DecodeShape(heads, kv_heads, dim, dim, dtype) for heads, kv_heads, dim in args.heads]
+    return [
+        DecodeShape(heads, kv_heads, dim, dim, dtype, _KV_BITS[bits])
+        for heads, kv_heads, dim in args.heads
+        for bits in args.kv_bits
+    ]
 
 
 def _heads(text: str) -> tuple[int, int, int]:

@@ -10,7 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.attention import AttentionBackend, IntArray, LayerSpec, StepPlan
+from mlx_server.runtime.attention import AttentionBackend, IntArray, StepPlan
+from mlx_server.runtime.kernels.exact_rows import exact_rows
 from mlx_server.runtime.kernels.gpu_variant import DecodeShape
 
 _RUN_BLOCKS = 8
@@ -33,10 +34,8 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """K and V of one layer."""
-        shape = self.shape
-        row = shape.num_kv_heads * (shape.key_dim + shape.value_dim) * shape.dtype.size
-        return self.num_sequences * self.context * row
+        """K and V of one layer, as they are stored."""
+        return self.num_sequences * self.context * self.shape.spec.token_bytes
 
     @property
     def required_bytes(self) -> int:
@@ -50,15 +49,11 @@ class Case:
         return max(1, min(most, _MOST_LAYER_BYTES // self.kv_bytes))
 
 
-def layer_spec(shape: DecodeShape) -> LayerSpec:
-    """What a layer of this shape stores."""
-    return LayerSpec(shape.num_kv_heads, shape.key_dim, shape.value_dim, shape.dtype)
-
-
 class World:
     """A case in several layers, as in a model: each has its own K/V and attends with the result of the one before.
 
-    The K/V are stored beforehand, in blocks in random order; what is timed is attention alone. MLX thread.
+    The K/V are stored beforehand, in blocks in random order; what is timed is attention alone. Quantised K/V lose
+    nothing, so that MLX's whole ones are the same numbers. MLX thread.
     """
 
     def __init__(self, case: Case, num_layers: int, backend: AttentionBackend) -> None:
@@ -114,6 +109,12 @@ def _random_rows(case: Case, layer: int) -> tuple[mx.array, mx.array]:
     """Keys and values of a layer, `[sequences, KV heads, context, dim]`."""
     shape = case.shape
     rows = (case.num_sequences, shape.num_kv_heads, case.context)
+    if shape.bits is not None:
+        rng = np.random.default_rng(layer)
+        keys, values = (
+            exact_rows(rng, (*rows, dim), shape.dtype, shape.bits) for dim in (shape.key_dim, shape.value_dim)
+        )
+        return keys, values
     keys = _random(2 * layer + 1, (*rows, shape.key_dim), shape.dtype)
     return keys, _random(2 * layer + 2, (*rows, shape.value_dim), shape.dtype)
 
@@ -126,7 +127,7 @@ def _random(seed: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
 
 def _pool_of(backend: AttentionBackend, shape: DecodeShape, tables: IntArray, keys: mx.array, values: mx.array) -> Any:
     """A pool that holds each sequence's rows in the blocks of its table."""
-    pool = backend.make_pool(layer_spec(shape), tables.size)
+    pool = backend.make_pool(shape.spec, tables.size)
     for table, sequence_keys, sequence_values in zip(tables, keys, values):
         new_keys, new_values = (rows.swapaxes(0, 1)[:, :, None] for rows in (sequence_keys, sequence_values))
         metadata = backend.plan(_storing_step(table, len(new_keys)))

@@ -63,9 +63,10 @@ class Sweep:
 
 
 def describe_shape(shape: DecodeShape) -> str:
-    """Like `16 heads on 8 of 128, float16`."""
+    """Like `16 heads on 8 of 128, float16`, or `..., float16 in 8 bits`."""
     dims = f"{shape.key_dim}" if shape.key_dim == shape.value_dim else f"{shape.key_dim}/{shape.value_dim}"
-    return f"{shape.num_query_heads} heads on {shape.num_kv_heads} of {dims}, {dtype_name(shape)}"
+    stored = "" if shape.bits is None else f" in {shape.bits} bits"
+    return f"{shape.num_query_heads} heads on {shape.num_kv_heads} of {dims}, {dtype_name(shape)}{stored}"
 
 
 def describe_case(case: Case) -> str:
@@ -83,7 +84,7 @@ def render_results(results: Sequence[Result], copy: Copy) -> str:
     """A row a case. MB must move: K/V once, queries and results; GB/s and share are of those."""
     backends = " and ".join(sorted({result.backend for result in results}))
     dtypes = " and ".join(sorted({dtype_name(result.case.shape) for result in results}))
-    header = ("case", "heads", "ms", "MLX ms", "vs MLX", "MB must move", "MB moved", "GB/s", "of copy")
+    header = ("case", "heads", "K/V bits", "ms", "MLX ms", "vs MLX", "MB must move", "MB moved", "GB/s", "of copy")
     rows = [_row(result, copy) for result in results]
     return f"{backends} backend, {dtypes}. {_describe_copy(copy)}\n\n{render_table(header, rows)}"
 
@@ -138,6 +139,7 @@ def _row(result: Result, copy: Copy) -> tuple[str, ...]:
     return (
         describe_case(case),
         f"{case.shape.num_query_heads}x{case.shape.num_kv_heads}x{case.shape.key_dim}",
+        str(case.shape.bits or "full"),
         f"{1e3 * result.time_s:,.3f}",
         f"{1e3 * result.mlx_time_s:,.3f}",
         f"{result.speedup:.2f}x",
@@ -159,6 +161,7 @@ def _case_document(case: Case) -> dict[str, Any]:
         "num_kv_heads": shape.num_kv_heads,
         "head_dim": shape.key_dim,
         "dtype": dtype_name(shape),
+        "kv_bits": shape.bits,
         "num_sequences": case.num_sequences,
         "num_queries": case.num_queries,
         "context": case.context,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mlx_server.bench.kernels_cases import Case, World, layer_spec
+from mlx_server.bench.kernels_cases import Case, World
 from mlx_server.bench.kernels_timing import median_times
 from mlx_server.runtime.kernels.cuda import CudaBackend
 from mlx_server.runtime.kernels.gpu_backend import GpuBackend
@@ -68,7 +68,7 @@ def make_measure(worlds: Sequence[World], make_backend: MakeBackend, num_repeats
     """Measures variants in `worlds`, which are decodes of one shape. A variant must first pass its backend's own
     test; one that the GPU would run with fewer simdgroups is left to its own turn."""
     shape = worlds[0].case.shape
-    spec = layer_spec(shape)
+    spec = shape.spec
 
     def measure(variant: KernelVariant) -> tuple[float, ...] | None:
         backend = make_backend(variant)

@@ -56,7 +56,9 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """What one attention layer stores: K rows of `key_dim` and V rows of `value_dim` for each KV head, quantised to
-    `bits` a number if that is given, which only the reference backend does."""
+    `bits` a number if that is given: codes, and a scale and a bias of `dtype` for each of `group_size_of` numbers,
+    which stand for code * scale + bias as MLX's affine quantisation has it. Raises `ConfigError` for dimensions that
+    cannot be quantised."""
 
     num_kv_heads: int
     key_dim: int
@@ -64,11 +66,19 @@ class LayerSpec:
     dtype: mx.Dtype
     bits: int | None = None
 
+    def __post_init__(self) -> None:
+        _ = self.block_bytes  # raises
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V in this layer."""
+        rows = (row_bytes(dim, self.dtype, self.bits) for dim in (self.key_dim, self.value_dim))
+        return self.num_kv_heads * sum(rows)
+
     @property
     def block_bytes(self) -> int:
         """Bytes of one block's K and V in this layer."""
-        rows = (row_bytes(dim, self.dtype, self.bits) for dim in (self.key_dim, self.value_dim))
-        return BLOCK_SIZE * self.num_kv_heads * sum(rows)
+        return BLOCK_SIZE * self.token_bytes
 
 
 class AttentionBackend(Protocol):

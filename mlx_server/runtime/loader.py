@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_mlx_model
 
 from mlx_server.config import BLOCK_SIZE, FULL_KV, CacheConfig
-from mlx_server.errors import ConfigError, ModelLoadError, ServeError
+from mlx_server.errors import ModelLoadError, ServeError
 from mlx_server.runtime import random_models
 from mlx_server.runtime.adapters import apply_adapter
 from mlx_server.runtime.backends import choose_backend
@@ -239,19 +239,17 @@ def make_runner(
 
 
 def _quantize_kv(runner: ModelRunner, probe: Probe, bits: int, backend: str) -> None:
-    """Stores K/V in fewer bits from now on, and tells what that does to the logits."""
-    if backend not in ("auto", "reference"):
-        raise ConfigError(
-            f"--attention-backend {backend} reads whole K/V only: leave it out, or --kv-bits {bits}. Quantised K/V are "
-            "gathered and attended over by MLX."
-        )
-    whole_bytes = runner.cache.block_bytes
-    runner.cache.quantize(bits)
-    share = runner.cache.block_bytes / max(1, whole_bytes)
+    """Stores K/V in fewer bits from now on, with a backend that reads them, and tells what that does to the logits."""
+    cache = runner.cache
+    whole_bytes = cache.block_bytes
+    cache.quantize(bits)
+    cache.backend = choose_backend(backend, attention_specs(cache.layers))
     logger.info(
-        "K/V of %d bits take %.0f %% of the memory; logits differ by up to %.1e of the largest.",
+        "K/V of %d bits take %.0f %% of the memory and are read by the %s backend; logits differ by up to %.1e of the "
+        "largest.",
         bits,
-        100 * share,
+        100 * cache.block_bytes / max(1, whole_bytes),
+        cache.backend.name,
         probe.error(runner),
     )
 

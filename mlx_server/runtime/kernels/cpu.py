@@ -1,4 +1,4 @@
-"""The `cpu` backend: attention in C++ over float32 pools in host memory, written and read in place.
+"""The `cpu` backend: attention in C++ over pools in host memory, float32 or quantised, written and read in place.
 
 The pools are anonymous memory maps: page-aligned, zero, never moved, and without cost until a block is first
 written. So a pool is mapped as large as it may become; growing it is a larger bound, and cutting it gives the
@@ -28,30 +28,42 @@ from mlx_server.errors import ConfigError
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import LayerSpec, StepPlan
 from mlx_server.runtime.kernels.native_build import load_library
+from mlx_server.runtime.row_pool import group_size_of, row_bytes
 
 MAX_DEFAULT_THREADS = 16
 THREADS_VARIABLE = "MLX_SERVE_CPU_THREADS"
 
 _SOURCE = Path(__file__).with_name("cpu_attention.cpp")
-_HEADERS = [_SOURCE.with_name(name) for name in ("cpu_product.h", "cpu_threads.h")]
+_HEADERS = [_SOURCE.with_name(name) for name in ("cpu_pool.h", "cpu_product.h", "cpu_quantized.h", "cpu_threads.h")]
 _SLACK_BYTES = 64
 """What the widest vector load may read past the last row of V."""
 
-# `struct Call` of cpu_attention.cpp: 7 tensors, 6 strides, 5 dimensions, the scale, 4 index arrays, 3 counts.
-_CALL = struct.Struct("=18qd7q")
+# `struct Call` of cpu_attention.cpp: 5 tensors, 6 strides, the pool's 8 fields, heads and window, the scale,
+# 4 index arrays, 3 counts.
+_CALL = struct.Struct("=21qd7q")
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPool:
-    """K and V of one layer as flat float32 memory in the native code's layout, of which the first `num_blocks`
-    may be used."""
+    """K and V of one layer as flat memory in the native code's layout, float32 or the bytes of fewer bits, of which
+    the first `num_blocks` may be used. `fields` are those of `struct Pool`."""
 
     spec: LayerSpec
     num_blocks: int
     max_blocks: int
-    keys: npt.NDArray[np.float32]
-    values: npt.NDArray[np.float32]
-    addresses: tuple[int, int]
+    keys: npt.NDArray[Any]
+    values: npt.NDArray[Any]
+    fields: tuple[int, ...]
+
+    @classmethod
+    def make(cls, spec: LayerSpec, num_blocks: int, max_blocks: int) -> CpuPool:
+        rows = max_blocks * spec.num_kv_heads * BLOCK_SIZE
+        dims = spec.key_dim, spec.value_dim
+        dtype = np.float32 if spec.bits is None else np.uint8
+        keys, values = (_host_memory(rows * row_bytes(dim, spec.dtype, spec.bits), dtype) for dim in dims)
+        groups = (0, 0) if spec.bits is None else tuple(group_size_of(dim) for dim in dims)
+        fields = (_address(keys), _address(values), spec.num_kv_heads, *dims, spec.bits or 0, *groups)
+        return cls(spec, num_blocks, max_blocks, keys, values, fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +100,10 @@ class CpuBackend:
         self._output_address = 0
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> CpuPool:
-        """Raises `ValueError` unless the layer stores float32, and `OSError` when the system refuses the memory."""
+        """Raises `ValueError` unless the layer is float32, and `OSError` when the system refuses the memory."""
         if spec.dtype != mx.float32:
             raise ValueError(f"the cpu backend stores float32, not {spec.dtype}")
-        max_blocks = max_blocks or num_blocks
-        rows = max_blocks * spec.num_kv_heads * BLOCK_SIZE
-        keys, values = _host_memory(rows * spec.key_dim), _host_memory(rows * spec.value_dim)
-        return CpuPool(spec, num_blocks, max_blocks, keys, values, (_address(keys), _address(values)))
+        return CpuPool.make(spec, num_blocks, max_blocks or num_blocks)
 
     def change_pool(self, pool: CpuPool, change: PoolChange) -> CpuPool:
         """Raises `ValueError` beyond the size that the pool was made for."""
@@ -105,7 +114,7 @@ class CpuBackend:
             for move in change.moves:
                 blocks[move.destination] = blocks[move.source]
             if change.num_blocks < pool.num_blocks:
-                _give_back(array, change.num_blocks * blocks.shape[1] * 4)
+                _give_back(array, change.num_blocks * blocks[0].nbytes)
         return replace(pool, num_blocks=change.num_blocks)
 
     def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
@@ -157,17 +166,14 @@ class CpuBackend:
             v.address,
             0 if given[3] is None else _address(np.asarray(given[3])),
             self._output_address,
-            *pool.addresses,
             q.token_stride,
             q.head_stride,
             k.token_stride,
             k.head_stride,
             v.token_stride,
             v.head_stride,
+            *pool.fields,
             heads,
-            spec.num_kv_heads,
-            spec.key_dim,
-            spec.value_dim,
             window or 0,
             scale,
             *metadata.packed,
@@ -230,17 +236,17 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-def _host_memory(count: int) -> npt.NDArray[np.float32]:
+def _host_memory(num_bytes: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Zeros that take memory only where they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    memory = mmap.mmap(-1, count * 4 + _SLACK_BYTES, flags=flags)
+    memory = mmap.mmap(-1, num_bytes + _SLACK_BYTES, flags=flags)
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # kernels without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.float32, count)
+    return np.frombuffer(memory, dtype, num_bytes // np.dtype(dtype).itemsize)
 
 
-def _give_back(array: npt.NDArray[np.float32], start: int) -> None:
+def _give_back(array: npt.NDArray[Any], start: int) -> None:
     """Gives the pages of `_host_memory` from byte `start` on back to the system. What they held is undefined."""
     view: Any = array.base
     memory: mmap.mmap = view.obj

@@ -1,19 +1,14 @@
 // Paged attention on the host: writes a step's K/V into blocks of 32 tokens, then attends over them in place.
 //
-// One block of one KV head is one contiguous run, laid out so that every inner loop streams it:
+// K is read as rows [key_dim][32 tokens] of a block and V as panels [32 tokens][32 columns] (cpu_pool.h), so that
+// scores (queries x K) and outputs (weights x V) are the same small matrix product. A tile is up to kTileRows rows of
+// one request and KV head, a row being one (token, query head) pair, query heads of a group innermost: a decode is a
+// tile of one token, and the group shares every read of K and V. Softmax is online (Milakov and Gimelshein, 2018) and
+// in base 2. Work is cut into items of (tile, key range); long contexts with few rows are split along the keys and
+// merged at the end, as in Flash-Decoding (Dao and others, 2023).
 //
-//     K  [key_dim][32]                  transposed: the 32 tokens are the vector's lanes
-//     V  [ceil(value_dim / 32)][32][w]  panels of w = 32 columns, the last one narrower; a token is a row
-//
-// so that scores (queries x K) and outputs (weights x V) are the same small matrix product. A tile is up to
-// kTileRows rows of one request and KV head, a row being one (token, query head) pair, query heads of a group
-// innermost: a decode is a tile of one token, and the group shares every read of K and V. Softmax is online (Milakov
-// and Gimelshein, 2018) and in base 2. Work is cut into items of (tile, key range); long contexts with few rows are
-// split along the keys and merged at the end, as in Flash-Decoding (Dao and others, 2023).
-//
-// Rows of V may be read up to kLanes - 1 floats past their end (the surplus lanes are dropped), so the value
-// pool has that much slack after its last block. Lanes of K beyond the context are read and then masked;
-// rows of V beyond it are never read, so stale blocks may hold anything, NaN included.
+// Lanes of K beyond the context are read and then masked; rows of V beyond it are never multiplied, so stale blocks
+// may hold anything, NaN included.
 
 #include <algorithm>
 #include <atomic>
@@ -23,12 +18,13 @@
 #include <new>
 #include <vector>
 
+#include "cpu_pool.h"
 #include "cpu_product.h"
+#include "cpu_quantized.h"
 #include "cpu_threads.h"
 
 namespace {
 
-constexpr int kBlock = kPanel;
 constexpr int kSpanBlocks = 4;  // blocks per softmax update
 constexpr int kSpan = kBlock * kSpanBlocks;
 constexpr int kTileRows = 48;
@@ -41,9 +37,10 @@ constexpr double kLog2E = 1.4426950408889634;
 // Mirrored field by field in cpu.py. Strides are in floats. `keys` and `sinks` may be null; `window` 0 is none.
 struct Call {
   const float *queries, *keys, *values, *sinks;
-  float *output, *key_pool, *value_pool;
+  float* output;
   int64_t query_strides[2], key_strides[2], value_strides[2];  // token, head
-  int64_t num_heads, num_kv_heads, key_dim, value_dim, window;
+  Pool pool;
+  int64_t num_heads, window;
   double scale;
   const int64_t* slots;
   const int32_t *query_starts, *context_lens, *block_tables;
@@ -95,26 +92,34 @@ class Scratch {
   size_t size_ = 0;
 };
 
-// What a thread works in: a tile's scaled queries, its scores in a span of keys, its output, and where its softmax
-// stands.
+// What a thread works in: a tile's scaled queries, its scores in a span of keys, its output, where its softmax
+// stands, and room for rows that are not read in place.
 struct Tile {
-  float *queries, *scores, *output;
+  float *queries, *scores, *output, *room;
   float maximum[kTileRows];
   Floats sum[kTileRows];
   int32_t first_key[kTileRows], last_key[kTileRows];  // the keys that each row sees: [first, last)
   Scratch memory;
 
-  void fit(int64_t key_dim, int64_t output_width) {
-    scores = memory.at_least(kTileRows * (kSpan + output_width + key_dim));
+  void fit(int64_t key_dim, int64_t output_width, int64_t room_size) {
+    room = memory.at_least(room_size + kTileRows * (kSpan + output_width + key_dim));
+    scores = room + room_size;
     output = scores + kTileRows * kSpan;
     queries = output + kTileRows * output_width;
   }
 };
 
+// Reads and writes the pool through `Rows`: WholeRows or QuantizedRows.
+template <typename Rows>
 class Attention {
  public:
+  static constexpr int64_t kRoom = kSpanBlocks * Rows::kRoom;
+
   explicit Attention(const Call& call)
-      : call_(call), group_(call.num_heads / call.num_kv_heads), width_((call.value_dim + kPanel - 1) / kPanel * kPanel) {}
+      : call_(call),
+        rows_(call.pool),
+        group_(call.num_heads / call.pool.num_kv_heads),
+        width_((call.pool.value_dim + kPanel - 1) / kPanel * kPanel) {}
 
   // Floats of a tile's output row, and of a part.
   int64_t output_width() const { return width_; }
@@ -127,7 +132,7 @@ class Attention {
     work.cost = 0;
     for (int32_t r = 0; r < call_.num_requests; ++r) {
       const int32_t rows = (call_.query_starts[r + 1] - call_.query_starts[r]) * group_;
-      for (int32_t head = 0; head < call_.num_kv_heads; ++head) {
+      for (int32_t head = 0; head < call_.pool.num_kv_heads; ++head) {
         for (int32_t row = 0; row < rows; row += kTileRows) {
           Item item{r, head, row, std::min(row + kTileRows, rows), 0, 0, -1, 0};
           item.first_block = visible_from(r, row) / kBlock;
@@ -146,18 +151,11 @@ class Attention {
 
   // Stores the K/V of tokens [first, last).
   void write(int64_t first, int64_t last) const {
-    for (int64_t head = 0; head < call_.num_kv_heads; ++head) {
+    for (int64_t head = 0; head < call_.pool.num_kv_heads; ++head) {
       for (int64_t token = first; token < last; ++token) {
-        const int64_t block = call_.slots[token] / kBlock, offset = call_.slots[token] % kBlock;
         const float* key = call_.keys + token * call_.key_strides[0] + head * call_.key_strides[1];
-        float* column = keys_of(block, head) + offset;
-        for (int64_t d = 0; d < call_.key_dim; ++d) column[d * kBlock] = key[d];
         const float* value = call_.values + token * call_.value_strides[0] + head * call_.value_strides[1];
-        float* panel = values_of(block, head);
-        for (int64_t d = 0; d < call_.value_dim; d += kPanel, panel += kBlock * kPanel) {
-          const int64_t columns = std::min<int64_t>(kPanel, call_.value_dim - d);
-          std::memcpy(panel + offset * columns, value + d, columns * sizeof(float));
-        }
+        rows_.write(call_.slots[token] / kBlock, call_.slots[token] % kBlock, head, key, value);
       }
     }
   }
@@ -201,20 +199,9 @@ class Attention {
   }
 
  private:
-  // A block's K and V under one head, by the block's id.
-  float* keys_of(int64_t id, int64_t head) const {
-    return call_.key_pool + (id * call_.num_kv_heads + head) * call_.key_dim * kBlock;
-  }
-  float* values_of(int64_t id, int64_t head) const {
-    return call_.value_pool + (id * call_.num_kv_heads + head) * call_.value_dim * kBlock;
-  }
-
-  // The same by the block's place in the request.
-  const float* key_block(const Item& item, int32_t block) const {
-    return keys_of(call_.block_tables[item.request * call_.table_width + block], item.kv_head);
-  }
-  const float* value_block(const Item& item, int32_t block) const {
-    return values_of(call_.block_tables[item.request * call_.table_width + block], item.kv_head);
+  // A block's id, by its place in the request.
+  int64_t id_of(const Item& item, int32_t block) const {
+    return call_.block_tables[item.request * call_.table_width + block];
   }
 
   // The keys [from, to) that a request's row sees.
@@ -232,10 +219,10 @@ class Attention {
   }
   int64_t head_of(const Item& item, int row) const { return item.kv_head * group_ + (item.first_row + row) % group_; }
 
-  // In ns: reading a block at 25 bytes/ns, and multiplying it at 160 operations/ns.
+  // In ns: reading a block, and multiplying it at 160 operations/ns.
   double cost(const Item& item) const {
-    const double floats = double(call_.key_dim + call_.value_dim) * kBlock * (item.last_block - item.first_block);
-    return floats * (0.16 + 0.0125 * item.num_rows());
+    const double dims = call_.pool.key_dim + call_.pool.value_dim;
+    return dims * kBlock * (item.last_block - item.first_block) * (Rows::kReadNs + 0.0125 * item.num_rows());
   }
 
   // Cuts items that cost several times `target` along their keys.
@@ -269,7 +256,7 @@ class Attention {
     for (int row = 0; row < item.num_rows(); ++row) {
       const int64_t head = head_of(item, row);
       const float* query = call_.queries + token_of(item, row) * call_.query_strides[0] + head * call_.query_strides[1];
-      for (int64_t d = 0; d < call_.key_dim; ++d) tile.queries[row * call_.key_dim + d] = query[d] * scale;
+      for (int64_t d = 0; d < call_.pool.key_dim; ++d) tile.queries[row * call_.pool.key_dim + d] = query[d] * scale;
       tile.first_key[row] = visible_from(item.request, item.first_row + row);
       tile.last_key[row] = visible_to(item.request, item.first_row + row);
       tile.maximum[row] = has_sink ? std::max(float(call_.sinks[head] * kLog2E), kLowest) : kLowest;
@@ -280,13 +267,16 @@ class Attention {
 
   // Queries times K, in steps of kDepth along key_dim: sums of sums round less than one long sum.
   void score(const Item& item, Tile& tile, int32_t block, int32_t count) const {
+    const int64_t key_dim = call_.pool.key_dim;
     for (int32_t j = 0; j < count; ++j) {
-      const float* keys = key_block(item, block + j);
-      const float* after = j + 1 < count ? key_block(item, block + j + 1) : value_block(item, block);
-      for (int64_t d = 0; d < call_.key_dim; d += kDepth, keys += kDepth * kBlock) {
-        const int64_t depth = std::min(kDepth, call_.key_dim - d);
-        const float* next = d + kDepth < call_.key_dim ? keys + kDepth * kBlock : after;
-        multiply(item.num_rows(), tile.queries + d, call_.key_dim, {&keys, depth, depth, kBlock, next}, kVectors,
+      const int64_t id = id_of(item, block + j);
+      for (int64_t d = 0; d < key_dim; d += kDepth) {
+        const int64_t depth = std::min(kDepth, key_dim - d);
+        const float* keys = rows_.keys(id, item.kv_head, d, depth, tile.room);
+        const float* next = d + kDepth < key_dim ? rows_.keys_ahead(id, item.kv_head, d + kDepth, tile.room)
+                            : j + 1 < count ? rows_.keys_ahead(id_of(item, block + j + 1), item.kv_head, 0, tile.room)
+                                            : rows_.values_ahead(id_of(item, block), item.kv_head, 0, tile.room);
+        multiply(item.num_rows(), tile.queries + d, key_dim, {&keys, depth, depth, kBlock, next}, kVectors,
                  tile.scores + j * kBlock, kSpan, d > 0);
       }
     }
@@ -331,26 +321,31 @@ class Attention {
 
   // Adds weights times V, as far as the tile's last row sees.
   void mix(const Item& item, Tile& tile, int32_t block, int32_t count) const {
-    const float* at[kSpanBlocks];
-    for (int32_t j = 0; j < count; ++j) at[j] = value_block(item, block + j);
+    const int64_t value_dim = call_.pool.value_dim;
     const int64_t tokens = std::min(count * kBlock, tile.last_key[item.num_rows() - 1] - block * kBlock);
-    for (int64_t d = 0; d < call_.value_dim; d += kPanel) {
-      const int64_t columns = std::min<int64_t>(kPanel, call_.value_dim - d);
-      const bool is_last = d + kPanel >= call_.value_dim && block + count < item.last_block;
-      const float* next = is_last ? key_block(item, block + count) : at[0] + kBlock * kPanel;
+    for (int64_t d = 0; d < value_dim; d += kPanel) {
+      const int64_t columns = std::min<int64_t>(kPanel, value_dim - d);
+      const float* at[kSpanBlocks];
+      for (int32_t j = 0; j < count; ++j) {
+        const int64_t seen = std::min<int64_t>(kBlock, tokens - j * kBlock);
+        at[j] = rows_.values(id_of(item, block + j), item.kv_head, d, seen, tile.room + j * Rows::kRoom);
+      }
+      const bool is_last = d + kPanel >= value_dim && block + count < item.last_block;
+      const float* next = is_last ? rows_.keys_ahead(id_of(item, block + count), item.kv_head, 0, tile.room)
+                                  : rows_.values_ahead(id_of(item, block), item.kv_head, d + kPanel, tile.room);
       multiply(item.num_rows(), tile.scores, kSpan, {at, kBlock, tokens, columns, next}, (columns + kLanes - 1) / kLanes,
                tile.output + d, width_, true);
-      for (int32_t j = 0; j < count; ++j) at[j] += kBlock * kPanel;
     }
   }
 
   void finish(const Item& item, int row, const float* sums, float weight) const {
     const float scale = weight > 0 ? 1.0f / weight : 0.0f;
-    float* output = call_.output + (token_of(item, row) * call_.num_heads + head_of(item, row)) * call_.value_dim;
-    for (int64_t d = 0; d < call_.value_dim; ++d) output[d] = sums[d] * scale;
+    float* output = call_.output + (token_of(item, row) * call_.num_heads + head_of(item, row)) * call_.pool.value_dim;
+    for (int64_t d = 0; d < call_.pool.value_dim; ++d) output[d] = sums[d] * scale;
   }
 
   const Call& call_;
+  const Rows rows_;
   const int32_t group_;
   const int64_t width_;  // value_dim rounded up to whole panels
 };
@@ -362,10 +357,20 @@ class Engine {
   Threads& threads() { return threads_; }
 
   void run(const Call& call) {
-    const Attention attention(call);
+    switch (call.pool.bits) {
+      case 8: return run_over<QuantizedRows<8>>(call);
+      case 4: return run_over<QuantizedRows<4>>(call);
+      default: return run_over<WholeRows>(call);
+    }
+  }
+
+ private:
+  template <typename Rows>
+  void run_over(const Call& call) {
+    const Attention<Rows> attention(call);
     attention.cut(threads_.count(), work_);
     float* parts = parts_.at_least(work_.num_parts * attention.part_size());
-    for (Tile& tile : tiles_) tile.fit(call.key_dim, attention.output_width());
+    for (Tile& tile : tiles_) tile.fit(call.pool.key_dim, attention.output_width(), attention.kRoom);
 
     const int64_t tokens = call.keys == nullptr ? 0 : call.num_tokens, items = work_.items.size();
     const int64_t batch = std::min<int64_t>(kBlock, 1 + tokens / (4 * threads_.count()));
@@ -387,7 +392,6 @@ class Engine {
     for (const Merge& merge : work_.merges) attention.merge(merge, parts);
   }
 
- private:
   Threads threads_;
   std::vector<Tile> tiles_;
   Work work_;

@@ -57,6 +57,13 @@ struct Larger {
   }
 };
 
+struct Smaller {
+  template <typename T>
+  T operator()(T a, T b) const {
+    return a < b ? a : b;
+  }
+};
+
 struct Plus {
   template <typename T>
   T operator()(T a, T b) const {
@@ -76,13 +83,16 @@ inline float across(typename Vector<N>::type v) {
   }
 }
 
+constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: added to less than 2^22, the sum's low bits are a whole number
+constexpr int32_t kRoundingBits = 0x4B400000;
+
 // 2^x for x <= 0 within 2 ulp; exactly 0 from -127 down. x = n + f with |f| <= 1/2: 2^f by a polynomial (minimax of
 // the relative error, 2e-9), 2^n put together as exponent bits.
 inline Floats exp2_of(Floats x) {
   x = Larger()(x, fill(-127.0f));
-  const Floats shifted = x + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are n
-  const Ints n = (Ints)shifted - 0x4B400000;
-  const Floats f = x - (shifted - 12582912.0f);
+  const Floats shifted = x + kRounding;
+  const Ints n = (Ints)shifted - kRoundingBits;
+  const Floats f = x - (shifted - kRounding);
   Floats p = f * 1.5353362e-4f + 1.3398874e-3f;
   p = p * f + 9.618437e-3f;
   p = p * f + 5.5503324e-2f;

@@ -98,6 +98,8 @@ class GpuBackend:
             break
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> GpuPool:
+        if spec.bits is not None:
+            raise ValueError(f"K/V of {spec.bits} bits are not read in place on a GPU yet")
         self._prove_writes(spec)
         return GpuPool.make(spec, num_blocks)
 

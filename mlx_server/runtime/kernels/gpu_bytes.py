@@ -38,7 +38,7 @@ def decode_bytes(
     work = make_work(contexts, window, shape, variant, num_cores)
     tokens = int((work.items[:, 2] - work.items[:, 1]).sum())
     blocks = int((-(-work.items[:, 2] // BLOCK_SIZE) - work.items[:, 1] // BLOCK_SIZE).sum())
-    rows = tokens * shape.num_kv_heads * (shape.key_dim + shape.value_dim) * shape.dtype.size
+    rows = tokens * shape.spec.token_bytes
     queries = shape.num_query_heads * shape.key_dim * shape.dtype.size
     results = shape.num_query_heads * shape.value_dim * shape.dtype.size
     required = rows + len(contexts) * (queries + results)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 1
 _KERNEL_FILES = ("paged_decode.msl", "paged_reduce.msl")
-_SIZES = tuple(field.name for field in dataclasses.fields(DecodeShape) if field.name != "dtype")
+_SIZES = ("num_query_heads", "num_kv_heads", "key_dim", "value_dim")
 _FAULTS = (ValueError, TypeError, LookupError, AttributeError)
 """What reading raises for a file that is not ours, or no longer."""
 
@@ -103,7 +103,8 @@ def _parse(entry: Mapping[str, Any]) -> tuple[_Place, KernelVariant]:
     """Raises one of `_FAULTS` for what no backend could launch."""
     dtypes = {_dtype_name(dtype): dtype for dtype in DTYPES}
     sizes = {name: _whole(value) for name, value in entry["shape"].items()}
-    shape = DecodeShape(**sizes, dtype=dtypes[entry["dtype"]])
+    bits = entry["kv_bits"]
+    shape = DecodeShape(**sizes, dtype=dtypes[entry["dtype"]], bits=None if bits is None else _whole(bits))
     tokens = entry["partition_tokens"]
     variant = KernelVariant(
         **{name: _whole(value) for name, value in entry["variant"].items()},
@@ -122,7 +123,7 @@ def _document(choices: Mapping[_Place, KernelVariant]) -> dict[str, Any]:
         sizes = {name: getattr(shape, name) for name in _SIZES}
         cut = dataclasses.asdict(variant)
         tokens = cut.pop("partition_tokens")
-        entry = {"chip": chip, "shape": sizes, "dtype": _dtype_name(shape.dtype)}
+        entry = {"chip": chip, "shape": sizes, "dtype": _dtype_name(shape.dtype), "kv_bits": shape.bits}
         entries.append({**entry, "variant": cut, "partition_tokens": tokens})
     return {"version": _VERSION, "kernels": _kernels_digest(), "choices": entries}
 

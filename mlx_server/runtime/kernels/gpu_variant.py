@@ -32,10 +32,16 @@ class DecodeShape:
     key_dim: int
     value_dim: int
     dtype: mx.Dtype
+    bits: int | None = None
 
     @classmethod
     def of(cls, spec: LayerSpec, num_query_heads: int) -> DecodeShape:
-        return cls(num_query_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim, spec.dtype)
+        return cls(num_query_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim, spec.dtype, spec.bits)
+
+    @property
+    def spec(self) -> LayerSpec:
+        """What the layer stores."""
+        return LayerSpec(self.num_kv_heads, self.key_dim, self.value_dim, self.dtype, self.bits)
 
     @property
     def group_size(self) -> int:
