@@ -18,7 +18,7 @@ from mlx_server.errors import ConfigError
 from mlx_server.model_entries import ModelEntry, parse_models
 from mlx_server.setting import ENV_PREFIX, Setting, declared, nearest
 from mlx_server.setting import declare as _setting
-from mlx_server.setting_forms import check_reserve, check_share, check_size, parse_origins
+from mlx_server.setting_forms import check_reserve, check_share, check_size, parse_hosts, parse_origins
 from mlx_server.tiers import DEFAULT_TIER, Tier, default_tiers, parse_tiers
 
 BLOCK_SIZE = 32
@@ -157,6 +157,11 @@ class ServerConfig:
     admin_key_file: str | None = _setting(None, "file with the admin key in it")
     key_file: str | None = _setting(
         None, "SQLite file of `mlx-serve keys`; default: keys.sqlite in the home folder (MLX_SERVE_HOME)"
+    )
+    allowed_hosts: str = _setting(
+        "0.0.0.0,host.docker.internal",
+        "names beside localhost by which clients may call a server that is open to its own machine, joined by commas",
+        form=parse_hosts,
     )
     allowed_origins: str | None = _setting(
         None,

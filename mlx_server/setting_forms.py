@@ -11,6 +11,7 @@ ANY_ORIGIN = "*"
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_HOST = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?", re.IGNORECASE)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,*]+", re.IGNORECASE)
 
 
@@ -46,6 +47,15 @@ def parse_origins(text: str, name: str) -> tuple[str, ...]:
                 f"`{ANY_ORIGIN}` for all."
             )
     return origins
+
+
+def parse_hosts(text: str, name: str) -> tuple[str, ...]:
+    """Names of hosts out of a list joined by commas, in small letters. Raises `ConfigError`."""
+    hosts = tuple(part.strip().lower() for part in text.split(",") if part.strip())
+    for host in hosts:
+        if _HOST.fullmatch(host) is None:
+            raise ConfigError(f"{name}: {host} is no name of a host; write names alone, like my-mac.local, no port.")
+    return hosts
 
 
 def check_size(text: str, name: str) -> None:

@@ -59,7 +59,7 @@ async def test_a_served_folder_sets_the_defaults_unless_told_not_to(tmp_path: Pa
     await pool.start()
     try:
         transport = httpx.ASGITransport(create_app(pool, config))
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             body = {"prompt": "Hi", "temperature": 0.3}
             (rendered,) = (await http.post("/v1/completions/render", json=body)).json()
     finally:

@@ -150,7 +150,7 @@ async def test_an_exchange_is_a_span_of_the_callers_trace_without_the_body():
     await pool.start()
     app = create_app(pool, Config(), traced.tracing)
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         body = {"messages": [{"role": "user", "content": "a secret"}]}
         answer = await http.post("/v1/chat/completions", json=body, headers={"traceparent": TRACEPARENT})
         assert answer.status_code == 200

@@ -16,6 +16,7 @@ from mlx_server.api.cors import allow_origins
 from mlx_server.api.dashboard import routes as dashboard
 from mlx_server.api.errors import ERROR_RESPONSES, install_error_handlers
 from mlx_server.api.generation_service import GenerationService
+from mlx_server.api.hosts import HostMiddleware
 from mlx_server.api.http_metrics import HttpMetricsMiddleware
 from mlx_server.api.keys import build_key_ring
 from mlx_server.api.leases import LeaseMiddleware
@@ -67,6 +68,7 @@ def create_app(
     app.add_middleware(BodyLimitMiddleware)
     app.add_middleware(QuotaHeadersMiddleware, quotas=quotas)
     app.add_middleware(ApiKeyMiddleware, keys=keys)
+    app.add_middleware(HostMiddleware, server=config.server, keys=keys)
     allow_origins(app, config.server)
     app.add_middleware(HttpMetricsMiddleware, metrics=context.http_metrics)
     (tracing or open_tracing(config.observability)).instrument(app)

@@ -132,6 +132,22 @@ def validation_info(problems: Sequence[Any]) -> ErrorInfo:
     return ErrorInfo(400, "BadRequestError", message, first or None, {"x-should-retry": "false"})
 
 
+def _content_type_info(request: Request, error: RequestValidationError) -> ErrorInfo | None:
+    """The 400 for a body that was not read because it is not said to be JSON. Browsers ask before they send JSON to
+    another site, and send other types without asking."""
+    if not isinstance(error.body, bytes) or not error.body:
+        return None
+    sent = request.headers.get("content-type")
+    what = "has no content type" if sent is None else f"is said to be {sent[:_MAX_MESSAGE_CHARS]}"
+    return ErrorInfo(
+        400,
+        "BadRequestError",
+        f"The body {what}; this server reads JSON. Send it with the header `Content-Type: application/json`.",
+        None,
+        {"x-should-retry": "false"},
+    )
+
+
 def dotted(location: Sequence[str | int]) -> str:
     """`messages[0].role` for pydantic's ("body", "messages", 0, "role"); empty for the body as a whole."""
     parts = location[1:] if location and location[0] in ("body", "query", "path", "header") else location
@@ -169,7 +185,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return validation_info(error.errors()).response(request.url.path)
+        info = _content_type_info(request, error) or validation_info(error.errors())
+        return info.response(request.url.path)
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -14,7 +14,7 @@ _OWN_SITES = ("same-origin", "none")
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can connect to `host`."""
-    if host == "localhost":
+    if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
         address = ipaddress.ip_address(host)
@@ -30,15 +30,16 @@ def is_local(scope: Scope) -> bool:
     client, headers = scope.get("client"), Headers(scope=scope)
     if client is None or not is_loopback(client[0]) or any(name in headers for name in _FORWARDED):
         return False
-    if not is_loopback(_host_of(f"//{headers.get('host', '')}")):
+    if not is_loopback(host_of(f"//{headers.get('host', '')}")):
         return False
     if headers.get("sec-fetch-site", "none") not in _OWN_SITES:
         return False
     origin = headers.get("origin")
-    return origin is None or is_loopback(_host_of(origin))
+    return origin is None or is_loopback(host_of(origin))
 
 
-def _host_of(url: str) -> str:
+def host_of(url: str) -> str:
+    """The host that a URL names, in small letters; empty for none."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

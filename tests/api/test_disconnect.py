@@ -19,7 +19,8 @@ async def send(world: World, body: dict[str, Any], path: str = "/v1/chat/complet
     content = json.dumps(body).encode()
     _, writer = await world.connect()
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
     )
     writer.write(head.encode() + content)
     await writer.drain()

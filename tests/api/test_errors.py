@@ -176,7 +176,7 @@ async def test_content_that_is_no_text(world: World):
 
 async def test_a_body_beyond_the_limit_is_not_read(world: World):
     reader, writer = await world.connect()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n"
     writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode())
     assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
     writer.close()

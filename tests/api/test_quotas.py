@@ -201,7 +201,7 @@ async def vanish(world: World, key: str, stream: bool) -> None:
     """A client that asks and goes away."""
     _, writer = await world.connect()
     body = b'{"prompt": [5, 6], "stream": %b}' % (b"true" if stream else b"false")
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\ncontent-type: application/json\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-api-key: {key}\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     await until(lambda: world.engine.num_paused == 1)
     writer.close()

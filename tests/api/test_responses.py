@@ -327,7 +327,7 @@ async def test_the_store_is_bounded_by_size_too(world: World):
     app = create_app(world.pool, Config())
     app.state.responses = ResponseStore(max_bytes=700)
     ids, text = [], "x" * 200
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
         for body in ({"input": text}, {"input": text, "previous": True}, {"input": "Hi"}):
             previous = {"previous_response_id": ids[-1]} if body.pop("previous", False) else {}
             ids.append((await http.post("/v1/responses", json={**body, **previous})).json()["id"])
