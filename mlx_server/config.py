@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlx_server.adapter_entries import Adapter, parse_adapters
 from mlx_server.errors import ConfigError
 from mlx_server.model_entries import ModelEntry, parse_models
 from mlx_server.setting import ENV_PREFIX, Setting, declared, nearest
@@ -35,7 +36,13 @@ class ModelConfig:
 
     model: str = _setting(DEFAULT_MODEL, "model to serve: a folder in mlx-lm format, a hub id, or `smollm2` (bundled)")
     served_model_name: str | None = _setting(None, "name that clients use; default: the model's own")
-    adapter: str | None = _setting(None, "folder of a LoRA or DoRA adapter, written by mlx-lm, to serve the model with")
+    adapter: str | None = _setting(
+        None,
+        "adapters that mlx-lm has trained, to be served beside the model as `model:name`: NAME=FOLDER, or FOLDER with "
+        "that name; several are joined by `:`",
+        form=parse_adapters,
+        joined=True,
+    )
     dtype: str = _setting("auto", "compute type", choices=("auto", "float32", "float16", "bfloat16"))
     max_model_len: int | None = _setting(
         None, "context limit in tokens; default: the model's own, if it fits", minimum=2
@@ -55,9 +62,12 @@ class ModelConfig:
 
     @property
     def name(self) -> str:
-        """What clients call the model: unless told otherwise its own name, then `:` and the adapter's if it has one."""
-        parts = [self.model, *([self.adapter] if self.adapter else [])]
-        return self.served_model_name or ":".join(Path(part.rstrip("/")).name for part in parts)
+        """What clients call the model without an adapter: unless told otherwise its own name."""
+        return self.served_model_name or Path(self.model.rstrip("/")).name
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        return parse_adapters(self.adapter or "", "adapter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +220,8 @@ class Config:
 
     def for_model(self, entry: ModelEntry) -> Config:
         """The settings of one of several models."""
-        own: dict[str, dict[str, Any]] = {"model": {"model": entry.model, "served_model_name": entry.id}, "cache": {}}
+        identity = {"model": entry.model, "served_model_name": entry.id, "adapter": None}
+        own: dict[str, dict[str, Any]] = {"model": identity, "cache": {}}
         for setting in _model_settings():
             if setting.name in entry.overrides:
                 own[setting.section][setting.name] = entry.overrides[setting.name]
@@ -312,7 +323,7 @@ def _merge_file(document: Mapping[str, Any], path: Path, merged: dict[str, dict[
 
 def _check_one_way(given: Mapping[str, Any], models: tuple[ModelEntry, ...]) -> None:
     """A server has one model, or those of [[models]]."""
-    both = [name for name in ("model", "served_model_name") if name in given]
+    both = [name for name in ("model", "served_model_name", "adapter") if name in given]
     if models and both:
         raise ConfigError(
             f"{both[0]} is {given[both[0]]}, and there are [[models]], too: give either one model or several. "

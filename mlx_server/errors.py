@@ -47,10 +47,10 @@ class ContextLengthError(InvalidRequestError):
 
 
 class ModelNotFoundError(ServeError):
-    """The named model is not served here."""
+    """The named model is not served here, or has no such adapter; `remedy` says what is there instead."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(f"The model `{model}` does not exist. GET /v1/models lists what is served.")
+    def __init__(self, model: str, remedy: str = "GET /v1/models lists what is served.") -> None:
+        super().__init__(f"The model `{model}` does not exist. {remedy}")
         self.model = model
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_server.adapter_entries import parse_adapters
 from mlx_server.errors import ConfigError
 from mlx_server.setting import Setting, declare, declared, nearest
 
@@ -26,6 +27,13 @@ class ModelEntry:
     def names(self) -> tuple[str, ...]:
         """Everything that clients may call it. The model as it is written here is a name, too."""
         return tuple(dict.fromkeys((self.id, *self.aliases, self.model)))
+
+    @property
+    def own_names(self) -> frozenset[str]:
+        """Those that no other model may have: id and aliases, alone and with each adapter."""
+        names = {self.id, *self.aliases}
+        adapters = parse_adapters(self.overrides.get("adapter") or "", "adapter")
+        return frozenset(names | {f"{name}:{adapter.name}" for name in names for adapter in adapters})
 
 
 _OWN: Mapping[str, Setting] = {setting.name: setting for setting in declared("models", ModelEntry)}
@@ -78,10 +86,10 @@ def _aliases(value: Any, where: str) -> tuple[str, ...]:
 
 
 def _check_names(entries: Iterable[ModelEntry], source: str) -> None:
-    """Ids and aliases are each of one model; the same weights may be served under several ids."""
+    """Ids, aliases and adapters' names are each of one model; the same weights may be served under several ids."""
     owners: dict[str, str] = {}
     for entry in entries:
-        for name in {entry.id, *entry.aliases}:
+        for name in entry.own_names:
             if name in owners:
                 raise ConfigError(
                     f"{source}: the name {name} is that of two [[models]], {owners[name]} and {entry.id}."

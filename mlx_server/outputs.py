@@ -37,7 +37,7 @@ class PositionLogprobs:
 @dataclass(frozen=True, slots=True)
 class NewRequestData:
     """Sent once when a request is admitted, and again when it resumes after preemption. `checkpoint` is where the
-    recurrent state at the end of its cached prefix is kept."""
+    recurrent state at the end of its cached prefix is kept. `adapter` is the name of one of the model's, or None."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -45,6 +45,7 @@ class NewRequestData:
     sampling: SamplingParams
     eos_token_ids: frozenset[int]
     checkpoint: int | None = None
+    adapter: str | None = None
 
 
 class ScheduledChunk(NamedTuple):
@@ -196,7 +197,8 @@ class EngineStats:
     """A reading of one engine, cheap enough for every scrape. What comes first says how it stands now; from
     `num_steps` on, counters that only grow.
 
-    `num_deferred` of those that wait do so for a prefix that another request computes. `weight_bytes` and
+    `num_deferred` of those that wait do so for a prefix that another request computes. The adapters are the model's in
+    all, and by name those that some request runs or waits with. `weight_bytes` and
     `kv_pool_bytes` are what the model's weights and its blocks take; there may come to be `max_num_blocks`.
     `num_state_checkpoints` are recurrent states that are kept for prefixes.
     `pressure_level` is the percentage of full memory that the model answers now, 0 if there is no need:
@@ -209,6 +211,9 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     num_deferred: int = 0
+    num_adapters: int = 0
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0

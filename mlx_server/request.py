@@ -70,6 +70,7 @@ class Request:
     """
 
     __slots__ = (
+        "adapter",
         "arrival_s",
         "block_hashes",
         "constraint",
@@ -107,12 +108,13 @@ class Request:
         priority: Priority = Priority.NORMAL,
         eos_token_ids: frozenset[int] = frozenset(),
         extra_keys: tuple[str, ...] = (),
+        adapter: str | None = None,
         tier: str = "default",
         constraint: TokenConstraint | None = None,
     ) -> None:
         """`max_total_tokens` bounds prompt and output together (context length and `max_tokens`, already
-        combined). `extra_keys` separate the prefix cache (adapter, salt, tenant). `arrival_s` is on the
-        scheduler's clock."""
+        combined). `extra_keys` separate the prefix cache (salt, tenant), and so does `adapter`, the name of one of
+        the model's. `arrival_s` is on the scheduler's clock."""
         assert len(prompt_token_ids) >= 1, "an empty prompt is refused before a Request is made"
         assert max_total_tokens > len(prompt_token_ids), "no room for an output token"
         self.request_id = request_id
@@ -124,6 +126,7 @@ class Request:
         self.max_total_tokens = max_total_tokens
         self.eos_token_ids = eos_token_ids
         self.extra_keys = extra_keys
+        self.adapter = adapter
         self.constraint = constraint
         self.status = RequestStatus.WAITING
         self.output_token_ids: list[int] = []

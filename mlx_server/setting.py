@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ ENV_PREFIX = "MLX_SERVE_"
 
 
 def declare(default: Any, help: str, **extra: Any) -> Any:
-    """A field of a section. `extra`: `choices`, `minimum`, `maximum`, `secret`, `form`."""
+    """A field of a section. `extra`: `choices`, `minimum`, `maximum`, `secret`, `form`, `joined`."""
     return dataclasses.field(default=default, metadata={"help": help, **extra})
 
 
@@ -36,6 +37,8 @@ class Setting:
     is_secret: bool
     form: Callable[[str, str], object] | None
     """Raises `ConfigError` for a text that is wrong, given that and what to call it."""
+    is_joined: bool
+    """A text of several, joined by `:`: files may have a list of them, or a table, and its flag may be repeated."""
 
     @property
     def flag(self) -> str:
@@ -49,7 +52,7 @@ class Setting:
         """Checks, and converts from text where the source is text; raises `ConfigError` with `source`."""
         if value is None and self.is_optional:
             return None
-        parsed = self._convert(value, source)
+        parsed = self._convert(joined(value) if self.is_joined else value, source)
         if self.choices is not None and parsed not in self.choices:
             raise ConfigError(f"{source}: {self.name} is {value!r}; it must be one of {', '.join(self.choices)}.")
         if isinstance(parsed, int | float) and not isinstance(parsed, bool):
@@ -81,6 +84,13 @@ class Setting:
                 except ValueError:
                     pass
         raise ConfigError(f"{source}: {self.name} is {value!r}; it must be a {_TYPE_NAMES[wanted]}.")
+
+
+def joined(value: Any) -> Any:
+    """A list of texts as one, and a table as one of `name=text`; anything else as it is."""
+    parts = [f"{name}={part}" for name, part in value.items()] if isinstance(value, Mapping) else value
+    is_list = isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts)
+    return os.pathsep.join(parts) if is_list else value
 
 
 _BOOLEANS = {
@@ -118,6 +128,7 @@ def declared(section: str, section_type: Any) -> tuple[Setting, ...]:
                 maximum=extra.get("maximum"),
                 is_secret=extra.get("secret", False),
                 form=extra.get("form"),
+                is_joined=extra.get("joined", False),
             )
         )
     return tuple(found)

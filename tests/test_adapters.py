@@ -1,85 +1,289 @@
-"""A model with an adapter answers as mlx-lm does with it, under a name of its own."""
+"""Requests of one batch, each with an adapter of its own or none, are answered as mlx-lm answers each of them alone."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
-from mlx_lm.utils import load_model
 
 from mlx_server import LLM
-from mlx_server.config import Config, ModelConfig
+from mlx_server.adapter_entries import Adapter
+from mlx_server.config import BLOCK_SIZE, Config, ModelConfig
 from mlx_server.engine.footprint import estimate_need
-from mlx_server.errors import ModelLoadError
-from tests.architectures import config_of
-from tests.conformance import CROWDED, Subject, answer, worst_error
-from tests.engine_worlds import random_prompts
-from tests.tiny_models import byte_tokenizer, reference_generate, save_model_folder
+from mlx_server.errors import ConfigError, InvalidRequestError, ModelLoadError, ModelNotFoundError
+from mlx_server.outputs import ScheduledChunk
+from mlx_server.runtime.adapter_rows import NONE, AdapterRows, ColumnLayout
+from mlx_server.runtime.adapters import install_adapters
+from mlx_server.runtime.batch_state import BlockTables
+from mlx_server.runtime.cache_views import UnpageableError
+from mlx_server.runtime.loader import load
+from mlx_server.runtime.row_groups import row_groups
+from tests.adapter_files import plain_model, write_adapter, write_model
+from tests.conformance import CROWDED, NUM_LOGPROBS, Answers, worst_error
+from tests.engine_worlds import greedy, random_prompts
+from tests.tiny_models import Reference, reference_generate
+
+LENGTHS = (60, 61, 70, 63, 1, 5, 33)
+MAX_TOKENS = (8, 6, 3, 6, 4, 12, 5)
+ADAPTERS = ("wide", None, "late", "wide", "late", None, "wide")
+"""Of the prompts of those lengths."""
 
 
-def write_adapter(model_folder: Path, path: Path, kind: str = "lora") -> Path:
-    """An adapter of random weights for all layers of a saved model."""
-    model, _ = load_model(model_folder)
-    parameters = {"rank": 4, "scale": 4.0, "dropout": 0.1}
-    model.freeze()
-    linear_to_lora_layers(model, len(model.layers), parameters, use_dora=kind == "dora")
-    weights = {
-        name: mx.random.normal(array.shape, key=mx.random.key(index)) * 0.2 if name.endswith("lora_b") else array
-        for index, (name, array) in enumerate(tree_flatten(model.trainable_parameters()))
+def two_adapters(folder: Path, tmp_path: Path) -> dict[str, Path]:
+    """Of different ranks, scales and layers."""
+    return {
+        "wide": write_adapter(folder, tmp_path / "wide", rank=6, scale=3.0, seed=1),
+        "late": write_adapter(folder, tmp_path / "late", rank=2, scale=8.0, num_layers=1, seed=2),
     }
-    path.mkdir()
-    mx.save_safetensors(str(path / "adapters.safetensors"), weights)
-    settings = {"fine_tune_type": kind, "num_layers": len(model.layers), "lora_parameters": parameters}
-    (path / "adapter_config.json").write_text(json.dumps(settings))
-    return path
 
 
-def write_model(architecture: str, path: Path, **changes: Any) -> Path:
-    config = {**config_of(architecture), **changes}
-    for section in (config, config.get("text_config", {})):
-        section.pop("rope_scaling", None)  # transformers warns of it
-    return save_model_folder(Subject(architecture, config).model, config, path, byte_tokenizer())
+def settings_of(adapters: dict[str, Path]) -> dict[str, str]:
+    return {name: str(path) for name, path in adapters.items()}
 
 
-@pytest.mark.parametrize(("architecture", "kind"), [("qwen3", "lora"), ("qwen3", "dora"), ("qwen3_5", "lora")])
-def test_answers_are_those_of_mlx_lm_with_the_adapter(architecture: str, kind: str, tmp_path: Path) -> None:
+def answer(
+    llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], adapters: Sequence[str | None]
+) -> Answers:
+    before = llm.stats().num_preemptions
+    params = [greedy(n, logprobs=NUM_LOGPROBS) for n in max_tokens]
+    completions = llm.generate(prompts, params, adapters=adapters, progress=False)
+    return Answers(completions, llm.stats().num_preemptions - before, 0, 0)
+
+
+def wanted(
+    folder: Path,
+    paths: dict[str, Path],
+    prompts: Sequence[Sequence[int]],
+    max_tokens: Sequence[int],
+    adapters: Sequence[str | None],
+) -> list[Reference]:
+    """mlx-lm's own answers, from a model for each adapter."""
+    models = {name: plain_model(folder, None if name is None else paths[name]) for name in dict.fromkeys(adapters)}
+    return [reference_generate(models[a], p, n) for p, n, a in zip(prompts, max_tokens, adapters, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "level"),
+    [
+        ("qwen3", "ragged"),
+        ("qwen3_moe", "ragged"),
+        ("gpt_oss", "ragged"),
+        ("qwen3_5", "recurrent mixers"),
+        ("nemotron_h", "recurrent mixers"),
+        ("deepseek_v3", "mixers"),
+        ("gemma2", "mixers, one request at a time"),
+        ("mistral4", "whole model"),
+    ],
+)
+def test_a_mixed_batch_answers_as_mlx_lm_does_with_each_adapter_alone(
+    architecture: str, level: str, tmp_path: Path
+) -> None:
+    """Prompts come in chunks, requests join, leave and are preempted; then the same prompts again, from the cache."""
     folder = write_model(architecture, tmp_path / "base")
-    adapter = write_adapter(folder, tmp_path / "tuned", kind)
-    prompts, max_tokens = random_prompts((60, 61, 70, 5)), (8, 6, 3, 12)
-    base, _ = load_model(folder)
-    plain = [reference_generate(base, p, n) for p, n in zip(prompts, max_tokens, strict=True)]
-    tuned = load_adapters(base, str(adapter)).eval()
-    wanted = [reference_generate(tuned, p, n) for p, n in zip(prompts, max_tokens, strict=True)]
-    assert [w.token_ids for w in wanted] != [p.token_ids for p in plain]
-    with LLM(str(folder), adapter=str(adapter), **CROWDED) as llm:
-        assert llm.engine.model_name == "base:tuned"
-        assert worst_error(answer(llm, prompts, max_tokens), wanted) < 1e-4
+    paths = two_adapters(folder, tmp_path)
+    prompts = random_prompts(LENGTHS)
+    expected = wanted(folder, paths, prompts, MAX_TOKENS, ADAPTERS)
+    plain = wanted(folder, paths, prompts, MAX_TOKENS, [None] * len(prompts))
+    for adapter, tuned, base in zip(ADAPTERS, expected, plain, strict=True):
+        change = mx.abs(tuned.logits[0] - base.logits[0]).max() / mx.abs(base.logits[0]).max()
+        assert change == 0 if adapter is None else change > 1e-2
+    with LLM(str(folder), adapters=settings_of(paths), **CROWDED) as llm:
+        assert llm.info.level == level
+        first = answer(llm, prompts, MAX_TOKENS, ADAPTERS)
+        assert first.num_preemptions > 0
+        assert worst_error(first, expected) < 1e-4
+        assert worst_error(answer(llm, prompts, MAX_TOKENS, [None] * len(prompts)), plain) < 1e-4
+        again = answer(llm, prompts[2:3], MAX_TOKENS[2:3], ADAPTERS[2:3])
+        assert worst_error(again, expected[2:3]) < 1e-4
 
 
-def test_its_weights_are_booked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_quantised_layers_have_adapters(architecture: str, tmp_path: Path) -> None:
+    folder = write_model(architecture, tmp_path / "base", bits=4)
+    paths = two_adapters(folder, tmp_path)
+    prompts = random_prompts(LENGTHS)
+    expected = wanted(folder, paths, prompts, MAX_TOKENS, ADAPTERS)
+    with LLM(str(folder), adapters=settings_of(paths), **CROWDED) as llm:
+        assert worst_error(answer(llm, prompts, MAX_TOKENS, ADAPTERS), expected) < 1e-4
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_embedding_and_head_have_adapters(is_tied: bool, tmp_path: Path) -> None:
+    """The head gets only the rows that sample, and those whose prompts are scored."""
+    folder = write_model("llama", tmp_path / "base", tie_word_embeddings=is_tied)
+    keys = ["model.embed_tokens", *([] if is_tied else ["lm_head"])]
+    paths = {
+        "ends": write_adapter(folder, tmp_path / "ends", keys=keys, seed=1),
+        "inside": write_adapter(folder, tmp_path / "inside", keys=["mlp.up_proj", *keys[-1:]], rank=3, seed=2),
+    }
+    prompts, adapters = random_prompts(LENGTHS), ("ends", None, "inside", "inside", "ends", None, "ends")
+    expected = wanted(folder, paths, prompts, MAX_TOKENS, adapters)
+    with LLM(str(folder), adapters=settings_of(paths), **CROWDED) as llm:
+        assert worst_error(answer(llm, prompts, MAX_TOKENS, adapters), expected) < 1e-4
+        scored = llm.generate(prompts, greedy(1, prompt_logprobs=0), adapters=adapters, progress=False)
+    model = plain_model(folder, paths["inside"])
+    logits = model(mx.array([prompts[2]]))[0]
+    logprobs = (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).tolist()
+    for position, entry in enumerate(scored[2].prompt_logprobs):
+        assert entry.token.logprob == pytest.approx(logprobs[position][prompts[2][position + 1]], abs=1e-3)
+
+
+def test_no_prefix_is_shared_between_adapters(tmp_path: Path) -> None:
+    folder = write_model("llama", tmp_path / "base")
+    paths = two_adapters(folder, tmp_path)
+    (prompt,) = random_prompts((3 * BLOCK_SIZE + 1,))
+    with LLM(str(folder), adapters=settings_of(paths), num_kv_blocks=32, max_model_len=256) as llm:
+
+        def num_cached(adapter: str | None) -> int:
+            return llm.generate([prompt], greedy(1), adapters=adapter, progress=False)[0].num_cached_tokens
+
+        assert [num_cached(adapter) for adapter in (None, "wide", "late")] == [0, 0, 0]
+        assert [num_cached(adapter) for adapter in (None, "wide", "late")] == [3 * BLOCK_SIZE] * 3
+        assert llm.stats().num_prompt_tokens_computed == 3 * len(prompt) + 3
+        together = llm.generate([prompt] * 3, greedy(1), adapters=[None, "wide", "late"], progress=False)
+        assert [c.num_cached_tokens for c in together] == [3 * BLOCK_SIZE] * 3
+
+
+def test_rows_without_an_adapter_touch_none(tmp_path: Path) -> None:
+    """What is multiplied with these weights is no number."""
+    folder = write_model("llama", tmp_path / "base")
+    paths = two_adapters(folder, tmp_path)
+    prompts = random_prompts(LENGTHS)
+    expected = wanted(folder, paths, prompts, MAX_TOKENS, [None] * len(prompts))
+    loaded = load(str(folder), adapters=[Adapter(name, str(path)) for name, path in paths.items()])
+    with LLM(loaded, **CROWDED) as llm:
+        for name, array in tree_flatten(loaded.model.parameters()):
+            if "lora" in name:
+                array[...] = float("nan")
+                mx.eval(array)
+        assert worst_error(answer(llm, prompts, MAX_TOKENS, [None] * len(prompts)), expected) < 1e-4
+        broken = answer(llm, prompts[:1], (1,), ["wide"]).completions[0]
+        assert np.isnan(broken.logprobs[0].token.logprob)
+
+
+def test_a_layer_computes_only_for_adapters_that_are_there() -> None:
+    rows = AdapterRows(("a", "b", "c"))
+    layout = ColumnLayout((0, 1, 2), (4, 2, 3))
+    assert rows.columns(layout) is None
+    with rows.step(np.array([NONE, NONE])):
+        assert rows.columns(layout) is None
+    with rows.step(np.array([1, 1, 1])):
+        columns = rows.columns(layout)
+        assert (columns.span, columns.owners) == (slice(4, 6), None)
+        assert rows.columns(ColumnLayout((0, 2), (4, 3))) is None
+    with rows.step(np.array([2, NONE, 1])):
+        columns = rows.columns(layout)
+        assert columns.span == slice(4, 9)
+        assert columns.owners.tolist() == [1, 1, 2, 2, 2]
+        kept = rows.keep_own(columns, mx.ones((3, 1, 5)))
+        assert kept.squeeze(1).tolist() == [[0, 0, 1, 1, 1], [0] * 5, [1, 1, 0, 0, 0]]
+        with pytest.raises(UnpageableError, match="adapters for 4 rows, of a batch 3 x 1"):
+            rows.keep_own(columns, mx.ones((4, 1, 5)))
+        rows.select([2, 0])
+        kept = rows.keep_own(rows.columns(layout), mx.ones((2, 5)))
+        assert kept.tolist() == [[1, 1, 0, 0, 0], [0, 0, 1, 1, 1]]
+    assert rows.columns(layout) is None
+
+
+def test_a_group_has_its_own_rows() -> None:
+    tables = BlockTables()
+    for name in "abc":
+        tables.add(name)
+    plan = tables.plan(
+        [
+            ScheduledChunk("a", 0, 1, (0,), (1,), True, 0),
+            ScheduledChunk("b", 0, 1, (0,), (2,), True, 0),
+            ScheduledChunk("c", 0, 3, (0,) * 3, (3,), True, 0),
+        ]
+    )
+    decodes, chunk = row_groups(plan, batches_decodes=True)
+    rows, layout = AdapterRows(("a", "b")), ColumnLayout((0, 1), (1, 1))
+    with rows.step(np.array([1, NONE, 0, 0, 0])):
+        with rows.group(decodes):
+            columns = rows.columns(layout)
+            assert rows.keep_own(columns, mx.ones((2, 1, 1))).reshape(-1).tolist() == [1, 0]
+        with rows.group(chunk):
+            assert rows.columns(layout).owners is None
+            rows.select([2])
+            assert rows.columns(layout).span == slice(0, 1)
+        assert rows.columns(layout).span == slice(0, 2)
+
+
+@pytest.mark.parametrize("kind", ["dora", "full"])
+def test_an_adapter_that_cannot_differ_by_request_is_the_models_own(kind: str, tmp_path: Path) -> None:
     folder = write_model("qwen3", tmp_path / "base")
-    adapter = write_adapter(folder, tmp_path / "tuned")
-    needs = [estimate_need(Config(model=ModelConfig(model=str(folder), adapter=name))) for name in (None, str(adapter))]
-    size = (adapter / "adapters.safetensors").stat().st_size
-    assert needs[1].weights_bytes - needs[0].weights_bytes == size > 0
+    adapter = write_adapter(folder, tmp_path / "tuned", kind)
+    prompts, adapters = random_prompts(LENGTHS), [None] * len(LENGTHS)
+    expected = wanted(folder, {"tuned": adapter}, prompts, MAX_TOKENS, ["tuned"] * len(prompts))
+    with LLM(str(folder), adapters=[str(adapter)], **CROWDED) as llm:
+        assert llm.engine.model_name == "base:tuned"
+        assert worst_error(answer(llm, prompts, MAX_TOKENS, adapters), expected) < 1e-4
+        with pytest.raises(ModelNotFoundError, match=r"`base:tuned` does not exist. What there is of it: base:tuned"):
+            answer(llm, prompts[:1], (1,), ["tuned"])
 
 
-def test_a_served_name_comes_before_the_adapters() -> None:
-    assert ModelConfig(model="a/b", adapter="c/d/").name == "b:d"
-    assert ModelConfig(model="a/b", adapter="c/d", served_model_name="e").name == "e"
-    assert ModelConfig(model="a/b").name == "b"
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("dora", r"The adapter odd makes model\.layers\.\d+\.\S+ a DoRALinear, which cannot differ by request"),
+        ("full", "The adapter odd replaces weights of the model, for all requests"),
+    ],
+)
+def test_beside_others_it_is_refused_with_the_remedy(kind: str, what: str, tmp_path: Path) -> None:
+    folder = write_model("qwen3", tmp_path / "base")
+    odd, other = write_adapter(folder, tmp_path / "odd", kind), write_adapter(folder, tmp_path / "other")
+    with pytest.raises(ModelLoadError, match=rf"{what}; serve the model with this adapter alone: --adapter {odd} and"):
+        LLM(str(folder), adapters=[str(other), str(odd)])
 
 
 def test_what_is_no_adapter_of_the_model_is_refused(tmp_path: Path) -> None:
     folder = write_model("qwen3", tmp_path / "base")
+    good = write_adapter(folder, tmp_path / "good")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelLoadError, match=r"has no adapter_config.json and no adapters.safetensors; .*mlx_lm.lora"):
-        LLM(str(folder), adapter=str(tmp_path / "empty"))
-    other = write_adapter(write_model("qwen3", tmp_path / "other", hidden_size=32), tmp_path / "wrong")
-    with pytest.raises(ModelLoadError, match="does not fit the model: ValueError"):
-        LLM(str(folder), adapter=str(other))
+        LLM(str(folder), adapters=[str(good), str(tmp_path / "empty")])
+    wrong = write_adapter(write_model("qwen3", tmp_path / "other", hidden_size=32), tmp_path / "wrong")
+    with pytest.raises(ModelLoadError, match=r"(?s)The adapter in .*wrong does not fit the model.*does not match"):
+        LLM(str(folder), adapters=[str(good), str(wrong)])
+
+
+def test_adapters_are_named_by_their_folders_or_by_hand(tmp_path: Path) -> None:
+    folder = write_model("llama", tmp_path / "base")
+    paths = two_adapters(folder, tmp_path)
+    (prompt,) = random_prompts((5,))
+    with LLM(str(folder), adapters=[str(paths["wide"]), f"other={paths['late']}"], max_model_len=64) as llm:
+        assert llm.engine.names.all == ("base", "base:wide", "base:other")
+        with pytest.raises(
+            ModelNotFoundError, match=r"`base:late` .* What there is of it: base, base:wide, base:other"
+        ):
+            llm.generate([prompt], greedy(1), adapters="late", progress=False)
+        with pytest.raises(InvalidRequestError, match="There are 1 prompts and 2 adapters"):
+            llm.generate([prompt], greedy(1), adapters=["wide", None], progress=False)
+    with pytest.raises(ConfigError, match=r"a/x and b/x both are the adapter x; .* as OTHER=b/x"):
+        LLM(str(folder), adapters=["a/x", "b/x"])
+    with pytest.raises(ConfigError, match="is loaded already"):
+        LLM(load(str(folder)), adapters=["a/x"])
+
+
+def test_their_weights_are_booked_and_counted(tmp_path: Path) -> None:
+    folder = write_model("qwen3", tmp_path / "base")
+    paths = two_adapters(folder, tmp_path)
+    sizes = [
+        sum(array.nbytes for array in mx.load(str(path / "adapters.safetensors")).values()) for path in paths.values()
+    ]
+    named = ":".join(map(str, paths.values()))
+    needs = [estimate_need(Config(model=ModelConfig(model=str(folder), adapter=text))) for text in (None, named)]
+    assert needs[1].weights_bytes - needs[0].weights_bytes == sum(sizes)
+    held = [load(str(folder), adapters=some).weight_bytes for some in ((), ModelConfig(adapter=named).adapters)]
+    assert held[1] - held[0] == sum(sizes)
+
+
+def test_the_model_is_left_whole_without_adapters(tmp_path: Path) -> None:
+    model = plain_model(write_model("qwen3_moe", tmp_path / "base"))
+    modules = dict(model.named_modules())
+    install_adapters(model, ())
+    assert dict(model.named_modules()) == modules

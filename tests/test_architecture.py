@@ -19,6 +19,7 @@ VOCABULARY = {
     "outputs",
     "config",
     "setting",
+    "adapter_entries",
     "setting_forms",
     "tiers",
     "model_entries",

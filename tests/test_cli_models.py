@@ -17,6 +17,7 @@ from mlx_server.engine import model_store
 READY = {
     "id": "coder",
     "state": "ready",
+    "adapters": ["terse", "formal"],
     "reason": None,
     "load_progress": None,
     "pinned": False,
@@ -26,7 +27,8 @@ READY = {
     "num_loads": 3,
     "idle_s": None,
 }
-LOADING = READY | {"id": "b", "state": "loading", "load_progress": 0.25, "pinned": True, "held_bytes": 0, "idle_s": 7.0}
+LOADING = READY | {"id": "b", "state": "loading", "load_progress": 0.25, "pinned": True, "held_bytes": 0}
+LOADING |= {"idle_s": 7.0, "adapters": []}
 
 
 @pytest.fixture
@@ -110,8 +112,8 @@ def test_a_servers_models_are_shown(server: list[Any], capsys: pytest.CaptureFix
     assert main(["models", "ps"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines == [
-        ["name", "state", "memory", "requests", "idle", "loads", "kept"],
-        ["coder", "ready", "512", "MiB", "2", "-", "3", "300", "s"],
+        ["name", "state", "memory", "requests", "idle", "loads", "kept", "adapters"],
+        ["coder", "ready", "512", "MiB", "2", "-", "3", "300", "s", "terse,", "formal"],
         ["b", "loading", "25%", "-", "2", "7", "s", "3", "pinned"],
         [],
         ["512", "MiB", "of", "1024", "MiB", "held,", "256", "MiB", "may", "be", "taken"],

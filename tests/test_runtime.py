@@ -17,6 +17,7 @@ from mlx_server.config import CacheConfig
 from mlx_server.errors import ConfigError, EngineDeadError, InsufficientMemoryError, ModelLoadError
 from mlx_server.outputs import ModelRunnerOutput, ScheduledChunk, SchedulerOutput
 from mlx_server.runtime import backends, memory
+from mlx_server.runtime.adapter_rows import AdapterRows
 from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
 from mlx_server.runtime.batch_state import BlockTables
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
@@ -386,9 +387,9 @@ class _Wrapped(nn.Module):
 
 def test_rows_are_selected_inside_a_wrapped_language_model():
     model = _Wrapped()
-    selector = RowSelector.install(model)
+    selector = RowSelector.install(model, AdapterRows())
     assert selector is not None
-    selector.rows = mx.array([1])
+    selector.rows = [1]
     assert model(mx.array([[1], [2], [3]])).shape == (1, 1, 320)
     selector.remove()
     assert model(mx.array([[1], [2], [3]])).shape == (3, 1, 320)

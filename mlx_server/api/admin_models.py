@@ -92,6 +92,7 @@ def _reading(model: PooledModel) -> dict[str, Any]:
         "id": model.name,
         "root": model.spec.root,
         "aliases": list(model.spec.aliases),
+        "adapters": list(model.spec.names.adapters),
         "state": model.state.value,
         "reason": None if model.failure is None else str(model.failure),
         "load_progress": round(model.load_progress, 3) if model.state is ModelState.LOADING else None,

@@ -26,8 +26,8 @@ from mlx_server.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """Every prompt, `n` times. `request_id` is what the client calls it, and `response_id` what its answer is
-    called; neither need be unique.
+    """Every prompt, `n` times, with one of the model's adapters or none. `request_id` is what the client calls it, and
+    `response_id` what its answer is called; neither need be unique.
 
     `new_parser` and `new_constraint` make one object a choice: both follow that choice's own output. The last two
     are `GenerationRequest`'s.
@@ -41,6 +41,7 @@ class GenerationJob:
     caller: Caller = field(default_factory=Caller)
     priority: Priority = Priority.NORMAL
     extra_keys: tuple[str, ...] = ()
+    adapter: str | None = None
     new_parser: Callable[[], OutputParser] = PlainParser
     new_constraint: Callable[[], TokenConstraint] | None = None
     kept_token_ids: frozenset[int] = frozenset()

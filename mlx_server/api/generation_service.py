@@ -43,7 +43,7 @@ class GenerationService:
         try:
             generation = self._start(engine, job)
         except ServeError as error:
-            log_refusal(job, engine.model_name, error)
+            log_refusal(job, engine.names.with_adapter(job.adapter), error)
             raise
         self._open.add(generation)
         self._is_idle.clear()
@@ -62,7 +62,8 @@ class GenerationService:
                 undo.callback(streams[-1].abort)
             grant = self._quotas.open(job.caller, demand)
             undo.callback(grant.close)
-            generation = Generation(job, engine.model_name, streams, grant, self._forget)
+            name = engine.names.with_adapter(job.adapter)
+            generation = Generation(job, name, streams, grant, self._forget)
             undo.pop_all()
         return generation
 
@@ -108,6 +109,7 @@ def _requests(job: GenerationJob) -> list[GenerationRequest]:
             priority=job.priority,
             tier=job.caller.tier.name,
             extra_keys=job.extra_keys,
+            adapter=job.adapter,
             num_samples=job.n,
             sample_index=sample_index,
             constraint=None if job.new_constraint is None else job.new_constraint(),

@@ -8,24 +8,30 @@ from mlx_server.tiers import Tier
 
 
 def may_use(pool: ModelPool, tier: Tier, model: str | None) -> bool:
-    """Whether the tier's list has this model, by this or another of its names. Raises `ModelNotFoundError`."""
+    """Whether the tier's list has this model, by this or another of its names; a model with an adapter is another one
+    than without. Raises `ModelNotFoundError`."""
     if tier.models is None:
         return True
-    served_name = pool.find(model).name
+    served_name = pool.offer(model).name
     return any(served_name == _served_name(pool, name) for name in tier.models)
 
 
 def check_model_access(pool: ModelPool, tier: Tier, model: str | None) -> None:
-    """Raises `PermissionDeniedError` for a model that the tier may not use, and `ModelNotFoundError`."""
-    if not may_use(pool, tier, model):
+    """Raises `PermissionDeniedError` for a model that the tier may not use, and `ModelNotFoundError`, which tells
+    nobody of adapters who may not use all models."""
+    try:
+        is_allowed = may_use(pool, tier, model)
+    except ModelNotFoundError as error:
+        raise (error if tier.models is None else ModelNotFoundError(error.model)) from None
+    if not is_allowed:
         raise PermissionDeniedError(
-            f"Keys of the tier {tier.name} may not use the model `{pool.find(model).name}`; they may use "
+            f"Keys of the tier {tier.name} may not use the model `{pool.offer(model).name}`; they may use "
             f"{', '.join(tier.models or ())}."
         )
 
 
 def _served_name(pool: ModelPool, name: str) -> str | None:
     try:
-        return pool.find(name).name
+        return pool.offer(name).name
     except ModelNotFoundError:
         return None

@@ -18,8 +18,13 @@ DIGEST_BYTES = 16
 
 
 def root_hash(model_key: str) -> bytes:
-    """The parent of every first block. `model_key` names weights and adapter: other weights, other K/V."""
+    """The parent of every first block. `model_key` names the weights: other weights, other K/V."""
     return blake2b(b"root\0" + model_key.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def adapter_root(root: bytes, adapter: str) -> bytes:
+    """The parent of the first blocks of an adapter's requests: its K/V are no other's, nor the model's own."""
+    return blake2b(b"adapter\0" + root + adapter.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: tuple[str, ...] = ()) -> bytes:
@@ -38,9 +43,10 @@ def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: tuple[str, .
 def extend_block_hashes(request: Request, root: bytes, num_tokens: int) -> None:
     """Brings `request.block_hashes` up to every full block within its first `num_tokens` known tokens."""
     hashes = request.block_hashes
+    first_parent = root if request.adapter is None else adapter_root(root, request.adapter)
     for index in range(len(hashes), num_tokens // BLOCK_SIZE):
         start = index * BLOCK_SIZE
-        parent = hashes[-1] if hashes else root
+        parent = hashes[-1] if hashes else first_parent
         extra = request.extra_keys if index == 0 else ()
         hashes.append(hash_block(parent, request.token_ids(start, start + BLOCK_SIZE), extra))
 

@@ -234,6 +234,7 @@ class StepComposer:
                     request.sampling,
                     request.eos_token_ids,
                     self._table.blocks.resumed_checkpoint(request),
+                    request.adapter,
                 )
             )
         return block_ids

@@ -9,7 +9,7 @@ from typing import Any
 from mlx_server.cli.remote import RemoteServer, add_remote_flags
 from mlx_server.cli.table import table
 
-_HEADER = ("name", "state", "memory", "requests", "idle", "loads", "kept", "")
+_HEADER = ("name", "state", "memory", "requests", "idle", "loads", "kept", "adapters", "")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +42,7 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
         "-" if idle_s is None else f"{idle_s:.0f} s",
         str(model["num_loads"]),
         "pinned" if model["pinned"] else f"{ttl_s:.0f} s" if ttl_s else "",
+        ", ".join(model["adapters"]),
         model["reason"] or "",
     )
 

@@ -46,7 +46,11 @@ def config_from(args: argparse.Namespace) -> Config:
 
 def _add_flag(group: Any, setting: Setting) -> None:
     shown = "" if setting.default is None else f" (default: {_shown(setting.default)})"
-    kind = {"action": argparse.BooleanOptionalAction} if setting.type is bool else {"metavar": _metavar(setting)}
+    kind: dict[str, Any]
+    if setting.type is bool:
+        kind = {"action": argparse.BooleanOptionalAction}
+    else:
+        kind = {"action": "append" if setting.is_joined else "store", "metavar": _metavar(setting)}
     group.add_argument(setting.flag, default=None, help=(setting.help + shown).replace("%", "%%"), **kind)
 
 

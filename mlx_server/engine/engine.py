@@ -17,6 +17,7 @@ from mlx_server.engine.observed_executor import ObservedExecutor
 from mlx_server.engine.parts import EngineParts, Surroundings, load_parts, unload_parts
 from mlx_server.engine.request_bounds import RequestBounds, make_request
 from mlx_server.engine.request_stream import GenerationRequest, OutputText, RequestStream
+from mlx_server.engine.served_names import served_names, served_names_of
 from mlx_server.engine.structured import GrammarCompiler
 from mlx_server.engine.text import TextTools
 from mlx_server.engine.tokenizer import Tokenizer
@@ -33,7 +34,7 @@ from mlx_server.errors import (
 from mlx_server.observability.engine_metrics import EngineMetrics
 from mlx_server.observability.tracing import NO_TRACER, EngineTracer, Tracing, open_tracing
 from mlx_server.outputs import EngineStats, RequestOutput
-from mlx_server.request import FinishReason, Request
+from mlx_server.request import FinishReason, Request, RequestStatus
 from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.loader import LoadedModel, RunnerInfo
 from mlx_server.sampling_params import SamplingParams
@@ -77,7 +78,8 @@ class AsyncEngine:
         those of an earlier engine of the model, to be continued; `tracing` is what `config` says unless given."""
         self.config = config
         self.model_root = config.model.model
-        self.model_name = config.model.name
+        self.names = served_names(config.model) if loaded is None else served_names_of(config.model, loaded)
+        self.model_name = self.names.model
         self.state = EngineState.LOADING
         self.error: str | None = None
         self._around = around or Surroundings(MLXThread())
@@ -196,9 +198,10 @@ class AsyncEngine:
     # --- work -----------------------------------------------------------------------------------------------
 
     def submit(self, generation: GenerationRequest) -> RequestStream:
-        """Queues a request. Raises at once: `InvalidRequestError`, `ContextLengthError`, `OverloadedError` and
-        its kinds, `EngineDeadError`."""
+        """Queues a request. Raises at once: `InvalidRequestError`, `ContextLengthError`, `ModelNotFoundError` for an
+        adapter that the model does not have, `OverloadedError` and its kinds, `EngineDeadError`."""
         parts = self._accepting_parts()
+        self.names.check(generation.adapter)
         if generation.request_id in self._streams:
             raise InvalidRequestError(
                 f"The request id {generation.request_id} is in use; choose another.", "request_id"
@@ -244,6 +247,9 @@ class AsyncEngine:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_deferred=scheduler.num_deferred,
+            num_adapters=len(self.names.adapters),
+            running_adapters=self._adapters_of(RequestStatus.RUNNING),
+            waiting_adapters=self._adapters_of(RequestStatus.WAITING),
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,
             num_cached_blocks=blocks.num_cached_blocks,
@@ -285,6 +291,14 @@ class AsyncEngine:
         request = make_request(generation, bounds, arrival_s=self._clock())
         parts.scheduler.add_request(request)
         return request
+
+    def _adapters_of(self, status: RequestStatus) -> tuple[str, ...]:
+        """The names under which clients use the adapters of requests in that state."""
+        if not self.names.adapters:
+            return ()
+        requests = (stream.request for stream in self._streams.values())
+        used = {request.adapter for request in requests if request.status is status}
+        return tuple(self.names.with_adapter(adapter) for adapter in self.names.adapters if adapter in used)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)

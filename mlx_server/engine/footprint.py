@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from mlx_server.config import BLOCK_SIZE, FULL_KV, Config, ModelConfig
 from mlx_server.engine.memory_budget import MemoryNeed
-from mlx_server.errors import ModelLoadError
 from mlx_server.runtime import random_models
-from mlx_server.runtime.adapters import adapter_bytes
+from mlx_server.runtime.adapters import adapter_tensors
 from mlx_server.runtime.loader import find_folder, is_gpu
 from mlx_server.runtime.memory import first_kv_blocks
+from mlx_server.runtime.tensor_headers import TensorHeader, read_headers
 from mlx_server.setting_forms import parse_size
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_MAX_HEADER_BYTES = 100 * 2**20
 
 
 def estimate_need(config: Config) -> MemoryNeed:
@@ -33,11 +31,13 @@ def estimate_need(config: Config) -> MemoryNeed:
     else:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         described = {**described, **described.get("text_config", {})}
-        tensors = [tensor for path in sorted(folder.glob("model*.safetensors")) for tensor in _tensors(path)]
+        paths = sorted(folder.glob("model*.safetensors"))
+        tensors = [tensor for path in paths for tensor in read_headers(path).values()]
         weights = sum(_tensor_bytes(tensor, config.model) for tensor in tensors)
         floats = [_ITEM_BYTES[tensor["dtype"]] for tensor in tensors if tensor["dtype"] in _ITEM_BYTES]
         kv_item_bytes = _item_bytes(config.model, min(floats, default=2))
-    weights += adapter_bytes(config.model.adapter)
+    for adapter in config.model.adapters:
+        weights += sum(_tensor_bytes(tensor, config.model) for tensor in adapter_tensors(adapter))
     return MemoryNeed(weights, _activation_bytes(config, described), _kv_bytes(config, described, kv_item_bytes))
 
 
@@ -48,21 +48,7 @@ def _item_bytes(settings: ModelConfig, stored: int) -> int:
     return _DTYPE_BYTES[settings.dtype]
 
 
-def _tensors(path: Path) -> Iterator[dict[str, Any]]:
-    """What the header of a safetensors file says of its tensors."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError("no header")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        yield from header.values()
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelLoadError(f"{path} is no safetensors file, or a broken one; fetch it again.") from error
-
-
-def _tensor_bytes(tensor: Mapping[str, Any], settings: ModelConfig) -> int:
+def _tensor_bytes(tensor: TensorHeader, settings: ModelConfig) -> int:
     stored = _ITEM_BYTES.get(tensor["dtype"])
     if stored is None:  # packed or whole numbers stay as they are
         begin, end = tensor["data_offsets"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
@@ -16,12 +16,13 @@ from mlx_server.config import FULL_KV, CacheConfig, Config, ModelConfig, Schedul
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.parts import Surroundings
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
-from mlx_server.errors import InvalidRequestError
+from mlx_server.errors import ConfigError, InvalidRequestError
 from mlx_server.outputs import EngineStats, PositionLogprobs
 from mlx_server.request import FinishReason, Priority
 from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.loader import LoadedModel, RunnerInfo
 from mlx_server.sampling_params import SamplingParams
+from mlx_server.setting import joined
 
 Prompt = str | Sequence[int]
 
@@ -51,7 +52,7 @@ class LLM:
         self,
         model: str | LoadedModel = "smollm2",
         *,
-        adapter: str | None = None,
+        adapters: Mapping[str, str] | Sequence[str] = (),
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         max_chunk_tokens: int | None = None,
@@ -64,11 +65,14 @@ class LLM:
         prefix_caching: bool = True,
         max_model_len: int | None = None,
     ) -> None:
-        """Loads the model; raises what loading raises. `max_chunk_tokens` bounds one prompt's share of a step."""
+        """Loads the model; raises what loading raises. `adapters` are folders by name, or folders that bear their
+        adapters' names; `max_chunk_tokens` bounds one prompt's share of a step."""
+        if adapters and not isinstance(model, str):
+            raise ConfigError("A model that is loaded already has its adapters; give them to what loads it.")
         config = Config(
             model=ModelConfig(
                 model=model if isinstance(model, str) else model.name,
-                adapter=adapter,
+                adapter=joined(adapters) or None,
                 attention_backend=attention_backend,
                 dtype=dtype,
                 max_model_len=max_model_len,
@@ -111,23 +115,28 @@ class LLM:
         *,
         progress: bool = True,
         priorities: Sequence[Priority] | None = None,
+        adapters: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Completes every prompt (text or token ids), all in one continuous batch; results in the same order.
 
-        `params` is for all prompts, or one for each; None is what the model's folder asks for. Raises
-        `InvalidRequestError` before anything runs if a prompt cannot be served, and `EngineDeadError` if the model
-        fails.
+        `params` is for all prompts, or one for each; None is what the model's folder asks for. So is `adapters`, the
+        name of one; None is the model without any. Raises `InvalidRequestError` before anything runs if a prompt cannot
+        be served, `ModelNotFoundError` for an adapter that is not there, and `EngineDeadError` if the model fails.
         """
         params = self._engine.default_sampling if params is None else params
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidRequestError(f"There are {len(prompts)} prompts and {len(each)} sampling params.", "params")
+        named = [adapters] * len(prompts) if isinstance(adapters, str | None) else list(adapters)
+        if len(named) != len(prompts):
+            raise InvalidRequestError(f"There are {len(prompts)} prompts and {len(named)} adapters.", "adapters")
         requests = [
             GenerationRequest(
                 request_id=f"llm-{next(self._ids)}",
                 prompt_token_ids=self._engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt),
                 sampling=sampling,
                 priority=Priority.NORMAL if priorities is None else priorities[index],
+                adapter=named[index],
             )
             for index, (prompt, sampling) in enumerate(zip(prompts, each, strict=True))
         ]

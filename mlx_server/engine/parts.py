@@ -115,7 +115,7 @@ async def _load_parts(
             settings.model,
             folder,
             settings.dtype,
-            adapter=settings.adapter,
+            adapters=settings.adapters,
             trust_remote_code=settings.trust_remote_code,
         )
         loaded = await _in_pieces(around, pieces)
@@ -208,7 +208,7 @@ def _make_scheduler(
         info.num_blocks,
         max_blocks=info.max_blocks,
         supply=kv_memory,
-        model_key=f"{config.model.model}\n{config.model.adapter or ''}",
+        model_key=config.model.model,
         enable_prefix_caching=has_prefix_caching,
         checkpoints=StateCheckpoints(info.num_checkpoints) if info.is_recurrent and has_prefix_caching else None,
     )

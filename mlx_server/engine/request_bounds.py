@@ -51,6 +51,7 @@ def make_request(generation: GenerationRequest, bounds: RequestBounds, *, arriva
         priority=generation.priority,
         eos_token_ids=bounds.eos_token_ids,
         extra_keys=generation.extra_keys,
+        adapter=generation.adapter,
         tier=generation.tier or generation.priority.name.lower(),
         constraint=generation.constraint,
     )

@@ -19,11 +19,11 @@ from mlx_server.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What to generate. `tier` None is that of the priority: high, normal or low. `extra_keys` separate the
-    prefix cache (salt, tenant). It is answer `sample_index` of the `num_samples` that the client wants to the
-    prompt. `kept_token_ids` are special tokens that stay in the text although special tokens are skipped.
-    `continues_text` says that the output goes on in the middle of the prompt's text, so that its leading space
-    counts."""
+    """What to generate, with one of the model's adapters or with none. `tier` None is that of the priority: high,
+    normal or low. `extra_keys` separate the prefix cache (salt, tenant). It is answer `sample_index` of the
+    `num_samples` that the client wants to the prompt. `kept_token_ids` are special tokens that stay in the text
+    although special tokens are skipped. `continues_text` says that the output goes on in the middle of the prompt's
+    text, so that its leading space counts."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -31,6 +31,7 @@ class GenerationRequest:
     priority: Priority = Priority.NORMAL
     tier: str | None = None
     extra_keys: tuple[str, ...] = ()
+    adapter: str | None = None
     num_samples: int = 1
     sample_index: int = 0
     constraint: TokenConstraint | None = None

@@ -195,7 +195,7 @@ class SpanTracer:
                 f"{request.num_output_tokens} output tokens, {reason.value}"
             ),
             "request_id": request.request_id,
-            "model": self._model_name,
+            "model": self._model_name if request.adapter is None else f"{self._model_name}:{request.adapter}",
             "tier": request.tier,
             "priority": int(request.priority),
             "finish_reason": reason.value,

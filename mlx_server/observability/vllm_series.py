@@ -85,7 +85,7 @@ def _state(readings: Readings) -> Iterator[Metric]:
         lambda r: {"awake": r.is_loaded, "weights_offloaded": 0, "discard_all": not r.is_loaded},
     )
     yield _cache_config(readings)
-    yield _lora()
+    yield _lora(readings)
 
 
 def _tokens(readings: Readings) -> Iterator[Metric]:
@@ -171,9 +171,17 @@ def _cache_config(readings: Readings) -> Metric:
     return family
 
 
-def _lora() -> Metric:
-    """No adapter is loaded on demand: routers that look for one's place find room for none."""
+def _lora(readings: Readings) -> Metric:
+    """All adapters of all models have their places, so that routers which look for one find it anywhere."""
     labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
-    family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use; none here. The time.", labels=labels)
-    family.add_metric(("0", "", ""), time.time())
+    family = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "Adapters by what clients call them: those in use, and those waited for. The time.",
+        labels=labels,
+    )
+    stats = [reading.stats for reading in readings]
+    running = (name for stat in stats for name in stat.running_adapters)
+    waiting = (name for stat in stats for name in stat.waiting_adapters)
+    values = str(sum(stat.num_adapters for stat in stats)), ",".join(running), ",".join(waiting)
+    family.add_metric(values, time.time())
     return family

@@ -9,24 +9,68 @@ from pathlib import Path
 
 from mlx_server.config import Config, PoolConfig
 from mlx_server.engine.model_store import find_in, find_pulled, models_in, stored_models
+from mlx_server.engine.served_names import ServedNames, served_names
 from mlx_server.errors import ModelNotFoundError
 from mlx_server.model_entries import ModelEntry
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model that may be asked for: `name` is the one it is listed under. `idle_ttl_s` None is never."""
+    """A model that may be asked for, alone or with an adapter. `aliases` are other names of its base. `idle_ttl_s` None
+    is never."""
 
-    name: str
+    names: ServedNames
     config: Config
     aliases: tuple[str, ...] = ()
     is_pinned: bool = False
     idle_ttl_s: float | None = None
 
     @property
+    def name(self) -> str:
+        """The one that it is listed under."""
+        return self.names.model
+
+    @property
     def root(self) -> str:
         """The model as it was configured: a folder, a hub id, or `smollm2`."""
         return self.config.model.model
+
+    def offers(self) -> Iterator[Offer]:
+        """What clients may ask for by it: the model, then with each of its adapters."""
+        for adapter in (None, *self.names.adapters):
+            yield Offer(self, adapter)
+
+    def offers_by_name(self) -> Iterator[tuple[str, Offer]]:
+        """The same, by every name."""
+        merged = self.names.merged
+        for base in (self.names.base, *self.aliases):
+            yield base if merged is None else f"{base}:{merged}", Offer(self)
+            for adapter in self.names.adapters:
+                yield f"{base}:{adapter}", Offer(self, adapter)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a client asks for by one name: a model with one of its adapters, or without."""
+
+    spec: ModelSpec
+    adapter: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The one that it is listed under."""
+        return self.spec.names.with_adapter(self.adapter)
+
+    @property
+    def parent(self) -> str | None:
+        """The name of the model without the adapter."""
+        return None if self.adapter is None else self.spec.name
+
+    @property
+    def root(self) -> str:
+        """As it was configured: the adapter's folder, or the model."""
+        folders = dict(self.spec.config.model.adapters)
+        return self.spec.root if self.adapter is None else folders[self.adapter]
 
 
 class Catalog:
@@ -38,10 +82,11 @@ class Catalog:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._specs = {spec.name: spec for spec in _configured(config)}
-        self._by_name = dict(self._specs)
-        for spec in self._specs.values():
-            for name in spec.aliases:  # the same folder may be served under two ids: its own name is the first one's
-                self._by_name.setdefault(name, spec)
+        self._by_name: dict[str, Offer] = {offer.name: offer for spec in self.configured for offer in spec.offers()}
+        for spec in self.configured:
+            for name, offer in spec.offers_by_name():
+                # The same folder may be served under two ids: its own name is the first one's.
+                self._by_name.setdefault(name, offer)
 
     @property
     def configured(self) -> tuple[ModelSpec, ...]:
@@ -49,28 +94,41 @@ class Catalog:
         return tuple(self._specs.values())
 
     def find(self, name: str | None) -> ModelSpec:
-        """The model of that name; the default one for None or an empty name. Looks at the disk for names that are
+        """The model of `offer`."""
+        return self.offer(name).spec
+
+    def offer(self, name: str | None) -> Offer:
+        """What that name stands for; the default model for None or an empty name. Looks at the disk for names that are
         not configured. Raises `ModelNotFoundError`."""
         if not name:
-            return self.configured[0]
+            return Offer(self.configured[0])
         known = self._by_name.get(name)
         if known is not None:
             return known
         folder = self._find_folder(name)
         if folder is None:
+            self._check_adapter(name)
             raise ModelNotFoundError(name)
-        return self._spec_of(name, str(folder))
+        return Offer(self._spec_of(name, str(folder)))
 
-    def offered(self) -> Iterator[ModelSpec]:
+    def offered(self) -> Iterator[Offer]:
         """Everything that may be asked for: what is configured, then what lies in the folders."""
-        yield from self.configured
+        for spec in self.configured:
+            yield from spec.offers()
         pool = self._config.pool
         names = [name for folder in _folders(pool) for name in models_in(folder)]
         if pool.pulled_models:
             names += [model.name for model in stored_models()]
         for name in dict.fromkeys(names):
             if name not in self._by_name:
-                yield self._spec_of(name, name)
+                yield Offer(self._spec_of(name, name))
+
+    def _check_adapter(self, name: str) -> None:
+        """Raises `ModelNotFoundError` that tells what there is, if the name is a model's but for its adapter."""
+        base = name.rpartition(":")[0] or name
+        for spec in self.configured:
+            if base in (spec.names.base, *spec.aliases):
+                raise ModelNotFoundError(name, f"There is {', '.join(offer.name for offer in spec.offers())}.")
 
     def _find_folder(self, name: str) -> Path | None:
         for folder in _folders(self._config.pool):
@@ -81,7 +139,7 @@ class Catalog:
 
     def _spec_of(self, name: str, model: str) -> ModelSpec:
         config = self._config.for_model(ModelEntry(id=name, model=model))
-        return ModelSpec(name, config, idle_ttl_s=self._config.pool.idle_ttl_s or None)
+        return ModelSpec(served_names(config.model), config, idle_ttl_s=self._config.pool.idle_ttl_s or None)
 
 
 def _folders(pool: PoolConfig) -> list[Path]:
@@ -93,9 +151,10 @@ def _configured(config: Config) -> Iterator[ModelSpec]:
     for entry in config.models:
         ttl = config.pool.idle_ttl_s if entry.idle_ttl_s is None else entry.idle_ttl_s
         idle_ttl_s = None if entry.pinned else ttl or None
-        names = tuple(name for name in entry.names if name != entry.id)
-        yield ModelSpec(entry.id, config.for_model(entry), names, entry.pinned, idle_ttl_s)
+        aliases = tuple(name for name in entry.names if name != entry.id)
+        own = config.for_model(entry)
+        yield ModelSpec(served_names(own.model), own, aliases, entry.pinned, idle_ttl_s)
     if not config.models:
-        model, name = config.model.model, config.model.name
+        model, names = config.model.model, served_names(config.model)
         # Clients that name the model as it was configured find it under its served name, too.
-        yield ModelSpec(name, config, () if model == name else (model,), is_pinned=True)
+        yield ModelSpec(names, config, () if model == names.base else (model,), is_pinned=True)

@@ -16,7 +16,7 @@ from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShar
 from mlx_server.engine.memory_watch import MemoryWatch
 from mlx_server.errors import EngineDeadError, InsufficientMemoryError, OverloadedError, ServeError
 from mlx_server.pool.background import in_daemon_thread
-from mlx_server.pool.catalog import Catalog, ModelSpec
+from mlx_server.pool.catalog import Catalog, Offer
 from mlx_server.pool.pooled_model import LoadResult, ModelState, PooledModel
 from mlx_server.pool.room import Changes, RoomMaker
 
@@ -106,7 +106,11 @@ class ModelPool:
         spec = self._catalog.find(name)
         return self._models.get(spec.name) or self._models.setdefault(spec.name, PooledModel(spec))
 
-    def offered(self) -> Iterator[ModelSpec]:
+    def offer(self, name: str | None) -> Offer:
+        """What a name stands for: a model, or a model with one of its adapters. Raises `ModelNotFoundError`."""
+        return self._catalog.offer(name)
+
+    def offered(self) -> Iterator[Offer]:
         """Everything that clients may ask for. Looks at the disk."""
         return self._catalog.offered()
 

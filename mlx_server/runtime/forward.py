@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_server.runtime.attention import StepPlan
+from mlx_server.runtime.adapter_rows import AdapterRows
+from mlx_server.runtime.attention import IntArray, StepPlan
 from mlx_server.runtime.kv_cache import PagedKVCache
 from mlx_server.runtime.regroup import LEVELS, Level, Regrouping, Scope, StepGroups
 from mlx_server.runtime.row_groups import RowGroup
@@ -22,14 +23,15 @@ class ModelForward:
     MLX thread only.
     """
 
-    def __init__(self, model: Any, cache: PagedKVCache) -> None:
+    def __init__(self, model: Any, cache: PagedKVCache, adapters: AdapterRows) -> None:
         self.num_calls = 0
+        self.adapters = adapters
         self.level = LEVELS[0]
         self._model = model
         self._cache = cache
-        self._step = StepGroups()
+        self._step = StepGroups(adapters)
         self._regrouping = Regrouping(model, self.level, self._step)
-        self._selector = RowSelector.install(model)
+        self._selector = RowSelector.install(model, adapters)
         self._selects_rows = self._selector is not None
 
     @property
@@ -50,10 +52,14 @@ class ModelForward:
         if self._selector is not None:
             self._selector.remove()
 
-    def __call__(self, plan: StepPlan, ids: mx.array, rows: Sequence[int]) -> mx.array:
-        """Logits `[len(rows), vocabulary]` of the rows asked for. Lazy."""
+    def __call__(self, plan: StepPlan, ids: mx.array, rows: Sequence[int], owners: IntArray | None = None) -> mx.array:
+        """Logits `[len(rows), vocabulary]` of the rows asked for. Lazy. `owners` `[T]` are the adapters of all rows,
+        by index; None if nobody has one."""
         self._cache.begin(plan)
-        wanted = list(rows) or [0]
+        with self.adapters.step(owners):
+            return self._run(plan, ids, list(rows) or [0])
+
+    def _run(self, plan: StepPlan, ids: mx.array, wanted: list[int]) -> mx.array:
         if self.level.scope is Scope.NOTHING:
             return self._call(ids[:, None], self._cache.layers, wanted)
         self._step.begin(plan, batches_decodes=self.level.batches_decodes)
@@ -76,15 +82,15 @@ class ModelForward:
 
     def _call_on_group(self, group: RowGroup, ids: mx.array, rows: list[int]) -> mx.array:
         batch = ids[group.first : group.last].reshape(group.num_requests, group.length)
-        return self._call(batch, [cache.view(group) for cache in self._cache.layers], rows or [0])
+        with self.adapters.group(group):
+            return self._call(batch, [cache.view(group) for cache in self._cache.layers], rows or [0])
 
     def _call(self, batch: mx.array, cache: list[Any], rows: list[int]) -> mx.array:
         """Logits of `rows` of the batch, counted over all of its tokens."""
         self.num_calls += 1
-        index = mx.array(rows, dtype=mx.int32)
         if self._selector is not None:
-            self._selector.rows = index if self._selects_rows else None
+            self._selector.rows = rows if self._selects_rows else None
         with forward_pass():
             logits: mx.array = self._model(batch, cache=cache)
         logits = logits.reshape(-1, logits.shape[-1])
-        return logits if self._selects_rows else logits[index]
+        return logits if self._selects_rows else logits[mx.array(rows, dtype=mx.int32)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,10 +13,12 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_mlx_model
 
+from mlx_server.adapter_entries import Adapter
 from mlx_server.config import BLOCK_SIZE, FULL_KV, CacheConfig
 from mlx_server.errors import ModelLoadError, ServeError
 from mlx_server.runtime import random_models
-from mlx_server.runtime.adapters import apply_adapter
+from mlx_server.runtime.adapter_rows import AdapterRows
+from mlx_server.runtime.adapters import apply_adapter, install_adapters, merged_adapter
 from mlx_server.runtime.backends import choose_backend
 from mlx_server.runtime.kv_cache import PagedKVCache
 from mlx_server.runtime.layers import attention_specs, discover_layers
@@ -41,12 +43,14 @@ _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """An mlx-lm model, evaluated, and what its configuration says of it. `folder` is None for random weights."""
+    """An mlx-lm model, evaluated, and what its configuration says of it. `folder` is None for random weights.
+    `adapters` are those that rows of a batch may have."""
 
     name: str
     model: Any
     config: dict[str, Any]
     folder: Path | None
+    adapters: AdapterRows = field(default_factory=AdapterRows)
 
     def setting(self, *names: str) -> int | None:
         """The first of these numbers that the configuration has, or the model's own arguments: what a
@@ -106,10 +110,12 @@ def find_folder(name: str) -> Path | None:
     return None if random_models.is_random(name) else resolve_model(name)
 
 
-def load(name: str, dtype: str = "auto", *, adapter: str | None = None, trust_remote_code: bool = False) -> LoadedModel:
+def load(
+    name: str, dtype: str = "auto", *, adapters: Sequence[Adapter] = (), trust_remote_code: bool = False
+) -> LoadedModel:
     """`find_folder` and `load_in_pieces` at once. MLX thread."""
     folder = find_folder(name)
-    return exhaust(load_in_pieces(name, folder, dtype, adapter=adapter, trust_remote_code=trust_remote_code))
+    return exhaust(load_in_pieces(name, folder, dtype, adapters=adapters, trust_remote_code=trust_remote_code))
 
 
 def load_in_pieces(
@@ -117,10 +123,10 @@ def load_in_pieces(
     folder: Path | None,
     dtype: str = "auto",
     *,
-    adapter: str | None = None,
+    adapters: Sequence[Adapter] = (),
     trust_remote_code: bool = False,
 ) -> Pieces[LoadedModel]:
-    """Loads a model from its folder, with the adapter of another one. MLX thread; raises `ModelLoadError`.
+    """Loads a model from its folder, with its adapters, each in theirs. MLX thread; raises `ModelLoadError`.
 
     Yields the share of the weights that is in memory, each time other models' steps may come in between.
     `auto` keeps the model's own type on a GPU; on the CPU it is float32, where products of half-precision
@@ -128,14 +134,16 @@ def load_in_pieces(
     """
     install_seam()
     model, config = random_models.build(name) if folder is None else _load_folder(folder, trust_remote_code)
-    if adapter is not None:
-        apply_adapter(model, adapter)
+    merged = merged_adapter(adapters)
+    if merged is not None:
+        apply_adapter(model, merged)
+    rows = install_adapters(model, adapters if merged is None else ())
     wanted = _DTYPES.get(dtype) or (mx.float32 if mx.default_device() == mx.cpu else None)
     if wanted is not None:
         model.set_dtype(wanted)
     yield 0.0
     yield from _evaluate(model)
-    return LoadedModel(name, model, config, folder)
+    return LoadedModel(name, model, config, folder, rows)
 
 
 def _evaluate(model: Any) -> Pieces[None]:
@@ -198,8 +206,8 @@ def make_runner(
     layers = discover_layers(loaded.model)
     yield 1.0
     cache = PagedKVCache(layers, choose_backend(backend, attention_specs(layers)))
-    probe = Probe(loaded.model, loaded.vocab_size)
-    runner = ModelRunner(loaded.model, cache, loaded.vocab_size)
+    probe = Probe(loaded.model, loaded.vocab_size, loaded.adapters)
+    runner = ModelRunner(loaded.model, cache, loaded.vocab_size, loaded.adapters)
     try:
         probe.find_level(runner)
         if pool.kv_bits != FULL_KV:

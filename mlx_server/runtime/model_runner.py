@@ -18,7 +18,8 @@ from mlx_server.outputs import (
     ScheduledChunk,
     SchedulerOutput,
 )
-from mlx_server.runtime.attention import StepPlan
+from mlx_server.runtime.adapter_rows import NONE, AdapterRows
+from mlx_server.runtime.attention import IntArray, StepPlan
 from mlx_server.runtime.batch_state import BlockTables
 from mlx_server.runtime.forward import ModelForward
 from mlx_server.runtime.kv_cache import PagedKVCache
@@ -64,13 +65,15 @@ class ModelRunner:
     step after its end.
     """
 
-    def __init__(self, model: Any, cache: PagedKVCache, vocab_size: int) -> None:
+    def __init__(self, model: Any, cache: PagedKVCache, vocab_size: int, adapters: AdapterRows) -> None:
+        """`adapters` are those in `model`."""
         self.cache = cache
-        self.forward = ModelForward(model, cache)
+        self.forward = ModelForward(model, cache, adapters)
         self._vocab_size = vocab_size
         self._sampler = Sampler(vocab_size)
         self._tables = BlockTables()
         self._scored_prompts: dict[str, tuple[tuple[int, ...], int]] = {}
+        self._adapters: dict[str, int] = {}
         self._previous: LaunchedStep | None = None
 
     @property
@@ -111,7 +114,7 @@ class ModelRunner:
                 self._sampler.observe(chunk.request_id, chunk.token_ids, chunk.start + chunk.num_tokens)
         plan = self._tables.plan(step.chunks)
         rows, samples, prompt_scores, next_ids = self._plan_rows(step.chunks, plan)
-        logits = self.forward(plan, self._input_ids(step.chunks), rows)
+        logits = self.forward(plan, self._input_ids(step.chunks), rows, self._owners(step.chunks))
         self._keep_states(step.chunks)
         sampled = self._sampler.sample(logits[: len(samples)], samples) if samples else None
         scored = None
@@ -151,9 +154,12 @@ class ModelRunner:
             self._tables.drop(request_id)
             self._sampler.drop(request_id)
             self._scored_prompts.pop(request_id, None)
+            self._adapters.pop(request_id, None)
         for data in step.new_requests:
             self._tables.add(data.request_id)
             self._sampler.add(data)
+            if data.adapter is not None:
+                self._adapters[data.request_id] = self.forward.adapters.names.index(data.adapter)
             num_top = data.sampling.prompt_logprobs
             if num_top is not None and not data.output_token_ids:
                 self._scored_prompts[data.request_id] = (data.prompt_token_ids, num_top)
@@ -177,6 +183,13 @@ class ModelRunner:
         self.cache.change(change)
         self._tables.move(change.moves)
         mx.clear_cache()  # what was cut must be there for others
+
+    def _owners(self, chunks: Sequence[ScheduledChunk]) -> IntArray | None:
+        """The adapter of each of the step's rows, `[T]`; None if no request that runs has one."""
+        if not self._adapters:
+            return None
+        owners = np.array([self._adapters.get(chunk.request_id, NONE) for chunk in chunks], dtype=np.int32)
+        return np.repeat(owners, [chunk.num_tokens for chunk in chunks])
 
     def _plan_rows(
         self, chunks: Sequence[ScheduledChunk], plan: StepPlan

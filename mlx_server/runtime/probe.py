@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import ScheduledChunk
+from mlx_server.runtime.adapter_rows import NONE, AdapterRows
 from mlx_server.runtime.batch_state import BlockTables
 from mlx_server.runtime.cache_views import UnpageableError
 from mlx_server.runtime.model_runner import ModelRunner
@@ -30,18 +32,31 @@ _TOLERANCES = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 
 
 class Probe:
-    """A few prompts and plain mlx-lm's logits for them: what a runner must give. MLX thread.
+    """A few prompts and plain mlx-lm's logits for them: what a runner must give, without adapters and then in batches
+    of two adapters and none, until each has been in one. MLX thread.
 
-    Made before a runner is: the model must be as mlx-lm has built it.
+    Made before a runner is: the model must be as mlx-lm has built it, with no more than `adapters` in it.
     """
 
-    def __init__(self, model: Any, vocab_size: int) -> None:
+    def __init__(self, model: Any, vocab_size: int, adapters: AdapterRows) -> None:
         """Raises `ModelLoadError` if the logits are not `vocab_size` wide."""
         rng = np.random.default_rng(0)
         self._model_type = getattr(model, "model_type", type(model).__name__)
         self._sequences = [rng.integers(1, vocab_size, size=length + 1).tolist() for length in _PROMPTS]
-        self._wanted = [_plain_logits(model, sequence) for sequence in self._sequences]
-        width = self._wanted[0].shape[-1]
+        num_adapters = len(adapters.names)
+        mixed = [(first, NONE, (first + 1) % num_adapters) for first in range(0, num_adapters, 2)]
+
+        @cache
+        def plain(index: int, owner: int) -> mx.array:
+            with adapters.step(np.array([owner])):
+                return _plain_logits(model, self._sequences[index])
+
+        self._wanted = {
+            owners: [plain(index, owner) for index, owner in enumerate(owners)]
+            for owners in [(NONE,) * len(_PROMPTS), *mixed]
+        }
+        self._dtype = plain(0, NONE).dtype
+        width = plain(0, NONE).shape[-1]
         if width != vocab_size:
             raise ModelLoadError(f"The logits are {width} wide, and vocab_size is {vocab_size}.")
 
@@ -65,12 +80,15 @@ class Probe:
         """Largest difference of logits relative to the largest logit, as the runner is now. The pools are released
         again."""
         try:
-            got = _ragged_logits(runner, self._sequences)
+            return max(self._batch_error(runner, owners) for owners in self._wanted)
         finally:
             runner.cache.release()
-        if got[0].shape != self._wanted[0].shape:
-            raise ValueError(f"its logits are {got[0].shape[-1]} wide instead of {self._wanted[0].shape[-1]}")
-        return max(_relative_error(ours, theirs) for ours, theirs in zip(got, self._wanted, strict=True))
+
+    def _batch_error(self, runner: ModelRunner, owners: tuple[int, ...]) -> float:
+        got, wanted = _ragged_logits(runner, self._sequences, owners), self._wanted[owners]
+        if got[0].shape != wanted[0].shape:
+            raise ValueError(f"its logits are {got[0].shape[-1]} wide instead of {wanted[0].shape[-1]}")
+        return max(_relative_error(ours, theirs) for ours, theirs in zip(got, wanted, strict=True))
 
     def _difference(self, runner: ModelRunner) -> str | None:
         """Why the ragged batch is not good enough, or None if it is."""
@@ -80,7 +98,7 @@ class Probe:
             return f"a layer asks for {error}"
         except Exception as error:  # model code met something it was not written for
             return f"{type(error).__name__}: {error}"
-        tolerance = _TOLERANCES[self._wanted[0].dtype]
+        tolerance = _TOLERANCES[self._dtype]
         if not worst <= tolerance:
             return f"its logits differ by {worst:.1e} of the largest, more than {tolerance:g}"
         return None
@@ -113,19 +131,21 @@ def _to_host(array: mx.array) -> npt.NDArray[np.float32]:
     return np.array(array.astype(mx.float32))
 
 
-def _ragged_logits(runner: ModelRunner, sequences: list[list[int]]) -> list[mx.array]:
+def _ragged_logits(runner: ModelRunner, sequences: list[list[int]], owners: tuple[int, ...]) -> list[mx.array]:
     """The same logits, in three steps: the long prompt's first chunk with all of the others' prompts; its rest
-    beside the others' decodes; its decode."""
+    beside the others' decodes; its decode. `owners` are the sequences' adapters."""
     long, short, middle = sequences
+    owner_of = dict(zip(("long", "short", "middle"), owners, strict=True))
     cut = BLOCK_SIZE - 3
     runner.cache.allocate(_NUM_BLOCKS, num_slots=len(_PROMPTS))
     tables = BlockTables()
-    for name in ("long", "short", "middle"):
+    for name in owner_of:
         tables.add(name)
 
     def run(*chunks: ScheduledChunk, rows: Sequence[int]) -> mx.array:
         ids = [token_id for chunk in chunks for token_id in chunk.token_ids or ()]
-        logits = runner.forward(tables.plan(chunks), mx.array(ids), rows)
+        row_owners = np.repeat([owner_of[chunk.request_id] for chunk in chunks], [chunk.num_tokens for chunk in chunks])
+        logits = runner.forward(tables.plan(chunks), mx.array(ids), rows, row_owners)
         mx.eval(logits, *runner.cache.state())
         return logits
 

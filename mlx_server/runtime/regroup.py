@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_server.runtime.adapter_rows import AdapterRows
 from mlx_server.runtime.attention import StepPlan
 from mlx_server.runtime.cache_views import StepMask
 from mlx_server.runtime.kv_cache import LayerCache, PagedLayerCache, StateLayerCache, leaves
@@ -56,7 +57,8 @@ LEVELS = (
 class StepGroups:
     """The groups of the step that is running, shared with every module that runs on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapters: AdapterRows) -> None:
+        self.adapters = adapters
         self.groups: list[RowGroup] = []
         self._plan: StepPlan | None = None
 
@@ -115,7 +117,8 @@ class RegroupedModule:
             else:
                 mine["mask"] = view.make_mask(group.length, is_array, window)
         mine["cache"] = view
-        return _flat(self._inner(**mine), group)
+        with self._step.adapters.group(group):
+            return _flat(self._inner(**mine), group)
 
 
 class Regrouping:

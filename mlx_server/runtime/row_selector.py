@@ -7,6 +7,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_server.runtime.adapter_rows import AdapterRows
+
 _BODIES = ("model", "backbone", "transformer")
 """What mlx-lm's models call the part before their head."""
 
@@ -19,22 +21,23 @@ class RowSelector:
     saving see the model as it was; `remove` takes it away again. Other attributes pass through.
     """
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: Any, name: str, adapters: AdapterRows) -> None:
         self._owner = owner
         self._name = name
+        self._adapters = adapters
         self._inner = getattr(owner, name)
-        self.rows: mx.array | None = None
+        self.rows: list[int] | None = None
 
     @classmethod
-    def install(cls, model: Any) -> RowSelector | None:
+    def install(cls, model: Any, adapters: AdapterRows) -> RowSelector | None:
         """Puts a selector into `model`, or into the language model inside it; None if there is no body that is
-        called apart from a head."""
+        called apart from a head. `adapters` are told of the rows that the head gets."""
         owners = [owner for owner in (model, getattr(model, "language_model", None)) if isinstance(owner, nn.Module)]
         for owner in owners:
             children = owner.children()
             name = next((name for name in _BODIES if isinstance(children.get(name), nn.Module)), None)
             if name is not None:
-                selector = cls(owner, name)
+                selector = cls(owner, name, adapters)
                 object.__setattr__(owner, name, selector)
                 return selector
         return None
@@ -45,7 +48,10 @@ class RowSelector:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = self._inner(*args, **kwargs)
-        return hidden if self.rows is None else hidden.reshape(-1, 1, hidden.shape[-1])[self.rows]
+        if self.rows is None:
+            return hidden
+        self._adapters.select(self.rows)
+        return hidden.reshape(-1, 1, hidden.shape[-1])[mx.array(self.rows, dtype=mx.int32)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -13,6 +13,7 @@ from mlx_server.engine.chat import ChatFormatter
 from mlx_server.engine.engine import EngineState, GenerationRequest
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed
 from mlx_server.engine.request_stream import OutputText
+from mlx_server.engine.served_names import ServedNames
 from mlx_server.engine.structured import GrammarCompiler
 from mlx_server.engine.tokenizer import Tokenizer
 from mlx_server.errors import ContextLengthError, EngineDeadError, OverloadedError, QueueFullError, ServeError
@@ -62,6 +63,7 @@ class FakeEngine:
     script: Script = field(default_factory=lambda: say("Hello world"))
     model_name: str = "fake"
     model_root: str = "/models/fake"
+    adapters: tuple[str, ...] = ()
     max_model_len: int = MAX_MODEL_LEN
     state: EngineState = EngineState.READY
     error: str | None = None
@@ -89,6 +91,10 @@ class FakeEngine:
         self.num_resets = 0
         self.num_paused = 0
         self._resumed = asyncio.Event()
+
+    @property
+    def names(self) -> ServedNames:
+        return ServedNames(self.model_name, None, self.adapters)
 
     async def start(self) -> None:
         self.state = EngineState.READY
@@ -165,7 +171,15 @@ class FakeFactory:
 
 def fake_pool(*engines: FakeEngine, aliases: tuple[str, ...] = ()) -> ModelPool:
     """A pool of engines without models, loaded when it is started; the aliases are the first one's."""
-    entries = [ModelEntry(id=engine.model_name, model=engine.model_root, pinned=True) for engine in engines]
+    entries = [
+        ModelEntry(
+            id=engine.model_name,
+            model=engine.model_root,
+            pinned=True,
+            overrides={"adapter": ":".join(f"{name}=/adapters/{name}" for name in engine.adapters)},
+        )
+        for engine in engines
+    ]
     entries[0] = replace(entries[0], aliases=aliases)
     config = Config(models=tuple(entries))
     return ModelPool(

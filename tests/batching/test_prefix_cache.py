@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mlx_server.batching.block import Block
@@ -14,8 +16,8 @@ ROOT = root_hash("model")
 A, B, Y = prompt(BLOCK_SIZE, 0), prompt(BLOCK_SIZE, 100), prompt(BLOCK_SIZE, 200)
 
 
-def hashes(token_ids: list[int], *, root: bytes = ROOT, extra_keys: tuple[str, ...] = ()) -> list[bytes]:
-    request = make_request(prompt_token_ids=token_ids, extra_keys=extra_keys)
+def hashes(token_ids: list[int], *, root: bytes = ROOT, **identity: Any) -> list[bytes]:
+    request = make_request(prompt_token_ids=token_ids, **identity)
     extend_block_hashes(request, root, request.num_tokens)
     return request.block_hashes
 
@@ -54,6 +56,9 @@ def test_every_part_of_the_input_counts() -> None:
         hashes(A, extra_keys=("salt", "")),
         hashes(A, extra_keys=("sa", "lt")),
         hashes(A, extra_keys=("lt", "sa")),
+        hashes(A, adapter="salt"),
+        hashes(A, adapter="other"),
+        hashes(A, adapter="salt", extra_keys=("salt",)),
     ]
     assert len({tuple(variant) for variant in variants}) == len(variants)
 

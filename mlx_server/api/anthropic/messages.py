@@ -51,7 +51,7 @@ async def create_message(body: MessagesRequest, request: Request, context: Conte
     plan = await until_disconnect(request, context.chats.plan(exchange.engine, body.call()))
     shape = MessageShape(
         message_id=f"msg_{exchange.request_id}",
-        model=exchange.engine.model_name,
+        model=exchange.model_name,
         num_prompt_tokens=len(plan.prompt.token_ids),
         max_model_len=exchange.engine.max_model_len,
         shows_thinking=body.shows_thinking,

@@ -38,7 +38,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
 def _shape(body: ChatCompletionRequest, exchange: Exchange, plan: ChatPlan) -> ChatShape:
     return ChatShape(
         response_id=f"chatcmpl-{exchange.request_id}",
-        model=exchange.engine.model_name,
+        model=exchange.model_name,
         created_s=int(time.time()),
         names=exchange.names(bool(body.return_tokens_as_token_ids)),
         prompt_token_ids=plan.prompt.token_ids,

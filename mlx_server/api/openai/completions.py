@@ -42,6 +42,7 @@ async def create_completion(body: CompletionRequest, request: Request, context: 
         caller=exchange.caller,
         priority=exchange.priority(body),
         extra_keys=exchange.extra_keys(body),
+        adapter=exchange.adapter,
         new_constraint=plan.new_constraint,
         continues_text=True,
     )
@@ -88,7 +89,7 @@ def _prompt(engine: AsyncEngine, body: CompletionRequest, prompt: str | Sequence
 def _shape(body: CompletionRequest, exchange: Exchange, prompts: tuple[Prompt, ...]) -> TextShape:
     return TextShape(
         response_id=f"cmpl-{exchange.request_id}",
-        model=exchange.engine.model_name,
+        model=exchange.model_name,
         created_s=int(time.time()),
         names=exchange.names(bool(body.return_tokens_as_token_ids)),
         prompts=prompts,

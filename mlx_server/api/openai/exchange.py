@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Callable
@@ -33,13 +34,19 @@ REQUEST_ID_HEADER = "x-request-id"
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One request and who answers it. `request_id` is the client's where it gave one."""
+    """One request and who answers it, with which adapter. `request_id` is the client's where it gave one."""
 
     request: Request
     context: ServerContext
     engine: AsyncEngine
+    adapter: str | None
     caller: Caller
     request_id: str
+
+    @property
+    def model_name(self) -> str:
+        """What the answer says that it is from."""
+        return self.engine.names.with_adapter(self.adapter)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -71,6 +78,7 @@ class Exchange:
             caller=self.caller,
             priority=self.priority(body),
             extra_keys=self.extra_keys(body),
+            adapter=self.adapter,
             new_parser=plan.new_parser,
             new_constraint=plan.new_constraint,
             kept_token_ids=plan.kept_token_ids,
@@ -88,7 +96,11 @@ class Exchange:
         generation = self.context.generations.start(self.engine, job)
         with contextlib.closing(generation):
             answer = await until_disconnect(self.request, collect(generation, job.n))
-        return JSONResponse(body(answer), headers=self.headers)
+        headers = self.headers
+        if job.sampling.logprobs is None and job.sampling.prompt_logprobs is None:
+            return JSONResponse(body(answer), headers=headers)
+        # The names of twenty tokens at each of thousands of positions: streams would stand still meanwhile.
+        return await asyncio.to_thread(lambda: JSONResponse(body(answer), headers=headers))
 
 
 async def open_exchange(
@@ -103,4 +115,4 @@ async def open_exchange(
     engine = await lease_engine(request, context.pool, body.model)
     sent = request.headers.get(REQUEST_ID_HEADER, "")
     request_id = body.client_id or (sent if is_request_id(sent) else uuid.uuid4().hex)
-    return Exchange(request, context, engine, caller, request_id)
+    return Exchange(request, context, engine, context.pool.offer(body.model).adapter, caller, request_id)

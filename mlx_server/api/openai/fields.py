@@ -218,7 +218,7 @@ ONE_ANSWER_OF_TEXT: Mapping[str, tuple[Any, ...]] = {
 }
 """What protocols refuse besides whose answers are one message, and have no place for tokens."""
 
-_SUCCESSORS = {"functions": "tools", "function_call": "tool_choice"}
+_SUCCESSORS = {"functions": "tools", "function_call": "tool_choice", "lora_path": "model, like `model:adapter`"}
 _SAME_NAMES = (
     "temperature",
     "top_p",

@@ -11,8 +11,9 @@ from fastapi import APIRouter, Request
 from mlx_server.api.auth import caller_of
 from mlx_server.api.context import Context
 from mlx_server.api.model_access import check_model_access, may_use
+from mlx_server.pool.catalog import Offer
 from mlx_server.pool.model_pool import ModelPool
-from mlx_server.pool.pooled_model import ModelState, PooledModel
+from mlx_server.pool.pooled_model import ModelState
 
 router = APIRouter(tags=["models"])
 
@@ -22,10 +23,10 @@ _LOADED = (ModelState.READY, ModelState.DRAINING)
 
 @router.get("/v1/models")
 async def list_models(request: Request, context: Context) -> dict[str, Any]:
-    """Every model that the caller may ask for, loaded or not; the default one first."""
+    """Every model that the caller may ask for, loaded or not, each followed by its adapters; the default one first."""
     tier, pool = caller_of(request).tier, context.pool
-    models = [model for model in await _offered(pool) if may_use(pool, tier, model.name)]
-    cards = [_card(model) for model in models]
+    offers = await asyncio.to_thread(lambda: list(pool.offered()))
+    cards = [_card(pool, offer) for offer in offers if may_use(pool, tier, offer.name)]
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {"first_id": None, "last_id": None}
     return {"object": "list", "data": cards, **ends, "has_more": False}
 
@@ -33,29 +34,25 @@ async def list_models(request: Request, context: Context) -> dict[str, Any]:
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, request: Request, context: Context) -> dict[str, Any]:
     check_model_access(context.pool, caller_of(request).tier, model)
-    return _card(context.pool.find(model))
+    return _card(context.pool, context.pool.offer(model))
 
 
-async def _offered(pool: ModelPool) -> list[PooledModel]:
-    specs = await asyncio.to_thread(lambda: list(pool.offered()))
-    return [pool.find(spec.name) for spec in specs]
-
-
-def _card(model: PooledModel) -> dict[str, Any]:
+def _card(pool: ModelPool, offer: Offer) -> dict[str, Any]:
+    model = pool.find(offer.name)
     engine = model.engine if model.state in _LOADED else None
     # The limit depends on the memory that is left, so it is known only while the model is loaded.
     limit = None if engine is None else engine.max_model_len
     return {
-        "id": model.name,
+        "id": offer.name,
         "object": "model",
         "type": "model",
-        "display_name": model.name,
+        "display_name": offer.name,
         "lifecycle": "active",
         "created": model.created_s,
         "created_at": datetime.fromtimestamp(model.created_s, UTC).isoformat(),
         "owned_by": OWNER,
-        "root": model.spec.root,
-        "parent": None,
+        "root": offer.root,
+        "parent": offer.parent,
         "max_model_len": limit,
         "max_input_tokens": limit,
         "state": model.state.value,

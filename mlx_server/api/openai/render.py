@@ -45,7 +45,7 @@ async def render_completion(body: CompletionRequest, request: Request, context: 
 def _rendered(exchange: Exchange, body: GenerationFields, prompt: Prompt, sampling: SamplingParams) -> dict[str, Any]:
     return {
         "request_id": exchange.request_id,
-        "model": exchange.engine.model_name,
+        "model": exchange.model_name,
         "token_ids": list(prompt.token_ids),
         "features": None,
         "sampling_params": {**dataclasses.asdict(sampling), "n": body.num_samples},

@@ -50,7 +50,7 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
     # The id is a key to what is kept, so it is never one that a client has chosen.
     shape = ResponseShape(
         response_id=f"resp_{uuid.uuid4().hex}",
-        model=exchange.engine.model_name,
+        model=exchange.model_name,
         created_s=int(time.time()),
         request=body,
         sampling=sampling,

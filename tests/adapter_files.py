@@ -1,0 +1,70 @@
+"""Tiny models and adapters as folders, the latter made by mlx-lm with random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from mlx_lm.utils import load_model
+
+from tests.architectures import config_of
+from tests.conformance import Subject
+from tests.tiny_models import byte_tokenizer, save_model_folder
+
+
+def write_model(architecture: str, path: Path, *, bits: int | None = None, **changes: Any) -> Path:
+    """A folder that mlx-lm loads, with a tokenizer; quantised to `bits`."""
+    config = {**config_of(architecture), **changes}
+    for section in (config, config.get("text_config", {})):
+        section.pop("rope_scaling", None)  # transformers warns of it
+        if "query_pre_attn_scalar" in section:
+            section["query_pre_attn_scalar"] = int(section["query_pre_attn_scalar"])  # or refuses it
+    subject = Subject(architecture, config)
+    if bits is not None:
+        config["quantization"] = {"group_size": 32, "bits": bits}
+        nn.quantize(subject.model, **config["quantization"])
+    return save_model_folder(subject.model, config, path, byte_tokenizer())
+
+
+def write_adapter(
+    model_folder: Path,
+    path: Path,
+    kind: str = "lora",
+    *,
+    rank: int = 4,
+    scale: float = 4.0,
+    num_layers: int = 100,
+    keys: list[str] | None = None,
+    seed: int = 0,
+) -> Path:
+    """An adapter of random weights for the last layers of a saved model; of all linear ones in them, or of `keys`."""
+    model, _ = load_model(model_folder)
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.1, **({} if keys is None else {"keys": keys})}
+    num_layers = min(num_layers, len(model.layers))
+    model.freeze()
+    if kind == "full":
+        model.unfreeze()
+    else:
+        linear_to_lora_layers(model, num_layers, parameters, use_dora=kind == "dora")
+    weights = {
+        name: mx.random.normal(array.shape, key=mx.random.key(1000 * seed + index)) * 0.2
+        if name.endswith("lora_b")
+        else array
+        for index, (name, array) in enumerate(tree_flatten(model.trainable_parameters()))
+    }
+    path.mkdir()
+    mx.save_safetensors(str(path / "adapters.safetensors"), weights)
+    settings = {"fine_tune_type": kind, "num_layers": num_layers, "lora_parameters": parameters}
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def plain_model(folder: Path, adapter: Path | None = None) -> nn.Module:
+    """The model as mlx-lm loads it, with an adapter or without."""
+    model, _ = load_model(folder)
+    return model if adapter is None else load_adapters(model, str(adapter)).eval()
