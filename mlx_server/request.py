@@ -80,6 +80,7 @@ class Request:
         "finished_s",
         "first_scheduled_s",
         "first_token_s",
+        "is_promoted",
         "last_token_s",
         "max_total_tokens",
         "num_cached_tokens",
@@ -133,6 +134,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight = 0
         self.num_deferrals = 0
+        self.is_promoted = False  # runs by its age, and does not give way to better tiers
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
         self.block_hashes: list[bytes] = []

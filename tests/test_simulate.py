@@ -270,10 +270,12 @@ def capacity() -> float:
     return metrics.num_finished / metrics.elapsed_s
 
 
-def under_flood(tiers: tuple[float, float, float], tier: Priority, num_most_waiting: int) -> SimulationMetrics:
-    """Two minutes of traffic that takes 30 % of the capacity; for one of them, one tier sends ten times the
+def under_flood(
+    tiers: tuple[float, float, float], tier: Priority, num_most_waiting: int, load: float = 0.3
+) -> SimulationMetrics:
+    """Two minutes of traffic that takes `load` of the capacity; for one of them, one tier sends ten times the
     capacity on top. Of that tier `num_most_waiting` may wait; with 0 there is no flood."""
-    base = Traffic(dataclasses.replace(PLAIN, tiers=tiers), 0).poisson(0.3 * capacity())
+    base = Traffic(dataclasses.replace(PLAIN, tiers=tiers), 0).poisson(load * capacity())
     arrivals: Iterable[TracedRequest] = takewhile(lambda request: request.arrival_s < 120.0, base)
     limits = {}
     if num_most_waiting:
@@ -298,17 +300,27 @@ def test_a_flood_of_low_does_not_delay_better_tiers() -> None:
 
 
 def test_a_flood_of_high_delays_low_by_a_bounded_time() -> None:
-    """LOW waits until it has aged past new HIGH requests, then for those that were there before, of which a
-    bounded number may wait, and for the LOW ones before it: `2 / aging_rate + (limit + their number) / capacity`."""
-    limit = 100
-    flooded = under_flood((0.0, 0.0, 1.0), Priority.HIGH, limit)
+    """LOW waits until it has aged past the HIGH requests that wait, of which a bounded number may; by then others
+    of LOW have come, and all of them share an eighth of the server."""
+    limit, load = 100, 0.08
+    flooded = under_flood((0.0, 0.0, 1.0), Priority.HIGH, limit, load)
     assert flooded.tiers[Priority.HIGH].num_refused > 1000
-    low = flooded.tiers[Priority.LOW]
-    bound_s = 2 / 0.1
-    for _ in range(10):  # those before it arrived within the bound itself
-        bound_s = 2 / 0.1 + (limit + 0.3 * capacity() * bound_s) / capacity()
-    assert 2 / 0.1 * 0.5 < queue_p99(flooded, Priority.LOW) <= bound_s
-    assert low.num_refused == 0
+    aged_s = 2 / 0.1 + limit / capacity()
+    assert 2 / 0.1 * 0.5 < queue_p99(flooded, Priority.LOW) <= aged_s * (1 + load / (1 / 8))
+    assert flooded.tiers[Priority.LOW].num_refused == 0
+
+
+def test_at_saturation_the_best_tier_keeps_its_latency_and_the_worst_gets_on() -> None:
+    """For a minute NORMAL and LOW send as much as the server can do, twice over. HIGH comes now and then."""
+    high = [arrival(20.0 + 2.0 * n, 480, 8, first_id=10**9 + 100 * n, tier=Priority.HIGH) for n in range(30)]
+    calm = simulate(high, max_num_seqs=8)
+    crowd = dataclasses.replace(PLAIN, tiers=(0.0, 0.5, 0.5))
+    others = Traffic(crowd, 3).poisson(2 * capacity())
+    full = simulate(with_flood(high, others, 80.0), max_num_seqs=8)
+    alone_s, loaded_s = (percentile(metrics.tiers[Priority.HIGH].ttft_s, 95.0) for metrics in (calm, full))
+    assert loaded_s <= 1.5 * alone_s
+    first_low_ends = sum(queue_s < 60.0 for queue_s in full.tiers[Priority.LOW].queue_s)
+    assert first_low_ends >= 20
 
 
 def test_aging_is_what_bounds_the_wait_of_low() -> None:
@@ -336,7 +348,6 @@ def test_every_mechanism_earns_its_place() -> None:
     assert full.longest_gap_s < replay(bound_stalls=False).longest_gap_s
     computed = full.counters.num_prompt_tokens_computed
     assert computed < replay(deduplicate_prefixes=False).counters.num_prompt_tokens_computed
-    assert computed < replay(cache_aware_order=False).counters.num_prompt_tokens_computed
     assert computed < 0.8 * replay(enable_prefix_caching=False).counters.num_prompt_tokens_computed
     assert full.elapsed_s < replay(is_async=False).elapsed_s
 

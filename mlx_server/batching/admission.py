@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice, takewhile
+from itertools import islice
 
 from mlx_server.batching.block import Block
 from mlx_server.batching.headroom import AdmissionHeadroom
@@ -26,11 +26,20 @@ MAX_LOOKED_AT = 32
 """Waiting requests looked at for as many candidates: those who wait for a prefix are passed by."""
 
 
+AGED_SHARE = 8
+"""One in so many seats, and of a step's prompt tokens, is for those who have aged past better tiers."""
+
+
 class AdmissionControl:
     """Moves requests from waiting to running, at two gates: a seat in the batch, and blocks for all of the
     request's tokens beside the headroom that those who run will need (unless they would give way to it).
 
     While it `is_held`, nobody starts beside one who runs.
+
+    Better tiers come first, and within one the longest wait. Who has aged past all who wait of better tiers is
+    promoted: it takes the next seat, or keeps its own against them. A share of the seats may be held so. That share
+    is what aging is worth, not the whole server: a thousand batch requests that have waited for a minute do not
+    stand before the next one of a person.
 
     Admission stops at the first request that finds no room, and those that are passed over for want of
     tokens keep their room, so that nobody is overtaken for being large.
@@ -50,6 +59,13 @@ class AdmissionControl:
         self._is_closed = False
         self._reserved.clear()
 
+    def promoted(self) -> Request | None:
+        """The waiting request that has aged past all better tiers', if one more may have its seat by its age."""
+        oldest, first = self._table.waiting.peek(), self._table.waiting.first_by_tier()
+        if oldest is None or first is None or oldest.priority == first.priority:
+            return None
+        return oldest if self._num_promotions_left() > 0 else None
+
     def candidates(self, now: float) -> list[Request]:
         """The next few waiting requests that may start now, in the order in which to try them; none if there
         is no seat, or no room for the first."""
@@ -57,15 +73,18 @@ class AdmissionControl:
             return []
         waiting = self._table.waiting
         found: list[tuple[float, Request, int]] = []
-        for request in islice(waiting.in_order(), MAX_LOOKED_AT):
+        for request in islice(waiting.by_tier(), MAX_LOOKED_AT):
             prefix = self._find_prefix(request)
             if not self._waits_for_prefix(request, prefix, now):
                 found.append((waiting.key(request), request, len(prefix)))
                 if len(found) == MAX_CANDIDATES:
                     break
         if len(found) < 2 or not self._limits.cache_aware_order:
-            return [request for _, request, _ in found]
-        return cache_aware_order(found)
+            order = [request for _, request, _ in found]
+        else:
+            order = cache_aware_order(found)
+        promoted = self.promoted()
+        return order if promoted is None else [promoted, *(request for request in order if request is not promoted)]
 
     def first_token(self, request: Request) -> int:
         """Position at which computing goes on, or would start if the request were admitted now."""
@@ -75,25 +94,28 @@ class AdmissionControl:
 
     def admit(self, request: Request, now: float) -> tuple[int, ...] | None:
         """Lets a waiting request run, if it can: its block table, the cached prefix included and counted as
-        computed. Once one has found no room, nobody is admitted until `open`."""
-        if self._is_closed or self._is_holding():
+        computed. Once one has found no room, nobody is admitted until `open` but those it was kept for."""
+        if self._is_holding() or (self._is_closed and request.request_id not in self._reserved):
             return None
         prefix = self._find_prefix(request)
         if self._waits_for_prefix(request, prefix, now):
             return None
+        promoted = self._keep_room_for_promoted(now)
         if not self._has_room(request, prefix):
             self._is_closed = True
             return None
         self._reserved.pop(request.request_id, None)
-        self._count_deferrals(request)
-        block_ids = self._table.admit(request, prefix)
+        is_promoted = request is promoted
+        if not is_promoted:
+            self._count_deferrals(request)
+        block_ids = self._table.admit(request, prefix, is_promoted=is_promoted)
         if request.first_scheduled_s is None:
             self._count_first_admission(request, now)
         self._table.prefixes.start(request)
         return block_ids
 
     def reserve(self, request: Request, now: float) -> None:
-        """A waiting request is passed over in this step: those admitted until `open` leave it a seat and
+        """A waiting request is passed over for now: those admitted until `open` leave it a seat and
         blocks, unless it waits for its prefix anyway."""
         prefix = self._find_prefix(request)
         if not self._is_closed and not self._waits_for_prefix(request, prefix, now):
@@ -101,12 +123,15 @@ class AdmissionControl:
             self._reserved[request.request_id] = num_blocks
 
     def preemptions_for_better_tier(self, now: float) -> list[Request]:
-        """If the first waiting request finds no room: the fewest running requests, of worse tiers and worse
-        effective priority, whose preemption makes it; none if all of them would not."""
-        request = self._table.waiting.peek()
-        worse = [] if request is None or self._is_holding() else self._worse_tiers(request)
-        if request is None or not worse:
+        """Promotes who has aged, and keeps room for them. If the first waiting request of the best tier finds none
+        then: the fewest running requests, of worse tiers, whose preemption makes it; none if all would not."""
+        request = self._table.waiting.first_by_tier()
+        running = self._table.running
+        if request is None or not running or running[-1].priority <= request.priority or self._is_holding():
             return []
+        self._promote_running(request)
+        self._keep_room_for_promoted(now)
+        worse = self._worse_tiers(request)
         prefix = self._find_prefix(request)
         num_freed = self._table.blocks.num_freed_in_turn((other.request_id for other in worse), prefix)
         for count, num_blocks in enumerate(num_freed):
@@ -114,20 +139,35 @@ class AdmissionControl:
                 return [] if self._waits_for_prefix(request, prefix, now) else worse[:count]
         return []
 
+    def _promote_running(self, request: Request) -> None:
+        """Who has aged past `request` and past all who wait while it ran keeps its seat, as far as the share goes."""
+        key = self._table.waiting.key
+        least = min(map(key, (request, self._table.waiting.peek() or request)))
+        aged = sorted((other for other in self._worse_tiers(request) if key(other) <= least), key=key)
+        for other in aged[: self._num_promotions_left()]:
+            self._table.promote(other)
+
+    def _keep_room_for_promoted(self, now: float) -> Request | None:
+        promoted = self.promoted()
+        if promoted is not None:
+            self.reserve(promoted, now)
+        return promoted
+
+    def _num_promotions_left(self) -> int:
+        most = max(self._limits.max_num_seqs // AGED_SHARE, 1)
+        return max(most - sum(request.is_promoted for request in self._table.running), 0)
+
     def _is_holding(self) -> bool:
         """Someone must run, or the memory that is waited for would never come back."""
         return self.is_held and bool(self._table.running)
 
     def _worse_tiers(self, request: Request) -> list[Request]:
         """Running requests that `request` may preempt, the worst first."""
-        key = self._table.waiting.key
-        own_key = key(request)
         worse: list[Request] = []
         for other in reversed(self._table.running):
-            if key(other) <= own_key:
+            if other.is_promoted or other.priority <= request.priority:
                 break
-            if other.priority > request.priority:
-                worse.append(other)
+            worse.append(other)
         return worse
 
     def _find_prefix(self, request: Request) -> list[Block]:
@@ -152,10 +192,12 @@ class AdmissionControl:
         return blocks.make_room(num_new_blocks + sum(reserved) + headroom - num_freed_blocks)
 
     def _count_deferrals(self, admitted: Request) -> None:
-        """Counts it for those that come before `admitted` and are passed over."""
+        """Counts it for those of its tier that come before `admitted` and are passed over."""
         admitted.num_deferrals = 0
-        for other in takewhile(lambda other: other is not admitted, self._table.waiting.in_order()):
-            other.num_deferrals += 1
+        for other in self._table.waiting.by_tier():
+            if other is admitted:
+                break
+            other.num_deferrals += other.priority == admitted.priority
 
     def _count_first_admission(self, request: Request, now: float) -> None:
         num_cached = request.num_computed_tokens
@@ -168,7 +210,7 @@ class AdmissionControl:
 
 
 def cache_aware_order(candidates: Sequence[tuple[float, Request, int]]) -> list[Request]:
-    """Candidates (key, request, cached prefix blocks), sorted by key, in the order in which to try them.
+    """Candidates (key, request, cached prefix blocks), sorted by tier and key, in the order in which to try them.
 
     Among those of the first one's base priority whose keys lie within `CACHE_ORDER_WINDOW` of it, longer
     cached prefixes come first, while they are still cached (SGLang's longest-prefix-match policy). It
@@ -181,11 +223,11 @@ def cache_aware_order(candidates: Sequence[tuple[float, Request, int]]) -> list[
     order: list[Request] = []
     equal: list[tuple[int, int, Request]] = []
     for key, request, num_cached in candidates:
-        is_near = key <= first_key + CACHE_ORDER_WINDOW
+        is_near = request.priority == first.priority and key <= first_key + CACHE_ORDER_WINDOW
         if is_near and request.num_deferrals >= MAX_DEFERRALS:
             overdue.append(request)
             continue
-        if is_near and request.priority == first.priority:
+        if is_near:
             equal.append((len(order), num_cached, request))
         order.append(request)
     by_prefix = sorted(equal, key=lambda entry: -entry[1])  # stable: equal prefixes stay in order

@@ -19,7 +19,7 @@ from mlx_server.request import FinishReason, Request, RequestStatus
 class RequestTable:
     """States of requests, and what follows from each move: blocks, queue counts, runner state to drop.
 
-    `running` is sorted: best effective priority first, the earlier admitted among equals. `unscheduled` are
+    `running` is sorted by `rank`, the earlier admitted among equals. `unscheduled` are
     those that have never run, by arrival. `prompt_logprobs` are those collected of prompts that are not
     computed to their end. All are for reading; the methods here change them.
 
@@ -56,21 +56,33 @@ class RequestTable:
         self.unscheduled[request.request_id] = request
         self._enqueue(request)
 
-    def admit(self, request: Request, prefix: list[Block]) -> tuple[int, ...]:
+    def rank(self, request: Request) -> tuple[bool, int, float]:
+        """Who keeps running if not all can: the promoted, then by tier, then by effective priority."""
+        return not request.is_promoted, request.priority, self.waiting.key(request)
+
+    def admit(self, request: Request, prefix: list[Block], *, is_promoted: bool = False) -> tuple[int, ...]:
         """A waiting request runs, with blocks for all its tokens; its whole block table. There must be room."""
         self._leave_waiting(request)
         block_ids = self.blocks.allocate(request, request.num_tokens, prefix)
         assert block_ids is not None, "admission checks that the blocks are there"
-        insort(self.running, request, key=self.waiting.key)
+        request.is_promoted = is_promoted
+        insort(self.running, request, key=self.rank)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = len(prefix) * BLOCK_SIZE
         return block_ids
+
+    def promote(self, request: Request) -> None:
+        """A running request keeps its place against better tiers from now on."""
+        self.running.remove(request)
+        request.is_promoted = True
+        insort(self.running, request, key=self.rank)
 
     def preempt(self, request: Request) -> None:
         """A running request waits again, at its old place in the order. Its tokens in flight are void."""
         assert request.status is RequestStatus.RUNNING
         self._leave_running(request)
         request.status = RequestStatus.WAITING
+        request.is_promoted = False
         request.num_computed_tokens = 0
         request.num_in_flight = 0
         request.num_preemptions += 1
@@ -96,8 +108,8 @@ class RequestTable:
         """Asserts the invariants of queue, blocks and requests."""
         self.blocks.check_integrity()
         self.waiting.check_integrity()
-        keys = [self.waiting.key(request) for request in self.running]
-        assert keys == sorted(keys), "running requests are out of order"
+        ranks = [self.rank(request) for request in self.running]
+        assert ranks == sorted(ranks), "running requests are out of order"
         running_ids = {request.request_id for request in self.running}
         waiting_ids = {request.request_id for request in self.waiting}
         assert not running_ids & waiting_ids, "a request runs and waits"

@@ -23,6 +23,12 @@ from mlx_server.errors import ContextLengthError, InvalidRequestError, Overloade
 from mlx_server.outputs import ModelRunnerOutput, PositionLogprobs, RequestOutput, SampledToken, SchedulerOutput
 from mlx_server.request import FinishReason, Request
 
+_LATE_FROM_S = 0.05
+_LATE_SHARE = 0.9
+_LATE_MARGIN_S = 0.01
+"""The step behind one that will take long is composed after this share of it, less the margin. What comes late costs
+the device little: a hundredth of a second in twenty."""
+
 
 class ContinuousBatchingScheduler:
     """Continuous batching over paged blocks, by priority with aging. Event-loop thread only.
@@ -45,8 +51,9 @@ class ContinuousBatchingScheduler:
         self.limits = limits
         self.counters = SchedulerCounters()
         self._is_async = is_async
+        self._is_device_shared = is_device_shared
         self._table = RequestTable(blocks, limits.aging_rate)
-        self._budget = PromptBudget(limits.target_step_s, limits.context_doubling_tokens)
+        self._budget = PromptBudget(limits.context_doubling_tokens)
         self._composer = StepComposer(self._table, limits, self.counters, self._budget, is_device_shared)
         self._wake = asyncio.Event()
         self._is_stopping = False
@@ -155,6 +162,14 @@ class ContinuousBatchingScheduler:
         self._table.submitted.append(step.submitted(step_id, change))
         return step.output(step_id, self._table.take_dropped(), change)
 
+    def next_schedule_s(self, began_s: float) -> float:
+        """When to compose the step behind the oldest submitted one, which began at `began_s`: late in it if it is
+        long, so that who arrives meanwhile waits for one step and not for two; at once where that cannot be told."""
+        foretold_s = self._budget.foretold_s(self._table.submitted[0].shape)
+        if foretold_s < _LATE_FROM_S or self._is_device_shared():
+            return began_s
+        return began_s + _LATE_SHARE * foretold_s - _LATE_MARGIN_S
+
     def take_starved(self) -> list[RequestOutput]:
         """Ends of requests that waited in vain for the memory of their next block, although nobody else ran."""
         starved, self._composer.starved = self._composer.starved, []
@@ -260,35 +275,48 @@ class ContinuousBatchingScheduler:
         """Feeds `executor` until `stop()`, handing results to `deliver`. Raises what the executor raised."""
         results: deque[asyncio.Future[ModelRunnerOutput]] = deque()
         max_submitted = 2 if self._is_async else 1
+        began_s = 0.0  # the oldest submitted step
         try:
             while not self._is_stopping:
                 now = clock()
-                if expired := self.expire(now):
-                    deliver(expired)
-                self._wake.clear()
-                output = self.schedule(now)
-                if starved := self.take_starved():
-                    deliver(starved)
-                    if output is None:
+                if len(results) == 1 and (pause_s := self.next_schedule_s(began_s) - now) > 0:
+                    is_result_here = bool((await asyncio.wait(results, timeout=pause_s))[0])
+                else:
+                    output = self._schedule_next(now, deliver)
+                    if output is not None:
+                        began_s = began_s if results else now
+                        results.append(executor.submit(output))
+                        results[-1].add_done_callback(lambda _: self._wake.set())
+                        if len(results) < max_submitted:
+                            continue
+                    if not results:
+                        await self._wake.wait()
                         continue
-                if output is not None:
-                    results.append(executor.submit(output))
-                    results[-1].add_done_callback(lambda _: self._wake.set())
-                    if len(results) < max_submitted:
-                        continue
-                if not results:
-                    await self._wake.wait()
-                    continue
-                if output is None or not self._is_async:
-                    executor.flush()
-                if len(results) == max_submitted or await self._is_result_first(results[0]):
+                    if output is None or not self._is_async:
+                        executor.flush()
+                    is_result_here = len(results) == max_submitted or await self._is_result_first(results[0])
+                if is_result_here:
                     deliver(self.update(await results.popleft()))
+                    began_s = clock()
             executor.flush()
             while results:
                 deliver(self.update(await results.popleft()))
         finally:
             for result in results:
                 result.add_done_callback(_mark_retrieved)
+
+    def _schedule_next(self, now: float, deliver: Callable[[list[RequestOutput]], None]) -> SchedulerOutput | None:
+        """`schedule`, and the ends of those who have waited in vain."""
+        if expired := self.expire(now):
+            deliver(expired)
+        self._wake.clear()
+        while True:
+            output = self.schedule(now)
+            if not (starved := self.take_starved()):
+                return output
+            deliver(starved)
+            if output is not None:
+                return output
 
     def stop(self) -> None:
         """Makes `run` return once the results of all submitted steps are delivered."""

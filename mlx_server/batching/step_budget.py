@@ -38,8 +38,7 @@ class PromptBudget:
     steps that do both: under load there may be no others.
     """
 
-    def __init__(self, target_step_s: float, context_doubling_tokens: float) -> None:
-        self._target_s = target_step_s
+    def __init__(self, context_doubling_tokens: float) -> None:
         self._doubling = context_doubling_tokens
         self._decode_s: float | None = None
         self._speed = 0.0
@@ -49,18 +48,30 @@ class PromptBudget:
         """Cost of computing positions [start, start + num_tokens), in tokens at position 0."""
         return num_tokens * (1.0 + (start + 0.5 * num_tokens) / self._doubling)
 
-    def num_tokens(self, start: int, num_decode_tokens: int) -> int:
-        """Prompt tokens, from position `start` on, that bring a step to the target beside its decodes; at least
+    @property
+    def is_known(self) -> bool:
+        """Whether enough was computed to tell how long a prompt takes."""
+        return self._observed_cost >= BLOCK_SIZE
+
+    def num_tokens(self, start: int, num_decode_tokens: int, target_s: float) -> int:
+        """Prompt tokens, from position `start` on, that bring a step to `target_s` beside its decodes; at least
         one block, so that a prompt always advances. Both together come to the nearest multiple of 16."""
-        wanted = _FIRST_CHUNK if self._observed_cost < BLOCK_SIZE else self._affordable(start)
+        wanted = self._affordable(start, target_s) if self.is_known else _FIRST_CHUNK
         num_rows = round((wanted + num_decode_tokens) / _ROW_MULTIPLE) * _ROW_MULTIPLE
         return max(num_rows - num_decode_tokens, BLOCK_SIZE)
 
-    def _affordable(self, start: int) -> int:
-        cost = max(self._target_s - (self._decode_s or 0.0), 0.0) / self._speed
+    def _affordable(self, start: int, target_s: float) -> int:
+        cost = max(target_s - (self._decode_s or 0.0), 0.0) / self._speed
         # The n for which cost(start, n) is `cost`: the root of a quadratic.
         first = 1.0 + start / self._doubling
         return int(self._doubling * (math.sqrt(first * first + 2.0 * cost / self._doubling) - first))
+
+    def foretold_s(self, shape: StepShape) -> float:
+        """How long a step of this shape will take; 0 while too little has been measured to tell."""
+        if (shape.num_decode_tokens and self._decode_s is None) or (shape.num_prompt_tokens and not self.is_known):
+            return 0.0
+        decode_s = self._decode_s or 0.0 if shape.num_decode_tokens else 0.0
+        return decode_s + self._speed * shape.prompt_cost
 
     def observe(self, shape: StepShape, step_time_s: float) -> None:
         """Learns from a finished step; one that took no measurable time teaches nothing."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from mlx_server.batching.admission import AdmissionControl
+from mlx_server.batching.admission import AGED_SHARE, AdmissionControl
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
 from mlx_server.batching.request_table import RequestTable
 from mlx_server.batching.step import StepBuilder
@@ -22,7 +22,7 @@ class StepComposer:
     """Spends a step's token budget so that each request's `num_computed_tokens` catches up with its tokens.
 
     First, every request that decodes takes its token. What is left goes to prompts, running and waiting
-    together, in order of effective priority; admission stops at the first request that does not fit.
+    together, in order of tier and then of age; admission stops at the first request that does not fit.
 
     The rule for a prompt that cannot finish in this step: it cedes at most half of what is left to later
     prompts of its own base priority that can (those that run, and the next `MAX_CANDIDATES` that wait), and
@@ -30,11 +30,11 @@ class StepComposer:
     step by at least half of what was there for it: it takes at most twice as many steps, whatever arrives.
     Who starts early by this rule takes no seat and no block that one before it needs.
 
-    Out of blocks, the running request of the lowest effective priority is preempted: it gives up its blocks
-    (they stay cached), keeps its arrival time and output, and is admitted again in its turn. A waiting
-    request of a better tier preempts running ones of a worse tier when it finds no room. The order of
-    effective priorities is total and constant and a request is preempted only for a better one, so two
-    requests cannot preempt each other in turns.
+    Out of blocks, the running request of the lowest rank is preempted: it gives up its blocks (they stay
+    cached), keeps its arrival time and output, and is admitted again in its turn. A waiting request of a better
+    tier preempts running ones of a worse tier when it finds no room, but not those that run by their age. Ranks
+    are a total order that only a promotion changes, and a request is preempted only for one of a better rank,
+    so two requests cannot preempt each other in turns.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StepComposer:
         self._admission.is_held = is_held
 
     def preempt_lowest(self) -> bool:
-        """Makes the running request of the lowest effective priority wait, unless it is the only one."""
+        """Makes the running request of the lowest rank wait, unless it is the only one."""
         if len(self._table.running) < 2:
             return False
         self._preempt(self._table.running[-1])
@@ -78,6 +78,7 @@ class StepComposer:
         self._now = now
         self._is_short = False
         step = StepBuilder()
+        self._admission.open()
         for request in self._admission.preemptions_for_better_tier(now):
             self._preempt(request)
         prefilling = self._add_decodes(step)
@@ -172,20 +173,45 @@ class StepComposer:
     # --- prompts ------------------------------------------------------------------------------------------
 
     def _add_prompts(self, step: StepBuilder, prefilling: list[Request], now: float) -> None:
-        self._admission.open()
-        key = self._table.waiting.key
-        candidates = list(heapq.merge(prefilling, self._admission.candidates(now), key=key))
+        waiting = self._admission.candidates(now)
+        candidates = sorted([*prefilling, *waiting], key=lambda request: request.priority)
         if not candidates:
             return
-        is_anyone_waiting = len(self._table.running) > len(prefilling) or self._is_device_shared()
-        left = self._prompt_tokens(step, candidates[0], is_anyone_waiting=is_anyone_waiting)
-        while candidates and left > 0:
-            left = self._serve(step, candidates, left, now)
-            candidates = self._admission.candidates(now)
+        share = self._share(step, candidates[0], [r for r in self._table.running if r not in prefilling])
+        self._serve_oldest(step, candidates, share, now)
+        while candidates:
+            self._serve(step, candidates, share, now)
+            candidates = self._admission.candidates(now) if share.left(step, candidates[-1]) > 0 else []
 
-    def _serve(self, step: StepBuilder, candidates: list[Request], left: int, now: float) -> int:
-        """Spends up to `left` tokens on prompts, in this order; what is left then."""
+    def _share(self, step: StepBuilder, first: Request, streams: list[Request]) -> _PromptShare:
+        """What prompts may take of the step, those of `first`'s tier before all others, beside those who decode.
+
+        Streams of that tier or a better one have the target kept. Those of worse tiers are held up for as long as
+        a step may last at most, which also bounds how long one who arrives meanwhile waits for its first.
+        """
+        room = self._limits.max_num_batched_tokens - step.num_decode_tokens
+        if not self._limits.bound_stalls:
+            return _PromptShare(first.priority, room, room)
+        start, num_decodes = self._admission.first_token(first), step.num_decode_tokens
+        beside = min(room, self._budget.num_tokens(start, num_decodes, self._limits.target_step_s))
+        if self._is_device_shared() or any(stream.priority <= first.priority for stream in streams):
+            return _PromptShare(first.priority, beside, beside)
+        if self._budget.is_known:
+            room = min(room, self._budget.num_tokens(start, num_decodes, self._limits.max_step_s))
+        return _PromptShare(first.priority, room, beside)
+
+    def _serve_oldest(self, step: StepBuilder, candidates: list[Request], share: _PromptShare, now: float) -> None:
+        """Who has aged past all others gets its part of a step that prompts of better tiers would fill."""
+        oldest = min(candidates, key=self._table.waiting.key)
+        better = [request for request in candidates if request.priority < oldest.priority]
+        if better and sum(map(self._wanted, better)) > share.num_tokens:
+            part = share.num_tokens // AGED_SHARE
+            self._serve(step, [oldest], _PromptShare(oldest.priority, part, part), now)
+
+    def _serve(self, step: StepBuilder, candidates: list[Request], share: _PromptShare, now: float) -> None:
+        """Spends the share on prompts, in this order."""
         for index, request in enumerate(candidates):
+            left = share.left(step, request)
             if left <= 0:
                 break
             block_ids = None if request in step else self._ensure_running(step, request, now)
@@ -194,15 +220,7 @@ class StepComposer:
             wanted = self._wanted(request)
             if wanted > left:
                 left -= self._cede(step, request, candidates[index + 1 :], left // 2, now)
-            left -= self._put_prompt(step, request, min(wanted, left), block_ids)
-        return left
-
-    def _prompt_tokens(self, step: StepBuilder, first: Request, *, is_anyone_waiting: bool) -> int:
-        """Tokens of the step that prompts may take."""
-        room = self._limits.max_num_batched_tokens - step.num_decode_tokens
-        if not is_anyone_waiting or not self._limits.bound_stalls:
-            return room
-        return min(room, self._budget.num_tokens(self._admission.first_token(first), step.num_decode_tokens))
+            self._put_prompt(step, request, min(wanted, left), block_ids)
 
     def _cede(self, step: StepBuilder, request: Request, later: list[Request], num_tokens: int, now: float) -> int:
         """Gives up to `num_tokens` of a request's share to those of `later` that can finish in this step;
@@ -299,6 +317,21 @@ class StepComposer:
             for request in step.requests.values():
                 if request.num_in_flight:
                     table.prefixes.stop(request.request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptShare:
+    """Prompt tokens of a step: all that prompts of `priority` may take, and all that those of worse tiers may fill
+    it up to, so that they do not lengthen the step of a better one."""
+
+    priority: int
+    num_tokens: int
+    num_tokens_of_worse: int
+
+    def left(self, step: StepBuilder, request: Request) -> int:
+        """What `request` may still take."""
+        most = self.num_tokens if request.priority <= self.priority else self.num_tokens_of_worse
+        return most - step.num_prompt_tokens
 
 
 def _needs_no_result(request: Request) -> bool:

@@ -87,6 +87,7 @@ def _add_scheduler(group: _Group) -> None:
     _add(group, "--max-num-seqs", from_1, limits.max_num_seqs, "most requests that run at once")
     _add(group, "--max-num-batched-tokens", from_1, limits.max_num_batched_tokens, "token budget of one step")
     _add(group, "--target-step-ms", above_0, 1000 * limits.target_step_s, "aim of a step while anyone decodes")
+    _add(group, "--max-step-ms", above_0, 1000 * limits.max_step_s, "aim of a step that holds up nobody of its tier")
     _add(group, "--aging-rate", float, limits.aging_rate, "priority levels gained per second of waiting")
     _add(group, "--max-num-waiting", from_1, 10**9, "most requests of each tier that may wait")
     group.add_argument(
@@ -194,6 +195,7 @@ def _limits(args: argparse.Namespace) -> SchedulerLimits:
         max_num_batched_tokens=args.max_num_batched_tokens,
         aging_rate=args.aging_rate,
         target_step_s=args.target_step_ms / 1000,
+        max_step_s=args.max_step_ms / 1000,
         context_doubling_tokens=args.context_doubling_tokens,
         queue=QueueLimits(max_num_waiting=10**9, max_queued_tokens=10**12),
         tiers={tier: QueueLimits(max_num_waiting=args.max_num_waiting, max_queued_tokens=10**12) for tier in _TIERS},

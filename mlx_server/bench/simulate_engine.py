@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -98,6 +99,7 @@ class Simulation:
         self._check_every = check_every
         self._now = 0.0
         self._device_free_s = 0.0
+        self._began_s = 0.0
         self._submitted: deque[tuple[ModelRunnerOutput, float]] = deque()
         self._in_progress: dict[str, _Progress] = {}
         self._num_arrived = 0
@@ -111,13 +113,16 @@ class Simulation:
             while upcoming is not None and upcoming.arrival_s <= self._now:
                 self._arrive(upcoming)
                 upcoming = next(coming, None)
-            output = self._schedule()
+            due_s = self._due_s()
+            output = self._schedule() if due_s <= self._now else None
             if output is not None and len(self._submitted) < self._depth:
                 continue
-            next_s = None if upcoming is None else upcoming.arrival_s
-            if self._submitted and (output is not None or next_s is None or next_s >= self._submitted[0][1]):
+            next_s = math.inf if upcoming is None else upcoming.arrival_s
+            if due_s > self._now:
+                next_s = min(next_s, due_s)
+            if self._submitted and (output is not None or next_s >= self._submitted[0][1]):
                 self._finish_step()
-            elif next_s is not None:
+            elif next_s < math.inf:
                 self._now = next_s
             else:
                 break
@@ -145,6 +150,10 @@ class Simulation:
         self._in_progress[request_id] = _Progress(traced, request)
         self.metrics.num_most_waiting = max(self.metrics.num_most_waiting, self.scheduler.num_waiting)
 
+    def _due_s(self) -> float:
+        """When the next step may be composed; now or earlier if nothing speaks against it."""
+        return self.scheduler.next_schedule_s(self._began_s) if self._submitted else self._now
+
     def _schedule(self) -> SchedulerOutput | None:
         for expired in self.scheduler.expire(self._now):
             self.metrics.tiers[self._in_progress.pop(expired.request_id).traced.tier].num_refused += 1
@@ -157,6 +166,8 @@ class Simulation:
         step_time_s = end_s - max(self._now, self._device_free_s)
         self._device_free_s = end_s
         self.metrics.busy_s += seconds
+        if not self._submitted:
+            self._began_s = self._now
         sampled = {chunk.request_id: _TOKEN for chunk in output.chunks if chunk.is_sampling}
         self._submitted.append((ModelRunnerOutput(output.step_id, sampled, step_time_s=step_time_s), end_s))
         if self._check_every and output.step_id % self._check_every == 0:
@@ -166,7 +177,7 @@ class Simulation:
 
     def _finish_step(self) -> None:
         result, end_s = self._submitted.popleft()
-        self._now = end_s
+        self._now = self._began_s = end_s
         for output in self.scheduler.update(result):
             self._take(output)
 

@@ -209,7 +209,9 @@ def test_only_requests_of_one_tier_change_places() -> None:
     candidates = [(1.0, cold, 0), (1.1, aged, 9), (1.2, hit, 5), (1.3, other, 0)]
     assert cache_aware_order(candidates) == [hit, aged, cold, other]
     aged.num_deferrals = MAX_DEFERRALS
-    assert cache_aware_order(candidates) == [aged, hit, cold, other]
+    assert cache_aware_order(candidates) == [hit, aged, cold, other]
+    other.num_deferrals = MAX_DEFERRALS
+    assert cache_aware_order(candidates) == [other, hit, aged, cold]
 
 
 # --- prefixes on their way --------------------------------------------------------------------------------

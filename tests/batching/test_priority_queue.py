@@ -1,4 +1,4 @@
-"""The order of waiting requests is that of their effective priority at any moment."""
+"""Waiting requests are seen in the order of their effective priority at any moment, and in that of their tiers."""
 
 from __future__ import annotations
 
@@ -123,20 +123,26 @@ def test_requests_are_seen_in_order_without_being_taken() -> None:
     in_order = sorted(queue, key=lambda request: (queue.key(request), request.arrival_s))
     assert list(queue.in_order()) == in_order
     assert list(islice(queue.in_order(), 7)) == in_order[:7]
+    by_tier = sorted(queue, key=lambda request: (request.priority, request.arrival_s))
+    assert list(queue.by_tier()) == by_tier
+    assert list(islice(queue.by_tier(), 70)) == by_tier[:70]
     assert len(queue) == 120
     assert drain(queue) == [request.request_id for request in in_order]
     assert list(queue.in_order()) == []
 
 
 def test_requests_may_be_removed_while_they_are_seen_in_order() -> None:
-    queue = make_queue(*(arrival(f"r{index}", 1, float(index % 13)) for index in range(300)))
-    in_order = list(queue.in_order())
-    seen = []
-    for request in queue.in_order():
-        seen.append(request)
-        assert queue.remove(request.request_id)
-    assert seen == in_order
-    assert len(queue) == 0
+    queue = make_queue(*(arrival(f"r{index}", index % 3, float(index % 13)) for index in range(300)))
+    for order in (queue.in_order, queue.by_tier):
+        in_order = list(order())
+        seen = []
+        for request in order():
+            seen.append(request)
+            assert queue.remove(request.request_id)
+        assert seen == in_order
+        assert len(queue) == 0
+        for request in in_order:
+            queue.push(request)
 
 
 def test_dead_entries_do_not_pile_up() -> None:
@@ -145,5 +151,5 @@ def test_dead_entries_do_not_pile_up() -> None:
     for index in range(100_000):
         queue.push(arrival(f"r{index}", 2, 1.0))
         queue.remove(f"r{index}")
-        assert len(queue._heap) <= 2 * len(queue) + 65
+        assert sum(map(len, queue._heaps.values())) <= 2 * len(queue) + 65
     assert drain(queue) == ["stays"]

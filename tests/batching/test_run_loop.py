@@ -9,9 +9,18 @@ from typing import Any
 
 import pytest
 
-from mlx_server.outputs import RequestOutput
+from mlx_server.outputs import ModelRunnerOutput, RequestOutput, SchedulerOutput
 from mlx_server.request import FinishReason
-from tests.batching.worlds import FakeExecutor, FakeRunner, expected_tokens, make_request, make_scheduler
+from tests.batching.worlds import (
+    FakeExecutor,
+    FakeRunner,
+    chunks,
+    expected_tokens,
+    make_request,
+    make_scheduler,
+    step_seconds,
+)
+from tests.virtual_time import run_virtually
 
 BOTH_MODES = pytest.mark.parametrize("is_async", [False, True])
 
@@ -22,6 +31,7 @@ class Loop:
     def __init__(self, *, is_async: bool, num_blocks: int = 64, **limits: Any) -> None:
         self.scheduler = make_scheduler(num_blocks, is_async=is_async, **limits)
         self.executor = FakeExecutor(FakeRunner(num_blocks))
+        self.executor.runner.seconds = lambda _: 0.0  # nothing can be foretold
         self.now = 0.0
         self.tokens: dict[str, list[int]] = {}
         self.outputs: list[RequestOutput] = []
@@ -172,6 +182,54 @@ async def test_a_seat_that_becomes_free_while_a_step_runs_is_taken_at_once() -> 
         assert loop.executor.runner.num_submitted == 2
         loop.executor.release()
         await loop.until(lambda: loop.is_done("waits"))
+
+
+class Device:
+    """Runs the steps it is given one after the other, each for as long as the fake model takes, in the loop's time."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self.runner = runner
+        self.started: list[tuple[float, list[str]]] = []
+        self.idle_s = 0.0
+        self._free_s = 0.0
+
+    def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        begins_s = max(loop.time(), self._free_s)
+        self.idle_s += begins_s - self._free_s
+        self.started.append((begins_s, list(chunks(output))))
+        self._free_s = begins_s + step_seconds(output)
+        self.runner.submit(output)
+        loop.call_at(self._free_s, lambda: future.set_result(self.runner.fetch()))
+        return future
+
+    def flush(self) -> None:
+        pass
+
+
+def test_who_arrives_in_a_long_step_waits_for_the_rest_of_it_and_for_no_other() -> None:
+    async def main() -> None:
+        clock = asyncio.get_running_loop().time
+        scheduler = make_scheduler(is_async=True)
+        device = Device(FakeRunner(64))
+        ended: list[RequestOutput] = []
+        running = asyncio.create_task(scheduler.run(device, clock, ended.extend))
+        scheduler.add_request(make_request("stream", 40, max_tokens=60))
+        await asyncio.sleep(1.0)
+        idle_s = device.idle_s
+        for name in ("a", "b", "c"):
+            scheduler.add_request(make_request(name, 8, max_tokens=1, arrival_s=clock()))
+            await asyncio.sleep(0.03)  # a step takes 50 ms, or 58 with a prompt
+            arrived_s = clock() - 0.03
+            await asyncio.sleep(0.2)
+            started_s = next(begins_s for begins_s, names in device.started if name in names)
+            assert started_s - arrived_s <= 0.05 + 0.016, "it waited for a step that began after its arrival"
+        assert device.idle_s == idle_s, "the device has waited for the host"
+        scheduler.stop()
+        await running
+
+    run_virtually(main())
 
 
 @BOTH_MODES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_server.request import Priority, RequestStatus
+from mlx_server.request import Priority, Request, RequestStatus
 from tests.batching.worlds import World, chunks, make_request, make_world, prompt
 
 BOTH_MODES = pytest.mark.parametrize("is_async", [False, True])
@@ -237,7 +237,10 @@ def test_two_requests_do_not_evict_each_other_in_turns(is_async: bool) -> None:
 def test_a_preemption_is_always_for_a_better_request(num_blocks: int) -> None:
     """Watches every step of a crowded world: whoever leaves is worse than everybody who stays or comes."""
     world = make_world(num_blocks=num_blocks, max_num_seqs=4)
-    key = world.scheduler.effective_priority
+
+    def rank(request: Request) -> tuple[bool, int, float]:
+        return not request.is_promoted, request.priority, world.scheduler.effective_priority(request, 0.0)
+
     num_arrivals = 0
     for step in range(3000):
         if step % 12 == 0 and num_arrivals < 60:
@@ -251,7 +254,7 @@ def test_a_preemption_is_always_for_a_better_request(num_blocks: int) -> None:
         for request in left:
             # It may come back at once, when its own blocks were all that was missing.
             stay = [other for other in world.scheduler.running() if other not in left]
-            assert all(key(other, world.now) <= key(request, world.now) for other in stay if other in before)
+            assert all(rank(other) <= rank(request) for other in stay if other in before)
         if world.runner.num_submitted:
             world.deliver()
         elif num_arrivals == 60:

@@ -56,7 +56,7 @@ def test_a_step_never_holds_more_than_its_budget() -> None:
         world.step()
     world.add(*(make_request(f"high{i}", 300, 2, priority=Priority.HIGH, arrival_s=world.now) for i in range(4)))
     world.finish()  # each step checks its size
-    assert world.scheduler.counters.num_preemptions == 4
+    assert world.scheduler.counters.num_preemptions == 3
     world.check_tokens()
 
 
@@ -139,12 +139,10 @@ def test_at_most_half_is_ceded_and_only_to_those_that_can_finish() -> None:
     assert chunks(world.step()) == {"a": (0, 100), "c": (0, 28), "long": (0, 128)}
 
 
-def test_nothing_is_ceded_to_other_tiers() -> None:
-    for priority in (Priority.LOW, Priority.HIGH):
-        world = make_world(max_num_batched_tokens=256, num_blocks=200)
-        arrival_s = 100.0 if priority is Priority.HIGH else 0.0
-        world.add(make_request("long", 1000), make_request("short", 10, arrival_s=arrival_s, priority=priority))
-        assert chunks(world.step()) == {"long": (0, 256)}
+def test_nothing_is_ceded_to_worse_tiers() -> None:
+    world = make_world(max_num_batched_tokens=256, num_blocks=200)
+    world.add(make_request("long", 1000), make_request("short", 10, priority=Priority.LOW))
+    assert chunks(world.step()) == {"long": (0, 256)}
 
 
 def test_who_was_served_is_not_served_again_by_the_next_long_prompt() -> None:
@@ -180,16 +178,20 @@ def test_a_ceded_start_takes_no_room_from_an_earlier_request() -> None:
         world.check_tokens()
 
 
-def test_a_ceded_start_takes_no_seat_from_an_earlier_request_of_any_tier() -> None:
-    for num_seats, starts in ((2, False), (3, True)):
-        world = make_world(max_num_batched_tokens=256, max_num_seqs=num_seats, num_blocks=200)
-        world.add(make_request("long", 1000, arrival_s=20.0))
-        world.add(make_request("aged", 100, arrival_s=11.0, priority=Priority.LOW))
-        world.add(make_request("short", 50, arrival_s=22.0))
-        world.step()
-        assert ("short" in world.running_ids()) is starts
-        world.finish()
-        world.check_tokens()
+@pytest.mark.parametrize(("priority", "arrival_s"), [(Priority.NORMAL, 21.0), (Priority.LOW, 5.0)])
+@pytest.mark.parametrize(("num_seats", "starts"), [(2, False), (3, True)])
+def test_a_ceded_start_takes_no_seat_from_an_earlier_request(
+    priority: Priority, arrival_s: float, num_seats: int, starts: bool
+) -> None:
+    """Earlier by its place in the tier, or by its age."""
+    world = make_world(max_num_batched_tokens=256, max_num_seqs=num_seats, num_blocks=200)
+    world.add(make_request("long", 1000, arrival_s=20.0))
+    world.add(make_request("earlier", 200, arrival_s=arrival_s, priority=priority))
+    world.add(make_request("short", 50, arrival_s=22.0))
+    world.step()
+    assert ("short" in world.running_ids()) is starts
+    world.finish()
+    world.check_tokens()
 
 
 @pytest.mark.parametrize("budget", [32, 33, 40, 63, 64, 65, 97, 127, 128, 191, 200, 512])

@@ -15,11 +15,11 @@ def shape(budget: PromptBudget, num_decodes: int, num_prompt_tokens: int, start:
 
 
 def test_it_begins_small() -> None:
-    assert PromptBudget(0.2, FLAT).num_tokens(0, 0) == 4 * BLOCK_SIZE
+    assert PromptBudget(FLAT).num_tokens(0, 0, 0.2) == 4 * BLOCK_SIZE
 
 
 def test_cost_is_the_sum_over_positions() -> None:
-    budget = PromptBudget(0.2, context_doubling_tokens=1000.0)
+    budget = PromptBudget(context_doubling_tokens=1000.0)
     assert budget.cost(0, 1) == pytest.approx(1.0, rel=1e-3)
     assert budget.cost(1000, 1) == pytest.approx(2.0, rel=1e-3)
     by_token = sum(1.0 + (position + 0.5) / 1000.0 for position in range(300, 800))
@@ -28,46 +28,46 @@ def test_cost_is_the_sum_over_positions() -> None:
 
 
 def test_it_fills_what_decodes_leave_of_the_target() -> None:
-    budget = PromptBudget(0.2, FLAT)
+    budget = PromptBudget(FLAT)
     budget.observe(shape(budget, 0, 100), 0.1)  # 1 ms a token
-    assert budget.num_tokens(0, 0) == 192  # 200 lies between two multiples of 16
+    assert budget.num_tokens(0, 0, 0.2) == 192  # 200 lies between two multiples of 16
     budget.observe(shape(budget, 8, 0), 0.05)
-    assert budget.num_tokens(0, 8) == 152
+    assert budget.num_tokens(0, 8, 0.2) == 152
     budget.observe(shape(budget, 8, 100), 0.15)  # as foretold: nothing changes
-    assert budget.num_tokens(0, 8) == 152
+    assert budget.num_tokens(0, 8, 0.2) == 152
 
 
 @pytest.mark.parametrize("num_decodes", [0, 1, 7, 16, 33, 64])
 def test_the_rows_of_a_step_are_a_multiple_of_16(num_decodes: int) -> None:
-    budget = PromptBudget(0.2, FLAT)
+    budget = PromptBudget(FLAT)
     for prompt_s in (0.0001, 0.0007, 0.001, 0.0031):
         learn(budget, num_decodes, 0.05, prompt_s, 20)
-        num_tokens = budget.num_tokens(0, num_decodes)
+        num_tokens = budget.num_tokens(0, num_decodes, 0.2)
         assert (num_decodes + num_tokens) % 16 == 0
         assert 0.05 * bool(num_decodes) + prompt_s * num_tokens == pytest.approx(0.2, rel=0.1, abs=9 * prompt_s)
 
 
 @pytest.mark.parametrize("start", [0, 500, 4096, 30_000])
 def test_a_chunk_of_that_size_costs_what_there_is(start: int) -> None:
-    budget = PromptBudget(0.2, context_doubling_tokens=4096.0)
+    budget = PromptBudget(context_doubling_tokens=4096.0)
     budget.observe(shape(budget, 0, 64), 64 * 0.0001 * (1 + 32 / 4096))  # 0.1 ms at position 0: a cost of 2,000
-    num_tokens = budget.num_tokens(start, 0)
+    num_tokens = budget.num_tokens(start, 0, 0.2)
     assert budget.cost(start, num_tokens) == pytest.approx(2000, rel=0.01)
 
 
 def test_a_prompt_always_advances_by_a_block() -> None:
-    budget = PromptBudget(0.01, FLAT)
+    budget = PromptBudget(FLAT)
     budget.observe(shape(budget, 0, 100), 10.0)
-    assert budget.num_tokens(0, 0) == BLOCK_SIZE
+    assert budget.num_tokens(0, 0, 0.2) == BLOCK_SIZE
     budget.observe(shape(budget, 4, 0), 1.0)  # decodes alone miss the target
-    assert budget.num_tokens(0, 0) == BLOCK_SIZE
+    assert budget.num_tokens(0, 0, 0.2) == BLOCK_SIZE
 
 
 def learn(budget: PromptBudget, num_decodes: int, decode_s: float, prompt_s: float, num_steps: int) -> list[int]:
     """Sizes of the chunks that the budget gives, one after the other, on a machine of this speed."""
     sizes = []
     for _ in range(num_steps):
-        num_tokens = budget.num_tokens(0, num_decodes)
+        num_tokens = budget.num_tokens(0, num_decodes, 0.2)
         sizes.append(num_tokens)
         step_s = (decode_s if num_decodes else 0.0) + prompt_s * num_tokens
         budget.observe(shape(budget, num_decodes, num_tokens), step_s)
@@ -75,7 +75,7 @@ def learn(budget: PromptBudget, num_decodes: int, decode_s: float, prompt_s: flo
 
 
 def test_it_follows_a_machine_that_slows_down() -> None:
-    budget = PromptBudget(0.2, FLAT)
+    budget = PromptBudget(FLAT)
     assert learn(budget, 0, 0.0, 0.001, 4) == [128, 192, 192, 192]
     sizes = learn(budget, 0, 0.0, 0.002, 8)
     assert sizes == sorted(sizes, reverse=True)
@@ -85,7 +85,7 @@ def test_it_follows_a_machine_that_slows_down() -> None:
 @pytest.mark.parametrize("stale_s", [0.005, 0.05, 0.3, 2.0])
 def test_a_stale_decode_time_is_corrected_by_mixed_steps(stale_s: float) -> None:
     """Under load every step carries a prompt: what was learnt of decodes before must not pin the budget."""
-    budget = PromptBudget(0.2, FLAT)
+    budget = PromptBudget(FLAT)
     budget.observe(shape(budget, 0, 500), 0.5)
     budget.observe(shape(budget, 8, 0), stale_s)
     sizes = learn(budget, 8, 0.05, 0.001, 30)
@@ -94,7 +94,7 @@ def test_a_stale_decode_time_is_corrected_by_mixed_steps(stale_s: float) -> None
 
 
 def test_a_hiccup_is_soon_forgotten() -> None:
-    budget = PromptBudget(0.2, FLAT)
+    budget = PromptBudget(FLAT)
     budget.observe(shape(budget, 8, 0), 0.05)
     before = learn(budget, 8, 0.05, 0.001, 20)[-1]
     budget.observe(shape(budget, 8, before), 5.0)
@@ -105,25 +105,25 @@ def test_a_hiccup_is_soon_forgotten() -> None:
 
 def test_tiny_prompts_do_not_outweigh_a_real_chunk() -> None:
     """A prompt of two tokens takes as long as a step does at least, which says little about speed."""
-    budget = PromptBudget(0.2, FLAT)
+    budget = PromptBudget(FLAT)
     budget.observe(shape(budget, 0, 2), 0.02)
-    assert budget.num_tokens(0, 0) == 128  # too little to know anything
+    assert budget.num_tokens(0, 0, 0.2) == 128  # too little to know anything
     budget.observe(shape(budget, 0, 2048), 2.048)
     for _ in range(5):
         budget.observe(shape(budget, 0, 2), 0.02)
-    assert budget.num_tokens(0, 0) > 180
+    assert budget.num_tokens(0, 0, 0.2) > 180
 
 
 def test_the_first_prompt_beside_decodes_does_not_come_for_free() -> None:
     """A decode time of a full batch says nothing about the one request that decodes now."""
-    budget = PromptBudget(0.2, FLAT)
+    budget = PromptBudget(FLAT)
     budget.observe(shape(budget, 64, 0), 0.15)
     budget.observe(shape(budget, 1, 100), 0.1)
-    assert budget.num_tokens(0, 1) == 95
+    assert budget.num_tokens(0, 1, 0.2) == 95
 
 
 def test_a_step_without_time_teaches_nothing() -> None:
-    budget = PromptBudget(0.2, FLAT)
+    budget = PromptBudget(FLAT)
     budget.observe(shape(budget, 0, 100), 0.0)
     budget.observe(shape(budget, 4, 0), 0.0)
-    assert budget.num_tokens(0, 0) == 4 * BLOCK_SIZE
+    assert budget.num_tokens(0, 0, 0.2) == 4 * BLOCK_SIZE

@@ -1,0 +1,177 @@
+"""What a better tier takes of steps and seats, and what those who have aged past it keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlx_server.request import Priority
+from tests.batching.worlds import World, chunks, make_request, make_world
+
+TARGET_S, MAX_S = 0.05 + 0.0965, 0.05 + 0.4445
+TOKENS, MOST_TOKENS = 92, 444  # what these leave beside four decodes, in rows that are a multiple of 16
+
+
+def decoding_world(priority: Priority, **limits: Any) -> World:
+    """Four requests that decode on and on, 50 ms a step, and a scheduler that knows it, and 1 ms a prompt token."""
+    world = make_world(400, target_step_s=TARGET_S, max_step_s=MAX_S, context_doubling_tokens=1e12, **limits)
+    world.add(*(make_request(f"d{index}", 8, max_tokens=500, priority=priority) for index in range(4)))
+    world.step()
+    world.step()
+    return world
+
+
+# --- steps ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stream", "prompt", "num_tokens"),
+    [
+        (Priority.NORMAL, Priority.HIGH, MOST_TOKENS),
+        (Priority.LOW, Priority.NORMAL, MOST_TOKENS),
+        (Priority.HIGH, Priority.HIGH, TOKENS),
+        (Priority.HIGH, Priority.LOW, TOKENS),
+    ],
+)
+def test_a_prompt_holds_up_streams_of_worse_tiers_only(stream: Priority, prompt: Priority, num_tokens: int) -> None:
+    world = decoding_world(stream)
+    world.add(make_request("prompt", 1000, priority=prompt))
+    step = chunks(world.step())
+    assert step["prompt"] == (0, num_tokens)
+    assert len(step) == 5, "the streams get their tokens all the same"
+    world.finish()
+    world.check_tokens()
+
+
+def test_one_stream_of_the_tier_is_enough_to_keep_the_target() -> None:
+    world = decoding_world(Priority.LOW)
+    world.add(make_request("stream", 8, max_tokens=500, priority=Priority.HIGH))
+    world.step()
+    world.add(make_request("prompt", 1000, priority=Priority.HIGH))
+    assert chunks(world.step())["prompt"] == (0, 91)  # beside five
+
+
+def test_prompts_of_worse_tiers_do_not_lengthen_a_better_ones_step() -> None:
+    world = decoding_world(Priority.LOW)
+    world.add(make_request("normal", 1000), make_request("high", 50, priority=Priority.HIGH, arrival_s=0.1))
+    step = chunks(world.step())
+    assert (step["high"], step["normal"]) == ((0, 50), (0, TOKENS - 50))
+    world.add(make_request("long", 300, priority=Priority.HIGH, arrival_s=0.2))
+    step = chunks(world.step())
+    assert step["long"][1] == TOKENS - 1, "a stream of its own tier is there now"
+
+
+def test_who_arrives_beside_no_stream_waits_for_one_step_of_bounded_length() -> None:
+    world = make_world(400, max_step_s=0.2, context_doubling_tokens=1e12)
+    world.add(make_request("first", 64, max_tokens=1))
+    world.step()
+    world.add(make_request("long", 1000), make_request("late", 900, arrival_s=0.1))
+    assert chunks(world.step()) == {"long": (0, 192)}
+
+
+def test_worse_prompts_wait_and_the_oldest_gets_its_part() -> None:
+    """The step has room for 444 tokens: an eighth goes to the one that has aged past HIGH."""
+    world = decoding_world(Priority.LOW)
+    world.now = 100.0
+    world.add(make_request("aged", 300, priority=Priority.LOW, arrival_s=70.0))
+    world.add(make_request("fresh", 300, priority=Priority.NORMAL, arrival_s=100.0))
+    world.add(make_request("high", 2000, priority=Priority.HIGH, arrival_s=100.0))
+    step = chunks(world.step())
+    assert step["aged"] == (0, MOST_TOKENS // 8)
+    assert step["high"] == (0, MOST_TOKENS - MOST_TOKENS // 8)
+    assert "fresh" not in step
+    world.finish()
+    world.check_tokens()
+
+
+def test_the_oldest_takes_nothing_of_a_prompt_that_ends_in_the_step() -> None:
+    world = decoding_world(Priority.LOW)
+    world.now = 100.0
+    world.add(make_request("aged", 300, priority=Priority.LOW, arrival_s=70.0))
+    world.add(make_request("high", MOST_TOKENS, priority=Priority.HIGH, arrival_s=100.0))
+    assert chunks(world.step())["high"] == (0, MOST_TOKENS)
+    assert "aged" in chunks(world.step())
+
+
+# --- seats ------------------------------------------------------------------------------------------------
+
+
+def flood(world: World, count: int, priority: Priority, *, prefix: str = "", max_tokens: int = 3) -> None:
+    for index in range(count):
+        name = f"{prefix or priority.name}{len(world.requests)}.{index}"
+        world.add(make_request(name, 8, max_tokens, priority=priority, arrival_s=world.now))
+
+
+def test_a_flood_that_has_aged_does_not_stand_before_the_next_of_a_better_tier() -> None:
+    world = make_world(400, max_num_seqs=8)
+    flood(world, 100, Priority.LOW, max_tokens=30)
+    world.step()
+    world.now = 60.0
+    world.add(make_request("person", 8, max_tokens=2, priority=Priority.NORMAL, arrival_s=world.now))
+    assert "person" in chunks(world.step())
+    assert world.scheduler.counters.num_preemptions == 1
+    world.finish()
+    world.check_tokens()
+
+
+@pytest.mark.parametrize(("num_seats", "share"), [(16, 2), (8, 1), (1, 1)])
+def test_those_who_have_aged_past_a_flood_of_a_better_tier_hold_a_share_of_the_seats(
+    num_seats: int, share: int
+) -> None:
+    world = make_world(800, max_num_seqs=num_seats)
+    flood(world, 6, Priority.LOW, max_tokens=20)
+    world.now = 30.0
+    most, num_left = 0, 6
+    while num_left:
+        flood(world, num_seats, Priority.HIGH, max_tokens=5)
+        world.step()
+        running = [request.priority for request in world.scheduler.running()]
+        most = max(most, running.count(Priority.LOW))
+        num_left = sum(name.startswith("LOW") and name not in world.reasons for name in world.requests)
+        assert len(world.reasons) < 2000, "they starve"
+    assert most == share
+    assert world.scheduler.counters.num_preemptions == 0
+    world.finish()
+    world.check_tokens()
+
+
+def test_without_aging_a_flood_of_a_better_tier_is_all_that_runs() -> None:
+    world = make_world(400, max_num_seqs=8, aging_rate=0.0)
+    flood(world, 1, Priority.LOW)
+    for _ in range(100):
+        flood(world, 8, Priority.HIGH)
+        world.step()
+    assert not any(world.tokens[name] for name in world.requests if name.startswith("LOW"))
+
+
+def test_who_has_aged_keeps_its_seat_while_it_runs() -> None:
+    """The oldest of the eight is as urgent as a new HIGH request: the others give way before it does."""
+    world = make_world(400, max_num_seqs=4)
+    for index in range(4):
+        world.add(make_request(f"low{index}", 8, 400, priority=Priority.LOW, arrival_s=world.now))
+        world.step()
+    world.now = 40.0
+    flood(world, 6, Priority.HIGH, max_tokens=40)
+    for _ in range(4):
+        world.step()
+    assert sorted(name[:4] for name in world.running_ids()) == ["HIGH", "HIGH", "HIGH", "low0"]
+    world.finish()
+    world.check_tokens()
+    assert world.requests["low0"].num_preemptions == 0
+
+
+def test_a_better_tier_takes_its_seat_beside_the_one_that_is_promoted() -> None:
+    """In one step: the aged request takes the seat that is free, and HIGH that of a running one."""
+    world = make_world(400, max_num_seqs=2)
+    world.add(make_request("low", 8, 400, priority=Priority.LOW, arrival_s=59.0))
+    world.step()
+    world.add(make_request("ends", 8, 1, priority=Priority.LOW, arrival_s=59.5))
+    world.step()
+    world.now = 60.0
+    world.add(make_request("aged", 8, 20, priority=Priority.LOW, arrival_s=10.0))
+    world.add(make_request("high", 8, 20, priority=Priority.HIGH, arrival_s=60.0))
+    world.step()
+    assert sorted(world.running_ids()) == ["aged", "high"]
+    world.finish()
+    world.check_tokens()
