@@ -143,6 +143,9 @@ class SchedulerConfig:
     target_step_ms: float | None = _setting(
         None, "aim of a step's duration while someone decodes; default 200 on a CPU, 60 on a GPU", minimum=1.0
     )
+    max_step_ms: float = _setting(
+        1000.0, "the same while nobody decodes, or only tiers worse than the one whose prompt it computes", minimum=1.0
+    )
     max_num_waiting: int = _setting(1024, "most requests that may wait", minimum=1)
     max_queued_tokens: int = _setting(4_000_000, "most prompt tokens that may wait", minimum=1)
     queue_timeout_s: float = _setting(600.0, "longest wait for a first step; 0 is for ever", minimum=0.0)

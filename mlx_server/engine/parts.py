@@ -237,6 +237,7 @@ def _limits(config: Config, info: RunnerInfo, max_chunk_tokens: int | None) -> S
         max_chunk_tokens=max_chunk_tokens,
         aging_rate=settings.aging_rate,
         target_step_s=_TARGET_STEP_S[is_gpu()] if target_ms is None else target_ms / 1000.0,
+        max_step_s=settings.max_step_ms / 1000.0,
         context_doubling_tokens=info.context_doubling_tokens,
         # Whoever waits for another's blocks finds no state at the place where the prompts part.
         deduplicate_prefixes=not info.is_recurrent,
