@@ -13,6 +13,17 @@ GREEDY_TEMPERATURE = 1e-5
 
 MAX_LOGPROBS = 20
 
+MAX_TOP_K = 2**31 - 1
+"""What a column of them holds on the device."""
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1024
+"""Of each stop string. Every character of the output is held against all of them, on the thread that serves all."""
+
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 16_384
+"""Tokens with a bias. All of them go to the device in every step; `allowed_token_ids` costs nothing there."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -52,7 +63,8 @@ class SamplingParams:
         check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
         check(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "between 0 and 100")
         check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
-        check(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (off) or a positive count")
+        top_k = f"-1 or 0 (off) or a positive count of at most {MAX_TOP_K}"
+        check(-1 <= self.top_k <= MAX_TOP_K, "top_k", self.top_k, top_k)
         check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "between 0 and 1")
         repetition = self.repetition_penalty
         check(0.0 < repetition < math.inf, "repetition_penalty", repetition, "above 0")
@@ -68,14 +80,20 @@ class SamplingParams:
             self.frequency_penalty,
             "between -2 and 2",
         )
+        _check_size("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS, "tokens")
         for token_id, bias in self.logit_bias.items():
-            check(token_id >= 0, "logit_bias", token_id, "token ids of at least 0")
-            check(-100.0 <= bias <= 100.0, "logit_bias", bias, "between -100 and 100")
+            if not (token_id >= 0 and -100.0 <= bias <= 100.0):
+                wanted = "token ids of at least 0, with values between -100 and 100"
+                check(False, "logit_bias", f"{token_id}: {bias}", wanted)
         if self.allowed_token_ids is not None:
             check(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "a non-empty list")
         if self.seed is not None:
             check(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
-        check(all(self.stop), "stop", list(self.stop), "non-empty strings")
+        _check_size("stop", len(self.stop), MAX_STOP_STRINGS, "strings")
+        for stop in self.stop:
+            check(len(stop) > 0, "stop", list(self.stop), "non-empty strings")
+            _check_size("stop", len(stop), MAX_STOP_CHARS, "characters a string")
+        _check_size("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
@@ -90,6 +108,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether the sampler must know which tokens this request has seen."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _check_size(name: str, size: int, limit: int, what: str) -> None:
+    if size > limit:
+        raise InvalidRequestError(f"{name} must have at most {limit} {what}, got {size}.", param=name)
 
 
 def _check(is_good: bool, name: str, value: object, wanted: str) -> None:

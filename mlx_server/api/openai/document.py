@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_server.sampling_params import MAX_LOGPROBS
+from mlx_server.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_K,
+)
 
 JsonSchema = dict[str, Any]
 
@@ -21,7 +28,7 @@ _LOGPROBS = {"minimum": 0, "maximum": MAX_LOGPROBS}
 _BOUNDS: Mapping[str, JsonSchema] = {
     "temperature": {"minimum": 0, "maximum": 100},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1},
+    "top_k": {"minimum": -1, "maximum": MAX_TOP_K},
     "min_p": {"minimum": 0, "maximum": 1},
     "repetition_penalty": {"exclusiveMinimum": 0},
     "presence_penalty": _PENALTY,
@@ -29,8 +36,10 @@ _BOUNDS: Mapping[str, JsonSchema] = {
     "logit_bias": {
         "propertyNames": {"pattern": "^[0-9]+$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        "maxProperties": MAX_LOGIT_BIAS,
     },
     "allowed_token_ids": {"items": _TOKEN_ID, "minItems": 1},
+    "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS},
     "seed": {"format": "int64"},
     "min_tokens": {"minimum": 0},
     "prompt_logprobs": _LOGPROBS,
@@ -42,7 +51,8 @@ _BOUNDS: Mapping[str, JsonSchema] = {
 
 _TEXT = {"type": "string", "minLength": 1}
 _JSON_SCHEMA = {"type": ["object", "string"], "description": "A JSON schema, or the text of one."}
-_STOP = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}
+_STOP_STRING = {**_TEXT, "maxLength": MAX_STOP_CHARS}
+_STOP = {"anyOf": [_STOP_STRING, {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STOP_STRINGS}]}
 _CHOICE = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 _CONSTRAINTS: Mapping[str, JsonSchema] = {
     "json": _JSON_SCHEMA,
