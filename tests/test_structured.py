@@ -58,6 +58,13 @@ def test_nesting_without_end_is_refused() -> None:
     deep = '{"items":' * 5000 + "{}" + "}" * 5000
     with pytest.raises(InvalidRequestError):
         COMPILER.compile(spec_of(json=deep))
+    with pytest.raises(InvalidRequestError, match="nested too deeply"):
+        spec_of(json=json.loads('{"items":' * 900 + "{}" + "}" * 900), disable_additional_properties=True)
+
+
+def test_numbers_beyond_all_floats_are_no_fault_of_ours() -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be compiled"):
+        COMPILER.compile(spec_of(json={"type": "number", "exclusiveMinimum": 10**400, "maximum": 10**400}))
 
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}

@@ -9,6 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 from constraint_worlds import RandomModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from text_worlds import make_tokenizer
 from tool_worlds import parser_named
 
@@ -320,3 +322,90 @@ def test_what_need_not_be_given_and_cannot_be_written_is_left_out(name: str) -> 
     offered = tool("f", {"properties": {"a b": {"type": "string"}, "c": {"type": "integer"}}, "required": ["c"]})
     for calls in written(name, [offered], range(5), is_parallel=False):
         assert [set(arguments) for _, arguments in calls] == [{"c"}]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "where", "wanted"),
+    [
+        ({"properties": ["a"]}, "properties", "an object of schemas"),
+        ({"properties": {"a": 5}}, "properties.a", "a JSON schema"),
+        ({"required": "a"}, "required", "a list of strings"),
+        ({"required": [5]}, "required", "a list of strings"),
+        ({"properties": {"a": {"type": 5}}}, "properties.a.type", "a string, or a list of strings"),
+        ({"properties": {"a": {"enum": "b"}}}, "properties.a.enum", "a list"),
+        ({"properties": {"a": {"anyOf": {}}}}, "properties.a.anyOf", "a list of schemas"),
+        ({"properties": {"a": {"anyOf": [True, "b"]}}}, "properties.a.anyOf[1]", "a JSON schema"),
+        ({"properties": {"a": {"items": 5}}}, "properties.a.items", "a JSON schema"),
+        ({"$defs": {"a": None}}, "$defs.a", "a JSON schema"),
+    ],
+)
+@pytest.mark.parametrize("name", ["json_tools", "pythonic", "qwen3_coder"])
+def test_parameters_that_are_no_schema_are_refused_with_the_place(
+    name: str, parameters: dict[str, Any], where: str, wanted: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        force(name, [tool("f", parameters)])
+    assert caught.value.param == f"tools[0].function.parameters.{where}"
+    assert f"{where} must be {wanted}" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["json_tools", "pythonic", "qwen3_coder"])
+def test_parameters_without_a_bottom_are_refused(name: str) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(900):
+        deep = {"properties": {"a": deep}, "required": ["a"]}
+    with pytest.raises(InvalidRequestError, match="64 schemas deep"):
+        force(name, [tool("f", deep)])
+
+
+def test_a_chain_of_references_without_a_bottom_is_refused() -> None:
+    chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(2000)}
+    schema = {"properties": {"a": {"$ref": "#/$defs/d0"}}, "required": ["a"], "$defs": chain}
+    with pytest.raises(InvalidRequestError, match="nested too deeply"):
+        force("pythonic", [tool("f", schema)])
+
+
+@pytest.mark.parametrize("name", ["json_tools", "pythonic"])
+def test_null_keywords_count_as_absent(name: str) -> None:
+    """Some clients send null for what they leave out; a constant may be null all the same."""
+    a = {"type": ["integer", "null"], "enum": None, "minimum": None, "anyOf": None}
+    schema = {"properties": {"a": a, "b": {"const": None}}, "required": ["a", "b"], "$defs": None}
+    outputs = written(name, [tool("f", schema)], range(20), is_parallel=False)
+    assert outputs
+    for ((_, arguments),) in outputs:
+        assert isinstance(arguments["a"], int | None)
+        assert arguments["b"] is None
+
+
+def test_a_type_that_may_be_null_is_written_as_what_else_it_may_be() -> None:
+    offered = tool("f", {"properties": {"a": {"type": ["null", "integer"]}}, "required": ["a"]})
+    assert 'argument key=\\"a\\" type=\\"number\\"' in force("kimi_k3", [offered]).spec.source
+
+
+_KEYWORDS = (
+    *("type", "properties", "required", "enum", "const", "anyOf", "oneOf", "items", "$ref", "$defs", "pattern"),
+    *("minimum", "exclusiveMinimum", "exclusiveMaximum", "maxLength", "additionalProperties", "a", "b c", "#/$defs/a"),
+    *("string", "integer", "array", "object"),
+)
+_WORDS = st.sampled_from(_KEYWORDS)
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.just(10**400) | st.floats() | _WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_WORDS, inner, max_size=4),
+    max_leaves=12,
+)
+_CALL = "<tool_call>\n<function=f>\n<parameter=a>\nseveral words\n</parameter>\n</function>\n</tool_call>"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(FORMATS), st.dictionaries(_WORDS, _VALUES, max_size=4))
+def test_whatever_parameters_clients_send_calls_are_forced_or_refused(name: str | None, parameters: Any) -> None:
+    offered = [tool("f", parameters)]
+    refusals: list[InvalidRequestError] = []
+    try:
+        COMPILERS.get(name or "", COMPILERS[""]).compile(force(name, offered).spec)
+    except InvalidRequestError as error:
+        refusals.append(error)
+    assert all((error.param or "").startswith("tools") for error in refusals)
+    content, calls = read_calls(parser_named("qwen3_coder"), offered, _CALL)
+    assert content == ""
+    assert [called for called, _ in calls] == ["f"]

@@ -8,6 +8,9 @@ from typing import Any
 _STEP = 1e-6
 """How far a bound is moved: the numbers between are lost to the model, which hardly writes any of them."""
 
+_LARGEST = 2.0**32
+"""Beyond it, a step may be too small to change a number."""
+
 _VALUES = frozenset(("const", "enum", "default", "examples"))
 """Keywords that hold values, in which nothing is a bound."""
 
@@ -39,7 +42,9 @@ def keep_bounds(schema: Any) -> Any:
 
 def _number(schema: Mapping[str, Any], key: str) -> float | None:
     value = schema.get(key)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    return value if abs(value) < _LARGEST else None
 
 
 def _largest(*bounds: float | None) -> float | None:

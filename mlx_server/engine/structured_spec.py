@@ -126,7 +126,7 @@ def _from_structured_outputs(value: Any) -> Iterator[StructuredSpec]:
         if content is None or (name == "json_object" and content is False):
             continue
         if options.get("disable_additional_properties") and name == "json":
-            content = _close_objects(_json_value(content, f"{where}.{name}"))
+            content = _closed(_json_value(content, f"{where}.{name}"), f"{where}.{name}")
         yield replace(read(content, f"{where}.{name}"), whitespace_pattern=whitespace)
 
 
@@ -210,6 +210,13 @@ def _json_text(value: Any, where: str) -> str:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{where} cannot be written as JSON: {error}.", where) from error
+
+
+def _closed(schema: Any, where: str) -> Any:
+    try:
+        return _close_objects(schema)
+    except RecursionError as error:
+        raise InvalidRequestError(f"{where} is nested too deeply.", where) from error
 
 
 def _close_objects(schema: Any) -> Any:

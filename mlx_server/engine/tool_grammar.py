@@ -13,6 +13,7 @@ from mlx_server.engine.structured_spec import StructuredKind, StructuredSpec
 from mlx_server.engine.tokenizer import Tokenizer
 from mlx_server.engine.tool_formats import JsonTagParser, Tool, ToolParser
 from mlx_server.engine.tool_notation import FUNCTION_GEMMA, GEMMA, PYTHON, Notation, NotationWriter
+from mlx_server.engine.tool_schemas import checked_schema
 from mlx_server.errors import InvalidRequestError
 
 _MAX_PARALLEL_CALLS = 16
@@ -137,7 +138,10 @@ def force_tool_calls(
     parser = parser or JsonTagParser()
     form = _format_of(parser, tokenizer)
     grammar = _CallGrammar(LarkWriter(tokenizer.added_tokens), parser, form)
-    source = grammar.write(tools, form.max_calls if is_parallel else 1)
+    try:
+        source = grammar.write(tools, form.max_calls if is_parallel else 1)
+    except RecursionError as error:  # of references, which are as deep as there are definitions
+        raise InvalidRequestError("The parameters of tools are nested too deeply; flatten them.", "tools") from error
     spec = StructuredSpec(StructuredKind.LARK, source, param="tools")
     return ForcedCalls(spec, parser, is_opened=parser.name in _OPENED)
 
@@ -180,6 +184,7 @@ class _CallGrammar:
         if names is not None and names.fullmatch(name) is None:
             raise self._unwritable(f"{where}.name is {name!r}, which", f"{where}.name")
         schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+        schema = checked_schema(schema, f"{where}.parameters")
         start, end = ("", "") if self._format.region is not None else (self._start, self._end)
         before = self._writer.literal(start + self._format.before.format(name=name, json_name=json.dumps(name)))
         if self._format.number is not None:
@@ -261,4 +266,6 @@ def _may_be_text(schema: Any) -> bool:
 def _written_type(schema: Any) -> str:
     if _may_be_text(schema):
         return "string"
-    return "number" if schema["type"] == "integer" else str(schema["type"])
+    kinds = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+    kind = next((kind for kind in kinds if kind != "null"), "null")
+    return "number" if kind == "integer" else kind

@@ -151,12 +151,17 @@ class ParameterStream:
         for tool in self._tools:
             function = tool.get("function") or {}
             if function.get("name") == self.name:
-                schema = ((function.get("parameters") or {}).get("properties") or {}).get(key)
-                return isinstance(schema, Mapping) and schema.get("type") == "string" and not _MIXED & schema.keys()
+                schema = _member(_member(function.get("parameters"), "properties"), key)
+                return _member(schema, "type") == "string" and not _MIXED & schema.keys()
         return False
 
 
 _MIXED = frozenset(("enum", "anyOf", "oneOf", "allOf"))
+
+
+def _member(value: Any, key: str) -> Any:
+    """Of what a client calls a schema, and may be anything."""
+    return value.get(key) if isinstance(value, Mapping) else None
 
 
 def _overlap(text: str, marker: str) -> int:
