@@ -49,10 +49,10 @@ def find_pulled(name: str) -> Path | None:
 def find_in(folder: Path, name: str) -> Path | None:
     """The model folder of that name directly inside `folder`."""
     try:
-        children = {child.name: child for child in folder.iterdir() if (child / "config.json").is_file()}
+        found = next((child for child in folder.iterdir() if child.name == name), None)
+        return found if found is not None and (found / "config.json").is_file() else None
     except OSError:
         return None
-    return children.get(name)
 
 
 def models_in(folder: Path) -> list[str]:

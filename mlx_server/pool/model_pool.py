@@ -277,6 +277,7 @@ class ModelPool:
     async def _give_up(self, model: PooledModel) -> None:
         task = self._loads.get(model.name)
         if task is not None:
+            await asyncio.sleep(0)  # cancelled before it has begun, it would run none of its code
             task.cancel()
             await asyncio.wait((task,))
 

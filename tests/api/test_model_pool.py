@@ -278,6 +278,17 @@ async def test_how_loads_end_is_counted():
         assert (a.num_loads, b.num_loads) == (1, 0)
 
 
+async def test_a_load_may_be_given_up_before_it_has_begun():
+    async with world_of("a") as world:
+        waiting = asyncio.create_task(world.pool.acquire("a"))
+        giving_up = asyncio.create_task(world.pool.unload("a", 0.0))
+        with pytest.raises(OverloadedError, match="given up"):
+            await waiting
+        await giving_up
+        assert world.states() == {"a": "unloaded"}
+        await world.use("a")
+
+
 # --- failure ----------------------------------------------------------------------------------------------------
 
 
