@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from mlx_server.errors import EngineDeadError
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.fair_share import FairShare
@@ -19,8 +20,11 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
+        self.is_broken = False
 
     def __call__(self) -> float:
+        if self.is_broken:
+            raise OSError("no clock")
         return self.now_s
 
 
@@ -193,3 +197,18 @@ async def test_a_failed_step_of_one_model_fails_no_other(bench: Bench, caplog: p
     with pytest.raises(RuntimeError, match="no memory"):
         await bad
     assert "A step failed: no memory" in caplog.text
+
+
+async def test_nobody_waits_for_a_thread_that_has_died(bench: Bench, caplog: pytest.LogCaptureFixture):
+    executor = bench.executor("a", 1.0)
+    waiting = [*submit(executor, 3), bench.piece("piece", 1.0)]
+    bench.clock.is_broken = True
+    bench._gate.set()
+    for future in waiting:
+        with pytest.raises(EngineDeadError, match="no clock"):
+            await future
+    for future in (executor.submit(SchedulerOutput(3, ())), bench.piece("late", 1.0)):
+        with pytest.raises(EngineDeadError):
+            await future
+    assert bench.log == []
+    assert "The MLX thread has died" in caplog.text

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -33,12 +33,34 @@ class _Worker(Protocol):
 
     def advance(self) -> None: ...
 
+    def abandon(self, error: BaseException) -> None:
+        """Nothing will be done any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Call(Generic[T]):
+    function: Callable[[], T]
+    future: Future[T]
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.function())
+        except BaseException as error:  # the caller's to handle, whatever it is
+            self.future.set_exception(error)
+
+    def fail(self, error: BaseException) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
 
 class _Calls:
     """What is not a step: pieces of loading, unloading and the like, in order of arrival."""
 
     def __init__(self, share: Callable[[float], None], clock: Callable[[], float]) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[_Call[Any]] = deque()
         self._charge = share
         self._clock = clock
 
@@ -46,13 +68,17 @@ class _Calls:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
-    def append(self, call: Callable[[], None]) -> None:
+    def append(self, call: _Call[Any]) -> None:
         self._waiting.append(call)
 
     def advance(self) -> None:
         start_s = self._clock()
-        self._waiting.popleft()()
+        self._waiting.popleft().run()
         self._charge(self._clock() - start_s)
+
+    def abandon(self, error: BaseException) -> None:
+        while self._waiting:
+            self._waiting.popleft().fail(error)
 
 
 class MLXThread:
@@ -81,20 +107,11 @@ class MLXThread:
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs `function` on the MLX thread; any thread may call this. Its exception is the future's."""
         future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function())
-            except BaseException as error:  # the caller's to handle, whatever it is
-                future.set_exception(error)
-
         with self._condition:
             if self._is_stopping or not self._thread.is_alive():
                 future.set_exception(EngineDeadError("The MLX thread has stopped; restart the server."))
                 return future
-            self._calls.append(run)
+            self._calls.append(_Call(function, future))
             self._condition.notify()
         return future
 
@@ -128,9 +145,20 @@ class MLXThread:
             with resident_memory():
                 while (worker := self._wait_for_work()) is not None:
                     worker.advance()
+        except BaseException as error:
+            logger.critical("The MLX thread has died: %s", error, exc_info=error)
+            self._abandon(EngineDeadError(f"The MLX thread has died: {type(error).__name__}: {error}"))
         finally:
             # A thread that ends with streams left makes MLX abort the process at its exit, some of the time.
             mx.clear_streams()
+
+    def _abandon(self, error: EngineDeadError) -> None:
+        """Tells everyone who waits for this thread that it is in vain."""
+        with self._condition:
+            self._is_stopping = True
+            workers = list(self._workers)
+        for worker in workers:
+            worker.abandon(error)
 
     def _wait_for_work(self) -> _Worker | None:
         with self._condition:
@@ -210,6 +238,14 @@ class MLXExecutor:
         else:
             self._device.fetch_but_newest()
         self._device.touch()
+
+    def abandon(self, error: BaseException) -> None:
+        """Fails what is launched and what waits; called on the MLX thread, at its end."""
+        self._fail(error, None)
+        while self._items:
+            item = self._items.popleft()
+            if item is not None:
+                _settle(item, error)
 
     def _launch(self, submission: _Submission) -> None:
         if self._error is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -34,6 +34,10 @@ class FairShare(Generic[T]):
 
     def remove(self, member: T) -> None:
         del self._accounts[member]
+
+    def __iter__(self) -> Iterator[T]:
+        """All members, with work or without."""
+        return iter(self._accounts)
 
     def next(self, has_work: Callable[[T], bool]) -> T | None:
         """Who goes next; None if nobody has work."""
