@@ -435,6 +435,7 @@ async def test_one_output_that_cannot_be_shown_ends_only_its_request(folder, mon
         assert (await read(good))[-1].num_output_tokens == 20
         await until(lambda: is_empty(engine))
         assert engine.state is EngineState.READY
+        assert engine.metrics.finished == {FinishReason.ERROR: 1, FinishReason.LENGTH: 1}
 
 
 async def test_a_stopped_engine_holds_nothing(folder):

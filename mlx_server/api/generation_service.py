@@ -93,9 +93,9 @@ class GenerationService:
         if generation not in self._open:
             return
         self._open.discard(generation)
-        log_end(generation.job, generation.model_name, generation.summaries())
         if not self._open:
             self._is_idle.set()
+        log_end(generation.job, generation.model_name, generation.summaries())
 
 
 def _requests(job: GenerationJob) -> list[GenerationRequest]:

@@ -350,6 +350,7 @@ class AsyncEngine:
                 logger.exception("The output of %s cannot be shown", output.request_id)
                 self._loaded_parts().scheduler.finish_request(output.request_id, FinishReason.ERROR)
                 stream.fail(ServeError(f"The output cannot be turned into text: {error}"))
+                self._forget(output.request_id, FinishReason.ERROR)
             if stream.is_complete:
                 self._forget(output.request_id, output.finish_reason or FinishReason.STOP)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -166,6 +167,22 @@ async def test_logprobs_have_names_bytes_and_rivals(world: World):
     assert (position.token, position.bytes) == ("H", [72])
     assert position.logprob == pytest.approx(-(token_id + 1) / 100)
     assert [(top.token, top.logprob) for top in position.top_logprobs] == [("!", -0.01), ('"', -0.02)]
+
+
+async def test_logprobs_are_written_beside_the_event_loop(world: World, monkeypatch: pytest.MonkeyPatch):
+    """Those of a long text take seconds, in which all streams would stand still."""
+    threads: set[int] = set()
+    tokenizer = world.engine.tokenizer
+    token_text = tokenizer.token_text
+
+    def noted(token_id: int) -> str:
+        threads.add(threading.get_ident())
+        return token_text(token_id)
+
+    monkeypatch.setattr(tokenizer, "token_text", noted)
+    assert (await world.chat(logprobs=True, max_tokens=3)).status_code == 200
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_streamed_logprobs_come_with_their_tokens(world: World):
