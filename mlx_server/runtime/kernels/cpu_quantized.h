@@ -22,6 +22,9 @@ namespace {
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
 inline Floats widen(Bytes codes) {
+#if defined(__x86_64__) && !defined(__clang__)
+  asm("" : "+x"(codes));  // otherwise GCC loads and moves the bytes one by one
+#endif
   return __builtin_convertvector(__builtin_convertvector(codes, Ints), Floats);
 }
 
