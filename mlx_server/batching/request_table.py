@@ -15,6 +15,9 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PositionLogprobs
 from mlx_server.request import FinishReason, Request, RequestStatus
 
+Rank = tuple[bool, int, float]
+"""Smaller is better. All models' requests age at one rate, so that ranks of one server make one order."""
+
 
 class RequestTable:
     """States of requests, and what follows from each move: blocks, queue counts, runner state to drop.
@@ -56,7 +59,7 @@ class RequestTable:
         self.unscheduled[request.request_id] = request
         self._enqueue(request)
 
-    def rank(self, request: Request) -> tuple[bool, int, float]:
+    def rank(self, request: Request) -> Rank:
         """Who keeps running if not all can: the promoted, then by tier, then by effective priority."""
         return not request.is_promoted, request.priority, self.waiting.key(request)
 

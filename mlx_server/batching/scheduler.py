@@ -14,7 +14,7 @@ from itertools import chain
 from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits, check_queue
 from mlx_server.batching.progress import append_token
-from mlx_server.batching.request_table import RequestTable
+from mlx_server.batching.request_table import Rank, RequestTable
 from mlx_server.batching.step import Executor
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.batching.step_composer import StepComposer
@@ -192,6 +192,12 @@ class ContinuousBatchingScheduler:
         """While it is held, nobody starts beside one who runs. Wakes `run`, which may wait for memory."""
         self._composer.hold_admission(is_held)
         self._wake.set()
+
+    def lowest_rank(self) -> Rank | None:
+        """The rank of the request that `preempt_lowest` would make wait, which can be held against other models';
+        None if there is none."""
+        running = self._table.running
+        return self._table.rank(running[-1]) if len(running) > 1 else None
 
     def preempt_lowest(self) -> bool:
         """Makes the running request of the lowest effective priority wait, unless it is the only one."""

@@ -7,6 +7,7 @@ import contextlib
 import enum
 from dataclasses import dataclass
 
+from mlx_server.batching.request_table import Rank
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.engine.kv_memory import KvMemory
 from mlx_server.runtime.memory import MIN_BLOCKS
@@ -67,13 +68,10 @@ class MemoryGuard:
             num_blocks = self._num_idle_blocks if level >= PressureLevel.PREEMPT else -(-self._num_idle_blocks // 2)
             self.counters.num_pressure_cuts += self._scheduler.shrink(num_blocks) > 0
 
-    def lowest_priority(self, now: float) -> float | None:
-        """The effective priority of the request that `preempt_lowest` would make wait; None where there is none: a
-        model's only running request goes on."""
-        if self._scheduler.num_running < 2:
-            return None
-        *_, lowest = self._scheduler.running()
-        return self._scheduler.effective_priority(lowest, now)
+    def lowest_rank(self) -> Rank | None:
+        """That of the request that `preempt_lowest` would make wait; None where there is none: a model's only running
+        request goes on."""
+        return self._scheduler.lowest_rank()
 
     def preempt_lowest(self) -> None:
         """Makes that request wait."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 
 from mlx_server.engine.memory_guard import MemoryGuard, PressureLevel
@@ -19,10 +18,9 @@ class MemoryWatch:
     """Reads the memory once a second while there are models, and has each of them do what the level asks for; at
     `PREEMPT`, one request of one of them waits, whichever ranks lowest. Event-loop thread only."""
 
-    def __init__(self, read: Callable[[], MemoryReading], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, read: Callable[[], MemoryReading]) -> None:
         self.level = PressureLevel.NONE
         self._read = read
-        self._clock = clock
         self._guards: list[MemoryGuard] = []
         self._sampling: asyncio.Task[None] | None = None
 
@@ -62,9 +60,7 @@ class MemoryWatch:
         logger.log(severity, "Memory is %.0f %% full; %s", 100 * pressure, _ACTIONS[level])
 
     def _preempt_lowest(self) -> None:
-        """All models' requests age at one rate, so their effective priorities make one order."""
-        now = self._clock()
-        ranked = [(rank, guard) for guard in self._guards if (rank := guard.lowest_priority(now)) is not None]
+        ranked = [(rank, guard) for guard in self._guards if (rank := guard.lowest_rank()) is not None]
         if ranked:
             max(ranked, key=lambda pair: pair[0])[1].preempt_lowest()
 
