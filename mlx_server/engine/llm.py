@@ -26,6 +26,9 @@ from mlx_server.setting import joined
 
 Prompt = str | Sequence[int]
 
+_AN_HOUR_MS = 3.6e6
+"""Nobody watches the tokens come, so that steps are as long as their token budget lets them be."""
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -87,6 +90,8 @@ class LLM:
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 async_scheduling=async_scheduling,
+                target_step_ms=_AN_HOUR_MS,
+                max_step_ms=_AN_HOUR_MS,
                 max_num_waiting=1_000_000,
                 max_queued_tokens=1_000_000_000,
                 queue_timeout_s=0.0,
