@@ -20,6 +20,7 @@ from mlx_server.engine.engine import AsyncEngine, Surroundings
 from mlx_server.engine.footprint import estimate_need
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShare
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
+from mlx_server.engine.state_footprint import state_bytes
 from mlx_server.errors import InsufficientMemoryError
 from mlx_server.request import FinishReason
 from mlx_server.runtime.executor import MLXThread
@@ -223,6 +224,34 @@ async def test_a_loaded_model_stays_within_what_was_estimated(thread):
         assert 0.2 * need.activation_bytes <= peak <= need.activation_bytes
     finally:
         await engine.stop()
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["falcon_h1", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "qwen3_5", "qwen3_next"],
+)
+async def test_recurrent_state_is_foreseen(thread, architecture):
+    subject = Subject(architecture)
+    described = vars(getattr(subject.model, "language_model", subject.model).args)
+    loaded = LoadedModel(architecture, subject.model, subject.config, None)
+    async with engine_with(make_share(Machine()), thread, "cpu", loaded, kv_cache_memory="8MB") as engine:
+        info = engine.info
+        slot_bytes = info.state_bytes / (info.max_num_seqs + info.num_checkpoints)
+    assert 0.9 * slot_bytes <= state_bytes(described) <= 1.3 * slot_bytes
+
+
+async def test_recurrent_state_leaves_others_what_they_hold(thread):
+    """The second of two models gets slots for as many requests as its share of what is free holds."""
+    subject = Subject("qwen3_5")
+    loaded = LoadedModel("qwen3_5", subject.model, subject.config, None)
+    slot_bytes = state_bytes(vars(subject.model.language_model.args))
+    budget = MemoryBudget(loaded.weight_bytes + 100 * slot_bytes, 0, Machine().read)
+    budget.take("other", MemoryNeed(60 * slot_bytes, 0, 0))
+    share = budget.take("qwen3_5", MemoryNeed(loaded.weight_bytes, 0, 10 * slot_bytes))
+    async with engine_with(share, thread, "cpu", loaded, num_kv_blocks=8) as engine:
+        assert (engine.info.max_num_seqs, engine.info.num_checkpoints) == (8, 8), "a fifth of 40 each"
+        assert engine.info.state_bytes <= share.kv_bytes <= 40 * slot_bytes
+        assert budget.held_bytes <= budget.limit_bytes
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -136,6 +136,7 @@ def test_what_cannot_be_paged_is_refused_by_name(model, words):
                 max_num_tokens=256,
                 max_num_seqs=4,
                 kv_limit_bytes=2**30,
+                state_limit_bytes=2**30,
             )
         )
 
@@ -355,6 +356,7 @@ def test_unloading_gives_the_memory_back(tmp_path):
             max_num_tokens=10**6,
             max_num_seqs=4,
             kv_limit_bytes=2**30,
+            state_limit_bytes=2**30,
         )
     )
     num_weight_bytes = sum(array.nbytes for _, array in nn.utils.tree_flatten(loaded.model.parameters()))
@@ -414,6 +416,7 @@ def test_a_vocabulary_that_is_not_the_logits_width_is_refused():
                 max_num_tokens=256,
                 max_num_seqs=4,
                 kv_limit_bytes=2**30,
+                state_limit_bytes=2**30,
             )
         )
 

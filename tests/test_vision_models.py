@@ -12,7 +12,9 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_server.config import Config, ModelConfig
 from mlx_server.engine.chat import ChatFormatter
+from mlx_server.engine.footprint import estimate_need
 from mlx_server.engine.tokenizer import Tokenizer
 from mlx_server.runtime.loader import load
 from mlx_server.runtime.random_models import build_random
@@ -116,3 +118,9 @@ def test_the_context_length_is_the_text_models(tmp_path: Path) -> None:
     del config["text_config"]["max_position_embeddings"]
     (folder / "config.json").write_text(json.dumps(config))
     assert load(str(folder)).max_model_len == 32768, "what mlx-lm's text model assumes"
+
+
+@pytest.mark.parametrize("model_type", VISION_WEIGHTS)
+def test_what_is_not_loaded_is_not_counted(folders: dict[str, Path], model_type: str) -> None:
+    folder = str(folders[model_type])
+    assert estimate_need(Config(model=ModelConfig(model=folder))).weights_bytes == load(folder).weight_bytes

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from mlx_server.config import BLOCK_SIZE, FULL_KV, Config, ModelConfig
 from mlx_server.engine.memory_budget import MemoryNeed
+from mlx_server.engine.state_footprint import state_bytes
 from mlx_server.runtime import random_models
 from mlx_server.runtime.adapters import adapter_tensors
 from mlx_server.runtime.loader import find_folder, is_gpu
@@ -17,6 +19,14 @@ from mlx_server.runtime.tensor_headers import TensorHeader, read_headers
 from mlx_server.setting_forms import parse_size
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+_FIRST_STATES = 8
+"""Requests whose recurrent state is foreseen; more get slots as far as there is room when the model is loaded."""
+
+_OTHER_TOWERS = re.compile(
+    r"(^|\.)(vision_\w+|visual|audio_tower|embed_(vision|audio)|multi_modal_projector|mm_projector)\."
+)
+"""Weights of models that can see or hear, of which mlx-lm loads the text part."""
+
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -30,15 +40,18 @@ def estimate_need(config: Config) -> MemoryNeed:
         kv_item_bytes = _item_bytes(config.model, 4)
     else:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        described = {**described, **described.get("text_config", {})}
+        described = {**described, **(described.get("text_config") or {})}
         paths = sorted(folder.glob("model*.safetensors"))
-        tensors = [tensor for path in paths for tensor in read_headers(path).values()]
+        headers = [header for path in paths for header in read_headers(path).items()]
+        tensors = [tensor for name, tensor in headers if _OTHER_TOWERS.search(name) is None]
         weights = sum(_tensor_bytes(tensor, config.model) for tensor in tensors)
         floats = [_ITEM_BYTES[tensor["dtype"]] for tensor in tensors if tensor["dtype"] in _ITEM_BYTES]
         kv_item_bytes = _item_bytes(config.model, min(floats, default=2))
     for adapter in config.model.adapters:
         weights += sum(_tensor_bytes(tensor, config.model) for tensor in adapter_tensors(adapter))
-    return MemoryNeed(weights, _activation_bytes(config, described), _kv_bytes(config, described, kv_item_bytes))
+    kv_bytes = _kv_bytes(config, described, kv_item_bytes)
+    kv_bytes += min(config.scheduler.max_num_seqs, _FIRST_STATES) * state_bytes(described)
+    return MemoryNeed(weights, _activation_bytes(config, described), kv_bytes)
 
 
 def _item_bytes(settings: ModelConfig, stored: int) -> int:

@@ -117,6 +117,11 @@ class MemoryShare:
         """What the KV pool could ever have: all that the weights and activations leave of the budget."""
         return max(0, self._budget.limit_bytes - self.need.weights_bytes - self.need.activation_bytes)
 
+    @property
+    def kv_room_bytes(self) -> int:
+        """What it could have now: what is booked for it, and what is free."""
+        return min(self.kv_limit_bytes, self.kv_bytes + self._budget.free_bytes)
+
     def read(self) -> MemoryReading:
         """The machine's memory now."""
         return self._budget.read()

@@ -133,6 +133,7 @@ async def _load_parts(
             pool=config.cache,
             max_num_tokens=config.scheduler.max_num_seqs * limit,
             kv_limit_bytes=share.kv_limit_bytes,
+            state_limit_bytes=share.kv_room_bytes,
             max_num_seqs=config.scheduler.max_num_seqs,
         ),
     )

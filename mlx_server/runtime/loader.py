@@ -192,15 +192,16 @@ def make_runner(
     max_num_tokens: int,
     max_num_seqs: int,
     kv_limit_bytes: int,
+    state_limit_bytes: int,
 ) -> Pieces[tuple[ModelRunner, RunnerInfo]]:
     """A runner with its pools, after its results were compared with plain mlx-lm's. MLX thread; yields
     where other models' steps may come in between.
 
     `max_num_tokens` is the most the pool could ever be asked to hold, `kv_limit_bytes` what it may take. It is
     allocated small, unless its number of blocks is given. `max_num_seqs` is the most requests that run at a time.
-    Raises `ModelLoadError` if the model
-    cannot be paged or computes something else in a ragged batch, `InsufficientMemoryError` or `ConfigError`
-    if the pool or the backend asked for is not to be had.
+    Recurrent state, which does not grow, takes shares of `state_limit_bytes`: what is free now. Raises
+    `ModelLoadError` if the model cannot be paged or computes something else in a ragged batch,
+    `InsufficientMemoryError` or `ConfigError` if the pool or the backend asked for is not to be had.
     """
     install_seam()
     layers = discover_layers(loaded.model)
@@ -218,8 +219,8 @@ def make_runner(
         runner.warm_up_sampler()
         yield 1.0
         mx.clear_cache()  # what the probe has used is free again
-        num_slots = state_slots(cache.slot_bytes, max_num_seqs, kv_limit_bytes)
-        num_checkpoints = checkpoint_slots(cache.slot_bytes, num_slots, kv_limit_bytes)
+        num_slots = state_slots(cache.slot_bytes, max_num_seqs, state_limit_bytes)
+        num_checkpoints = checkpoint_slots(cache.slot_bytes, num_slots, state_limit_bytes)
         state_bytes = (num_slots + num_checkpoints) * cache.slot_bytes
         block_bytes = max(1, cache.block_bytes)  # there are models that keep nothing in blocks
         useful_blocks = -(-max_num_tokens // BLOCK_SIZE)
