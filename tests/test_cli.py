@@ -122,7 +122,9 @@ def test_every_command_explains_itself(argv, capsys):
     with pytest.raises(SystemExit) as caught:
         main([*argv, "--help"])
     assert caught.value.code == 0
-    assert f"usage: mlx-serve {' '.join(argv)}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"usage: mlx-serve {' '.join(argv)}" in shown
+    assert shown.index("\n\n") < 500  # the usage does not push the explanation off the screen
 
 
 def test_serve_has_a_flag_for_every_setting_and_examples(capsys):
@@ -192,6 +194,15 @@ def test_config_check_shows_what_results(capsys, monkeypatch):
     assert "sesame" not in shown
 
 
+def test_config_check_takes_the_file_as_a_bare_word(capsys, tmp_path):
+    path = tmp_path / "my.toml"
+    path.write_text("[server]\nport = 9003\n")
+    assert main(["config", "check", str(path)]) == 0
+    assert "port = 9003\n" in capsys.readouterr().out
+    assert main(["config", "check", str(path), "--config", "other.toml"]) == 2
+    assert "and --config is other.toml" in capsys.readouterr().err
+
+
 def test_config_check_refuses_what_serve_would(capsys, tmp_path):
     (tmp_path / "bad.toml").write_text("[server]\nprot = 1\n")
     assert main(["config", "check", "--config", str(tmp_path / "bad.toml")]) == 2
@@ -215,6 +226,7 @@ def test_pull_prints_the_folder_alone(monkeypatch, capsys, tmp_path):
 def test_doctor_tells_what_is_there(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path))
     (config.home() / "models" / "mine").mkdir(parents=True)
+    (config.home() / "models" / "mine" / "config.json").touch()
     (config.home() / "models" / "mine" / "model.safetensors").write_bytes(bytes(10_000_000))
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out

@@ -29,6 +29,7 @@ ANTHROPIC_PREFIX = "/v1/messages"
 CLIENT_CLOSED_REQUEST = 499
 _MAX_LISTED_ERRORS = 10
 _MAX_MESSAGE_CHARS = 1000
+_MAX_SHOWN_CHARS = 40
 
 
 class ClientDisconnectedError(Exception):
@@ -119,14 +120,23 @@ def _param(error: errors.ServeError) -> str | None:
     return "model" if isinstance(error, errors.ModelNotFoundError) else None
 
 
+_BODY_WORDS = {
+    "missing": "The body is empty; send a JSON object.",
+    "model_attributes_type": "The body must be a JSON object.",
+}
+
+
 def validation_info(problems: Sequence[Any]) -> ErrorInfo:
     """The 400 for a body or query that its schema refuses; `param` is the dotted path of the first problem."""
     lines = []
     for problem in problems[:_MAX_LISTED_ERRORS]:
+        if tuple(problem["loc"]) == ("body",):
+            lines.append(_BODY_WORDS.get(problem["type"], str(problem["msg"])))
+            continue
         where = dotted(problem["loc"])
         detail = problem.get("ctx", {}).get("error")
         what = f"{problem['msg']}: {detail}" if problem["type"] == "json_invalid" else str(problem["msg"])
-        lines.append(f"{where}: {what}" if where else what)
+        lines.append((f"{where}: {what}" if where else what) + _got(problem))
     first = dotted(problems[0]["loc"]) if problems else ""
     message = "; ".join(lines)[:_MAX_MESSAGE_CHARS]
     return ErrorInfo(400, "BadRequestError", message, first or None, {"x-should-retry": "false"})
@@ -146,6 +156,14 @@ def _content_type_info(request: Request, error: RequestValidationError) -> Error
         None,
         {"x-should-retry": "false"},
     )
+
+
+def _got(problem: Mapping[str, Any]) -> str:
+    """`, got 0` where the wrong value is short and plain."""
+    value = problem.get("input")
+    is_plain = isinstance(value, bool | int | float | str) and problem["type"] not in ("missing", "json_invalid")
+    shown = json.dumps(value) if is_plain else ""
+    return f", got {shown}" if 0 < len(shown) <= _MAX_SHOWN_CHARS else ""
 
 
 def dotted(location: Sequence[str | int]) -> str:
@@ -225,7 +243,9 @@ def _remedy(request: Request) -> str:
 
 def _http_info(error: HTTPException, request: Request) -> ErrorInfo:
     message = str(error.detail)
-    if error.status_code in (404, 405):
+    if error.status_code == 405 and error.headers and "Allow" in error.headers:
+        message = f"{message}: {request.url.path} takes {error.headers['Allow']}, not {request.method}."
+    elif error.status_code in (404, 405):
         message = f"{message}: {request.method} {request.url.path} is not served here{_remedy(request)}"
     kind = _HTTP_TYPES.get(error.status_code, "HTTPError")
     headers = {"x-should-retry": "false", **(error.headers or {})}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -80,9 +81,13 @@ def bind(server: ServerConfig) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
+        remedy = (
+            "Stop what listens there, or choose another port with --port (0 takes a free one)"
+            if error.errno == errno.EADDRINUSE
+            else "Give an address of this machine with --host, like 127.0.0.1, and a port that you may use with --port"
+        )
         raise ConfigError(
-            f"Cannot listen on {server.host}:{server.port}: {error.strerror or error}. Stop what listens there, or "
-            f"choose another port with --port (0 takes a free one)."
+            f"Cannot listen on {server.host}:{server.port}: {error.strerror or error}. {remedy}."
         ) from error
     return listener
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, NoReturn
 
+_MAX_USAGE_CHARS = 400
+
 
 class UsageError(Exception):
     """The command line is wrong; the message says how."""
@@ -70,12 +72,26 @@ def _run_command(prog: str, command: Command, argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
+    parser.usage = _usage(parser)
     args, extra = parser.parse_known_args(argv)
     if extra:
         known = re.findall(r"--[\w-]+", parser.format_help())
         wrong = extra[0].partition("=")[0]
         raise UsageError(f"unknown argument {wrong}{_nearest(wrong, known)} (see `{prog} --help`)")
     return int(module.run(args))
+
+
+def _usage(parser: argparse.ArgumentParser) -> str | None:
+    """A line instead of the screen that many options would fill; None where they fit."""
+    if len(parser.format_usage()) < _MAX_USAGE_CHARS:
+        return None
+    positionals = [action for action in parser._actions if not action.option_strings]
+    return " ".join([parser.prog, *(_positional(action) for action in positionals), "[options]"])
+
+
+def _positional(action: argparse.Action) -> str:
+    name = str(action.metavar or action.dest)
+    return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} [{name} ...]"}.get(str(action.nargs), name)
 
 
 def _group_parser(prog: str, group: Group) -> argparse.ArgumentParser:

@@ -10,15 +10,14 @@ import shlex
 import socket
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 
-import huggingface_hub
 import psutil
-from huggingface_hub.errors import CacheNotFound
 
 from mlx_server.cli.settings_flags import add_config_flag, config_from
-from mlx_server.config import Config, MemoryConfig, ServerConfig, home
+from mlx_server.cli.table import size
+from mlx_server.config import Config, MemoryConfig, ServerConfig
 from mlx_server.engine.memory_budget import MemoryBudget
+from mlx_server.engine.model_store import stored_models
 from mlx_server.runtime.backends import available_backends
 from mlx_server.runtime.kernels.native_build import NativeBuildError, find_compiler
 from mlx_server.runtime.machine import inspect_machine
@@ -94,17 +93,6 @@ def _port(server: ServerConfig) -> str:
 
 
 def _models() -> list[str]:
-    lines = [
-        f"{folder.name}: {_num_bytes(folder) / 1e9:.2f} GB in {folder.parent}"
-        for folder in (home() / "models").glob("*")
+    return [f"{model.name}: {size(model.num_bytes)} in {model.folder.parent}" for model in stored_models()] or [
+        "none yet; `mlx-serve pull` fetches the bundled one"
     ]
-    try:
-        cache = huggingface_hub.scan_cache_dir()
-    except CacheNotFound:
-        return lines or ["none yet; `mlx-serve pull` fetches the bundled one"]
-    repos = [repo for repo in cache.repos if repo.repo_type == "model"]
-    return lines + [f"{repo.repo_id}: {repo.size_on_disk / 1e9:.2f} GB in the hub's cache" for repo in repos]
-
-
-def _num_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -153,6 +153,22 @@ async def test_a_body_of_another_type(world: World):
     assert response.json()["error"]["code"] == 400
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "The body is empty; send a JSON object."), (b'"Hi"', "The body must be a JSON object.")],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_a_body_that_is_no_object_says_so(world: World, path: str, content: bytes, message: str):
+    response = await world.http.post(path, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == message
+
+
+async def test_a_wrong_value_is_shown_unless_it_is_long(world: World):
+    for value, shown in ((0, "than or equal to 1, got 0"), ("two", 'integer, got "two"'), ("x" * 100, "valid integer")):
+        assert (await world.chat(n=value)).json()["error"]["message"].endswith(shown)
+
+
 async def test_an_unknown_model(world: World):
     response = await world.chat(model="gpt-9")
     assert response.status_code == 404
@@ -205,6 +221,7 @@ async def test_unknown_paths_and_methods(world: World):
     assert wrong.status_code == 405
     assert wrong.json()["error"]["code"] == 405
     assert wrong.headers["allow"] == "POST"
+    assert "/v1/chat/completions takes POST, not GET" in wrong.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -353,7 +353,10 @@ async function send(text) {
       $("log").scrollTop = $("log").scrollHeight;
     }
   } catch (error) {
-    if (error.name !== "AbortError") addTurn("error", error.message);
+    if (error.name !== "AbortError") {
+      addTurn("error", error.message);
+      if (!answer && !$("message").value) $("message").value = text; // to try again
+    }
   }
   if (answer) turns.push({ role: "assistant", content: answer });
   else { turns.pop(); if (!reasoning) turn.remove(); }
