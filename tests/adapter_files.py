@@ -43,7 +43,20 @@ def write_adapter(
     seed: int = 0,
 ) -> Path:
     """An adapter of random weights for the last layers of a saved model; of all linear ones in them, or of `keys`."""
-    model, _ = load_model(model_folder)
+    return save_adapter(plain_model(model_folder), path, kind, rank, scale, num_layers, keys, seed)
+
+
+def save_adapter(
+    model: nn.Module,
+    path: Path,
+    kind: str = "lora",
+    rank: int = 4,
+    scale: float = 4.0,
+    num_layers: int = 100,
+    keys: list[str] | None = None,
+    seed: int = 0,
+) -> Path:
+    """The same for a model in memory, which has the adapter then."""
     parameters = {"rank": rank, "scale": scale, "dropout": 0.1, **({} if keys is None else {"keys": keys})}
     num_layers = min(num_layers, len(model.layers))
     model.freeze()

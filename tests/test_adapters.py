@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_server import LLM
 from mlx_server.adapter_entries import Adapter
@@ -22,7 +24,7 @@ from mlx_server.runtime.batch_state import BlockTables
 from mlx_server.runtime.cache_views import UnpageableError
 from mlx_server.runtime.loader import load
 from mlx_server.runtime.row_groups import row_groups
-from tests.adapter_files import plain_model, write_adapter, write_model
+from tests.adapter_files import plain_model, save_adapter, write_adapter, write_model
 from tests.conformance import CROWDED, NUM_LOGPROBS, Answers, worst_error
 from tests.engine_worlds import greedy, random_prompts
 from tests.tiny_models import Reference, reference_generate
@@ -230,7 +232,7 @@ def test_an_adapter_that_cannot_differ_by_request_is_the_models_own(kind: str, t
     ("kind", "what"),
     [
         ("dora", r"The adapter odd makes model\.layers\.\d+\.\S+ a DoRALinear, which cannot differ by request"),
-        ("full", "The adapter odd replaces weights of the model, for all requests"),
+        ("full", "The adapter odd replaces weights of the model, which cannot differ by request"),
     ],
 )
 def test_beside_others_it_is_refused_with_the_remedy(kind: str, what: str, tmp_path: Path) -> None:
@@ -238,6 +240,28 @@ def test_beside_others_it_is_refused_with_the_remedy(kind: str, what: str, tmp_p
     odd, other = write_adapter(folder, tmp_path / "odd", kind), write_adapter(folder, tmp_path / "other")
     with pytest.raises(ModelLoadError, match=rf"{what}; serve the model with this adapter alone: --adapter {odd} and"):
         LLM(str(folder), adapters=[str(other), str(odd)])
+
+
+class _Router(nn.Module):
+    """Experts without the layer around them that mlx-lm's models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = SwitchLinear(8, 8, num_experts=2)
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [_Router()]
+
+
+def test_a_layer_of_another_kind_is_named_with_the_remedy(tmp_path: Path) -> None:
+    path = save_adapter(_Model(), tmp_path / "odd")
+    with pytest.raises(
+        ModelLoadError, match=r"The adapter odd makes layers\.0\.up_proj a LoRASwitchLinear, .* `mlx_lm\.fuse`"
+    ):
+        install_adapters(_Model(), (Adapter("odd", str(path)),))
 
 
 def test_what_is_no_adapter_of_the_model_is_refused(tmp_path: Path) -> None:

@@ -93,20 +93,27 @@ def _kind(adapter: Adapter) -> str:
 
 def _take_layers(model: Any, adapter: Adapter) -> dict[str, nn.Module]:
     """The layers that mlx-lm makes of an adapter, by their paths; the model is left as it was."""
-    remedy = f"serve the model with this adapter alone: --adapter {adapter.folder} and no other."
     if must_be_merged(adapter) and _kind(adapter) == "full":
-        raise ModelLoadError(f"The adapter {adapter.name} replaces weights of the model, for all requests; {remedy}")
+        raise _refusal(adapter, "replaces weights of the model")
     before = dict(model.named_modules())
     apply_adapter(model, adapter)
     changed = {path: layer for path, layer in model.named_modules() if before.get(path, layer) is not layer}
     _replace(model, {path: before[path] for path in changed})
     for path, layer in changed.items():
-        if not isinstance(layer, LoRALinear | LoRAEmbedding | LoRASwitchLinear):
-            raise ModelLoadError(
-                f"The adapter {adapter.name} makes {path} a {type(layer).__name__}, which cannot differ by request; "
-                f"{remedy}"
-            )
+        owner = before.get(path.rpartition(".")[0])
+        is_known = isinstance(layer, LoRALinear | LoRAEmbedding) or (
+            isinstance(layer, LoRASwitchLinear) and isinstance(owner, SwitchGLU | SwitchMLP)
+        )
+        if not is_known:
+            raise _refusal(adapter, f"makes {path} a {type(layer).__name__}")
     return changed
+
+
+def _refusal(adapter: Adapter, what: str) -> ModelLoadError:
+    remedy = "put it into the model with `mlx_lm.fuse`, and serve the result"
+    if must_be_merged(adapter):
+        remedy = f"serve the model with this adapter alone: --adapter {adapter.folder} and no other"
+    return ModelLoadError(f"The adapter {adapter.name} {what}, which cannot differ by request; {remedy}.")
 
 
 def _low_rank(adapter: int, layer: Any) -> LowRank:
