@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -19,10 +20,11 @@ from structured_schemas import SCHEMAS, UNSUPPORTED_SCHEMAS
 from text_worlds import byte_level_backend, make_tokenizer, metaspace_backend, wrap
 from transformers import ByT5Tokenizer
 
+from mlx_server.engine.grammar_threads import GrammarThreads
 from mlx_server.engine.structured import GrammarCompiler, GrammarConstraint
 from mlx_server.engine.structured_spec import StructuredKind, StructuredSpec, parse_structured
 from mlx_server.engine.tokenizer import Tokenizer
-from mlx_server.errors import InvalidRequestError, UnsupportedError
+from mlx_server.errors import InvalidRequestError, OverloadedError, UnsupportedError
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +142,17 @@ def test_choice() -> None:
         assert is_whole(start(choice=choices), choice)
     assert not is_whole(start(choice=choices), "ye")
     assert WORLD.token_to_id("<tool_call>") in MODEL.allowed_ids(start(choice=choices))
+
+
+def test_one_of_thousands_of_choices() -> None:
+    choices = [f"word {n}" for n in range(9000)]
+    for choice in ("word 0", "word 8999", "word 80"):
+        assert is_whole(start(choice=choices), choice)
+    constraint = start(choice=choices)
+    assert accepts(constraint, "word 899")
+    texts = {WORLD.token_text(token_id) for token_id in MODEL.allowed_ids(constraint) - {EOS_ID}}
+    assert texts == set("0123456789")
+    assert EOS_ID in MODEL.allowed_ids(constraint)
 
 
 def test_the_longest_added_token_is_meant() -> None:
@@ -341,6 +354,65 @@ def test_equal_constraints_are_compiled_once() -> None:
     assert again is not None
     assert compiler.compile(again) is first
     assert compiler.compile(spec_of(regex="b+")) is not first
+
+
+@pytest.mark.parametrize(
+    ("request_", "where", "most"),
+    [
+        ({"regex": "a" * 8193}, "structured_outputs.regex", 8192),
+        ({"grammar": "start: A\nA: " + '"a"? ' * 7000}, "structured_outputs.grammar", 32768),
+        ({"json": {"pattern": "a" * 5000, "items": {"pattern": "b" * 5000}}}, "structured_outputs.json", 8192),
+        ({"json": {"patternProperties": {"a" * 9000: {}}}}, "structured_outputs.json", 8192),
+        ({"json": {"x-guidance": {"whitespace_pattern": "a" * 9000}}}, "structured_outputs.json", 8192),
+        ({"structural_tag": {"format": {"type": "regex", "pattern": "a" * 9000}}}, "structural_tag", 8192),
+        ({"json": {}, "whitespace_pattern": "a" * 9000}, "structured_outputs.whitespace_pattern", 8192),
+        ({"json": {"enum": ["a" * 10] * 12_000}}, "structured_outputs.json", 131072),
+        ({"choice": ["a" * 10] * 12_000}, "structured_outputs.choice", 131072),
+    ],
+)
+def test_what_is_too_long_is_refused_with_the_limit(request_: dict[str, Any], where: str, most: int) -> None:
+    """Compiling it could take minutes, gigabytes, or the process."""
+    with pytest.raises(InvalidRequestError, match=f"the most is {most}") as caught:
+        COMPILER.compile(spec_of(**request_))
+    assert where in caught.value.message
+
+
+async def test_the_deepest_schemas_are_compiled_on_a_stack_that_holds_them() -> None:
+    """On a usual one, this ends the process."""
+    nodes = {f"d{n}": {"items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(2500)}
+    schema = {"$defs": {**nodes, "d2500": {"type": "integer"}}, "$ref": "#/$defs/d0", "type": "array"}
+    spec = spec_of(json=schema)
+    grammar = await COMPILER.beside(lambda: COMPILER.compile(spec), spec.param)
+    assert is_whole(grammar.start(), "[[[]]]")
+
+
+async def test_what_takes_too_long_to_compile_is_refused_and_keeps_its_thread_until_it_is_done() -> None:
+    threads, gate = GrammarThreads(num_threads=1, timeout_s=0.05), threading.Event()
+    with pytest.raises(InvalidRequestError, match=r"regex takes longer than 0\.05 s to compile") as caught:
+        await threads.run(gate.wait, "regex")
+    assert caught.value.param == "regex"
+    with pytest.raises(OverloadedError, match="try again"):
+        await threads.run(gate.wait, "regex")
+    gate.set()
+    assert await threads.run(lambda: 5, "regex") == 5
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(lambda: 1 // 0, "regex")
+    gate.clear()
+    waiting = asyncio.create_task(threads.run(gate.wait, "regex"))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    gate.set()
+    assert await threads.run(lambda: 6, "regex") == 6
+
+
+def test_long_grammars_are_forgotten_sooner() -> None:
+    compiler = GrammarCompiler(WORLD)
+    specs = [StructuredSpec(StructuredKind.CHOICE, json.dumps([f"{n} {'a' * 60_000}"])) for n in range(5)]
+    kept = [compiler.compile(spec) for spec in specs]
+    assert compiler.compile(specs[1]) is kept[1]
+    assert compiler.compile(specs[0]) is not kept[0]
 
 
 def test_the_least_recently_used_grammar_is_forgotten() -> None:

@@ -73,6 +73,13 @@ class ChatCall:
     max_reasoning_tokens: int | None = None
     splits_reasoning: bool = True
 
+    @property
+    def grammar_param(self) -> str | None:
+        """The field that asks for a grammar; None if none does."""
+        if self.structured is not None:
+            return self.structured.param
+        return "tools" if self.tool_use.mode == "required" else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPlan:
@@ -96,11 +103,14 @@ class ChatPlanner:
         model = _Model(engine.tokenizer, engine.grammars, await self._dialect(engine.tokenizer))
         chat, max_model_len = engine.chat, engine.max_model_len
 
-        def work() -> ChatPlan:
-            prompt = chat.format(call.messages, call.tool_use.shown, call.options)
-            return _plan(model, call, prompt, max_model_len)
+        def write() -> ChatPrompt:
+            return chat.format(call.messages, call.tool_use.shown, call.options)
 
-        return await asyncio.to_thread(work)
+        param = call.grammar_param
+        if param is None:
+            return await asyncio.to_thread(lambda: _plan(model, call, write(), max_model_len))
+        prompt = await asyncio.to_thread(write)
+        return await model.grammars.beside(lambda: _plan(model, call, prompt, max_model_len), param)
 
     async def render(self, engine: AsyncEngine, call: ChatCall) -> Prompt:
         """The prompt alone."""

@@ -58,6 +58,18 @@ class LarkWriter:
             end = match.end()
         return " ".join(pieces + _quoted(text[end:])) or '""'
 
+    def one_of(self, texts: Iterable[str]) -> str:
+        """Exactly one of `texts`, of which there may be thousands: those without added tokens are one terminal, since
+        llguidance follows only 2000 alternatives of a rule."""
+        plain: list[str] = []
+        others: list[str] = []
+        for text in texts:
+            (others if not text or self._added.search(text) else plain).append(text)
+        expressions = [self.literal(text) for text in others]
+        if plain:
+            expressions.append(self.rule("TEXT", " | ".join(map(json.dumps, plain))))
+        return alternatives(expressions)
+
     def begins_with_added_token(self, text: str) -> bool:
         return self._added.match(text) is not None
 

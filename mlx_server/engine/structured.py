@@ -5,24 +5,30 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import llguidance
 
+from mlx_server.engine.grammar_bounds import MAX_SOURCE_CHARS, check_length
+from mlx_server.engine.grammar_threads import GrammarThreads
 from mlx_server.engine.json_bounds import keep_bounds
-from mlx_server.engine.lark import LarkWriter, alternatives, json_options
+from mlx_server.engine.lark import LarkWriter, json_options
 from mlx_server.engine.structural_tag import structural_tag_grammar
 from mlx_server.engine.structured_spec import StructuredKind, StructuredSpec
 from mlx_server.engine.tokenizer import Tokenizer
 from mlx_server.errors import InvalidRequestError, UnsupportedError
 
+T = TypeVar("T")
+
 _MAX_CACHED = 128
+_MAX_CACHED_CHARS = 256 * 1024
+"""Of the sources of all that is remembered: long ones may take a hundred megabytes."""
 
 
 class GrammarCompiler:
-    """Compiles constraints for one model's vocabulary, and remembers the latest. Every method may be called from
-    any thread; the first compilation takes about a second for the vocabulary's trie.
+    """Compiles constraints for one model's vocabulary, and remembers the latest. Every method but `beside` may be
+    called from any thread; the first compilation takes about a second for the vocabulary's trie.
 
     `vocab_size` is the width of the model's logits, if it is not the tokenizer's.
     """
@@ -34,10 +40,18 @@ class GrammarCompiler:
         self._vocabulary_lock = threading.Lock()
         self._cache: OrderedDict[StructuredSpec, CompiledGrammar] = OrderedDict()
         self._cache_lock = threading.Lock()
+        self._threads = GrammarThreads()
+
+    async def beside(self, work: Callable[[], T], param: str) -> T:
+        """Does `work` that compiles what a client has sent in its field `param`, on a thread that can bear it. On the
+        event loop's thread; raises what the work raises, and as `GrammarThreads.run` does."""
+        return await self._threads.run(work, param)
 
     def compile(self, spec: StructuredSpec) -> CompiledGrammar:
-        """Raises `InvalidRequestError` with the reason when there is no such grammar, or it is too complex;
-        `UnsupportedError` when the model's tokenizer cannot be constrained."""
+        """Raises `InvalidRequestError` with the reason when there is no such grammar, or it is too long or complex;
+        `UnsupportedError` when the model's tokenizer cannot be constrained. What is not known to be harmless is to be
+        compiled in `beside`."""
+        check_length(spec.source, MAX_SOURCE_CHARS, spec.param)
         with self._cache_lock:
             known = self._cache.get(spec)
             if known is not None:
@@ -46,9 +60,14 @@ class GrammarCompiler:
         grammar = self._compile(spec)
         with self._cache_lock:
             self._cache[spec] = grammar
-            if len(self._cache) > _MAX_CACHED:
-                self._cache.popitem(last=False)
+            self._forget_oldest()
         return grammar
+
+    def _forget_oldest(self) -> None:
+        num_chars = sum(len(spec.source) for spec in self._cache)
+        while len(self._cache) > _MAX_CACHED or num_chars > _MAX_CACHED_CHARS:
+            spec, _ = self._cache.popitem(last=False)
+            num_chars -= len(spec.source)
 
     def warm_up(self) -> None:
         """Builds what all grammars share, so that the first request does not wait for it."""
@@ -180,8 +199,7 @@ def _guidance_grammar(spec: StructuredSpec, tokenizer: Tokenizer) -> str:
             return str(llguidance.LLMatcher.grammar_from_regex(spec.source))
         case StructuredKind.CHOICE:
             writer = LarkWriter(tokenizer.added_tokens)
-            choices = alternatives(writer.literal(choice) for choice in json.loads(spec.source))
-            return str(llguidance.LLMatcher.grammar_from_lark(writer.text(choices)))
+            return str(llguidance.LLMatcher.grammar_from_lark(writer.text(writer.one_of(json.loads(spec.source)))))
         case StructuredKind.STRUCTURAL_TAG:
             lark = structural_tag_grammar(json.loads(spec.source), tokenizer, json_options(spec.whitespace_pattern))
             return str(llguidance.LLMatcher.grammar_from_lark(lark))

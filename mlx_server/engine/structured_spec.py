@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mlx_server.engine.grammar_bounds import MAX_GRAMMAR_CHARS, MAX_REGEX_CHARS, check_length, check_patterns
 from mlx_server.errors import InvalidRequestError
 
 
@@ -81,7 +82,7 @@ def _constraints_in(body: Mapping[str, Any]) -> Iterator[StructuredSpec]:
     outputs = body.get("structured_outputs")
     if outputs is not None:
         yield from _from_structured_outputs(outputs)
-    whitespace = body.get("guided_whitespace_pattern")
+    whitespace = _whitespace(body.get("guided_whitespace_pattern"), "guided_whitespace_pattern")
     for name, read in _TOP_LEVEL.items():
         if body.get(name) is not None:
             yield replace(read(body[name], name), whitespace_pattern=whitespace)
@@ -120,7 +121,8 @@ def _from_structured_outputs(value: Any) -> Iterator[StructuredSpec]:
     for name, option in options.items():
         if not isinstance(option, _OPTION_TYPES[name]):
             raise InvalidRequestError(f"{where}.{name} must be a {_OPTION_TYPES[name].__name__}.", f"{where}.{name}")
-    whitespace = "" if options.get("disable_any_whitespace") else options.get("whitespace_pattern")
+    pattern = "" if options.get("disable_any_whitespace") else options.get("whitespace_pattern")
+    whitespace = _whitespace(pattern, f"{where}.whitespace_pattern")
     for name, read in _IN_STRUCTURED_OUTPUTS.items():
         content = value.get(name)
         if content is None or (name == "json_object" and content is False):
@@ -136,6 +138,7 @@ def _schema(value: Any, where: str) -> StructuredSpec:
         schema = {}
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"{where} must be a JSON schema that something fits: an object or true.", where)
+    check_patterns(schema, where)
     return StructuredSpec(StructuredKind.JSON_SCHEMA, _json_text(schema, where), param=where)
 
 
@@ -146,11 +149,11 @@ def _any_object(value: Any, where: str) -> StructuredSpec:
 
 
 def _regex(value: Any, where: str) -> StructuredSpec:
-    return StructuredSpec(StructuredKind.REGEX, _text(value, where), param=where)
+    return StructuredSpec(StructuredKind.REGEX, _text(value, where, MAX_REGEX_CHARS), param=where)
 
 
 def _grammar(value: Any, where: str) -> StructuredSpec:
-    text = _text(value, where)
+    text = _text(value, where, MAX_GRAMMAR_CHARS)
     kind = StructuredKind.GBNF if "::=" in text else StructuredKind.LARK
     return StructuredSpec(kind, text, param=where)
 
@@ -165,6 +168,7 @@ def _tag(value: Any, where: str) -> StructuredSpec:
     tag = _json_value(value, where)
     if not isinstance(tag, Mapping):
         raise InvalidRequestError(f"{where} must be a structural tag: an object.", where)
+    check_patterns(tag, where)
     return StructuredSpec(StructuredKind.STRUCTURAL_TAG, _json_text(tag, where), param=where)
 
 
@@ -188,10 +192,16 @@ _TOP_LEVEL: dict[str, _Reader] = {
 }
 
 
-def _text(value: Any, where: str) -> str:
+def _text(value: Any, where: str, most: int) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidRequestError(f"{where} must be a non-empty string.", where)
+    check_length(value, most, where)
     return value
+
+
+def _whitespace(pattern: str | None, where: str) -> str | None:
+    check_length(pattern or "", MAX_REGEX_CHARS, where)
+    return pattern
 
 
 def _json_value(value: Any, where: str) -> Any:

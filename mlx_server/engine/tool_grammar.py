@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from mlx_server.engine.grammar_bounds import check_patterns
 from mlx_server.engine.lark import LarkWriter, alternatives, json_expression, json_options
 from mlx_server.engine.structured_spec import StructuredKind, StructuredSpec
 from mlx_server.engine.tokenizer import Tokenizer
@@ -185,6 +186,7 @@ class _CallGrammar:
             raise self._unwritable(f"{where}.name is {name!r}, which", f"{where}.name")
         schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
         schema = checked_schema(schema, f"{where}.parameters")
+        check_patterns(schema, f"{where}.parameters")
         start, end = ("", "") if self._format.region is not None else (self._start, self._end)
         before = self._writer.literal(start + self._format.before.format(name=name, json_name=json.dumps(name)))
         if self._format.number is not None:

@@ -387,3 +387,15 @@ async def test_long_prompts_are_cut_on_request(world: World):
     assert (left, right) == (whole[-5:], whole[:5])
     long = await world.chat(messages=user("x" * 1000), truncate_prompt_tokens=-1, max_tokens=1)
     assert long.json()["usage"]["prompt_tokens"] == world.engine.max_model_len - 1
+
+
+async def test_schemas_may_be_as_deep_as_they_are_long(world: World):
+    """Compiled on a thread with a usual stack, any of these would end the server."""
+    nodes = {f"d{n}": {"items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(2500)}
+    schema = {"$defs": {**nodes, "d2500": {"type": "integer"}}, "$ref": "#/$defs/d0", "type": "array"}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    assert (await world.chat(response_format=wanted)).status_code == 200
+    assert (await world.complete(response_format=wanted)).status_code == 200
+    tool = {"type": "function", "function": {"name": "f", "parameters": {**schema, "type": "object"}}}
+    world.engine.max_model_len = 1_000_000  # the model is shown the tool
+    assert (await world.chat(tools=[tool], tool_choice="required")).status_code == 200

@@ -62,14 +62,12 @@ class TextPlan:
 async def plan_text(engine: AsyncEngine, body: CompletionRequest) -> TextPlan:
     """Tokenizes and compiles in a worker thread. Raises `InvalidRequestError`."""
     spec = body.structured()
-    grammars = None if spec is None else engine.grammars
-
-    def work() -> TextPlan:
-        grammar = None if spec is None or grammars is None else grammars.compile(spec)
-        prompts = tuple(_prompt(engine, body, prompt) for prompt in body.prompt)
-        return TextPlan(prompts, None if grammar is None else grammar.start)
-
-    return await asyncio.to_thread(work)
+    prompts = await asyncio.to_thread(lambda: tuple(_prompt(engine, body, prompt) for prompt in body.prompt))
+    if spec is None:
+        return TextPlan(prompts, None)
+    grammars = engine.grammars
+    grammar = await grammars.beside(lambda: grammars.compile(spec), spec.param)
+    return TextPlan(prompts, grammar.start)
 
 
 def _prompt(engine: AsyncEngine, body: CompletionRequest, prompt: str | Sequence[int]) -> Prompt:
