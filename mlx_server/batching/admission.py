@@ -123,24 +123,33 @@ class AdmissionControl:
             self._reserved[request.request_id] = num_blocks
 
     def preemptions_for_better_tier(self, now: float) -> list[Request]:
-        """Promotes who has aged, and keeps room for them. If the first waiting request of the best tier finds none
-        then: the fewest running requests, of worse tiers, whose preemption makes it; none if all would not."""
+        """If the first waiting request of the best tier finds no room beside one that is to be promoted: the fewest
+        running requests, of worse tiers, whose preemption makes it; none if all of them would not."""
         request = self._table.waiting.first_by_tier()
         running = self._table.running
         if request is None or not running or running[-1].priority <= request.priority or self._is_holding():
             return []
-        self._promote_running(request)
+        if self._fewest_preempted(request, now):
+            self._promote_aged(request)
         self._keep_room_for_promoted(now)
-        worse = self._worse_tiers(request)
+        return self._fewest_preempted(request, now)
+
+    def _is_holding(self) -> bool:
+        """Someone must run, or the memory that is waited for would never come back."""
+        return self.is_held and bool(self._table.running)
+
+    def _fewest_preempted(self, request: Request, now: float) -> list[Request]:
         prefix = self._find_prefix(request)
+        worse = self._worse_tiers(request)
         num_freed = self._table.blocks.num_freed_in_turn((other.request_id for other in worse), prefix)
         for count, num_blocks in enumerate(num_freed):
             if self._has_room(request, prefix, count, num_blocks):
                 return [] if self._waits_for_prefix(request, prefix, now) else worse[:count]
         return []
 
-    def _promote_running(self, request: Request) -> None:
-        """Who has aged past `request` and past all who wait while it ran keeps its seat, as far as the share goes."""
+    def _promote_aged(self, request: Request) -> None:
+        """Running requests that `request` may preempt, but that have aged past it and past all others who wait, keep
+        their seats, as far as the share goes."""
         key = self._table.waiting.key
         least = min(map(key, (request, self._table.waiting.peek() or request)))
         aged = sorted((other for other in self._worse_tiers(request) if key(other) <= least), key=key)
