@@ -1,8 +1,11 @@
-"""Types of command line arguments: numbers within bounds, and addresses."""
+"""Command line arguments that several benchmarks have, and types of arguments: numbers within bounds, and addresses."""
 
 from __future__ import annotations
 
 import argparse
+import os
+
+_KEY_VARIABLE = "BENCH_API_KEY"
 
 
 def above_0(text: str) -> float:
@@ -33,3 +36,22 @@ def server_url(text: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"{text} is no address; write one like http://127.0.0.1:8000")
     return url
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which server is measured, and with which of its models."""
+    add = parser.add_argument
+    add("--base-url", type=server_url, default="http://127.0.0.1:8000", help="the server, with /v1 or without")
+    add("--model", help="model to ask for; default: the first that the server lists")
+
+
+def add_key_argument(parser: argparse.ArgumentParser) -> None:
+    """As whom; `api_key` reads it."""
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"sent as a bearer token; default: {_KEY_VARIABLE} of the environment"
+    )
+
+
+def api_key(args: argparse.Namespace) -> str | None:
+    """The key to send; None for no key."""
+    return args.api_key or os.environ.get(_KEY_VARIABLE)

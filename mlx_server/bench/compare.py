@@ -33,13 +33,12 @@ from typing import Any, NoReturn
 
 import httpx
 
-from mlx_server.bench.arguments import above_0, from_1
+from mlx_server.bench.arguments import above_0, add_key_argument, from_1
 from mlx_server.bench.compare_servers import READY_PATHS, Server
 from mlx_server.bench.compare_verdict import Figure, Turns, Verdict, figures_of, judge
 from mlx_server.bench.serve import check_writable, without_arrays
 from mlx_server.bench.serve_client import list_models
 from mlx_server.bench.serve_options import (
-    KEY_VARIABLE,
     WORKLOADS,
     add_request_arguments,
     add_workload_arguments,
@@ -64,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"where the server answers 200 once it is ready; default: {' or '.join(READY_PATHS)}",
     )
     add("--model", help="{model} of the commands, and the model to ask for; default: the first that a server lists")
-    add("--api-key", metavar="KEY", help=f"sent as a bearer token; default: {KEY_VARIABLE} of the environment")
+    add_key_argument(parser)
     add("--workload", nargs="+", choices=WORKLOADS, default=["uniform"], help="a table each")
     add("--rounds", type=from_1, default=5, metavar="N", help="turns of each server")
     add("--start-timeout", type=above_0, default=600.0, metavar="S", help="longest wait for a server")

@@ -24,11 +24,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from mlx_server.bench.arguments import above_0, from_1, server_url
+from mlx_server.bench.arguments import above_0, add_key_argument, add_server_arguments, from_1
 from mlx_server.bench.serve_html import render_report
 from mlx_server.bench.serve_options import (
     INTRUDER,
-    KEY_VARIABLE,
     WORKLOADS,
     add_request_arguments,
     add_workload_arguments,
@@ -47,9 +46,8 @@ _ARRAYS = frozenset(describe_requests([]))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `mlx-serve bench serve`."""
     add = parser.add_argument
-    add("--base-url", type=server_url, default="http://127.0.0.1:8000", help="the server, with /v1 or without")
-    add("--model", help="model to ask for; default: the first that the server lists")
-    add("--api-key", metavar="KEY", help=f"sent as a bearer token; default: {KEY_VARIABLE} of the environment")
+    add_server_arguments(parser)
+    add_key_argument(parser)
     add(
         "--tier",
         type=tier,

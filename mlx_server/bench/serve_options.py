@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlx_server.bench.arguments import above_0, from_0, from_1
+from mlx_server.bench.arguments import above_0, api_key, from_0, from_1
 from mlx_server.bench.serve_arrivals import Arrivals
 from mlx_server.bench.serve_client import CHAT, COMPLETIONS, Tier
 from mlx_server.bench.serve_datasets import read_dataset
@@ -21,7 +20,6 @@ from mlx_server.errors import ConfigError
 
 INTRUDER = "long-prompt-intruder"
 WORKLOADS = (*SHAPES, INTRUDER)
-KEY_VARIABLE = "BENCH_API_KEY"
 _OUTPUT_LEN = 64
 _STREAM_LEN = 512
 
@@ -91,7 +89,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 
 def target(args: argparse.Namespace, base_url: str, model: str | None) -> Target:
     """The server at `base_url`; its key is the flag's or the environment's."""
-    key = args.api_key or os.environ.get(KEY_VARIABLE)
+    key = api_key(args)
     return Target(base_url=base_url, model=model, api_key=key, endpoint=args.endpoint, extra_body=args.extra_body)
 
 

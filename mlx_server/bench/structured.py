@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import statistics
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +24,8 @@ from typing import Any
 
 import httpx
 
-from mlx_server.bench.arguments import above_0, from_1, server_url
+from mlx_server.bench.arguments import above_0, add_key_argument, add_server_arguments, api_key, from_1
 from mlx_server.bench.serve_client import CHAT, RequestRecord, StreamClient, Tier, list_models
-from mlx_server.bench.serve_options import KEY_VARIABLE
 from mlx_server.bench.serve_prompts import Prompts, user_message
 from mlx_server.bench.tables import render_table
 from mlx_server.errors import ServeError
@@ -72,9 +70,8 @@ class Setup:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `mlx-serve bench structured`."""
     add = parser.add_argument
-    add("--base-url", type=server_url, default="http://127.0.0.1:8000", help="the server, with /v1 or without")
-    add("--model", help="model to ask for; default: the first that the server lists")
-    add("--api-key", metavar="KEY", help=f"sent as a bearer token; default: {KEY_VARIABLE} of the environment")
+    add_server_arguments(parser)
+    add_key_argument(parser)
     add("--num-streams", type=from_1, default=8, metavar="N", help="plain streams whose ITL is measured")
     add("--num-guests", type=from_1, default=4, metavar="N", help="guests at a time")
     add("--output-len", type=from_1, default=256, metavar="TOKENS", help="of each stream")
@@ -97,9 +94,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure_server(args: argparse.Namespace) -> list[Turn]:
-    api_key = args.api_key or os.environ.get(KEY_VARIABLE)
+    key = api_key(args)
     try:
-        model = args.model or (await list_models(args.base_url, api_key))[0]
+        model = args.model or (await list_models(args.base_url, key))[0]
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise ServeError(
             f"{args.base_url} does not list its models: {error}. Start a server, or set --base-url."
@@ -107,7 +104,7 @@ async def _measure_server(args: argparse.Namespace) -> list[Turn]:
     setup = Setup(
         base_url=args.base_url,
         model=model,
-        api_key=api_key,
+        api_key=key,
         num_streams=args.num_streams,
         num_guests=args.num_guests,
         num_stream_tokens=args.output_len,

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_server.bench.arguments import from_1, server_url
+from mlx_server.bench.arguments import add_key_argument, add_server_arguments, from_1
 from mlx_server.bench.serve import check_writable, without_arrays
-from mlx_server.bench.serve_options import KEY_VARIABLE, add_request_arguments, parse_goodput, target
+from mlx_server.bench.serve_options import add_request_arguments, parse_goodput, target
 from mlx_server.bench.serve_report import render_errors
 from mlx_server.bench.serve_run import Load, MadeUp, Target, measure
 from mlx_server.bench.serve_workloads import Shape, Span
@@ -66,9 +66,8 @@ class Capacity:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `mlx-serve bench sweep`."""
     add = parser.add_argument
-    add("--base-url", type=server_url, default="http://127.0.0.1:8000", help="the server, with /v1 or without")
-    add("--model", help="model to ask for; default: the first that the server lists")
-    add("--api-key", metavar="KEY", help=f"sent as a bearer token; default: {KEY_VARIABLE} of the environment")
+    add_server_arguments(parser)
+    add_key_argument(parser)
     add("--slo", nargs="+", required=True, metavar="NAME:MS", help="limits, like ttft:2000 tpot:100 e2el:9000")
     add("--share", type=_share, default=0.95, metavar="P", help="of the requests that must meet them")
     add("--context", nargs="+", type=from_1, default=[256, 1024, 4096], metavar="TOKENS", help="prompt lengths")

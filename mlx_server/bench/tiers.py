@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_server.bench.arguments import above_0, from_1, server_url
+from mlx_server.bench.arguments import above_0, add_server_arguments, from_1
 from mlx_server.bench.serve_client import RequestRecord, StreamClient, Tier
 from mlx_server.bench.serve_options import tier
 from mlx_server.bench.serve_prompts import Prompts, user_message
@@ -40,8 +40,7 @@ class TierLoad:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--base-url", type=server_url, default="http://127.0.0.1:8000", help="the server, with /v1 or without")
-    add("--model", help="model to ask for; default: the first that the server lists")
+    add_server_arguments(parser)
     add(
         "--tier", type=tier, action="append", default=[], metavar="NAME=KEY", help="two or more, the measured one first"
     )
