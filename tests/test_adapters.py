@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from mlx_server.config import BLOCK_SIZE, Config, ModelConfig
 from mlx_server.engine.footprint import estimate_need
 from mlx_server.errors import ConfigError, InvalidRequestError, ModelLoadError, ModelNotFoundError
 from mlx_server.outputs import ScheduledChunk
+from mlx_server.runtime.adapter_layers import AdaptedLinear, LowRank
 from mlx_server.runtime.adapter_rows import NONE, AdapterRows, ColumnLayout
 from mlx_server.runtime.adapters import install_adapters
 from mlx_server.runtime.batch_state import BlockTables
@@ -134,10 +136,11 @@ def test_embedding_and_head_have_adapters(is_tied: bool, tmp_path: Path) -> None
         assert entry.token.logprob == pytest.approx(logprobs[position][prompts[2][position + 1]], abs=1e-3)
 
 
-def test_no_prefix_is_shared_between_adapters(tmp_path: Path) -> None:
-    folder = write_model("llama", tmp_path / "base")
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_5"])
+def test_no_prefix_is_shared_between_adapters(architecture: str, tmp_path: Path) -> None:
+    folder = write_model(architecture, tmp_path / "base")
     paths = two_adapters(folder, tmp_path)
-    (prompt,) = random_prompts((3 * BLOCK_SIZE + 1,))
+    prompt, other = random_prompts((3 * BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 5))
     with LLM(str(folder), adapters=settings_of(paths), num_kv_blocks=32, max_model_len=256) as llm:
 
         def num_cached(adapter: str | None) -> int:
@@ -146,8 +149,8 @@ def test_no_prefix_is_shared_between_adapters(tmp_path: Path) -> None:
         assert [num_cached(adapter) for adapter in (None, "wide", "late")] == [0, 0, 0]
         assert [num_cached(adapter) for adapter in (None, "wide", "late")] == [3 * BLOCK_SIZE] * 3
         assert llm.stats().num_prompt_tokens_computed == 3 * len(prompt) + 3
-        together = llm.generate([prompt] * 3, greedy(1), adapters=[None, "wide", "late"], progress=False)
-        assert [c.num_cached_tokens for c in together] == [3 * BLOCK_SIZE] * 3
+        together = llm.generate([other] * 3, greedy(1), adapters=[None, "wide", "late"], progress=False)
+        assert [completion.num_cached_tokens for completion in together] == [0, 0, 0]
 
 
 def test_rows_without_an_adapter_touch_none(tmp_path: Path) -> None:
@@ -189,6 +192,29 @@ def test_a_layer_computes_only_for_adapters_that_are_there() -> None:
         kept = rows.keep_own(rows.columns(layout), mx.ones((2, 5)))
         assert kept.tolist() == [[1, 1, 0, 0, 0], [0, 0, 1, 1, 1]]
     assert rows.columns(layout) is None
+
+
+def num_products(output: mx.array) -> int:
+    graph = io.StringIO()
+    mx.export_to_dot(graph, output)
+    return graph.getvalue().count('label ="Matmul"')
+
+
+@pytest.mark.parametrize("num_adapters", [1, 2, 5])
+def test_a_layer_costs_two_products_however_many_adapters_a_batch_has(num_adapters: int) -> None:
+    indices = range(num_adapters)
+    rows = AdapterRows([str(index) for index in indices])
+    parts = [LowRank(index, mx.ones((8, 2 + index)), mx.ones((2 + index, 6))) for index in indices]
+    layer = AdaptedLinear(nn.Linear(8, 6, bias=False), parts, rows)
+    layer.linear.weight = mx.zeros((6, 8))
+    x = mx.ones((num_adapters + 1, 1, 8))
+    assert num_products(layer(x)) == 1
+    for owners in ([0] * len(x), [NONE, *indices]):
+        with rows.step(np.array(owners)):
+            assert num_products(layer(x)) == 3
+    with rows.step(np.array([NONE, *indices])):
+        added = layer(x)
+    assert added.squeeze(1).tolist() == [[0.0] * 6, *([8.0 * (2 + index)] * 6 for index in indices)]
 
 
 def test_a_group_has_its_own_rows() -> None:

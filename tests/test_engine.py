@@ -48,10 +48,11 @@ async def engine_of(
     *tiers: Tier,
     metrics: EngineMetrics | None = None,
     tracing: Tracing | None = None,
+    adapter: str | None = None,
     **scheduler: Any,
 ) -> AsyncIterator[AsyncEngine]:
     config = Config(
-        model=ModelConfig(model=str(folder), served_model_name="tiny", max_model_len=MAX_MODEL_LEN),
+        model=ModelConfig(model=str(folder), served_model_name="tiny", max_model_len=MAX_MODEL_LEN, adapter=adapter),
         cache=CacheConfig(num_kv_blocks=32),
         scheduler=SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 64, **scheduler}),
         tiers={tier.name: tier for tier in tiers},

@@ -19,6 +19,7 @@ from mlx_server.api.app import create_app
 from mlx_server.config import Config, ObservabilityConfig
 from mlx_server.observability.tracing import NO_TRACING, open_tracing
 from mlx_server.request import Priority
+from tests.adapter_files import write_adapter
 from tests.api.fakes import FakeEngine, fake_pool
 from tests.engine_worlds import greedy, make_folder
 from tests.test_engine import ask, engine_of, read
@@ -87,6 +88,15 @@ async def test_a_request_is_one_span_from_arrival_to_end(tmp_path):
     assert [e.timestamp for e in first.events] == sorted(e.timestamp for e in first.events)
     assert first.events[-1].timestamp == first.end_time < second.end_time
     assert traced.spans("step") == []
+
+
+async def test_a_requests_adapter_is_part_of_its_models_name(tmp_path):
+    traced, folder = Traced(), make_folder(tmp_path / "tiny")
+    adapter = write_adapter(folder, tmp_path / "terse")
+    async with engine_of(folder, tracing=traced.tracing, adapter=str(adapter)) as engine:
+        for name in ("terse", None):
+            await read(engine.submit(ask(f"with {name}", adapter=name)))
+    assert [span.attributes["model"] for span in traced.spans("request")] == ["tiny:terse", "tiny"]
 
 
 async def test_preemption_and_resumption_are_told(tmp_path):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
@@ -57,7 +58,7 @@ class Columns:
         return products if self.owners is None else mx.where(self.owners == row_owners, products, 0)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class RowScope:
     """A batch `[R, length, ...]`: `owners` `[R]` are the requests' adapters."""
 
@@ -66,8 +67,9 @@ class RowScope:
     _columns: dict[ColumnLayout, Columns | None] = field(default_factory=dict)
     _row_owners: dict[int, mx.array] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def is_uniform(self) -> bool:
+        """Whether all have one adapter."""
         return bool((self.owners == self.owners[0]).all())
 
     def columns(self, layout: ColumnLayout) -> Columns | None:
