@@ -84,8 +84,8 @@ FAULTS = (
         "item < end - 1; ++item) {\n  const",
         "paged_reduce",
     ),
-    Fault("a wrong address space", "compile", "const device T* key_rows", "const constant T* key_rows"),
-    Fault("a pointer without address space", "lint", "const device T* key_rows", "const T* key_rows"),
+    Fault("a wrong address space", "compile", "const device P* key_run", "const constant P* key_run"),
+    Fault("a pointer without address space", "lint", "const device P* key_run", "const P* key_run"),
     Fault(
         "threadgroup memory as device memory",
         "compile",
@@ -139,8 +139,8 @@ FAULTS = (
     Fault(
         "a misaligned vector load",
         "undefined behaviour",
-        "part * KEY_WIDTH;",
-        "part * KEY_WIDTH + 1;",
+        "part) * KEY_WIDTH;",
+        "part) * KEY_WIDTH + 1;",
         dtype=mx.float16,
     ),
     Fault(

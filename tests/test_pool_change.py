@@ -44,6 +44,7 @@ BACKENDS: dict[str, Callable[[], Any]] = {
     "cpu, 8 bits": lambda: CpuBackend(threads=2),
     "cpu, 4 bits": lambda: CpuBackend(threads=2),
     "metal": make_backend,
+    "metal, 8 bits": make_backend,
 }
 
 

@@ -18,7 +18,9 @@ from emulator.toolchain import Toolchain
 from emulator.translate import buffer_names, translate
 
 MAX_THREADS = 256
-WRITTEN_INPUTS: Mapping[str, tuple[str, ...]] = MappingProxyType({"kv_write": ("key_pool", "value_pool")})
+WRITTEN_INPUTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    dict.fromkeys(("kv_write", "kv_write_quantized"), ("key_pool", "value_pool"))
+)
 
 _NUMPY_TYPES = {
     mx.float32: np.dtype(np.float32),

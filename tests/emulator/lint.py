@@ -15,7 +15,7 @@ _FORBIDDEN = (
 )
 
 _POINTER = re.compile(
-    r"(?P<before>[^;{}()\n]*)\b(?:float|half|int|uint|short|ushort|uchar|char|bool|T|OT|ST|\w+Chunk|Four)"
+    r"(?P<before>[^;{}()\n]*)\b(?:float|half|int|uint|short|ushort|uchar|char|bool|uint32_t|T|P|OT|ST|\w+Chunk|Four)"
     r"(?:\s+const)?\s*\*\s*(?:\w+\s*=|\))"
 )
 _SPACE = re.compile(r"\b(?:device|constant|threadgroup|thread)\b")

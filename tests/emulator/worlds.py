@@ -23,6 +23,7 @@ from mlx_server.runtime.kernels.gpu_kernels import MakeKernel
 from mlx_server.runtime.kernels.gpu_pool import GpuPool, host_view
 from mlx_server.runtime.kernels.gpu_variant import DecodeShape, KernelVariant, default_variant
 from mlx_server.runtime.kernels.metal import MetalBackend
+from mlx_server.runtime.row_pool import group_size_of
 
 TOLERANCE = {mx.float32: 3e-6, mx.float16: 1.5e-3, mx.bfloat16: 1.2e-2}
 NO_BLOCK = 2**31 - 1
@@ -56,10 +57,12 @@ def make_backend(
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorld:
-    """One decode of several sequences whose K/V are all in the pool."""
+    """One decode of several sequences whose K/V are all in the pool; `keys` and `values` are its rows, in float64."""
 
     shape: DecodeShape
     pool: GpuPool
+    keys: np.ndarray
+    values: np.ndarray
     step: StepPlan
     queries: mx.array
     sinks: mx.array
@@ -68,11 +71,10 @@ class DecodeWorld:
 def decode_world(backend: MetalBackend, shape: DecodeShape, contexts: Sequence[int], seed: int = 0) -> DecodeWorld:
     """Blocks in random order; NaN in every slot that no sequence owns, and no block id past a table's end."""
     rng = np.random.default_rng(seed)
-    spec = LayerSpec(shape.num_kv_heads, shape.key_dim, shape.value_dim, shape.dtype)
     lengths = np.asarray(contexts, np.int32)
     counts = -(-lengths // BLOCK_SIZE)
     num_blocks = int(counts.sum()) + 3
-    pool = backend.make_pool(spec, num_blocks)
+    pool = backend.make_pool(shape.spec, num_blocks)
     tables = np.full((len(lengths), max(1, counts.max())), NO_BLOCK, np.int32)
     free = rng.permutation(num_blocks).astype(np.int32)
     is_owned = np.zeros((num_blocks, BLOCK_SIZE), bool)
@@ -80,10 +82,11 @@ def decode_world(backend: MetalBackend, shape: DecodeShape, contexts: Sequence[i
         table[:count], free = free[:count], free[count:]
         slots = np.arange(length)
         is_owned[table[slots // BLOCK_SIZE], slots % BLOCK_SIZE] = True
-    for array in (pool.keys, pool.values):
-        rows = rng.standard_normal(array.shape, np.float32)
+    stored = []
+    for array, dim in ((pool.keys, shape.key_dim), (pool.values, shape.value_dim)):
+        rows = rng.standard_normal((num_blocks, shape.num_kv_heads, BLOCK_SIZE, dim), np.float32)
         rows[~is_owned[:, None].repeat(shape.num_kv_heads, 1)] = np.nan
-        host_view(array)[...] = host_view(_typed(rows, shape.dtype))
+        stored.append(_fill(array, _typed(rows, shape.dtype), shape.bits))
     step = StepPlan(
         num_decodes=len(lengths),
         positions=np.maximum(lengths - 1, 0),
@@ -94,7 +97,34 @@ def decode_world(backend: MetalBackend, shape: DecodeShape, contexts: Sequence[i
     )
     queries = rng.standard_normal((len(lengths), shape.num_query_heads, 1, shape.key_dim), np.float32)
     sinks = rng.standard_normal(shape.num_query_heads, np.float32)
-    return DecodeWorld(shape, pool, step, _typed(queries, shape.dtype), _typed(sinks, shape.dtype))
+    return DecodeWorld(shape, pool, *stored, step, _typed(queries, shape.dtype), _typed(sinks, shape.dtype))
+
+
+def _fill(pool: mx.array, rows: mx.array, bits: int | None) -> np.ndarray:
+    """Puts rows `[num_blocks, num_kv_heads, 32, dim]` into a pool of K or V; what it then has, in float64."""
+    if bits is None:
+        host_view(pool)[...] = host_view(rows)
+        return _float64(rows)
+    packed, scales, biases = quantised(rows, bits)
+    host_view(pool)[...] = host_view(runs_of(packed, scales, biases))
+    group_size = group_size_of(rows.shape[-1])
+    parts = (part.astype(mx.float32) for part in (scales, biases))
+    return _float64(mx.dequantize(packed, *parts, group_size=group_size, bits=bits).astype(rows.dtype))
+
+
+def quantised(rows: mx.array, bits: int) -> list[mx.array]:
+    """MLX's codes, scales and biases of rows; NaN scales where a row is NaN."""
+    parts = mx.quantize(rows, group_size=group_size_of(rows.shape[-1]), bits=bits)
+    is_nan = mx.isnan(rows[..., :1])
+    return [parts[0], *(mx.where(is_nan, mx.array(mx.nan, part.dtype), part) for part in parts[1:])]
+
+
+def runs_of(packed: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+    """The words of each block and head: the codes of 32 rows, their scales, their biases."""
+    runs = [mx.contiguous(part.reshape(*part.shape[:2], -1)).view(mx.uint32) for part in (packed, scales, biases)]
+    joined = mx.concatenate(runs, axis=-1)
+    mx.eval(joined)
+    return joined
 
 
 def check_decode(
@@ -128,7 +158,7 @@ def oracle(
     world: DecodeWorld, scale: float, window: int | None, sinks: mx.array | None, softcap: float | None
 ) -> np.ndarray:
     """Attention in float64, one sequence and head after the other."""
-    queries, keys, values = (_float64(array) for array in (world.queries, world.pool.keys, world.pool.values))
+    queries, keys, values = _float64(world.queries), world.keys, world.values
     group = world.shape.group_size
     out = np.zeros((*queries.shape[:3], world.shape.value_dim))
     for sequence, length in enumerate(world.step.context_lens):

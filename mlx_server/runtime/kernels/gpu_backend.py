@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import LayerSpec, StepPlan
-from mlx_server.runtime.kernels.gpu_gather import attend_rows, gather_rows
+from mlx_server.runtime.kernels.gpu_gather import attend_rows, gather_rows, read_rows
 from mlx_server.runtime.kernels.gpu_kernels import MakeKernel, PagedKernels, Scores
 from mlx_server.runtime.kernels.gpu_plan import Gather, GpuMetadata
 from mlx_server.runtime.kernels.gpu_pool import GpuPool
@@ -35,7 +35,7 @@ class GpuBackend:
 
     Call `warm_up` for each kind of layer before serving. What fails there is not used: a shape whose decode kernel
     is wrong or missing gathers its rows instead, and if in-place writes fail, rows are scattered and
-    `needs_synchronous_steps` says what that asks of the caller.
+    `needs_synchronous_steps` says what that asks of the caller; only quantised rows are refused then.
     """
 
     name = "gpu"
@@ -98,8 +98,7 @@ class GpuBackend:
             break
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> GpuPool:
-        if spec.bits is not None:
-            raise ValueError(f"K/V of {spec.bits} bits are not read in place on a GPU yet")
+        """Raises `RuntimeError` for quantised K/V where kernels cannot write them: nothing scatters those."""
         self._prove_writes(spec)
         return GpuPool.make(spec, num_blocks)
 
@@ -168,10 +167,9 @@ class GpuBackend:
         return decoded.out.astype(queries.dtype)
 
     def _gather(self, pool: GpuPool, gather: Gather) -> tuple[mx.array, mx.array]:
-        rows = gather_rows(pool, gather)
         if self._write_failures[pool.spec] is None:
-            pool.token = self._kernels.order_after(pool.token, *rows)
-        return rows
+            return read_rows(self._kernels, pool, gather)
+        return gather_rows(pool, gather)
 
     def _variant(self, shape: DecodeShape) -> KernelVariant | None:
         if shape in self._refusals:
@@ -194,6 +192,8 @@ class GpuBackend:
         if spec in self._write_failures:
             return
         failure = write_failure(self._kernels, spec)
+        if failure is not None and spec.bits is not None:
+            raise RuntimeError(f"K/V of {spec.bits} bits cannot be written in place: {failure}")
         self._write_failures[spec] = failure
         if failure is not None:
             logger.warning("%s cannot write K/V in place, so steps are not submitted ahead: %s", self.name, failure)

@@ -1,4 +1,4 @@
-"""The four kernels of paged attention as MLX calls: their texts, template arguments, grids and outputs.
+"""The kernels of paged attention as MLX calls: their texts, template arguments, grids and outputs.
 
 `make_kernel` is `mx.fast.metal_kernel`, `mx.fast.cuda_kernel`, or anything of the same signature: tests pass one
 that runs the generated Metal source on the host. The texts are bodies in a dialect that Metal and CUDA share.
@@ -15,9 +15,11 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.kernels.gpu_plan import DecodeIndices
+from mlx_server.runtime.attention import LayerSpec
+from mlx_server.runtime.kernels.gpu_plan import SMALL_ARRAY, DecodeIndices
 from mlx_server.runtime.kernels.gpu_pool import GpuPool
 from mlx_server.runtime.kernels.gpu_variant import MAX_SIMDGROUPS, SIMD_WIDTH, DecodeShape, KernelVariant
+from mlx_server.runtime.row_pool import group_size_of
 
 Kernel = Callable[..., list[mx.array]]
 MakeKernel = Callable[..., Kernel]
@@ -42,6 +44,8 @@ class KernelText:
 KV_WRITE = KernelText(
     "kv_write", ("new_keys", "new_values", "key_pool", "value_pool", "slots", "token"), ("token_out",)
 )
+KV_WRITE_QUANTIZED = KernelText("kv_write_quantized", KV_WRITE.inputs, KV_WRITE.outputs)
+KV_WIDEN = KernelText("kv_widen", ("key_pool", "value_pool", "rows", "token"), ("keys", "values", "token_out"))
 PAGED_DECODE = KernelText(
     "paged_decode",
     ("queries", "key_pool", "value_pool", "block_tables", "work_items", "scale", "softcap", "sinks", "token"),
@@ -49,7 +53,7 @@ PAGED_DECODE = KernelText(
 )
 PAGED_REDUCE = KernelText("paged_reduce", ("partial_out", "stats", "item_starts"), ("out",))
 ORDER_AFTER = KernelText("order_after", ("token", "seen_keys", "seen_values"), ("token_out",))
-KERNEL_TEXTS = (KV_WRITE, PAGED_DECODE, PAGED_REDUCE, ORDER_AFTER)
+KERNEL_TEXTS = (KV_WRITE, KV_WRITE_QUANTIZED, KV_WIDEN, PAGED_DECODE, PAGED_REDUCE, ORDER_AFTER)
 
 
 def read_text(file_name: str) -> str:
@@ -67,6 +71,16 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
+class Widened:
+    """K and V `[R, num_kv_heads, B * 32, dim]` of quantised blocks, and the token that orders later writes after the
+    reads that made them."""
+
+    keys: mx.array
+    values: mx.array
+    token: mx.array
+
+
+@dataclass(frozen=True, slots=True)
 class Decoded:
     """Attention `[B, H, 1, value_dim]`, and the token that orders later writes after the reads that made it."""
 
@@ -78,7 +92,7 @@ class PagedKernels:
     """Builds each kernel once and launches it with the right grid. Arrays must be contiguous; on the MLX thread."""
 
     def __init__(self, make_kernel: MakeKernel, header: str = "") -> None:
-        self._write, self._decode, self._reduce, self._order = (
+        self._write, self._write_quantized, self._widen, self._decode, self._reduce, self._order = (
             make_kernel(
                 name=text.name,
                 input_names=list(text.inputs),
@@ -94,21 +108,36 @@ class PagedKernels:
     def write(self, pool: GpuPool, keys: mx.array, values: mx.array, slots: mx.array) -> mx.array:
         """Writes rows `[T, num_kv_heads, 1, dim]` into their slots of the pool; returns the pool's next token."""
         spec = pool.spec
-        width = max(spec.key_dim, spec.value_dim) // 4
-        return self._write(
+        if spec.bits is None:
+            kernel, width = self._write, max(spec.key_dim, spec.value_dim) // 4
+        else:
+            kernel = self._write_quantized
+            width = sum(dim // group_size_of(dim) for dim in (spec.key_dim, spec.value_dim))
+        return kernel(
             inputs=[keys, values, pool.keys, pool.values, slots, pool.token],
             output_shapes=[(1,)],
             output_dtypes=[mx.int32],
             grid=(width, spec.num_kv_heads, keys.shape[0]),
             threadgroup=_rows_threadgroup(width, spec.num_kv_heads),
-            template=[
-                ("T", spec.dtype),
-                ("KEY_DIM", spec.key_dim),
-                ("VALUE_DIM", spec.value_dim),
-                ("KV_HEADS", spec.num_kv_heads),
-                ("BLOCK", BLOCK_SIZE),
-            ],
+            template=[("T", spec.dtype), *_row_template(spec), ("KV_HEADS", spec.num_kv_heads)],
         )[0]
+
+    def widen(self, pool: GpuPool, rows: mx.array) -> Widened:
+        """Gathers the runs at `rows` `[R, num_kv_heads, B]` of a quantised pool viewed
+        `[num_blocks * num_kv_heads, words]`."""
+        spec = pool.spec
+        width = max(spec.key_dim, spec.value_dim) // 4
+        flat = rows.reshape(-1)
+        tokens = rows.shape[-1] * BLOCK_SIZE
+        keys, values, token = self._widen(
+            inputs=[pool.keys, pool.values, mx.pad(flat, (0, max(0, SMALL_ARRAY - flat.size))), pool.token],
+            output_shapes=[(*rows.shape[:2], tokens, dim) for dim in (spec.key_dim, spec.value_dim)] + [(1,)],
+            output_dtypes=[spec.dtype, spec.dtype, mx.int32],
+            grid=(flat.size * width, BLOCK_SIZE, 1),
+            threadgroup=_rows_threadgroup(width, BLOCK_SIZE),
+            template=[("T", spec.dtype), *_row_template(spec)],
+        )
+        return Widened(keys, values, token)
 
     def decode(
         self,
@@ -193,14 +222,13 @@ def _decode_template(
     """Every type and size of the decode kernel: CUDA tells kernels apart by these alone."""
     return [
         ("T", shape.dtype),
+        ("P", shape.dtype if shape.bits is None else mx.uint32),
         ("OT", out_dtype),
         ("ST", sinks_dtype),
-        ("KEY_DIM", shape.key_dim),
-        ("VALUE_DIM", shape.value_dim),
+        *_row_template(shape.spec),
         ("QUERY_HEADS", shape.num_query_heads),
         ("KV_HEADS", shape.num_kv_heads),
         ("GROUP", shape.group_size),
-        ("BLOCK", BLOCK_SIZE),
         ("HEADS", variant.heads_per_simdgroup),
         ("HEAD_SIMDGROUPS", variant.head_simdgroups(shape)),
         ("STREAMS", variant.streams(shape)),
@@ -209,6 +237,14 @@ def _decode_template(
         ("SINKS", scores.sinks is not None),
         ("SOFTCAP", scores.softcap is not None),
     ]
+
+
+def _row_template(spec: LayerSpec) -> list[tuple[str, int]]:
+    """How K and V rows lie in a block; BITS 0 is whole rows."""
+    sizes = [("KEY_DIM", spec.key_dim), ("VALUE_DIM", spec.value_dim), ("BLOCK", BLOCK_SIZE), ("BITS", spec.bits or 0)]
+    if spec.bits is None:
+        return [*sizes, ("KEY_GROUP", spec.key_dim), ("VALUE_GROUP", spec.value_dim)]
+    return [*sizes, ("KEY_GROUP", group_size_of(spec.key_dim)), ("VALUE_GROUP", group_size_of(spec.value_dim))]
 
 
 def _rows_threadgroup(width: int, heads: int) -> tuple[int, int, int]:

@@ -10,11 +10,13 @@ import numpy as np
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import LayerSpec, block_sources
+from mlx_server.runtime.row_pool import row_bytes
 
 
 @dataclass(slots=True)
 class GpuPool:
-    """K and V `[num_blocks, num_kv_heads, 32, dim]`.
+    """K and V `[num_blocks, num_kv_heads, 32, dim]`; quantised ones `[num_blocks, num_kv_heads, words]`, a run of
+    codes, scales and biases for each block and head, as `kv_write_quantized.msl` has it.
 
     MLX cannot see that a kernel writes into `keys` and `values`, so whatever reads or writes them takes `token`
     as an input and replaces it: the tokens are a chain through all uses of the pool, across steps. Its value is 0.
@@ -31,8 +33,7 @@ class GpuPool:
     @classmethod
     def make(cls, spec: LayerSpec, num_blocks: int) -> GpuPool:
         """Allocates and zeroes; the arrays exist when it returns."""
-        rows = (num_blocks, spec.num_kv_heads, BLOCK_SIZE)
-        keys, values = (mx.zeros((*rows, dim), spec.dtype) for dim in (spec.key_dim, spec.value_dim))
+        keys, values = (_zeros(spec, num_blocks, dim) for dim in (spec.key_dim, spec.value_dim))
         token = mx.zeros((1,), mx.int32)
         mx.eval(keys, values, token)
         return cls(spec, keys, values, token)
@@ -63,6 +64,13 @@ class GpuPool:
             self.num_moves += sum(a != b for a, b in zip(now, self._addresses))
         self._addresses = now
         return self.num_moves
+
+
+def _zeros(spec: LayerSpec, num_blocks: int, dim: int) -> mx.array:
+    runs = (num_blocks, spec.num_kv_heads)
+    if spec.bits is None:
+        return mx.zeros((*runs, BLOCK_SIZE, dim), spec.dtype)
+    return mx.zeros((*runs, BLOCK_SIZE * row_bytes(dim, spec.dtype, spec.bits) // mx.uint32.size), mx.uint32)
 
 
 def buffer_address(array: mx.array) -> int:
