@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import run_virtually
 
 from mlx_server.config import MemoryConfig
 from mlx_server.engine.kv_memory import KvMemory
@@ -230,6 +232,29 @@ async def test_each_level_does_its_part_and_says_so(caplog):
         "Memory is 98 % full; requests of the lowest priority wait",
         "Memory is 50 % full; back to normal",
     ]
+
+
+def test_the_watch_goes_on_after_a_reading_that_failed(caplog):
+    model, num_readings = Model(), 0
+
+    def read() -> MemoryReading:
+        nonlocal num_readings
+        num_readings += 1
+        if num_readings == 1:
+            raise OSError("nothing to read")
+        return reading(140)
+
+    async def three_seconds() -> PressureLevel:
+        watch = MemoryWatch(read)
+        watch.join(model.guard)
+        await asyncio.sleep(2.5)
+        watch.leave(model.guard)
+        await asyncio.sleep(2.5)
+        return watch.level
+
+    assert run_virtually(three_seconds()) is PressureLevel.EVICT
+    assert num_readings == 3
+    assert "nothing to read" in caplog.text
 
 
 async def test_what_is_cut_is_booked_back_when_the_device_has_done_it():

@@ -51,7 +51,10 @@ class MemoryWatch:
 
     async def _sample_on(self) -> None:
         while True:
-            self.sample()
+            try:
+                self.sample()
+            except Exception:  # whatever it was, a machine without a watch is worse
+                logger.exception("The memory was not looked after; trying again in %g s", _SAMPLE_S)
             await asyncio.sleep(_SAMPLE_S)
 
     def _enter(self, level: PressureLevel, pressure: float) -> None:
