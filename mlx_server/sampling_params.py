@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +11,9 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow float32 logits."""
 
 MAX_LOGPROBS = 20
+
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10_000.0
+"""Far beyond what is of use, and far from where float32 logits would become infinite, or none."""
 
 MAX_TOP_K = 2**31 - 1
 """What a column of them holds on the device."""
@@ -66,8 +68,9 @@ class SamplingParams:
         top_k = f"-1 or 0 (off) or a positive count of at most {MAX_TOP_K}"
         check(-1 <= self.top_k <= MAX_TOP_K, "top_k", self.top_k, top_k)
         check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "between 0 and 1")
+        least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
         repetition = self.repetition_penalty
-        check(0.0 < repetition < math.inf, "repetition_penalty", repetition, "above 0")
+        check(least <= repetition <= most, "repetition_penalty", repetition, f"between {least:g} and {most:g}")
         check(
             -2.0 <= self.presence_penalty <= 2.0,
             "presence_penalty",

@@ -34,7 +34,12 @@ from mlx_server.outputs import CompletionDelta
 from mlx_server.request import FinishReason, Priority
 from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.sampling_params import SamplingParams
+from mlx_server.sampling_params import (
+    MAX_REPETITION_PENALTY,
+    MAX_TOP_K,
+    MIN_REPETITION_PENALTY,
+    SamplingParams,
+)
 from mlx_server.tiers import Tier
 from tests.engine_worlds import greedy, make_folder, random_prompts
 from tests.tiny_models import VOCAB_SIZE, save_model_folder, tiny_model
@@ -468,3 +473,35 @@ async def test_a_tier_at_its_own_queue_limit_is_refused_and_others_are_not(folde
             engine.submit(ask("x", tier="free"))
         engine.submit(ask("y"))
         assert engine.metrics.rejected == {("free", "tier_limit"): 1}
+
+
+EXTREMES: dict[str, tuple[Any, ...]] = {
+    "temperature": (0.0, 1e-6, 1e-5, 1.0, 100.0),
+    "top_p": (1e-300, 0.5, 1 - 2**-53, 1.0),
+    "top_k": (-1, 0, 1, 7, VOCAB_SIZE, MAX_TOP_K),
+    "min_p": (0.0, 1e-300, 1.0),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, 1.0, MAX_REPETITION_PENALTY),
+    "presence_penalty": (-2.0, 0.0, 2.0),
+    "frequency_penalty": (-2.0, 0.0, 2.0),
+    "logit_bias": ({}, dict.fromkeys(range(VOCAB_SIZE), -100.0), {0: 100.0, VOCAB_SIZE - 1: -100.0}),
+    "allowed_token_ids": (None, (0,), (VOCAB_SIZE - 1,) * VOCAB_SIZE),
+    "seed": (None, -(2**63), 0, 2**63 - 1),
+    "min_tokens": (0, 3),
+    "stop_token_ids": ((), (0, 2**70, -5)),
+    "logprobs": (None, 0, 20),
+    "prompt_logprobs": (None, 0, 20),
+    "ignore_eos": (False, True),
+}
+
+
+async def test_no_parameters_break_the_engine(folder):
+    """A step that fails takes all requests and the process with it."""
+    rng = random.Random(5)
+    async with engine_of(folder) as engine:
+        for number in range(60):
+            chosen = {name: rng.choice(values) for name, values in EXTREMES.items()}
+            deltas = await read(engine.submit(ask(f"r{number}", [1, 2, 3], SamplingParams(max_tokens=3, **chosen))))
+            ids = [token_id for delta in deltas for token_id in delta.token_ids]
+            assert all(0 <= token_id < VOCAB_SIZE for token_id in ids), chosen
+            assert chosen["allowed_token_ids"] is None or set(ids) <= set(chosen["allowed_token_ids"]), chosen
+        assert engine.state is EngineState.READY

@@ -12,10 +12,12 @@ from typing import Any
 from mlx_server.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_REPETITION_PENALTY,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_K,
+    MIN_REPETITION_PENALTY,
 )
 
 JsonSchema = dict[str, Any]
@@ -30,7 +32,7 @@ _BOUNDS: Mapping[str, JsonSchema] = {
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "top_k": {"minimum": -1, "maximum": MAX_TOP_K},
     "min_p": {"minimum": 0, "maximum": 1},
-    "repetition_penalty": {"exclusiveMinimum": 0},
+    "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY},
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "logit_bias": {
