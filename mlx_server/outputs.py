@@ -137,6 +137,7 @@ class ModelRunnerOutput:
 
     `step_time_s` runs from the end of the step before, or from this one's start if that is later, to its end.
     `idle_time_s` is how long the device had nothing to do before it although a request was running.
+    `launch_time_s` is what the host needed to give it to the device, where that is beside the device's work.
     """
 
     step_id: int
@@ -144,6 +145,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
     step_time_s: float = 0.0
     idle_time_s: float = 0.0
+    launch_time_s: float = 0.0
     num_model_calls: int = 1
 
 

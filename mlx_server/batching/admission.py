@@ -166,10 +166,6 @@ class AdmissionControl:
         most = max(self._limits.max_num_seqs // AGED_SHARE, 1)
         return max(most - sum(request.is_promoted for request in self._table.running), 0)
 
-    def _is_holding(self) -> bool:
-        """Someone must run, or the memory that is waited for would never come back."""
-        return self.is_held and bool(self._table.running)
-
     def _worse_tiers(self, request: Request) -> list[Request]:
         """Running requests that `request` may preempt, the worst first."""
         worse: list[Request] = []

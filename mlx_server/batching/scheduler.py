@@ -23,11 +23,12 @@ from mlx_server.errors import ContextLengthError, InvalidRequestError, Overloade
 from mlx_server.outputs import ModelRunnerOutput, PositionLogprobs, RequestOutput, SampledToken, SchedulerOutput
 from mlx_server.request import FinishReason, Request
 
-_LATE_FROM_S = 0.05
+_LONG_STEP_S = 0.05
 _LATE_SHARE = 0.9
 _LATE_MARGIN_S = 0.01
-"""The step behind one that will take long is composed after this share of it, less the margin. What comes late costs
-the device little: a hundredth of a second in twenty."""
+"""The step behind a long one is composed after this share of it, less the margin and what a launch takes."""
+
+_LAUNCH_DECAY = 0.98
 
 
 class ContinuousBatchingScheduler:
@@ -55,6 +56,7 @@ class ContinuousBatchingScheduler:
         self._table = RequestTable(blocks, limits.aging_rate)
         self._budget = PromptBudget(limits.context_doubling_tokens)
         self._composer = StepComposer(self._table, limits, self.counters, self._budget, is_device_shared)
+        self._launch_s = 0.0  # the longest of late
         self._wake = asyncio.Event()
         self._is_stopping = False
 
@@ -166,9 +168,9 @@ class ContinuousBatchingScheduler:
         """When to compose the step behind the oldest submitted one, which began at `began_s`: late in it if it is
         long, so that who arrives meanwhile waits for one step and not for two; at once where that cannot be told."""
         foretold_s = self._budget.foretold_s(self._table.submitted[0].shape)
-        if foretold_s < _LATE_FROM_S or self._is_device_shared():
+        if foretold_s < _LONG_STEP_S or self._is_device_shared():
             return began_s
-        return began_s + _LATE_SHARE * foretold_s - _LATE_MARGIN_S
+        return began_s + _LATE_SHARE * foretold_s - _LATE_MARGIN_S - self._launch_s
 
     def take_starved(self) -> list[RequestOutput]:
         """Ends of requests that waited in vain for the memory of their next block, although nobody else ran."""
@@ -213,6 +215,7 @@ class ContinuousBatchingScheduler:
             self._budget.observe(submitted.shape, output.step_time_s)
         else:
             self.blocks.on_changed(submitted.pool_change)
+        self._launch_s = max(output.launch_time_s, _LAUNCH_DECAY * self._launch_s)
         requests = submitted.requests
         if output.prompt_logprobs:
             self._collect_prompt_logprobs(requests, output.prompt_logprobs)

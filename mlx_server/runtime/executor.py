@@ -180,6 +180,7 @@ class _Launched:
     submission: _Submission
     num_calls: int
     paid_s: float
+    launch_s: float
 
 
 class MLXExecutor:
@@ -255,8 +256,9 @@ class MLXExecutor:
         timing = self._device.start(is_awaited=len(step.new_requests) < len(step.chunks))
         num_calls = self._runner.num_model_calls
         launched = self._runner.launch(step)
+        launch_s = 0.0 if self._runner.is_eager else self._thread.clock() - timing.started_s
         num_calls = self._runner.num_model_calls - num_calls
-        self._launched.append(_Launched(launched, submission, num_calls, self._last_step_s))
+        self._launched.append(_Launched(launched, submission, num_calls, self._last_step_s, launch_s))
         self._device.push(self, timing)
         self._thread.charge(self, self._last_step_s)
 
@@ -280,6 +282,7 @@ class MLXExecutor:
             prompt_logprobs=output.prompt_logprobs,
             step_time_s=step_time_s,
             idle_time_s=idle_time_s,
+            launch_time_s=entry.launch_s,
             num_model_calls=entry.num_calls,
         )
         _settle(entry.submission, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from mlx_server.request import FinishReason
 from tests.batching.worlds import (
     FakeExecutor,
     FakeRunner,
+    World,
     chunks,
     expected_tokens,
     make_request,
@@ -206,6 +208,21 @@ class Device:
 
     def flush(self) -> None:
         pass
+
+
+def test_what_a_launch_takes_is_left_to_it() -> None:
+    """A step that takes the host 20 ms to launch is composed so much earlier, or the device would wait."""
+    waits = []
+    for launch_s in (0.0, 0.02):
+        scheduler = make_scheduler()
+        world = World(scheduler)
+        world.add(make_request("stream", 40, max_tokens=60))
+        for _ in range(3):
+            assert world.schedule() is not None
+            scheduler.update(dataclasses.replace(world.runner.fetch(), launch_time_s=launch_s))
+        assert world.schedule() is not None
+        waits.append(scheduler.next_schedule_s(100.0) - 100.0)
+    assert waits == pytest.approx([0.9 * 0.05 - 0.01, 0.9 * 0.05 - 0.01 - 0.02])
 
 
 def test_who_arrives_in_a_long_step_waits_for_the_rest_of_it_and_for_no_other() -> None:
