@@ -15,12 +15,12 @@ import mlx.nn as nn
 import psutil
 import pytest
 
-from mlx_server.config import CacheConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig
+from mlx_server.config import BLOCK_SIZE, CacheConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig
+from mlx_server.engine.cache_footprint import kv_items, state_bytes
 from mlx_server.engine.engine import AsyncEngine, Surroundings
 from mlx_server.engine.footprint import estimate_need
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShare
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
-from mlx_server.engine.state_footprint import state_bytes
 from mlx_server.errors import InsufficientMemoryError
 from mlx_server.request import FinishReason
 from mlx_server.runtime.executor import MLXThread
@@ -228,16 +228,21 @@ async def test_a_loaded_model_stays_within_what_was_estimated(thread):
 
 @pytest.mark.parametrize(
     "architecture",
-    ["falcon_h1", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "qwen3_5", "qwen3_next"],
+    [
+        *("falcon_h1", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "qwen3_5", "qwen3_next"),
+        *("deepseek_v2", "deepseek_v3", "gemma3", "glm4_moe_lite", "gpt_oss", "lfm2", "qwen3_moe"),
+    ],
 )
-async def test_recurrent_state_is_foreseen(thread, architecture):
+async def test_what_tokens_and_requests_keep_is_foreseen(thread, architecture):
     subject = Subject(architecture)
     described = vars(getattr(subject.model, "language_model", subject.model).args)
     loaded = LoadedModel(architecture, subject.model, subject.config, None)
     async with engine_with(make_share(Machine()), thread, "cpu", loaded, kv_cache_memory="8MB") as engine:
         info = engine.info
         slot_bytes = info.state_bytes / (info.max_num_seqs + info.num_checkpoints)
-    assert 0.9 * slot_bytes <= state_bytes(described) <= 1.3 * slot_bytes
+    assert kv_items(described) * 4 * BLOCK_SIZE == pytest.approx(info.block_bytes, abs=1)
+    if architecture != "lfm2":  # its convolutions keep hardly anything
+        assert 0.9 * slot_bytes <= state_bytes(described) <= 1.3 * slot_bytes
 
 
 async def test_recurrent_state_leaves_others_what_they_hold(thread):

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_server.config import BLOCK_SIZE, FULL_KV, Config, ModelConfig
+from mlx_server.engine.cache_footprint import kv_items, state_bytes
 from mlx_server.engine.memory_budget import MemoryNeed
-from mlx_server.engine.state_footprint import state_bytes
 from mlx_server.runtime import random_models
 from mlx_server.runtime.adapters import adapter_tensors
 from mlx_server.runtime.loader import find_folder, is_gpu
@@ -71,12 +71,9 @@ def _tensor_bytes(tensor: TensorHeader, settings: ModelConfig) -> int:
 
 def _kv_bytes(config: Config, described: Mapping[str, Any], item_bytes: int) -> int:
     """Of the first blocks, or of as many as were asked for."""
-    num_heads = described.get("num_attention_heads") or 1
-    num_kv_heads = described.get("num_key_value_heads") or num_heads
-    head_dim = described.get("head_dim") or described.get("hidden_size", 0) // num_heads
     cache = config.cache
     share = 1.0 if cache.kv_bits == FULL_KV else (int(cache.kv_bits) + 1) / (8 * item_bytes)
-    block_bytes = 2 * BLOCK_SIZE * num_kv_heads * head_dim * item_bytes * described.get("num_hidden_layers", 1) * share
+    block_bytes = BLOCK_SIZE * kv_items(described) * item_bytes * share
     if cache.num_kv_blocks is not None:
         return int(cache.num_kv_blocks * block_bytes)
     first = int(first_kv_blocks(2**31) * block_bytes)
