@@ -20,7 +20,7 @@ _AUTO_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """What a model takes when it is loaded: its weights, room for a step's activations, its first KV blocks and states."""
+    """What a model takes when it is loaded: weights, room for a step's activations, first KV blocks and states."""
 
     weights_bytes: int
     activation_bytes: int
