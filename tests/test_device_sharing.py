@@ -34,6 +34,7 @@ class TimedRunner:
 
     def __init__(self, name: str, step_s: float, clock: Clock, log: list[str], *, is_eager: bool = True) -> None:
         self.is_eager = is_eager
+        self.is_launch_beside = not is_eager
         self.num_model_calls = 0
         self._name, self._step_s, self._clock, self._log = name, step_s, clock, log
 

@@ -256,7 +256,7 @@ class MLXExecutor:
         timing = self._device.start(is_awaited=len(step.new_requests) < len(step.chunks))
         num_calls = self._runner.num_model_calls
         launched = self._runner.launch(step)
-        launch_s = 0.0 if self._runner.is_eager else self._thread.clock() - timing.started_s
+        launch_s = self._thread.clock() - timing.started_s if self._runner.is_launch_beside else 0.0
         num_calls = self._runner.num_model_calls - num_calls
         self._launched.append(_Launched(launched, submission, num_calls, self._last_step_s, launch_s))
         self._device.push(self, timing)

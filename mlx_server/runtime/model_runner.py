@@ -82,6 +82,11 @@ class ModelRunner:
         return self.cache.is_eager
 
     @property
+    def is_launch_beside(self) -> bool:
+        """Whether `launch` only costs the host: it neither does the work itself nor waits for the step before."""
+        return not (self.cache.is_eager or self.cache.needs_synchronous_steps)
+
+    @property
     def num_model_calls(self) -> int:
         return self.forward.num_calls
 
