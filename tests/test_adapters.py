@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,12 +25,13 @@ from mlx_server.runtime.adapter_rows import NONE, AdapterRows, ColumnLayout
 from mlx_server.runtime.adapters import install_adapters
 from mlx_server.runtime.batch_state import BlockTables
 from mlx_server.runtime.cache_views import UnpageableError
-from mlx_server.runtime.loader import load
+from mlx_server.runtime.loader import exhaust, load, load_in_pieces
 from mlx_server.runtime.row_groups import row_groups
 from tests.adapter_files import plain_model, save_adapter, write_adapter, write_model
-from tests.conformance import CROWDED, NUM_LOGPROBS, Answers, worst_error
+from tests.conformance import CROWDED, NUM_LOGPROBS, Answers, Subject, worst_error
 from tests.engine_worlds import greedy, random_prompts
-from tests.tiny_models import Reference, reference_generate
+from tests.test_architectures import SERVED
+from tests.tiny_models import Reference, reference_generate, save_model_folder
 
 LENGTHS = (60, 61, 70, 63, 1, 5, 33)
 MAX_TOKENS = (8, 6, 3, 6, 4, 12, 5)
@@ -103,6 +105,30 @@ def test_a_mixed_batch_answers_as_mlx_lm_does_with_each_adapter_alone(
         assert worst_error(answer(llm, prompts, MAX_TOKENS, [None] * len(prompts)), plain) < 1e-4
         again = answer(llm, prompts[2:3], MAX_TOKENS[2:3], ADAPTERS[2:3])
         assert worst_error(again, expected[2:3]) < 1e-4
+
+
+WITHOUT_ADAPTERS = {
+    "afm7": "mlx-lm does not find the parameters of its own layers in the file",
+    "gemma3n": "the model reads the weight of a layer that has an adapter",
+    "kimi_k3": "the model reads the weight of a layer that has an adapter",
+    "recurrent_gemma": "mlx-lm's model cannot be frozen",
+}
+"""Served, but not with adapters of mlx-lm, in plain mlx-lm either."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", [name for name in SERVED if name not in WITHOUT_ADAPTERS])
+def test_every_architecture_has_adapters(architecture: str, tmp_path: Path) -> None:
+    subject = Subject(architecture)
+    folder = save_model_folder(subject.model, subject.config, tmp_path / "base")
+    paths = two_adapters(folder, tmp_path)
+    prompts = random_prompts(LENGTHS)
+    expected = wanted(folder, paths, prompts, MAX_TOKENS, ADAPTERS)
+    adapters = [Adapter(name, str(path)) for name, path in paths.items()]
+    loaded = replace(exhaust(load_in_pieces("base", folder, adapters=adapters)), folder=None)
+    mx.eval(loaded.model(mx.array([[1] * 9])))  # constants that are not parameters belong to the thread that makes them
+    with LLM(loaded, **CROWDED) as llm:
+        assert worst_error(answer(llm, prompts, MAX_TOKENS, ADAPTERS), expected) < 1e-4
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
@@ -299,6 +325,17 @@ def test_what_is_no_adapter_of_the_model_is_refused(tmp_path: Path) -> None:
     wrong = write_adapter(write_model("qwen3", tmp_path / "other", hidden_size=32), tmp_path / "wrong")
     with pytest.raises(ModelLoadError, match=r"(?s)The adapter in .*wrong does not fit the model.*does not match"):
         LLM(str(folder), adapters=[str(good), str(wrong)])
+
+
+def test_one_that_gives_no_numbers_is_refused_by_name(tmp_path: Path) -> None:
+    """In a batch it would spoil the answers of others."""
+    folder = write_model("llama", tmp_path / "base")
+    paths = two_adapters(folder, tmp_path)
+    weights = mx.load(str(paths["late"] / "adapters.safetensors"))
+    broken = {name: array * float("nan") for name, array in weights.items()}
+    mx.save_safetensors(str(paths["late"] / "adapters.safetensors"), broken)
+    with pytest.raises(ModelLoadError, match="With the adapter late the model's logits are no numbers"):
+        LLM(str(folder), adapters=settings_of(paths))
 
 
 def test_adapters_are_named_by_their_folders_or_by_hand(tmp_path: Path) -> None:

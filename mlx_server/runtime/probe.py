@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -39,24 +38,21 @@ class Probe:
     """
 
     def __init__(self, model: Any, vocab_size: int, adapters: AdapterRows) -> None:
-        """Raises `ModelLoadError` if the logits are not `vocab_size` wide."""
+        """Raises `ModelLoadError` if the logits are not `vocab_size` wide, or no numbers with one of the adapters."""
         rng = np.random.default_rng(0)
         self._model_type = getattr(model, "model_type", type(model).__name__)
         self._sequences = [rng.integers(1, vocab_size, size=length + 1).tolist() for length in _PROMPTS]
         num_adapters = len(adapters.names)
-        mixed = [(first, NONE, (first + 1) % num_adapters) for first in range(0, num_adapters, 2)]
-
-        @cache
-        def plain(index: int, owner: int) -> mx.array:
-            with adapters.step(np.array([owner])):
-                return _plain_logits(model, self._sequences[index])
-
-        self._wanted = {
-            owners: [plain(index, owner) for index, owner in enumerate(owners)]
-            for owners in [(NONE,) * len(_PROMPTS), *mixed]
+        batches = [(NONE,) * len(_PROMPTS)]
+        batches += [(first, NONE, (first + 1) % num_adapters) for first in range(0, num_adapters, 2)]
+        plain = {
+            (index, owner): _plain_logits(model, sequence, adapters, owner)
+            for index, sequence in enumerate(self._sequences)
+            for owner in dict.fromkeys(owners[index] for owners in batches)
         }
-        self._dtype = plain(0, NONE).dtype
-        width = plain(0, NONE).shape[-1]
+        self._wanted = {owners: [plain[place] for place in enumerate(owners)] for owners in batches}
+        self._dtype = plain[0, NONE].dtype
+        width = plain[0, NONE].shape[-1]
         if width != vocab_size:
             raise ModelLoadError(f"The logits are {width} wide, and vocab_size is {vocab_size}.")
 
@@ -80,7 +76,7 @@ class Probe:
         """Largest difference of logits relative to the largest logit, as the runner is now. The pools are released
         again."""
         try:
-            return max(self._batch_error(runner, owners) for owners in self._wanted)
+            return _largest([self._batch_error(runner, owners) for owners in self._wanted])
         finally:
             runner.cache.release()
 
@@ -88,7 +84,7 @@ class Probe:
         got, wanted = _ragged_logits(runner, self._sequences, owners), self._wanted[owners]
         if got[0].shape != wanted[0].shape:
             raise ValueError(f"its logits are {got[0].shape[-1]} wide instead of {wanted[0].shape[-1]}")
-        return max(_relative_error(ours, theirs) for ours, theirs in zip(got, wanted, strict=True))
+        return _largest([_relative_error(ours, theirs) for ours, theirs in zip(got, wanted, strict=True)])
 
     def _difference(self, runner: ModelRunner) -> str | None:
         """Why the ragged batch is not good enough, or None if it is."""
@@ -110,14 +106,25 @@ def _log_level(level: Level) -> None:
         logger.info("Run group by group instead of once a step: %s%s.", level, loss)
 
 
-def _plain_logits(model: Any, sequence: Sequence[int]) -> mx.array:
-    """Logits after the prompt and after one more token, `[2, vocabulary]`."""
+def _plain_logits(model: Any, sequence: Sequence[int], adapters: AdapterRows, owner: int) -> mx.array:
+    """Logits after the prompt and after one more token, `[2, vocabulary]`, with the adapter `owner`."""
     cache = make_prompt_cache(model)
-    prompt = model(mx.array([sequence[:-1]]), cache=cache)[0, -1]
-    decode = model(mx.array([sequence[-1:]]), cache=cache)[0, -1]
+    with adapters.step(np.array([owner])):
+        prompt = model(mx.array([sequence[:-1]]), cache=cache)[0, -1]
+        decode = model(mx.array([sequence[-1:]]), cache=cache)[0, -1]
     logits = mx.stack([prompt, decode])
+    if owner != NONE and mx.isnan(logits).any():
+        raise ModelLoadError(
+            f"With the adapter {adapters.names[owner]} the model's logits are no numbers: its file is broken, or made "
+            "for other weights."
+        )
     mx.eval(logits)
     return logits
+
+
+def _largest(errors: list[float]) -> float:
+    """Not a number if one of them is not, which `max` may pass over."""
+    return float(np.max(errors))
 
 
 def _relative_error(ours: mx.array, theirs: mx.array) -> float:
