@@ -198,6 +198,7 @@ class _FakeRunner:
 
     def __init__(self, is_eager: bool = False) -> None:
         self.is_eager = is_eager
+        self.is_launch_beside = not is_eager
         self.num_model_calls = 0
         self.events: list[str] = []
         self.threads: set[str] = set()
