@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models import base
+from mlx_lm.models.cache import KVCache
 
 from mlx_server.config import CacheConfig
 from mlx_server.errors import ConfigError, EngineDeadError, InsufficientMemoryError, ModelLoadError
@@ -118,11 +119,20 @@ class _Forgetful(nn.Module):
         return logits + mx.cumsum(logits, axis=1) * 0.1
 
 
+class _Spoiled(_Forgetful):
+    """One whose logits are no numbers for two of the probe's prompts, unless mlx-lm's own caches keep them."""
+
+    def __call__(self, ids: mx.array, cache: Any = None) -> mx.array:
+        logits = self.inner(ids, cache=cache)
+        return logits if type(cache[0]) is KVCache or ids.size not in (5, 14) else logits * float("nan")
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         (_Keeper, "Layer 0 keeps its state in a _Diary"),
         (_Forgetful, "type forgetful cannot be served.*differ"),
+        (_Spoiled, "type forgetful cannot be served.*whole model: its logits differ by nan"),
     ],
 )
 def test_what_cannot_be_paged_is_refused_by_name(model, words):
