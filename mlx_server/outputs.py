@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
+from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ServeError
 from mlx_server.request import FinishReason
 from mlx_server.sampling_params import SamplingParams
@@ -48,11 +49,19 @@ class NewRequestData:
     adapter: str | None = None
 
 
+NULL_BLOCK_ID = 0
+"""Stands in a block table where a request has no block, since nothing there is seen any more. Block 0 may be another's:
+what is read there must not count."""
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""Of each layer group; () if there are none at all."""
+
+
 class ScheduledChunk(NamedTuple):
     """One request's share of a step: positions [start, start + num_tokens).
 
     `token_ids` are the ids of those positions; None means one id that the previous step sampled for this
-    request and that is still on the device. `new_block_ids` are appended to the request's block table
+    request and that is still on the device. `new_block_ids` are appended to the request's block tables
     before the step. `is_sampling` asks for a token after the last position. `num_output_tokens` counts the
     outputs before the sampled one, those in flight included (the sampler's position for seeds and
     `min_tokens`). `checkpoint` is where to keep the recurrent state that the step leaves.
@@ -62,7 +71,7 @@ class ScheduledChunk(NamedTuple):
     start: int
     num_tokens: int
     token_ids: tuple[int, ...] | None
-    new_block_ids: tuple[int, ...]
+    new_block_ids: BlockIds
     is_sampling: bool
     num_output_tokens: int
     allowed_bitmask: bytes | None = None
@@ -202,6 +211,7 @@ class EngineStats:
     `num_deferred` of those that wait do so for a prefix that another request computes. The adapters are the model's in
     all, and by name those that some request runs or waits with. `weight_bytes` and
     `kv_pool_bytes` are what the model's weights and its blocks take; there may come to be `max_num_blocks`.
+    A block holds 32 tokens of one of `num_layer_groups`, so that `max_tokens` may come to be there of all layers.
     `num_state_checkpoints` are recurrent states that are kept for prefixes.
     `pressure_level` is the percentage of full memory that the model answers now, 0 if there is no need:
     `num_pressure_cuts` times it gave idle blocks back, `num_pressure_holds` times it stopped admitting, and
@@ -221,6 +231,7 @@ class EngineStats:
     num_cached_blocks: int = 0
     num_state_checkpoints: int = 0
     max_num_blocks: int = 0
+    num_layer_groups: int = 1
     weight_bytes: int = 0
     kv_pool_bytes: int = 0
     pressure_level: int = 0
@@ -249,6 +260,16 @@ class EngineStats:
         """Share of the blocks that may come to be that requests hold, 0 to 1; cached ones of nobody are free."""
         most = max(self.num_blocks, self.max_num_blocks)
         return (self.num_blocks - self.num_free_blocks) / most if most else 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all layers for which there are blocks."""
+        return self.num_blocks * BLOCK_SIZE // self.num_layer_groups
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of all layers for which there may come to be blocks."""
+        return self.max_num_blocks * BLOCK_SIZE // self.num_layer_groups
 
     def after(self, past: EngineStats) -> EngineStats:
         """This reading of a model that was loaded again, its counters continuing from the `past` loads'."""

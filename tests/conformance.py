@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_server import LLM, SamplingParams
+from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.engine.llm import Completion
+from mlx_server.outputs import SchedulerOutput
 from mlx_server.runtime.loader import LoadedModel
 from mlx_server.runtime.random_models import build_random
 from tests.architectures import SEEDS, config_of
@@ -70,6 +74,13 @@ class Subject:
         loaded = LoadedModel(self.architecture, self.model, self.config, None)
         return LLM(loaded, **{"max_model_len": 256, "num_kv_blocks": 32, **settings})
 
+    @property
+    def is_windowed(self) -> bool:
+        """Whether a layer sees a window only."""
+        caches = make_prompt_cache(self.model)
+        parts = [part for cache in caches for part in getattr(cache, "caches", (cache,))]
+        return any(isinstance(part, RotatingKVCache) for part in parts)
+
     def wanted(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[Reference]:
         return [reference_generate(self.model, p, n) for p, n in zip(prompts, max_tokens, strict=True)]
 
@@ -101,16 +112,32 @@ def worst_error(answers: Answers, wanted: Sequence[Reference]) -> float:
     return worst
 
 
+def preempt_every(num_steps: int, scheduler: ContinuousBatchingScheduler) -> None:
+    """From now on, each so many steps the lowest of several running requests waits again."""
+    schedule, steps = scheduler.schedule, count(1)
+
+    def preempting(now: float) -> SchedulerOutput | None:
+        if next(steps) % num_steps == 0:
+            scheduler.preempt_lowest()
+        return schedule(now)
+
+    scheduler.schedule = preempting  # type: ignore[method-assign]
+
+
 def check_crowd(subject: Subject) -> Row:
     """Chunks, joins, leaves and preemptions in one batch, then a prompt again, whose full blocks are cached."""
     prompts = random_prompts(LENGTHS)
     wanted = subject.wanted(prompts, MAX_TOKENS)
     with subject.make_llm(**CROWDED) as llm:
+        if subject.is_windowed:  # blocks do not run out there
+            preempt_every(7, llm.engine.scheduler)
         first = answer(llm, prompts, MAX_TOKENS)
+        if subject.is_windowed:  # what the others have left behind their windows has taken the place of its blocks
+            answer(llm, prompts[2:3], MAX_TOKENS[2:3])
         again = answer(llm, prompts[2:3], MAX_TOKENS[2:3])
         stats, info = llm.stats(), llm.info
     assert first.num_preemptions > 0
-    assert stats.num_free_blocks == stats.num_blocks == NUM_BLOCKS
+    assert stats.num_free_blocks == stats.num_blocks == NUM_BLOCKS * len(info.windows)
     assert again.completions[0].num_cached_tokens == LENGTHS[2] // BLOCK_SIZE * BLOCK_SIZE
     error = max(worst_error(first, wanted), worst_error(again, wanted[2:3]))
     return Row(

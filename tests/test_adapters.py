@@ -28,7 +28,7 @@ from mlx_server.runtime.cache_views import UnpageableError
 from mlx_server.runtime.loader import exhaust, load, load_in_pieces
 from mlx_server.runtime.row_groups import row_groups
 from tests.adapter_files import plain_model, save_adapter, write_adapter, write_model
-from tests.conformance import CROWDED, NUM_LOGPROBS, Answers, Subject, worst_error
+from tests.conformance import CROWDED, NUM_LOGPROBS, Answers, Subject, preempt_every, worst_error
 from tests.engine_worlds import greedy, random_prompts
 from tests.test_architectures import SERVED
 from tests.tiny_models import Reference, reference_generate, save_model_folder
@@ -99,6 +99,7 @@ def test_a_mixed_batch_answers_as_mlx_lm_does_with_each_adapter_alone(
         assert change == 0 if adapter is None else change > 1e-2
     with LLM(str(folder), adapters=settings_of(paths), **CROWDED) as llm:
         assert llm.info.level == level
+        preempt_every(7, llm.engine.scheduler)
         first = answer(llm, prompts, MAX_TOKENS, ADAPTERS)
         assert first.num_preemptions > 0
         assert worst_error(first, expected) < 1e-4
@@ -249,9 +250,9 @@ def test_a_group_has_its_own_rows() -> None:
         tables.add(name)
     plan = tables.plan(
         [
-            ScheduledChunk("a", 0, 1, (0,), (1,), True, 0),
-            ScheduledChunk("b", 0, 1, (0,), (2,), True, 0),
-            ScheduledChunk("c", 0, 3, (0,) * 3, (3,), True, 0),
+            ScheduledChunk("a", 0, 1, (0,), ((1,),), True, 0),
+            ScheduledChunk("b", 0, 1, (0,), ((2,),), True, 0),
+            ScheduledChunk("c", 0, 3, (0,) * 3, ((3,),), True, 0),
         ]
     )
     decodes, chunk = row_groups(plan, batches_decodes=True)

@@ -13,7 +13,7 @@ from mlx_server.runtime import memory
 from mlx_server.runtime.kernels.exact_rows import exact_rows
 from mlx_server.runtime.row_pool import QuantizedRows, row_bytes
 from tests.architectures import config_of
-from tests.conformance import CROWDED, LENGTHS, MAX_TOKENS, Subject, answer
+from tests.conformance import CROWDED, LENGTHS, MAX_TOKENS, Subject, answer, preempt_every
 from tests.engine_worlds import random_prompts
 
 WIDER = {"head_dim": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32}
@@ -63,7 +63,9 @@ def test_answers_do_not_depend_on_who_else_runs(architecture: str, bits: str) ->
     with subject.make_llm(kv_bits=bits, max_num_seqs=1, prefix_caching=False) as llm:
         alone = [list(c.token_ids) for c in answer(llm, prompts, MAX_TOKENS).completions]
     with subject.make_llm(kv_bits=bits, **CROWDED) as llm:
+        preempt_every(7, llm.engine.scheduler)
         crowded = answer(llm, prompts, MAX_TOKENS)
+        answer(llm, prompts[2:3], MAX_TOKENS[2:3])
         again = answer(llm, prompts[2:3], MAX_TOKENS[2:3])
     assert crowded.num_preemptions > 0
     assert [list(c.token_ids) for c in crowded.completions] == alone
@@ -76,7 +78,7 @@ def test_a_block_takes_what_its_bits_take() -> None:
     for bits in ("full", "8", "4"):
         with wide("qwen3").make_llm(kv_bits=bits) as llm:
             sizes[bits] = llm.info.block_bytes
-            pools = [layer.pool for layer in llm.engine._parts.runner.cache.paged]
+            pools = [layer.pool.content for layer in llm.engine._parts.runner.cache.paged]
             held = sum(pool.keys.nbytes + pool.values.nbytes for pool in pools)
             assert held == llm.info.num_blocks * llm.info.block_bytes
     # A scale and a bias of float32 for 64 numbers.

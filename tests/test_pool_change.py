@@ -83,10 +83,10 @@ def test_block_tables_follow_the_moves():
     tables.add("gone")
     tables.add("stays")
     for name, ids in (("gone", (8, 9)), ("stays", (7, 2))):
-        tables.plan([ScheduledChunk(name, 0, 40, None, ids, False, 0)])
+        tables.plan([ScheduledChunk(name, 0, 40, None, (ids,), False, 0)])
     tables.drop("gone")
     tables.move((BlockMove(7, 0), BlockMove(30, 1)))
-    plan = tables.plan([ScheduledChunk("stays", 40, 1, None, (), True, 0)])
+    (plan,) = tables.plan([ScheduledChunk("stays", 40, 1, None, (), True, 0)])
     assert plan.block_tables.tolist() == [[0, 2]]
     assert plan.slot_mapping.tolist() == [2 * BLOCK_SIZE + 8]
 

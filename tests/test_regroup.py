@@ -60,35 +60,36 @@ def test_rows_are_grouped_by_what_a_rectangle_can_hold() -> None:
     tables = BlockTables()
     for name in "abcde":
         tables.add(name)
-    tables.plan([ScheduledChunk("a", 0, 33, (0,) * 33, (5, 9), True, 0)])
-    tables.plan([ScheduledChunk("b", 0, 3, (0,) * 3, (2,), True, 0)])
-    plan = tables.plan(
+    tables.plan([ScheduledChunk("a", 0, 33, (0,) * 33, ((5, 9),), True, 0)])
+    tables.plan([ScheduledChunk("b", 0, 3, (0,) * 3, ((2,),), True, 0)])
+    plans = tables.plan(
         [
             ScheduledChunk("a", 33, 1, None, (), True, 1),
             ScheduledChunk("b", 3, 1, None, (), True, 1),
-            ScheduledChunk("c", 0, 1, (0,), (7,), True, 0),
-            ScheduledChunk("d", 0, 2, (0, 0), (8,), True, 0),
-            ScheduledChunk("e", 0, 2, (0, 0), (1,), True, 0),
+            ScheduledChunk("c", 0, 1, (0,), ((7,),), True, 0),
+            ScheduledChunk("d", 0, 2, (0, 0), ((8,),), True, 0),
+            ScheduledChunk("e", 0, 2, (0, 0), ((1,),), True, 0),
         ]
     )
-    groups = row_groups(plan, batches_decodes=True)
+    groups = row_groups(plans, batches_decodes=True)
     assert [(g.first, g.last, g.length, g.is_fresh) for g in groups] == [
         (0, 2, 1, False),
         (2, 3, 1, True),
         (3, 5, 2, True),
         (5, 7, 2, True),
     ]
-    alone = row_groups(plan, batches_decodes=False)
+    alone = row_groups(plans, batches_decodes=False)
     assert [(g.first, g.last) for g in alone] == [(0, 1), (1, 2), (2, 3), (3, 5), (5, 7)]
     decodes = groups[0]
     assert decodes.starts.tolist() == [33, 3]
-    assert decodes.slots.tolist() == [9 * 32 + 1, 2 * 32 + 3]
-    assert decodes.context_slots.shape == (2, 34)
-    assert decodes.context_slots[0].tolist() == [5 * 32 + i for i in range(32)] + [9 * 32, 9 * 32 + 1]
-    assert decodes.context_slots[1].tolist()[:4] == [2 * 32 + i for i in range(4)]
+    places = decodes.places[0]
+    assert places.slots.tolist() == [9 * 32 + 1, 2 * 32 + 3]
+    assert places.context_slots.shape == (2, 34)
+    assert places.context_slots[0].tolist() == [5 * 32 + i for i in range(32)] + [9 * 32, 9 * 32 + 1]
+    assert places.context_slots[1].tolist()[:4] == [2 * 32 + i for i in range(4)]
     assert [g.state_slots for g in groups] == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
-    plan = tables.plan([ScheduledChunk(name, 34, 1, None, (), True, 1) for name in "ba"])
-    assert row_groups(plan, batches_decodes=True)[0].state_slots.tolist() == [1, 0]
+    plans = tables.plan([ScheduledChunk(name, 34, 1, None, (), True, 1) for name in "ba"])
+    assert row_groups(plans, batches_decodes=True)[0].state_slots.tolist() == [1, 0]
     rows = mx.arange(14).reshape(7, 1, 2)
     assert mx.array_equal(mx.concatenate([g.flat(g.cut(rows)) for g in groups]), rows)
 

@@ -171,13 +171,13 @@ def test_a_plan_says_where_every_token_stands():
     tables = BlockTables()
     for name in "abc":
         tables.add(name)
-    tables.plan([ScheduledChunk("a", 0, 33, (0,) * 33, (5, 9), True, 0)])
-    tables.plan([ScheduledChunk("b", 0, 31, (0,) * 31, (2,), True, 0)])
-    plan = tables.plan(
+    tables.plan([ScheduledChunk("a", 0, 33, (0,) * 33, ((5, 9),), True, 0)])
+    tables.plan([ScheduledChunk("b", 0, 31, (0,) * 31, ((2,),), True, 0)])
+    (plan,) = tables.plan(
         [
             ScheduledChunk("a", 33, 1, None, (), True, 1),
-            ScheduledChunk("b", 31, 3, (0,) * 3, (7,), True, 0),
-            ScheduledChunk("c", 0, 2, (0,) * 2, (0,), False, 0),
+            ScheduledChunk("b", 31, 3, (0,) * 3, ((7,),), True, 0),
+            ScheduledChunk("c", 0, 2, (0,) * 2, ((0,),), False, 0),
         ]
     )
     assert plan.num_decodes == 1
@@ -192,11 +192,11 @@ def test_tables_grow_and_rows_are_used_again():
     tables = BlockTables()
     for number in range(20):
         tables.add(f"r{number}")
-    tables.plan([ScheduledChunk("r19", 0, 1280, (0,) * 1280, tuple(range(40)), True, 0)])
+    tables.plan([ScheduledChunk("r19", 0, 1280, (0,) * 1280, (tuple(range(40)),), True, 0)])
     tables.drop("r19")
     tables.drop("unknown")
     tables.add("new")
-    plan = tables.plan([ScheduledChunk("new", 0, 1, (0,), (3,), True, 0)])
+    (plan,) = tables.plan([ScheduledChunk("new", 0, 1, (0,), ((3,),), True, 0)])
     assert (len(tables), plan.block_tables.tolist()) == (20, [[3]])
 
 

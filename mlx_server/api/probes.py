@@ -73,8 +73,8 @@ def _load(rank: int, engine: AsyncEngine, config: Config) -> dict[str, Any]:
         "dp_rank": rank,
         "num_running_reqs": stats.num_running,
         "num_waiting_reqs": stats.num_waiting,
-        "num_used_tokens": (stats.num_blocks - stats.num_free_blocks) * BLOCK_SIZE,
-        "max_total_num_tokens": stats.max_num_blocks * BLOCK_SIZE,
+        "num_used_tokens": (stats.num_blocks - stats.num_free_blocks) * BLOCK_SIZE // stats.num_layer_groups,
+        "max_total_num_tokens": stats.max_tokens,
         "token_usage": usage,
         "gen_throughput": _ratio(stats.num_generated_tokens, stats.busy_time_s),
         "cache_hit_rate": _ratio(stats.num_prefix_hit_tokens, stats.num_prefix_query_tokens),
@@ -92,7 +92,7 @@ def _ratio(part: float, whole: float) -> float:
 async def server_info(context: Context) -> dict[str, Any]:
     """What vLLM's and SGLang's routers ask of a worker, in one body."""
     model = context.pool.find(None)
-    num_blocks = 0 if model.engine is None else model.engine.stats().max_num_blocks
+    num_blocks = 0 if model.engine is None else model.engine.stats().max_tokens // BLOCK_SIZE
     return {
         "model_path": model.spec.root,
         "served_model_name": model.name,

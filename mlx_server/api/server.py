@@ -26,7 +26,7 @@ from mlx_server.api.app import create_app
 from mlx_server.api.auth import FREE_PATHS, exposure_warning
 from mlx_server.api.client_timeouts import bounded_protocol
 from mlx_server.api.context import ServerContext
-from mlx_server.config import BLOCK_SIZE, Config, ServerConfig
+from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError, ServeError
 from mlx_server.observability.logs import set_up_logging
 from mlx_server.observability.tracing import open_tracing
@@ -211,9 +211,9 @@ def _described(model: PooledModel) -> str:
     if model.engine is None:
         return f"model {model.name}, loaded on first use"
     stats = model.engine.stats()
-    pool = f"KV pool of {stats.num_blocks * BLOCK_SIZE} tokens"
+    pool = f"KV pool of {stats.num_tokens} tokens"
     if stats.max_num_blocks > stats.num_blocks:
-        pool += f", up to {stats.max_num_blocks * BLOCK_SIZE} as memory allows"
+        pool += f", up to {stats.max_tokens} as memory allows"
     return f"model {model.name}: context of {model.engine.max_model_len} tokens, {pool}"
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from mlx_server.batching.block import Block
 from mlx_server.batching.headroom import AdmissionHeadroom
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
+from mlx_server.batching.prefix_cache import CachedPrefix
 from mlx_server.batching.request_table import RequestTable
 from mlx_server.config import BLOCK_SIZE
+from mlx_server.outputs import BlockIds
 from mlx_server.request import Request, RequestStatus
 
 MAX_DEFERRALS = 8
@@ -46,7 +47,7 @@ class AdmissionControl:
     """
 
     def __init__(self, table: RequestTable, limits: SchedulerLimits, counters: SchedulerCounters) -> None:
-        self.headroom = AdmissionHeadroom()
+        self.headroom = AdmissionHeadroom(table.blocks.groups)
         self._table = table
         self._limits = limits
         self._counters = counters
@@ -92,8 +93,8 @@ class AdmissionControl:
             return request.num_computed_tokens
         return len(self._find_prefix(request)) * BLOCK_SIZE
 
-    def admit(self, request: Request, now: float) -> tuple[int, ...] | None:
-        """Lets a waiting request run, if it can: its block table, the cached prefix included and counted as
+    def admit(self, request: Request, now: float) -> BlockIds | None:
+        """Lets a waiting request run, if it can: its block tables, the cached prefix included and counted as
         computed. Once one has found no room, nobody is admitted until `open` but those it was kept for."""
         if self._is_holding() or (self._is_closed and request.request_id not in self._reserved):
             return None
@@ -175,15 +176,16 @@ class AdmissionControl:
             worse.append(other)
         return worse
 
-    def _find_prefix(self, request: Request) -> list[Block]:
-        return self._table.blocks.find_prefix(request) if _may_hit(request) else []
+    def _find_prefix(self, request: Request) -> CachedPrefix:
+        blocks = self._table.blocks
+        return blocks.find_prefix(request) if _may_hit(request) else blocks.no_prefix
 
-    def _waits_for_prefix(self, request: Request, prefix: list[Block], now: float) -> bool:
+    def _waits_for_prefix(self, request: Request, prefix: CachedPrefix, now: float) -> bool:
         if not self._limits.deduplicate_prefixes or not _may_hit(request):
             return False
         return self._table.prefixes.should_wait(request, len(prefix), now)
 
-    def _has_room(self, request: Request, prefix: list[Block], num_gone: int = 0, num_freed_blocks: int = 0) -> bool:
+    def _has_room(self, request: Request, prefix: CachedPrefix, num_gone: int = 0, num_freed_blocks: int = 0) -> bool:
         """Whether seats and blocks suffice, if `num_gone` running requests had left and as many blocks were
         free. Nothing is kept free for requests that `request` may preempt."""
         running = self._table.running

@@ -20,15 +20,17 @@ class BlockState(enum.IntEnum):
 class Block:
     """Bookkeeping of one block of `BLOCK_SIZE` slots. Holds no tensors: `block_id` indexes the pools.
 
-    `block_hash` is set while the block's content stands in the prefix cache, also when `ref_cnt` is 0.
+    `block_hash` is set while the block's content stands in the prefix cache, also when `ref_cnt` is 0; `layer_group`
+    says which layers' K/V that is.
     """
 
-    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
+    __slots__ = ("block_hash", "block_id", "layer_group", "next_free", "prev_free", "ref_cnt")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
         self.block_hash: bytes | None = None
+        self.layer_group = 0
         self.prev_free: Block | None = None
         self.next_free: Block | None = None
 

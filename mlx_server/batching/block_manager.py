@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from mlx_server.batching.block import Block, BlockState, FreeBlockQueue
 from mlx_server.batching.block_supply import BlockSupply, NoSupply
+from mlx_server.batching.block_table import BlockTable
 from mlx_server.batching.compaction import plan_compaction
-from mlx_server.batching.prefix_cache import PrefixCache, extend_block_hashes, root_hash
+from mlx_server.batching.layer_groups import LayerGroups, first_seen, num_blocks_for
+from mlx_server.batching.prefix_cache import CachedPrefix, PrefixCache, extend_block_hashes, root_hash
 from mlx_server.batching.state_checkpoints import StateCheckpoints
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import BlockMove, PoolChange
+from mlx_server.outputs import BlockIds, BlockMove, PoolChange
 from mlx_server.request import Request
-
-
-def num_blocks_for(num_tokens: int) -> int:
-    """Blocks that `num_tokens` tokens occupy."""
-    return -(-num_tokens // BLOCK_SIZE)
 
 
 class PagedBlockManager:
     """All blocks of one model's pools. Not thread-safe: used by the scheduler only.
 
-    A request's block table only grows, until `free` or `detach`. A block with `ref_cnt` 0 is in the free
+    A request has a block table in each layer group. It only grows, until `free` or `detach`, but in a group with a
+    window its front is given up as the window moves on. A block with `ref_cnt` 0 is in the free
     queue and, if its hash is set, in the prefix cache too; taking it from the queue is the eviction. So all
     idle memory is prefix cache, and only referenced blocks count as used. Blocks that hold nothing cached
     are taken first, then the least recently used.
+
+    What is given up may be taken at once, although steps that were submitted still read or write it: steps run in the
+    order in which they are composed, and the step that takes it is composed after all of them.
 
     The pool grows when an allocation would evict or fail, as long as `supply` gives, up to `max_blocks`; it is
     cut by `shrink`. `take_change` says what the runner must do before the next step. Ids are stable on growth.
@@ -36,6 +37,7 @@ class PagedBlockManager:
     def __init__(
         self,
         num_blocks: int,
+        groups: LayerGroups | None = None,
         *,
         max_blocks: int | None = None,
         supply: BlockSupply | None = None,
@@ -43,14 +45,18 @@ class PagedBlockManager:
         enable_prefix_caching: bool = True,
         checkpoints: StateCheckpoints | None = None,
     ) -> None:
-        """Without `max_blocks` the size is fixed. With `checkpoints`, a prefix is cached only up to one of them."""
+        """Without `groups`, all layers keep everything. Without `max_blocks` the size is fixed. With `checkpoints`,
+        a prefix is cached only up to one of them."""
         assert 1 <= num_blocks <= (max_blocks or num_blocks)
         self.max_blocks = max_blocks or num_blocks
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._free = FreeBlockQueue(self._blocks)
-        self._tables: dict[str, list[Block]] = {}
+        self.groups = groups or LayerGroups()
+        self.no_prefix = CachedPrefix(0, tuple([] for _ in self.groups.windows))
+        self._tables: dict[str, list[BlockTable]] = {}
+        self._num_allocated: dict[str, int] = {}  # entries that a table without a window has
         self._num_cached: dict[str, int] = {}  # leading blocks of a table that were offered to the cache
-        self._cache = PrefixCache()
+        self._cache = PrefixCache(self.groups.windows)
         self._root = root_hash(model_key)
         self._detached: list[list[Block]] = []
         self._supply = supply or NoSupply()
@@ -87,25 +93,29 @@ class PagedBlockManager:
         count = min(most, len(self._blocks))
         return [self._blocks[index * len(self._blocks) // count].state for index in range(count)]
 
-    def block_ids(self, request_id: str) -> tuple[int, ...]:
+    def block_ids(self, request_id: str, group: int = 0) -> tuple[int, ...]:
         """The block table of a request that holds blocks; () otherwise."""
-        return tuple(block.block_id for block in self._tables.get(request_id, ()))
+        tables = self._tables.get(request_id)
+        return () if tables is None else tables[group].ids()
+
+    def num_held(self, request_id: str, group: int = 0) -> int:
+        """How many blocks of a group the request holds."""
+        tables = self._tables.get(request_id)
+        return 0 if tables is None else len(tables[group].blocks)
 
     def holds(self, request: Request, num_tokens: int) -> bool:
-        """Whether the request's table has room for `num_tokens` tokens already."""
-        return len(self._tables.get(request.request_id, ())) * BLOCK_SIZE >= num_tokens
+        """Whether `allocate` has given the request room for `num_tokens` tokens already."""
+        return self._num_allocated.get(request.request_id, 0) >= num_blocks_for(num_tokens)
 
-    def find_prefix(self, request: Request) -> list[Block]:
+    def find_prefix(self, request: Request) -> CachedPrefix:
         """The longest cached prefix of a request that holds no blocks. Changes no block.
 
         It never covers the request's last known token: one token must be computed to have logits.
         """
         if not self.enable_prefix_caching:
-            return []
-        prefix = self._find_blocks(request)
-        if self.checkpoints is None:
-            return prefix
-        return prefix[: self.checkpoints.num_blocks(request.block_hashes[: len(prefix)])]
+            return self.no_prefix
+        extend_block_hashes(request, self._root, request.num_tokens)
+        return self._cache.longest_prefix(request.block_hashes, _most_hit(request), self.checkpoints)
 
     def resumed_checkpoint(self, request: Request) -> int | None:
         """Where the recurrent state is from which a request that was just admitted goes on; None if it starts."""
@@ -114,46 +124,63 @@ class PagedBlockManager:
             return None
         return self.checkpoints.slot(request.block_hashes[num_blocks - 1])
 
-    def num_new_blocks(self, request: Request, num_tokens: int, prefix: list[Block] | None = None) -> int:
+    def num_new_blocks(self, request: Request, num_tokens: int, prefix: CachedPrefix | None = None) -> int:
         """Free blocks that `allocate` with these arguments would take, revived prefix blocks included."""
-        held = len(self._tables.get(request.request_id, ()))
-        if prefix:
-            held += sum(1 for block in prefix if block.ref_cnt > 0)
-        return max(0, num_blocks_for(num_tokens) - held)
+        tables = self._tables.get(request.request_id)
+        if tables is not None:
+            return self._num_missing(tables, num_tokens)
+        prefix = prefix or self.no_prefix
+        num_revived = sum([block.ref_cnt == 0 for block in prefix])
+        return num_revived + self._num_missing(_tables_of(prefix), num_tokens)
 
-    def num_freed_in_turn(self, request_ids: Iterable[str], keep: Sequence[Block] = ()) -> Iterator[int]:
+    def num_freed_in_turn(self, request_ids: Iterable[str], keep: Iterable[Block] = ()) -> Iterator[int]:
         """How many blocks become free with all detached ones given back, then with the first request's too,
         the second's, and so on: one number more than requests. Blocks of `keep` count as held."""
         kept = set(keep)
         num_holds: Counter[Block] = Counter()
         num_freed = 0
-        for table in chain([chain.from_iterable(self._detached)], map(self._tables.__getitem__, request_ids)):
-            for block in table:
+        for blocks in chain([chain.from_iterable(self._detached)], map(self._held_blocks, request_ids)):
+            for block in blocks:
                 num_holds[block] += 1
                 num_freed += num_holds[block] == block.ref_cnt and block not in kept
             yield num_freed
 
-    def allocate(self, request: Request, num_tokens: int, prefix: list[Block] | None = None) -> tuple[int, ...] | None:
-        """Grows the request's table to hold `num_tokens` tokens; the ids that were appended, or None if
-        there are not enough free blocks and no more to be had (then nothing has changed).
+    def allocate(self, request: Request, num_tokens: int, prefix: CachedPrefix | None = None) -> BlockIds | None:
+        """Grows the request's tables to hold `num_tokens` tokens, those of groups with a window as far as the next
+        step may need it; the ids that were appended, or None if there are not enough free blocks and no more to be
+        had (then nothing was taken).
 
-        `prefix`, from `find_prefix`, is shared as it is; it may be given only while the table is empty.
+        `prefix`, from `find_prefix`, is shared as it is; it may be given only while the tables are empty.
         """
+        tables = self._tables.get(request.request_id)
+        if tables is not None:
+            assert not prefix, "a prefix is shared before anything else is allocated"
+            self.give_up_unseen(request)
         if not self.make_room(self.num_new_blocks(request, num_tokens, prefix)):
             return None
-        table = self._tables.setdefault(request.request_id, [])
-        num_before = len(table)
-        if prefix:
-            assert not table, "a prefix is shared before anything else is allocated"
-            for block in prefix:
-                self._reference(block)
-                table.append(block)
-            self._num_cached[request.request_id] = len(prefix)
-        if not num_before and self.checkpoints is not None:
-            self.checkpoints.start(request, len(table), len(self._find_blocks(request)))
-        for _ in range(num_blocks_for(num_tokens) - len(table)):
-            table.append(self._take())
-        return tuple([block.block_id for block in table[num_before:]])
+        if tables is not None:
+            num_before = [len(table) for table in tables]
+        else:
+            tables = self._tables[request.request_id] = self._start(request, prefix or self.no_prefix)
+            num_before = [0] * len(tables)
+        num_allocated = self._num_allocated.get(request.request_id, 0)
+        self._num_allocated[request.request_id] = max(num_allocated, num_blocks_for(num_tokens))
+        for table, most in zip(tables, self.groups.most_held):
+            for _ in range(_end(table, num_tokens, most) - len(table)):
+                table.blocks.append(self._take())
+        new_ids = tuple([table.ids(start) for table, start in zip(tables, num_before)])
+        return new_ids if any(new_ids) else ()
+
+    def give_up_unseen(self, request: Request) -> None:
+        """Gives back the blocks of groups with a window that no token of the request sees any more. They stay cached,
+        the oldest first to be evicted."""
+        if not self.groups.has_windows:
+            return
+        position = request.num_computed_tokens
+        for table, window in zip(self._tables[request.request_id], self.groups.windows):
+            if window is not None:
+                for block in table.give_up(first_seen(position, window)):
+                    self._release(block)
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
         """Registers the blocks that the first `num_tokens` tokens fill: their ids are known, and their K/V
@@ -165,24 +192,22 @@ class PagedBlockManager:
         if num_full <= first:
             return
         extend_block_hashes(request, self._root, num_tokens)
-        table = self._tables[request.request_id]
-        for index in range(first, num_full):
-            self._cache.insert(request.block_hashes[index], table[index])
+        for group, table in enumerate(self._tables[request.request_id]):
+            for index in range(max(first, table.num_gone), num_full):
+                self._cache.insert(request.block_hashes[index], table.blocks[index - table.num_gone], group)
         self._num_cached[request.request_id] = num_full
         if self.checkpoints is not None:
             self.checkpoints.commit(request, num_full)
 
     def free(self, request_id: str) -> None:
-        """Gives back all blocks of a request, its tail first, so that shared heads are evicted last."""
-        self._forget_progress(request_id)
-        for block in reversed(self._tables.pop(request_id, [])):
+        """Gives back all blocks of a request, each group's tail first, so that shared heads are evicted last."""
+        for block in reversed(self._leave(request_id)):
             self._release(block)
 
     def detach(self, request_id: str) -> list[Block]:
         """Ends the request's hold like `free`, but the blocks stay referenced until `free_detached`:
         a step that was submitted may still write them."""
-        self._forget_progress(request_id)
-        blocks = self._tables.pop(request_id, [])
+        blocks = self._leave(request_id)
         self._detached.append(blocks)
         return blocks
 
@@ -271,7 +296,7 @@ class PagedBlockManager:
         """Asserts every invariant; for tests and idle moments, O(blocks)."""
         if self.checkpoints is not None:
             self.checkpoints.check_integrity()
-        holders = Counter(block.block_id for table in self._tables.values() for block in table)
+        holders = Counter(block.block_id for request_id in self._tables for block in self._held_blocks(request_id))
         holders.update(block.block_id for group in self._detached for block in group)
         free_ids = [block.block_id for block in self._free]
         assert len(free_ids) == len(set(free_ids)) == len(self._free), "the free queue repeats a block"
@@ -281,20 +306,46 @@ class PagedBlockManager:
             assert block.ref_cnt == holders[block.block_id], f"{block} has {holders[block.block_id]} holders"
             assert (block.ref_cnt == 0) == (block.next_free is not None), f"{block} is free and held, or neither"
             if block.block_hash is not None:
-                assert self._cache.get(block.block_hash) is block, f"{block} is not what its hash finds"
+                found = self._cache.get(block.block_hash, block.layer_group)
+                assert found is block, f"{block} is not what its hash finds"
         assert len(free_ids) + len(holders) == len(self._blocks), "free and referenced blocks are not all blocks"
         for block_hash, block in self._cache:
             assert block.block_hash == block_hash, f"{block} is cached under another hash"
+        for request_id, tables in self._tables.items():
+            for table, most in zip(tables, self.groups.most_held, strict=True):
+                assert most is None or len(table.blocks) <= most, f"{request_id} holds more than its window"
+                assert most is not None or table.num_gone == 0, f"{request_id} has given up what it still sees"
 
-    def _find_blocks(self, request: Request) -> list[Block]:
-        """Blocks of the request's longest cached prefix, wherever it ends."""
-        extend_block_hashes(request, self._root, request.num_tokens)
-        return self._cache.longest_prefix(request.block_hashes, (request.num_tokens - 1) // BLOCK_SIZE)
+    def _start(self, request: Request, prefix: CachedPrefix) -> list[BlockTable]:
+        """Tables of a request that is admitted: they begin with its cached prefix."""
+        for block in prefix:
+            self._reference(block)
+        if prefix:
+            self._num_cached[request.request_id] = len(prefix)
+        if self.checkpoints is not None:
+            extend_block_hashes(request, self._root, request.num_tokens)
+            num_cached = len(self._cache.longest_prefix(request.block_hashes, _most_hit(request)))
+            self.checkpoints.start(request, len(prefix), num_cached)
+        return _tables_of(prefix)
 
-    def _forget_progress(self, request_id: str) -> None:
+    def _leave(self, request_id: str) -> list[Block]:
+        """Ends what is known of a request; the blocks that it held."""
+        self._num_allocated.pop(request_id, None)
         self._num_cached.pop(request_id, None)
         if self.checkpoints is not None:
             self.checkpoints.stop(request_id)
+        blocks = list(self._held_blocks(request_id))
+        self._tables.pop(request_id, None)
+        return blocks
+
+    def _held_blocks(self, request_id: str) -> Iterator[Block]:
+        """Group by group."""
+        return chain.from_iterable([table.blocks for table in self._tables.get(request_id, ())])
+
+    def _num_missing(self, tables: list[BlockTable], num_tokens: int) -> int:
+        """By how many blocks the tables fall short of `num_tokens` tokens, as far as they are ever to hold them."""
+        pairs = zip(tables, self.groups.most_held)
+        return sum([max(0, _end(table, num_tokens, most) - len(table)) for table, most in pairs])
 
     def _reference(self, block: Block) -> None:
         if block.ref_cnt == 0:
@@ -320,3 +371,18 @@ class PagedBlockManager:
             self._free.appendleft(block)
         else:
             self._free.append(block)
+
+
+def _most_hit(request: Request) -> int:
+    """The most blocks of a request that may be hit."""
+    return (request.num_tokens - 1) // BLOCK_SIZE
+
+
+def _tables_of(prefix: CachedPrefix) -> list[BlockTable]:
+    return [BlockTable(list(blocks), len(prefix) - len(blocks)) for blocks in prefix.groups]
+
+
+def _end(table: BlockTable, num_tokens: int, most_held: int | None) -> int:
+    """How long a table is to be that has room for `num_tokens` tokens, or for all that may be held at once."""
+    num_blocks = num_blocks_for(num_tokens)
+    return num_blocks if most_held is None else min(num_blocks, table.num_gone + most_held)

@@ -53,6 +53,11 @@ class SchedulerLimits:
     deduplicate_prefixes: bool = True
     cache_aware_order: bool = True
 
+    @property
+    def largest_chunk(self) -> int:
+        """Most tokens that a step computes of one request."""
+        return min(self.max_num_batched_tokens, self.max_chunk_tokens or self.max_num_batched_tokens)
+
 
 @dataclass(slots=True)
 class SchedulerCounters:

@@ -7,10 +7,13 @@ not for 32 tokens alone: K/V depend on everything before them, and block Y of `A
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 
 from mlx_server.batching.block import Block
+from mlx_server.batching.layer_groups import first_seen
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Request
 
@@ -51,42 +54,106 @@ def extend_block_hashes(request: Request, root: bytes, num_tokens: int) -> None:
         hashes.append(hash_block(parent, request.token_ids(start, start + BLOCK_SIZE), extra))
 
 
-class PrefixCache:
-    """Block hash to block. Knows neither who uses a block nor when it is evicted."""
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """The first `num_blocks` blocks of a request, as far as its next token sees them.
 
-    def __init__(self) -> None:
-        self._blocks: dict[bytes, Block] = {}
+    `groups` has those of each layer group: all of them, or the last ones, which lie in the group's window.
+    """
+
+    num_blocks: int
+    groups: tuple[list[Block], ...]
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return self.num_blocks
+
+    def __iter__(self) -> Iterator[Block]:
+        """Every block, group by group."""
+        return chain.from_iterable(self.groups)
+
+
+class PrefixCache:
+    """Block hash and layer group to block. Knows neither who uses a block nor when it is evicted."""
+
+    def __init__(self, windows: Sequence[int | None] = (None,)) -> None:
+        """`windows` are those of the layer groups."""
+        self._windows = tuple(windows)
+        self._groups: list[dict[bytes, Block]] = [{} for _ in windows]
+        self._full = [blocks for blocks, window in zip(self._groups, windows) if window is None]
+        self._windowed = [
+            (blocks, -((1 - window) // BLOCK_SIZE))  # those that hold the window - 1 tokens before a boundary
+            for blocks, window in zip(self._groups, windows)
+            if window is not None
+        ]
+
+    def __len__(self) -> int:
+        return sum([len(blocks) for blocks in self._groups])
 
     def __iter__(self) -> Iterator[tuple[bytes, Block]]:
-        return iter(self._blocks.items())
+        return chain.from_iterable(blocks.items() for blocks in self._groups)
 
-    def get(self, block_hash: bytes) -> Block | None:
-        return self._blocks.get(block_hash)
+    def get(self, block_hash: bytes, group: int = 0) -> Block | None:
+        return self._groups[group].get(block_hash)
 
-    def longest_prefix(self, block_hashes: Sequence[bytes], max_blocks: int) -> list[Block]:
-        """Blocks of the longest cached prefix, at most `max_blocks`."""
-        found: list[Block] = []
-        for block_hash in block_hashes[:max_blocks]:
-            block = self._blocks.get(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def longest_prefix(
+        self, block_hashes: Sequence[bytes], max_blocks: int, ends: Container[bytes] | None = None
+    ) -> CachedPrefix:
+        """The longest cached prefix of at most `max_blocks`, whose last hash is one of `ends` if they are given.
 
-    def insert(self, block_hash: bytes, block: Block) -> bool:
+        Groups without a window have all of its blocks, others those that the token behind it sees.
+        """
+        length = self._last_end(block_hashes, self._num_in_full(block_hashes[:max_blocks]), ends)
+        groups = []
+        for blocks, window in zip(self._groups, self._windows):
+            first = first_seen(length * BLOCK_SIZE, window)
+            groups.append([blocks[block_hash] for block_hash in block_hashes[first:length]])
+        return CachedPrefix(length, tuple(groups))
+
+    def insert(self, block_hash: bytes, block: Block, group: int = 0) -> bool:
         """Registers a full block; False if an equal one is registered already, which then stays the one."""
         assert block.block_hash is None, f"{block} is cached already"
-        if block_hash in self._blocks:
+        if block_hash in self._groups[group]:
             return False
-        self._blocks[block_hash] = block
-        block.block_hash = block_hash
+        self._groups[group][block_hash] = block
+        block.block_hash, block.layer_group = block_hash, group
         return True
 
     def remove(self, block: Block) -> None:
         """Forgets a cached block: its memory is about to be written anew."""
         assert block.block_hash is not None, f"{block} is not cached"
-        del self._blocks[block.block_hash]
+        del self._groups[block.layer_group][block.block_hash]
         block.block_hash = None
+
+    def _num_in_full(self, block_hashes: Sequence[bytes]) -> int:
+        """How many of the blocks, from the first, all groups without a window have."""
+        num_blocks = len(block_hashes)
+        for blocks in self._full:
+            for index in range(num_blocks):
+                if block_hashes[index] not in blocks:
+                    num_blocks = index
+                    break
+        return num_blocks
+
+    def _last_end(self, block_hashes: Sequence[bytes], num_blocks: int, ends: Container[bytes] | None) -> int:
+        """The last boundary, `num_blocks` at most, at which every window is whole and that is one of `ends`."""
+        length, before = num_blocks, -1
+        while length != before:
+            before = length
+            for blocks, num_seen in self._windowed:
+                length = _last_whole(blocks, num_seen, block_hashes, length)
+            if ends is not None:
+                while length and block_hashes[length - 1] not in ends:
+                    length -= 1
+        return length
+
+
+def _last_whole(blocks: Container[bytes], num_seen: int, block_hashes: Sequence[bytes], length: int) -> int:
+    """The last boundary, `length` at most, whose `num_seen` blocks before it (or all there are) are cached."""
+    num_cached = 0
+    for index in range(length - 1, -1, -1):
+        if num_cached == num_seen:
+            break
+        num_cached += 1
+        if block_hashes[index] not in blocks:
+            length, num_cached = index, 0
+    return length

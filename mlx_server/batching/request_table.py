@@ -5,14 +5,15 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, OrderedDict, deque
 
-from mlx_server.batching.block import Block
-from mlx_server.batching.block_manager import PagedBlockManager, num_blocks_for
+from mlx_server.batching.block_manager import PagedBlockManager
+from mlx_server.batching.layer_groups import num_blocks_for
 from mlx_server.batching.limits import QueueLoad
+from mlx_server.batching.prefix_cache import CachedPrefix
 from mlx_server.batching.prefixes_in_progress import PrefixesInProgress
 from mlx_server.batching.priority_queue import PriorityQueueWithAging
 from mlx_server.batching.step import SubmittedStep
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import PositionLogprobs
+from mlx_server.outputs import BlockIds, PositionLogprobs
 from mlx_server.request import FinishReason, Request, RequestStatus
 
 Rank = tuple[bool, int, float]
@@ -63,8 +64,8 @@ class RequestTable:
         """Who keeps running if not all can: the promoted, then by tier, then by effective priority."""
         return not request.is_promoted, request.priority, self.waiting.key(request)
 
-    def admit(self, request: Request, prefix: list[Block], *, is_promoted: bool = False) -> tuple[int, ...]:
-        """A waiting request runs, with blocks for all its tokens; its whole block table. There must be room."""
+    def admit(self, request: Request, prefix: CachedPrefix, *, is_promoted: bool = False) -> BlockIds:
+        """A waiting request runs, with blocks for all its tokens; its whole block tables. There must be room."""
         self._leave_waiting(request)
         block_ids = self.blocks.allocate(request, request.num_tokens, prefix)
         assert block_ids is not None, "admission checks that the blocks are there"
@@ -130,8 +131,10 @@ class RequestTable:
             assert self.blocks.num_detached_blocks == 0, "blocks wait for no step"
 
     def _check_request(self, request: Request) -> None:
-        held = len(self.blocks.block_ids(request.request_id))
-        assert held >= num_blocks_for(request.num_computed_tokens), f"{request} has too few blocks"
+        tables = [self.blocks.block_ids(request.request_id, group) for group in range(len(self.blocks.groups))]
+        held = len(tables[0])
+        needed = num_blocks_for(request.num_computed_tokens)
+        assert all(len(table) >= needed for table in tables), f"{request} has too few blocks"
         assert request.num_computed_tokens <= request.num_tokens + request.num_in_flight
         assert (held == 0) == (request.status is RequestStatus.WAITING), f"{request} holds {held} blocks"
 

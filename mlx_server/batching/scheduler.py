@@ -18,7 +18,6 @@ from mlx_server.batching.request_table import Rank, RequestTable
 from mlx_server.batching.step import Executor
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.batching.step_composer import StepComposer
-from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ContextLengthError, InvalidRequestError, OverloadedError, QueueTimeoutError, ServeError
 from mlx_server.outputs import ModelRunnerOutput, PositionLogprobs, RequestOutput, SampledToken, SchedulerOutput
 from mlx_server.request import FinishReason, Request
@@ -48,6 +47,8 @@ class ContinuousBatchingScheduler:
         """`is_async`: `run` keeps the next step submitted while one runs. `is_device_shared` says whether requests of
         another model wait for the same device, so that steps are to be short even where nobody decodes here."""
         assert limits.max_num_batched_tokens >= limits.max_num_seqs, "a step must hold every decode"
+        groups = blocks.groups
+        assert groups.max_chunk_tokens >= limits.largest_chunk or not groups.has_windows, "a chunk needs its blocks"
         self.blocks = blocks
         self.limits = limits
         self.counters = SchedulerCounters()
@@ -98,10 +99,11 @@ class ContinuousBatchingScheduler:
     def add_request(self, request: Request) -> None:
         """Lets a request wait for its turn. Raises `ContextLengthError` if it can never fit the largest pool,
         `QuotaExceededError` at its tier's queue limit and `QueueFullError` at the server's."""
-        num_slots = self.blocks.max_blocks * BLOCK_SIZE
-        if request.max_total_tokens > num_slots:
+        blocks = self.blocks
+        if blocks.groups.num_needed(request.max_total_tokens) > blocks.max_blocks:
             raise ContextLengthError(
-                f"The request may grow to {request.max_total_tokens} tokens, but the KV pool holds {num_slots}. "
+                f"The request may grow to {request.max_total_tokens} tokens, but the KV pool holds "
+                f"{blocks.groups.max_tokens(blocks.max_blocks)}. "
                 "Shorten the prompt, lower max_tokens, or raise --kv-cache-memory.",
             )
         tier_limits = self.limits.tiers.get(request.tier)
@@ -254,10 +256,11 @@ class ContinuousBatchingScheduler:
         )
 
     def _starvation(self, request: Request) -> ServeError:
+        most_tokens = self.blocks.groups.max_tokens(self.blocks.num_blocks)
         return OverloadedError(
             f"There is no memory for the request's {request.num_tokens} tokens and the next: the KV pool holds "
-            f"{self.blocks.num_blocks * BLOCK_SIZE} and could not grow for {self.limits.memory_wait_s:g} s. Try again "
-            "later, unload a model, or shorten the prompt."
+            f"{most_tokens} and could not grow for {self.limits.memory_wait_s:g} s. Try again later, unload a model, "
+            "or shorten the prompt."
         )
 
     def _collect_prompt_logprobs(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -57,9 +56,9 @@ class StateCheckpoints:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def num_blocks(self, block_hashes: Sequence[bytes]) -> int:
-        """How many of these blocks, one after another from the first, end at the last checkpoint among them."""
-        return next((n for n in range(len(block_hashes), 0, -1) if block_hashes[n - 1] in self._slots), 0)
+    def __contains__(self, block_hash: object) -> bool:
+        """Whether the state at the end of this block is kept."""
+        return block_hash in self._slots
 
     def slot(self, block_hash: bytes) -> int:
         """Where the state at the end of this block is; it counts as used."""

@@ -11,7 +11,7 @@ from mlx_server.batching.request_table import RequestTable
 from mlx_server.batching.step import StepBuilder
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import NewRequestData, ScheduledChunk
+from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk
 from mlx_server.request import FinishReason, Request, RequestStatus
 
 _MAX_SCORED_TOKENS = 4 * BLOCK_SIZE
@@ -147,7 +147,7 @@ class StepComposer:
             return True
         return num_tokens > BLOCK_SIZE and self._table.blocks.holds(request, request.num_tokens)
 
-    def _grow(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
+    def _grow(self, request: Request, num_tokens: int) -> BlockIds | None:
         """Blocks for the next `num_tokens` tokens, preempting worse requests if need be. None if the request
         must sit out this step: it waits for detached blocks or for memory, or was preempted itself."""
         blocks = self._table.blocks
@@ -238,10 +238,10 @@ class StepComposer:
                 self._admission.reserve(other, now)
         return given
 
-    def _ensure_running(self, step: StepBuilder, request: Request, now: float) -> tuple[int, ...] | None:
-        """The blocks that are new to a request's table; None if it waits and cannot start now."""
+    def _ensure_running(self, step: StepBuilder, request: Request, now: float) -> BlockIds | None:
+        """The blocks that are new to a request's tables; None if it waits and cannot start now."""
         if request.status is RequestStatus.RUNNING:
-            return ()
+            return self._move_windows(step, request) if self._table.blocks.groups.has_windows else ()
         block_ids = self._admission.admit(request, now)
         if block_ids is not None:
             step.new_requests.append(
@@ -257,6 +257,14 @@ class StepComposer:
             )
         return block_ids
 
+    def _move_windows(self, step: StepBuilder, request: Request) -> BlockIds | None:
+        """Blocks for a running prompt's next chunk where layers see a window only: admission gave it as many as it
+        ever holds there. What it has given up since pays for them, unless others hold it, too; then it may have to
+        sit out a step (None), or to preempt others if there would be no step otherwise."""
+        if step.requests or self._table.submitted:
+            return self._table.blocks.allocate(request, request.num_tokens)
+        return self._grow(request, request.num_tokens - request.num_computed_tokens)
+
     def _wanted(self, request: Request) -> int:
         return min(request.num_tokens - request.num_computed_tokens, self._most(request))
 
@@ -266,7 +274,7 @@ class StepComposer:
         is_scored = request.sampling.prompt_logprobs is not None and not request.output_token_ids
         return min(most, _MAX_SCORED_TOKENS) if is_scored else most
 
-    def _put_prompt(self, step: StepBuilder, request: Request, num_tokens: int, block_ids: tuple[int, ...]) -> int:
+    def _put_prompt(self, step: StepBuilder, request: Request, num_tokens: int, block_ids: BlockIds) -> int:
         """Adds the next chunk of a prompt, shorter if recurrent state is to be kept within it; its size."""
         start = request.num_computed_tokens
         if self._checkpoints is not None:
@@ -278,7 +286,7 @@ class StepComposer:
 
     # --- progress -----------------------------------------------------------------------------------------
 
-    def _put(self, step: StepBuilder, request: Request, num_tokens: int, block_ids: tuple[int, ...]) -> None:
+    def _put(self, step: StepBuilder, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
         """Books the next `num_tokens` positions of the request as computed by this step."""
         start = request.num_computed_tokens
         end = start + num_tokens
@@ -313,6 +321,7 @@ class StepComposer:
         table = self._table
         for request in step.filled:
             table.blocks.cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+            table.blocks.give_up_unseen(request)
         if len(table.prefixes):
             for request in step.requests.values():
                 if request.num_in_flight:

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from mlx_server.batching.block_manager import PagedBlockManager, num_blocks_for
+from mlx_server.batching.block_manager import PagedBlockManager
+from mlx_server.batching.layer_groups import num_blocks_for
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.bench.arguments import from_0, from_1

@@ -255,6 +255,7 @@ class AsyncEngine:
             num_cached_blocks=blocks.num_cached_blocks,
             num_state_checkpoints=0 if blocks.checkpoints is None else len(blocks.checkpoints),
             max_num_blocks=blocks.max_blocks,
+            num_layer_groups=len(blocks.groups),
             weight_bytes=self._parts.loaded.weight_bytes,
             kv_pool_bytes=blocks.num_blocks * self._parts.info.block_bytes,
             pressure_level=guard.level,

@@ -100,4 +100,4 @@ class MemoryGuard:
     def _num_idle_blocks(self) -> int:
         """Those that can go and leave a pool that is of use."""
         blocks = self._scheduler.blocks
-        return max(0, min(blocks.num_free_blocks, blocks.num_blocks - MIN_BLOCKS))
+        return max(0, min(blocks.num_free_blocks, blocks.num_blocks - MIN_BLOCKS * len(blocks.groups)))

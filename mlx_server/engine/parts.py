@@ -13,10 +13,11 @@ from functools import partial
 from types import TracebackType
 
 from mlx_server.batching.block_manager import PagedBlockManager
+from mlx_server.batching.layer_groups import LayerGroups
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.state_checkpoints import StateCheckpoints
-from mlx_server.config import BLOCK_SIZE, Config
+from mlx_server.config import Config
 from mlx_server.engine.footprint import estimate_need
 from mlx_server.engine.kv_memory import KvMemory
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShare
@@ -141,12 +142,12 @@ async def _load_parts(
     share.settle(replace(share.need, weights_bytes=loaded.weight_bytes, kv_bytes=kv_bytes))
     kv_memory = KvMemory(share, info.block_bytes, time.monotonic)
     scheduler = _make_scheduler(config, info, kv_memory, max_chunk_tokens, around.is_shared)
-    num_slots = info.max_blocks * BLOCK_SIZE
-    if num_slots < limit:
+    most_tokens = scheduler.blocks.groups.max_tokens(info.max_blocks)
+    if most_tokens < limit:
         logger.warning(
             "The KV pool can hold %d tokens, so the context is limited to that instead of %d; "
             "raise --kv-cache-memory for more.",
-            num_slots,
+            most_tokens,
             limit,
         )
     return EngineParts(
@@ -158,7 +159,7 @@ async def _load_parts(
         executor=MLXExecutor(around.thread, runner, settings.device_share),
         guard=MemoryGuard(scheduler, kv_memory),
         watch=around.watch or MemoryWatch(share.read),
-        max_model_len=min(limit, num_slots),
+        max_model_len=min(limit, most_tokens),
     )
 
 
@@ -205,15 +206,16 @@ def _make_scheduler(
     is_shared: Callable[[], bool],
 ) -> ContinuousBatchingScheduler:
     has_prefix_caching = config.cache.prefix_caching and (not info.is_recurrent or info.num_checkpoints > 0)
+    limits = _limits(config, info, max_chunk_tokens)
     blocks = PagedBlockManager(
         info.num_blocks,
+        LayerGroups(info.windows, limits.largest_chunk),
         max_blocks=info.max_blocks,
         supply=kv_memory,
         model_key=config.model.model,
         enable_prefix_caching=has_prefix_caching,
         checkpoints=StateCheckpoints(info.num_checkpoints) if info.is_recurrent and has_prefix_caching else None,
     )
-    limits = _limits(config, info, max_chunk_tokens)
     return ContinuousBatchingScheduler(
         blocks, limits, is_async=config.scheduler.async_scheduling, is_device_shared=is_shared
     )

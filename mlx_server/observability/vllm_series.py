@@ -166,7 +166,7 @@ def _cache_config(readings: Readings) -> Metric:
     labels = ("model_name", "engine", "block_size", "num_gpu_blocks", "enable_prefix_caching")
     family = GaugeMetricFamily("vllm:cache_config_info", "Shape of a model's KV pool.", labels=labels)
     for reading in readings:
-        values = (str(BLOCK_SIZE), str(reading.stats.max_num_blocks), str(reading.is_prefix_caching))
+        values = (str(BLOCK_SIZE), str(reading.stats.max_tokens // BLOCK_SIZE), str(reading.is_prefix_caching))
         family.add_metric((*reading.labels, *values), 1.0)
     return family
 

@@ -22,7 +22,8 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Where every token of a step stands, as NumPy arrays made on the host once a step.
+    """Where every token of a step stands, for the layers of one group, as NumPy arrays made on the host once a step.
+    Only `slot_mapping` and `block_tables` differ from group to group.
 
     R requests hold T tokens: first `num_decodes` requests of one token each, then prompt chunks. Request r
     owns tokens [query_starts[r], query_starts[r + 1]), which are the last ones of its context:
@@ -32,7 +33,8 @@ class StepPlan:
         query_starts  [R + 1]  first token of each request; query_starts[R] == T
         context_lens  [R]      tokens of the request after this step, this step's own included
         block_tables  [R, B]   block ids, row r valid in its first ceil(context_lens[r] / BLOCK_SIZE) entries,
-                               0 beyond
+                               0 beyond; also 0 in front, where no token of the step sees anything if the layers have
+                               a window. Block 0 may be anybody's: what is read there must not count
         state_slots   [R]      where each request keeps recurrent state; empty if the planner does not tell
     """
 
@@ -109,7 +111,8 @@ class AttentionBackend(Protocol):
         ...
 
     def plan(self, step: StepPlan) -> Any:
-        """Turns a step's plan into this backend's metadata; called once a step, used by every layer."""
+        """Turns a step's plan into this backend's metadata; called once a step for each layer group, used by all of
+        its layers."""
         ...
 
     def attend(

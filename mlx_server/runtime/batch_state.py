@@ -7,17 +7,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import BlockMove, ScheduledChunk
+from mlx_server.outputs import NULL_BLOCK_ID, BlockMove, ScheduledChunk
 from mlx_server.runtime.attention import IntArray, StepPlan
 
 
 class BlockTables:
-    """Block tables of running requests, one row each, grown as chunks bring new blocks."""
+    """Block tables of running requests, one row each in every layer group, grown as chunks bring new blocks.
 
-    def __init__(self) -> None:
-        self._tables: IntArray = np.zeros((8, 16), dtype=np.int32)
+    Entries that lie before a group's window are never cleared: a plan does not show them.
+    """
+
+    def __init__(self, windows: Sequence[int | None] = (None,)) -> None:
+        """`windows` are those of the layer groups."""
+        self._windows = tuple(windows)
+        self._tables: IntArray = np.zeros((len(self._windows), 8, 16), dtype=np.int32)
         self._rows: dict[str, int] = {}
-        self._lengths: dict[str, int] = {}
+        self._lengths: dict[str, list[int]] = {}
         self._free_rows: list[int] = []
 
     def __len__(self) -> int:
@@ -27,14 +32,14 @@ class BlockTables:
         return request_id in self._rows
 
     def add(self, request_id: str) -> None:
-        """A request with an empty table."""
+        """A request with empty tables."""
         assert request_id not in self._rows, f"{request_id} is here already"
         row = self._free_rows.pop() if self._free_rows else len(self._rows)
-        if row == len(self._tables):
-            self._tables = np.concatenate([self._tables, np.zeros_like(self._tables)])
-        self._tables[row] = 0
+        if row == self._tables.shape[1]:
+            self._tables = np.concatenate([self._tables, np.zeros_like(self._tables)], axis=1)
+        self._tables[:, row] = 0
         self._rows[request_id] = row
-        self._lengths[request_id] = 0
+        self._lengths[request_id] = [0] * len(self._windows)
 
     def drop(self, request_id: str) -> None:
         """Forgets a request; unknown ones are ignored."""
@@ -55,8 +60,9 @@ class BlockTables:
                 ids[move.source] = move.destination
             self._tables = ids[self._tables]
 
-    def plan(self, chunks: Sequence[ScheduledChunk]) -> StepPlan:
-        """Appends the chunks' new blocks and lays the step out. Single-token chunks must come first."""
+    def plan(self, chunks: Sequence[ScheduledChunk]) -> tuple[StepPlan, ...]:
+        """Appends the chunks' new blocks and lays the step out, once for each layer group. Single-token chunks must
+        come first."""
         rows = np.zeros(len(chunks), dtype=np.int32)
         for index, chunk in enumerate(chunks):
             rows[index] = self._rows[chunk.request_id]
@@ -67,8 +73,6 @@ class BlockTables:
         num_decodes = int(np.count_nonzero(lengths == 1))
         assert bool((lengths[:num_decodes] == 1).all()), "single-token chunks come first"
         context_lens = starts + lengths
-        num_blocks = int(-(-context_lens.max() // BLOCK_SIZE))
-        block_tables = self._tables[rows, :num_blocks]
         query_starts = np.zeros(len(chunks) + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_starts[1:])
         if num_decodes == len(chunks):
@@ -76,23 +80,38 @@ class BlockTables:
         else:
             owners = np.repeat(np.arange(len(chunks)), lengths)
             positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[owners]
-        blocks = block_tables[owners, positions // BLOCK_SIZE].astype(np.int64)
-        return StepPlan(
-            num_decodes=num_decodes,
-            positions=positions,
-            slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
-            query_starts=query_starts,
-            context_lens=context_lens,
-            block_tables=block_tables,
-            state_slots=rows,
+        num_blocks = int(-(-context_lens.max() // BLOCK_SIZE))
+        block_tables = self._tables[:, :, :num_blocks].take(rows, axis=1)
+        blocks = block_tables[:, owners, positions // BLOCK_SIZE].astype(np.int64)
+        slot_mapping = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+        return tuple(
+            StepPlan(
+                num_decodes=num_decodes,
+                positions=positions,
+                slot_mapping=slots,
+                query_starts=query_starts,
+                context_lens=context_lens,
+                block_tables=_seen(tables, starts, window),
+                state_slots=rows,
+            )
+            for slots, tables, window in zip(slot_mapping, block_tables, self._windows)
         )
 
-    def _extend(self, request_id: str, block_ids: Sequence[int]) -> None:
-        length = self._lengths[request_id]
-        end = length + len(block_ids)
-        if end > self._tables.shape[1]:
-            wider = np.zeros((len(self._tables), max(end, 2 * self._tables.shape[1])), dtype=np.int32)
-            wider[:, : self._tables.shape[1]] = self._tables
-            self._tables = wider
-        self._tables[self._rows[request_id], length:end] = block_ids
-        self._lengths[request_id] = end
+    def _extend(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        lengths = self._lengths[request_id]
+        for group, new_ids in enumerate(block_ids):
+            end = lengths[group] + len(new_ids)
+            if end > self._tables.shape[2]:
+                missing = max(end, 2 * self._tables.shape[2]) - self._tables.shape[2]
+                self._tables = np.pad(self._tables, ((0, 0), (0, 0), (0, missing)))
+            self._tables[group, self._rows[request_id], lengths[group] : end] = new_ids
+            lengths[group] = end
+
+
+def _seen(block_tables: IntArray, starts: IntArray, window: int | None) -> IntArray:
+    """The tables `[R, B]` of requests that go on at `starts` `[R]`, without the blocks that lie before the window:
+    these are others' by now."""
+    if window is not None:
+        firsts = np.maximum(starts - window + 1, 0) // BLOCK_SIZE
+        block_tables[np.arange(block_tables.shape[1]) < firsts[:, None]] = NULL_BLOCK_ID
+    return block_tables

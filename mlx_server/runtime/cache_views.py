@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_server.runtime.row_groups import RowGroup
+from mlx_server.runtime.row_groups import RowGroup, RowPlaces
 from mlx_server.runtime.row_pool import RowPool, Rows
 
 
@@ -38,16 +38,18 @@ class StateStore(Protocol):
 
 class PagedView:
     """A group's K/V as contiguous arrays: `[R, num_kv_heads, C, dim]`, gathered from the pool when they are asked
-    for. A request that is shorter than the longest has other requests' rows at its end, which the mask hides.
+    for. A request that is shorter than the longest has other requests' rows at its end, and at its front where its
+    window has moved on; the mask hides them.
     """
 
     start_position = 0
     """Of mlx-lm's chunked cache, which forgets its front: this one keeps everything, and the mask hides it."""
 
-    def __init__(self, pool: RowPool, window: int | None, group: RowGroup) -> None:
+    def __init__(self, pool: RowPool, window: int | None, group: RowGroup, layer_group: int = 0) -> None:
         self._pool = pool
         self._window = window
         self._group = group
+        self._places = group.places[layer_group]
         self._num_new = 0
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
@@ -79,6 +81,8 @@ class PagedView:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The mask of N tokens a request after what the cache holds, in mlx-lm's forms."""
         group, window = self._group, window_size or self._window
+        if self._window is not None and window is not None and window > self._window:
+            raise UnpageableError(f"a window of {window} tokens where its cache keeps {self._window}")
         if group.num_requests == 1:
             start = int(group.starts[0])
             is_windowed = window is not None and start + N > window
@@ -96,8 +100,8 @@ class PagedView:
         if keys.shape[2] != self._group.length:
             raise UnpageableError(f"{keys.shape[2]} rows of K/V for {self._group.length} tokens")
         self._num_new = self._group.length
-        self.keys = _store(self._pool.keys, keys, self._group)
-        self.values = _store(self._pool.values, values, self._group)
+        self.keys = _store(self._pool.keys, keys, self._group, self._places)
+        self.values = _store(self._pool.values, values, self._group, self._places)
         return self.keys, self.values
 
     def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
@@ -186,10 +190,10 @@ def _causal(positions: mx.array, num_keys: int, window: int | None) -> mx.array:
     return mask if window is None else mask & (keys > positions - window)
 
 
-def _store(pool: Rows, rows: mx.array, group: RowGroup) -> mx.array:
+def _store(pool: Rows, rows: mx.array, group: RowGroup, places: RowPlaces) -> mx.array:
     """Writes `rows` `[R, H, length, dim]` into the pool; all of the contexts `[R, H, C, dim]`."""
     num_heads, dim = rows.shape[1], rows.shape[3]
     if dim == 0:  # a cache whose values nobody reads
         return mx.zeros((group.num_requests, num_heads, group.context_length, 0), rows.dtype)
-    pool.write(group.slots, rows.transpose(0, 2, 1, 3).reshape(-1, num_heads, dim))
-    return pool.read(group.context_slots).transpose(0, 2, 1, 3)
+    pool.write(places.slots, rows.transpose(0, 2, 1, 3).reshape(-1, num_heads, dim))
+    return pool.read(places.context_slots).transpose(0, 2, 1, 3)

@@ -52,17 +52,19 @@ class ModelForward:
         if self._selector is not None:
             self._selector.remove()
 
-    def __call__(self, plan: StepPlan, ids: mx.array, rows: Sequence[int], owners: IntArray | None = None) -> mx.array:
-        """Logits `[len(rows), vocabulary]` of the rows asked for. Lazy. `owners` `[T]` are the adapters of all rows,
-        by index; None if nobody has one."""
-        self._cache.begin(plan)
+    def __call__(
+        self, plans: Sequence[StepPlan], ids: mx.array, rows: Sequence[int], owners: IntArray | None = None
+    ) -> mx.array:
+        """Logits `[len(rows), vocabulary]` of the rows asked for. Lazy. `plans` are the step's, one for each layer
+        group; `owners` `[T]` the adapters of all rows, by index, or None if nobody has one."""
+        self._cache.begin(plans)
         with self.adapters.step(owners):
-            return self._run(plan, ids, list(rows) or [0])
+            return self._run(plans, ids, list(rows) or [0])
 
-    def _run(self, plan: StepPlan, ids: mx.array, wanted: list[int]) -> mx.array:
+    def _run(self, plans: Sequence[StepPlan], ids: mx.array, wanted: list[int]) -> mx.array:
         if self.level.scope is Scope.NOTHING:
             return self._call(ids[:, None], self._cache.layers, wanted)
-        self._step.begin(plan, batches_decodes=self.level.batches_decodes)
+        self._step.begin(plans, batches_decodes=self.level.batches_decodes)
         if self.level.scope is not Scope.MODEL:
             return self._call(ids[:, None], self._cache.layers, wanted)
         return self._by_group(ids, wanted)

@@ -9,16 +9,17 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_server.outputs import PoolChange
-from mlx_server.runtime.attention import AttentionBackend, LayerSpec, ReferenceBackend, StepPlan
+from mlx_server.runtime.attention import AttentionBackend, LayerSpec, StepPlan
 from mlx_server.runtime.cache_views import ListView, PagedView, StateView, StepMask, UnpageableError
+from mlx_server.runtime.layer_groups import LayerGroup, group_layers
+from mlx_server.runtime.layer_pool import LayerPool
 from mlx_server.runtime.row_groups import RowGroup
-from mlx_server.runtime.row_pool import RowPool
 from mlx_server.runtime.seam import AttendsItself, hand_out
 
 
 @dataclass(slots=True)
 class StepContext:
-    """The step that all layers are working on: set before each forward pass."""
+    """The step that the layers of one group are working on: set before each forward pass."""
 
     positions: mx.array
     metadata: Any
@@ -31,50 +32,36 @@ class PagedLayerCache(AttendsItself):
     layer asks for attention, so that a backend may write and attend in one call. `num_query_heads` and
     `sinks` are those of the last call, None before the first.
 
-    A layer whose module runs on groups is read through `view`, and `is_viewed` from then on: its pool is then
-    one of plain rows, since no backend attends over it.
+    A layer whose module runs on groups of rows is read through `view`.
     """
 
     def __init__(self, window: int | None, spec: LayerSpec, *, is_chunked: bool = False) -> None:
         """`is_chunked`: the module masks by chunks of the context, in its own way."""
         self.window = window
-        self.spec = spec
         self.is_chunked = is_chunked
-        self.pool: Any = None
-        self.is_viewed = False
         self.num_query_heads: int | None = None
         self.sinks: mx.array | None = None
-        self._num_blocks = 0
-        self._backend: AttentionBackend | None = None
+        self.pool = LayerPool(spec)
+        self.layer_group = 0
+        self._kept_window: int | None = None
         self._step: StepContext | None = None
         self._keys: mx.array | None = None
         self._values: mx.array | None = None
         self._handed_out: tuple[mx.array, mx.array] | None = None
 
-    def allocate(self, backend: AttentionBackend, num_blocks: int, max_blocks: int | None = None) -> None:
-        """Gives the layer its memory, which may grow to `max_blocks`."""
-        self._backend = ReferenceBackend() if self.is_viewed else backend
-        self._num_blocks = num_blocks
-        self.pool = self._backend.make_pool(self.spec, num_blocks, max_blocks)
+    @property
+    def spec(self) -> LayerSpec:
+        return self.pool.spec
 
-    def change(self, change: PoolChange) -> None:
-        """Moves, cuts or grows the blocks. Every step launched must have finished."""
-        assert self._backend is not None
-        self._num_blocks = change.num_blocks
-        self.pool = self._backend.change_pool(self.pool, change)
-
-    def release(self) -> None:
-        self.pool = None
+    def join(self, layer_group: int, pool: LayerPool, kept_window: int | None) -> None:
+        """The layer is one of a group, and stores its K/V in a pool that it shares with one layer of each other. Of a
+        context, no more than `kept_window` tokens are kept."""
+        self.layer_group, self.pool, self._kept_window = layer_group, pool, kept_window
 
     def begin(self, step: StepContext) -> None:
         """A forward pass over `step` follows."""
         self._step = step
         self._keys = self._values = self._handed_out = None
-
-    def state(self) -> list[mx.array]:
-        """What must be evaluated with a step for its K/V to be written."""
-        assert self._backend is not None
-        return self._backend.state(self.pool)
 
     @property
     def offset(self) -> mx.array:
@@ -105,35 +92,37 @@ class PagedLayerCache(AttendsItself):
     def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         """Writes the K/V that `update_and_fetch` took, unless that is done, and attends; `[T, num_heads, 1,
         value_dim]`."""
-        assert self._backend is not None
         assert self._step is not None
         if mask is not None and not isinstance(mask, StepMask):
             raise UnpageableError(f"an attention mask of its own ({type(mask).__name__})")
         if self.is_chunked:
             raise UnpageableError("attention within chunks of the context")
-        if self.is_viewed:
+        if self.pool.is_viewed:
             raise UnpageableError("paged attention over K/V that another module reads by group")
+        window = self._check_window(mask.window if mask is not None else self.window)
         keys, values = self._keys, self._values
         self._keys = self._values = None
         self.num_query_heads, self.sinks = queries.shape[1], sinks
-        return self._backend.attend(
-            self.pool,
+        return self.pool.backend.attend(
+            self.pool.content,
             queries,
             keys,
             values,
             self._step.metadata,
             scale=scale,
-            window=mask.window if mask is not None else self.window,
+            window=window,
             sinks=sinks,
         )
 
     def view(self, group: RowGroup) -> PagedView:
         """The layer's K/V as a module that runs on `group` sees them."""
-        if not self.is_viewed:
-            self.is_viewed = True
-            self.allocate(ReferenceBackend(), self._num_blocks)
-        assert isinstance(self.pool, RowPool)
-        return PagedView(self.pool, self.window, group)
+        return PagedView(self.pool.rows(), self.window, group, self.layer_group)
+
+    def _check_window(self, window: int | None) -> int | None:
+        """Raises `UnpageableError` for one that is wider than what is kept."""
+        if self._kept_window is not None and (window is None or window > self._kept_window):
+            raise UnpageableError(f"a window of {window or 'all'} tokens where its cache keeps {self._kept_window}")
+        return window
 
 
 class StateLayerCache:
@@ -224,28 +213,37 @@ def leaves(caches: Sequence[LayerCache]) -> Iterator[PagedLayerCache | StateLaye
 class PagedKVCache:
     """All layers' caches and pools of one model. MLX thread only.
 
-    `layers` is what the model gets as its cache. `paged` and `recurrent` are the leaves of it.
+    `layers` is what the model gets as its cache. `paged` and `recurrent` are the leaves of it, `groups` the groups of
+    layers that share blocks: if all store the same and some see a window only. Else they are one group that keeps
+    everything, each with a pool of its own.
     """
 
     def __init__(self, layers: Sequence[LayerCache], backend: AttentionBackend) -> None:
         self.layers = list(layers)
-        self._leaves = list(leaves(layers))
-        self.paged = [cache for cache in self._leaves if isinstance(cache, PagedLayerCache)]
-        self.recurrent = [cache for cache in self._leaves if isinstance(cache, StateLayerCache)]
+        self.paged = [cache for cache in leaves(layers) if isinstance(cache, PagedLayerCache)]
+        self.recurrent = [cache for cache in leaves(layers) if isinstance(cache, StateLayerCache)]
         self.backend = backend
         self.num_blocks = 0
         self._num_slots = 0
+        self.groups = _groups_of(self.paged)
+        self._pools = _share_pools(self.paged, self.groups)
+        self._stores: list[LayerPool | StateLayerCache] = [*self._pools, *self.recurrent]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """What the layers of each group see, None for all."""
+        return tuple(group.window for group in self.groups)
 
     def quantize(self, bits: int) -> None:
         """From the next allocation on, K/V are stored in `bits` a number: `backend` must be one for such layers by
         then. Raises `ConfigError` for dimensions that cannot be."""
-        for layer in self.paged:
-            layer.spec = replace(layer.spec, bits=bits)
+        for pool in self._pools:
+            pool.spec = replace(pool.spec, bits=bits)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one block takes in all layers together."""
-        return sum(layer.spec.block_bytes for layer in self.paged)
+        """Bytes that one block takes: in as many layers as a group has."""
+        return sum(pool.spec.block_bytes for pool in self._pools)
 
     @property
     def slot_bytes(self) -> int:
@@ -255,12 +253,12 @@ class PagedKVCache:
     @property
     def is_eager(self) -> bool:
         """Whether a forward pass evaluates itself as it goes."""
-        return self.backend.is_eager and any(not layer.is_viewed for layer in self.paged)
+        return self.backend.is_eager and any(not pool.is_viewed for pool in self._pools)
 
     @property
     def needs_synchronous_steps(self) -> bool:
         """Whether a step may be submitted only when the one before has finished: scatters copy what is in use."""
-        is_scattered = bool(self.recurrent) or any(layer.is_viewed for layer in self.paged)
+        is_scattered = bool(self.recurrent) or any(pool.is_viewed for pool in self._pools)
         return self.backend.needs_synchronous_steps or is_scattered
 
     def allocate(
@@ -269,30 +267,31 @@ class PagedKVCache:
         """Makes (or makes anew, empty) the pools of all layers, which may grow to `max_blocks`, for `num_slots`
         requests at a time and as many kept states as `num_checkpoints`."""
         self.release()
-        for layer in self.paged:
-            layer.allocate(self.backend, num_blocks, max_blocks)
+        for pool in self._pools:
+            pool.allocate(self.backend, num_blocks, max_blocks)
         for states in self.recurrent:
             states.allocate(num_slots + num_checkpoints)
         self._num_slots = num_slots
         self.num_blocks = num_blocks
 
     def change(self, change: PoolChange) -> None:
-        """Moves, cuts or grows the blocks of all layers, one layer after the other, so that only one is there
-        twice at a time. Every step launched must have finished."""
-        for layer in self.paged:
-            layer.change(change)
+        """Moves, cuts or grows the blocks of all pools, one after the other, so that only one is there twice at a
+        time. Every step launched must have finished."""
+        for pool in self._pools:
+            pool.change(change)
         self.num_blocks = change.num_blocks
 
     def release(self) -> None:
         """Lets go of the pools."""
-        for layer in self._leaves:
-            layer.release()
+        for store in self._stores:
+            store.release()
         self.num_blocks = 0
 
     def forget_views(self) -> None:
         """The model's modules are put together anew: who is read by group shows again."""
+        for pool in self._pools:
+            pool.is_viewed = False
         for layer in self.paged:
-            layer.is_viewed = False
             layer.num_query_heads = None
 
     def warm_up(self) -> None:
@@ -306,11 +305,12 @@ class PagedKVCache:
                 self.backend.warm_up(layer.spec, layer.num_query_heads, sinks=layer.sinks)
                 done.add(kind)
 
-    def begin(self, step: StepPlan) -> None:
-        """Prepares all layers for a forward pass over `step`."""
-        context = StepContext(mx.array(step.positions), self.backend.plan(step))
+    def begin(self, plans: Sequence[StepPlan]) -> None:
+        """Prepares all layers for a forward pass over a step, of which each group has a plan."""
+        positions = mx.array(plans[0].positions)
+        contexts = [StepContext(positions, self.backend.plan(plan)) for plan in plans]
         for layer in self.paged:
-            layer.begin(context)
+            layer.begin(contexts[layer.layer_group])
 
     def resume_states(self, checkpoints: Sequence[int], slots: Sequence[int]) -> None:
         """Requests at `slots` go on from kept states."""
@@ -328,4 +328,21 @@ class PagedKVCache:
 
     def state(self) -> list[mx.array]:
         """What must be evaluated with a step for what it keeps to be written."""
-        return [array for layer in self._leaves for array in layer.state()]
+        return [array for store in self._stores for array in store.state()]
+
+
+def _groups_of(layers: Sequence[PagedLayerCache]) -> list[LayerGroup]:
+    is_windowed = any(layer.window is not None for layer in layers)
+    if is_windowed and len({layer.spec for layer in layers}) == 1:
+        return group_layers([layer.window for layer in layers])
+    return [LayerGroup(None, tuple(range(len(layers))))]
+
+
+def _share_pools(layers: Sequence[PagedLayerCache], groups: Sequence[LayerGroup]) -> list[LayerPool]:
+    """As many pools as the largest group has layers."""
+    largest = max(groups, key=lambda group: len(group.members))
+    pools = [LayerPool(layers[member].spec) for member in largest.members]
+    for index, group in enumerate(groups):
+        for pool, member in zip(pools, group.members):
+            layers[member].join(index, pool, group.window)
+    return pools

@@ -86,7 +86,8 @@ class LoadedModel:
 class RunnerInfo:
     """What the floors above need to know of a runner that is ready.
 
-    Its pool has `num_blocks` to begin with and may grow to `max_blocks`. `level` says how much of the model runs
+    Its pool has `num_blocks` to begin with and may grow to `max_blocks`; a block holds 32 tokens in one of its layer
+    groups, of which `windows` says how many tokens each sees, None for all. `level` says how much of the model runs
     group by group instead of once a step. `max_num_seqs` is how many requests it has room for, as many as asked for
     unless each keeps much recurrent state (`is_recurrent`). That takes `state_bytes` in all, with `num_checkpoints`
     states that are kept for prefixes.
@@ -95,6 +96,7 @@ class RunnerInfo:
     num_blocks: int
     max_blocks: int
     block_bytes: int
+    windows: tuple[int | None, ...]
     backend: str
     context_doubling_tokens: float
     level: str
@@ -223,11 +225,16 @@ def make_runner(
         num_checkpoints = checkpoint_slots(cache.slot_bytes, num_slots, state_limit_bytes)
         state_bytes = (num_slots + num_checkpoints) * cache.slot_bytes
         block_bytes = max(1, cache.block_bytes)  # there are models that keep nothing in blocks
+        num_groups = len(cache.windows)
         useful_blocks = -(-max_num_tokens // BLOCK_SIZE)
-        max_blocks = max_kv_blocks(
-            pool.kv_cache_memory, pool.num_kv_blocks, block_bytes, useful_blocks, kv_limit_bytes - state_bytes
+        max_blocks = num_groups * max_kv_blocks(
+            pool.kv_cache_memory,
+            pool.num_kv_blocks,
+            num_groups * block_bytes,
+            useful_blocks,
+            kv_limit_bytes - state_bytes,
         )
-        num_blocks = pool.num_kv_blocks or first_kv_blocks(max_blocks)
+        num_blocks = num_groups * (pool.num_kv_blocks or first_kv_blocks(max_blocks // num_groups))
         cache.allocate(num_blocks, max_blocks, num_slots=num_slots, num_checkpoints=num_checkpoints)
     except BaseException:
         runner.close()
@@ -236,6 +243,7 @@ def make_runner(
         num_blocks=num_blocks,
         max_blocks=max_blocks,
         block_bytes=block_bytes,
+        windows=cache.windows,
         backend=cache.backend.name,
         context_doubling_tokens=_context_doubling(loaded),
         level=str(runner.forward.level),

@@ -133,8 +133,8 @@ def checkpoint_slots(slot_bytes: int, num_slots: int, free_bytes: int) -> int:
 
 
 def max_kv_blocks(setting: str, num_blocks: int | None, block_bytes: int, useful_blocks: int, free_bytes: int) -> int:
-    """Blocks that the pool may grow to: exactly `num_blocks` if given, else what `setting` bytes hold (`auto`: a
-    share of what is free), but no more than the `useful_blocks` that could ever be used.
+    """Blocks, of 32 tokens in all layers, that the pool may grow to: exactly `num_blocks` if given, else what `setting`
+    bytes hold (`auto`: a share of what is free), but no more than the `useful_blocks` that could ever be used.
 
     Raises `ConfigError` for an unreadable size and `InsufficientMemoryError`, with the numbers, for a pool
     that does not fit or holds too few tokens.

@@ -71,7 +71,7 @@ class ModelRunner:
         self.forward = ModelForward(model, cache, adapters)
         self._vocab_size = vocab_size
         self._sampler = Sampler(vocab_size)
-        self._tables = BlockTables()
+        self._tables = BlockTables(cache.windows)
         self._scored_prompts: dict[str, tuple[tuple[int, ...], int]] = {}
         self._adapters: dict[str, int] = {}
         self._previous: LaunchedStep | None = None
@@ -117,9 +117,9 @@ class ModelRunner:
         for chunk in step.chunks:
             if chunk.token_ids is not None:
                 self._sampler.observe(chunk.request_id, chunk.token_ids, chunk.start + chunk.num_tokens)
-        plan = self._tables.plan(step.chunks)
-        rows, samples, prompt_scores, next_ids = self._plan_rows(step.chunks, plan)
-        logits = self.forward(plan, self._input_ids(step.chunks), rows, self._owners(step.chunks))
+        plans = self._tables.plan(step.chunks)
+        rows, samples, prompt_scores, next_ids = self._plan_rows(step.chunks, plans[0])
+        logits = self.forward(plans, self._input_ids(step.chunks), rows, self._owners(step.chunks))
         self._keep_states(step.chunks)
         sampled = self._sampler.sample(logits[: len(samples)], samples) if samples else None
         scored = None

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ModelLoadError
-from mlx_server.outputs import ScheduledChunk
+from mlx_server.outputs import BlockIds, ScheduledChunk
 from mlx_server.runtime.adapter_rows import NONE, AdapterRows
 from mlx_server.runtime.batch_state import BlockTables
 from mlx_server.runtime.cache_views import UnpageableError
@@ -144,8 +144,9 @@ def _ragged_logits(runner: ModelRunner, sequences: list[list[int]], owners: tupl
     long, short, middle = sequences
     owner_of = dict(zip(("long", "short", "middle"), owners, strict=True))
     cut = BLOCK_SIZE - 3
-    runner.cache.allocate(_NUM_BLOCKS, num_slots=len(_PROMPTS))
-    tables = BlockTables()
+    windows = runner.cache.windows
+    runner.cache.allocate(len(windows) * _NUM_BLOCKS, num_slots=len(_PROMPTS))
+    tables = BlockTables(windows)
     for name in owner_of:
         tables.add(name)
 
@@ -156,11 +157,15 @@ def _ragged_logits(runner: ModelRunner, sequences: list[list[int]], owners: tupl
         mx.eval(logits, *runner.cache.state())
         return logits
 
+    def blocks(*ids: int) -> BlockIds:
+        """Others in each layer group."""
+        return tuple(tuple(group * _NUM_BLOCKS + block_id for block_id in ids) for group in range(len(windows)))
+
     ends = [len(sequence) - 1 for sequence in sequences]
     first = run(
-        _chunk("long", long, 0, cut, (2, 0)),
-        _chunk("short", short, 0, ends[1], (3,)),
-        _chunk("middle", middle, 0, ends[2], (4,)),
+        _chunk("long", long, 0, cut, blocks(2, 0)),
+        _chunk("short", short, 0, ends[1], blocks(3)),
+        _chunk("middle", middle, 0, ends[2], blocks(4)),
         rows=[cut + ends[1] - 1, cut + ends[1] + ends[2] - 1],
     )
     second = run(
@@ -177,5 +182,5 @@ def _ragged_logits(runner: ModelRunner, sequences: list[list[int]], owners: tupl
     ]
 
 
-def _chunk(name: str, ids: list[int], start: int, end: int, block_ids: tuple[int, ...] = ()) -> ScheduledChunk:
+def _chunk(name: str, ids: list[int], start: int, end: int, block_ids: BlockIds = ()) -> ScheduledChunk:
     return ScheduledChunk(name, start, end - start, tuple(ids[start:end]), block_ids, True, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -60,11 +60,11 @@ class StepGroups:
     def __init__(self, adapters: AdapterRows) -> None:
         self.adapters = adapters
         self.groups: list[RowGroup] = []
-        self._plan: StepPlan | None = None
+        self._plans: Sequence[StepPlan] = ()
 
-    def begin(self, plan: StepPlan, *, batches_decodes: bool) -> None:
-        self.groups = row_groups(plan, batches_decodes=batches_decodes)
-        self._plan = plan
+    def begin(self, plans: Sequence[StepPlan], *, batches_decodes: bool) -> None:
+        self.groups = row_groups(plans, batches_decodes=batches_decodes)
+        self._plans = plans
         self.__dict__.pop("requests", None)
 
     @property
@@ -74,8 +74,7 @@ class StepGroups:
     @cached_property
     def requests(self) -> list[RowGroup]:
         """Every request as a group of its own."""
-        assert self._plan is not None
-        return row_groups(self._plan, batches_decodes=False)
+        return row_groups(self._plans, batches_decodes=False)
 
 
 class RegroupedModule:

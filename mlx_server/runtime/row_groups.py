@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,38 +14,53 @@ from mlx_server.runtime.attention import IntArray, StepPlan, context_slots
 
 
 @dataclass(frozen=True)
+class RowPlaces:
+    """Where the K/V of a group of rows are, in the layers of one layer group.
+
+        slots          [R * length]  where those of the rows go
+        context_slots  [R, C]        slots of each request's first C tokens, C those of the longest; beyond a
+                                     request's own tokens, and before its window, they are anybody's
+
+    Made when a module asks for them: those of contexts are long.
+    """
+
+    _plan: StepPlan
+    _rows: slice
+    _requests: slice
+    _context_length: int
+
+    @cached_property
+    def slots(self) -> mx.array:
+        return mx.array(self._plan.slot_mapping[self._rows])
+
+    @cached_property
+    def context_slots(self) -> mx.array:
+        num_blocks = -(-self._context_length // BLOCK_SIZE)
+        tables = self._plan.block_tables[self._requests, :num_blocks]
+        return mx.array(context_slots(tables, self._context_length))
+
+
+@dataclass(frozen=True)
 class RowGroup:
     """Rows [first, last) of a ragged batch: R requests of `length` tokens each, as a batch `[R, length]`.
 
-        starts         [R]           tokens that each request has before
-        slots          [R * length]  where the K/V of the rows go
-        context_slots  [R, C]        slots of each request's first C tokens, C those of the longest; beyond a
-                                     request's own tokens they are anybody's
-        state_slots    [R]           where each request keeps its recurrent state; a slice if they are in a row
+        starts       [R]  tokens that each request has before
+        places            where its K/V are, in each layer group
+        state_slots  [R]  where each request keeps its recurrent state; a slice if they are in a row
 
-    In a fresh group every request starts, in any other none does. Indices are made when a module asks for them:
-    those of contexts are long.
+    In a fresh group every request starts, in any other none does.
     """
 
     first: int
     last: int
     length: int
     starts: IntArray
-    _step: StepPlan
-    _requests: slice
-
-    @cached_property
-    def slots(self) -> mx.array:
-        return mx.array(self._step.slot_mapping[self.first : self.last])
-
-    @cached_property
-    def context_slots(self) -> mx.array:
-        num_blocks = -(-self.context_length // BLOCK_SIZE)
-        return mx.array(context_slots(self._step.block_tables[self._requests, :num_blocks], self.context_length))
+    places: tuple[RowPlaces, ...]
+    _state_slots: IntArray
 
     @cached_property
     def state_slots(self) -> mx.array | slice:
-        slots = self._step.state_slots[self._requests]
+        slots = self._state_slots
         if (np.diff(slots) == 1).all():  # a range is read without a copy
             return slice(int(slots[0]), int(slots[-1]) + 1)
         return mx.array(slots)
@@ -76,9 +91,10 @@ class RowGroup:
         return batch.reshape(self.num_requests * self.length, 1, *batch.shape[2:])
 
 
-def row_groups(step: StepPlan, *, batches_decodes: bool) -> list[RowGroup]:
-    """Groups over all rows of a step, in order: decodes together (or one by one), each prompt chunk alone."""
-    return [_group(step, first, last) for first, last in _request_ranges(step, batches_decodes)]
+def row_groups(plans: Sequence[StepPlan], *, batches_decodes: bool) -> list[RowGroup]:
+    """Groups over all rows of a step, in order: decodes together (or one by one), each prompt chunk alone. `plans` are
+    the step's, one for each layer group."""
+    return [_group(plans, first, last) for first, last in _request_ranges(plans[0], batches_decodes)]
 
 
 def _request_ranges(step: StepPlan, batches_decodes: bool) -> Iterator[tuple[int, int]]:
@@ -93,7 +109,11 @@ def _request_ranges(step: StepPlan, batches_decodes: bool) -> Iterator[tuple[int
         first = last
 
 
-def _group(step: StepPlan, first: int, last: int) -> RowGroup:
+def _group(plans: Sequence[StepPlan], first: int, last: int) -> RowGroup:
+    step, requests = plans[0], slice(first, last)
     start, end = int(step.query_starts[first]), int(step.query_starts[last])
     length = (end - start) // (last - first)
-    return RowGroup(start, end, length, step.context_lens[first:last] - length, step, slice(first, last))
+    context_lens = step.context_lens[requests]
+    longest = int(context_lens.max())
+    places = tuple(RowPlaces(plan, slice(start, end), requests, longest) for plan in plans)
+    return RowGroup(start, end, length, context_lens - length, places, step.state_slots[requests])

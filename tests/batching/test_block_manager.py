@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mlx_server.batching.block_manager import PagedBlockManager, num_blocks_for
+from mlx_server.batching.block_manager import PagedBlockManager
+from mlx_server.batching.layer_groups import num_blocks_for
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Request
 from tests.batching.worlds import make_request, prompt
@@ -27,7 +28,7 @@ def free_ids(blocks: PagedBlockManager) -> list[int]:
     request = make_request("all", 1)
     taken = blocks.allocate(request, blocks.num_free_blocks * BLOCK_SIZE)
     assert taken is not None
-    return list(taken)
+    return list(taken[0])
 
 
 def cached_prefix(blocks: PagedBlockManager, token_ids: list[int], **extra: Any) -> list[int]:
@@ -43,9 +44,9 @@ def test_a_table_grows_by_what_is_missing() -> None:
     blocks = PagedBlockManager(8)
     request = make_request(prompt_token_ids=40)
     assert blocks.block_ids("r") == ()
-    assert blocks.allocate(request, 40) == (0, 1)
+    assert blocks.allocate(request, 40) == ((0, 1),)
     assert blocks.allocate(request, 64) == ()
-    assert blocks.allocate(request, 65) == (2,)
+    assert blocks.allocate(request, 65) == ((2,),)
     assert blocks.block_ids("r") == (0, 1, 2)
     assert blocks.num_new_blocks(request, 97) == 1
     assert blocks.num_new_blocks(request, 10) == 0
@@ -58,7 +59,7 @@ def test_a_table_grows_by_what_is_missing() -> None:
 def test_without_enough_blocks_nothing_changes() -> None:
     blocks = PagedBlockManager(3)
     request = make_request(prompt_token_ids=40)
-    assert blocks.allocate(request, 40) == (0, 1)
+    assert blocks.allocate(request, 40) == ((0, 1),)
     assert blocks.allocate(request, 129) is None
     assert blocks.block_ids("r") == (0, 1)
     assert blocks.num_free_blocks == 1
@@ -76,7 +77,7 @@ def test_two_requests_with_one_prefix_hold_the_same_blocks() -> None:
     prefix = blocks.find_prefix(second)
     assert [block.block_id for block in prefix] == [0, 1]
     assert blocks.num_new_blocks(second, second.num_tokens, prefix) == 1
-    assert blocks.allocate(second, second.num_tokens, prefix) == (0, 1, 3)
+    assert blocks.allocate(second, second.num_tokens, prefix) == ((0, 1, 3),)
     assert [block.ref_cnt for block in prefix] == [2, 2]
     assert blocks.num_free_blocks == 6
     blocks.free("first")
@@ -157,7 +158,7 @@ def test_a_revived_block_counts_as_taken() -> None:
     prefix = blocks.find_prefix(again)
     assert len(prefix) == 2
     assert blocks.num_new_blocks(again, 65, prefix) == 3
-    assert blocks.allocate(again, 65, prefix) == (0, 1, 2)
+    assert blocks.allocate(again, 65, prefix) == ((0, 1, 2),)
     assert blocks.num_free_blocks == 0
     assert blocks.num_evictions == 0
 
@@ -189,7 +190,7 @@ def test_equal_blocks_computed_twice_are_cached_once() -> None:
 def test_full_blocks_are_cached_as_they_fill() -> None:
     blocks = PagedBlockManager(8)
     request = make_request("r", prompt(30), max_tokens=50)
-    assert blocks.allocate(request, 30) == (0,)
+    assert blocks.allocate(request, 30) == ((0,),)
     blocks.cache_full_blocks(request, 30)
     assert blocks.num_cached_blocks == 0
     request.output_token_ids.extend(prompt(3, 30))
@@ -246,7 +247,7 @@ def test_without_prefix_caching_nothing_is_cached_or_hashed() -> None:
     blocks = PagedBlockManager(4, enable_prefix_caching=False)
     request = make_request("r", prompt(64))
     hold(blocks, request)
-    assert blocks.find_prefix(request) == []
+    assert len(blocks.find_prefix(request)) == 0
     assert blocks.num_cached_blocks == 0
     assert request.block_hashes == []
 
@@ -260,7 +261,7 @@ def test_misuse_and_damage_are_caught() -> None:
     assert blocks.allocate(other, 1) is not None
     with pytest.raises(AssertionError, match="before anything else"):
         blocks.allocate(other, 65, blocks.find_prefix(other))
-    held = blocks.find_prefix(make_request("probe", prompt(64)))[0]
+    held = next(iter(blocks.find_prefix(make_request("probe", prompt(64)))))
     held.ref_cnt += 1
     with pytest.raises(AssertionError, match="1 holders"):
         blocks.check_integrity()

@@ -30,7 +30,7 @@ def test_the_second_block_of_another_prefix_is_another_block() -> None:
     cache = PrefixCache()
     for block_id, block_hash in enumerate(first):
         cache.insert(block_hash, Block(block_id))
-    assert cache.longest_prefix(second, 2) == []
+    assert len(cache.longest_prefix(second, 2)) == 0
     assert [block.block_id for block in cache.longest_prefix(hashes(A + Y + B), 3)] == [0, 1]
 
 

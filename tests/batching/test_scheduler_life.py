@@ -29,7 +29,7 @@ def test_a_step_says_everything_that_the_runner_needs() -> None:
     assert output.new_requests == (NewRequestData("r", tuple(prompt(40)), (), request.sampling, frozenset({900})),)
     (chunk,) = output.chunks
     assert chunk.request_id == "r"
-    assert chunk.new_block_ids == (0, 1)
+    assert chunk.new_block_ids == ((0, 1),)
     assert chunk.token_ids == tuple(prompt(40))
 
 

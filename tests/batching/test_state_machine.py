@@ -1,5 +1,5 @@
 """Any sequence of arrivals, steps, deliveries, aborts, stops and memory pressure, in both modes, on pools of any
-size that grow and are cut, of models with and without recurrent state.
+size that grow and are cut, of models with and without recurrent state, with and without sliding windows.
 
 After each move the books must agree; at the end nothing may have leaked, and every request must have the
 tokens that it would have had alone.
@@ -31,6 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         aging_rate=st.sampled_from([0.0, 0.1, 1.0]),
         num_first_blocks=st.sampled_from([None, 1, 4]),
         num_checkpoints=st.sampled_from([None, None, 1, 3, 16]),
+        windows=st.sampled_from([(None,), (None,), (None, 24), (24,), (None, None, 1, 70), (40, 200)]),
     )
     def start(
         self,
@@ -43,7 +44,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         aging_rate: float,
         num_first_blocks: int | None,
         num_checkpoints: int | None,
+        windows: tuple[int | None, ...],
     ) -> None:
+        num_blocks *= len(windows)
         bound_stalls, deduplicate_prefixes, cache_aware_order, enable_prefix_caching = flags
         num_first = num_first_blocks or num_blocks
         self.supply = ScriptedSupply(num_blocks - num_first)
@@ -53,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_blocks=num_blocks,
             supply=self.supply,
             num_checkpoints=num_checkpoints,
+            windows=windows,
             is_async=is_async,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -85,7 +89,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.world.add(request)
         except ContextLengthError:
-            assert request.max_total_tokens > 32 * self.num_blocks
+            blocks = self.world.scheduler.blocks
+            assert request.max_total_tokens > blocks.groups.max_tokens(blocks.max_blocks)
 
     @rule(num_tokens=st.integers(1, 60), num_forced=st.integers(0, 40), priority=st.sampled_from(list(Priority)))
     def add_with_grammar(self, num_tokens: int, num_forced: int, priority: Priority) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_server.batching.block_manager import PagedBlockManager
+from mlx_server.batching.layer_groups import LayerGroups, first_seen
 from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.state_checkpoints import StateCheckpoints
@@ -91,16 +92,17 @@ def make_scheduler(
     max_blocks: int | None = None,
     supply: ScriptedSupply | None = None,
     num_checkpoints: int | None = None,
+    windows: Sequence[int | None] = (None,),
     is_device_shared: Callable[[], bool] = lambda: False,
-    **limits: Any,
+    **more: Any,
 ) -> ContinuousBatchingScheduler:
-    """With `num_checkpoints`, of a model with recurrent state."""
-    limits.setdefault("max_num_seqs", min(64, limits.get("max_num_batched_tokens", 64)))
+    """With `num_checkpoints`, of a model with recurrent state. `windows` are those of its layer groups."""
+    more.setdefault("max_num_seqs", min(64, more.get("max_num_batched_tokens", 64)))
+    limits = SchedulerLimits(**more)
     checkpoints = None if num_checkpoints is None else StateCheckpoints(num_checkpoints)
-    blocks = PagedBlockManager(num_blocks, max_blocks=max_blocks, supply=supply, checkpoints=checkpoints)
-    return ContinuousBatchingScheduler(
-        blocks, SchedulerLimits(**limits), is_async=is_async, is_device_shared=is_device_shared
-    )
+    groups = LayerGroups(windows, limits.largest_chunk)
+    blocks = PagedBlockManager(num_blocks, groups, max_blocks=max_blocks, supply=supply, checkpoints=checkpoints)
+    return ContinuousBatchingScheduler(blocks, limits, is_async=is_async, is_device_shared=is_device_shared)
 
 
 def expected_tokens(prompt_token_ids: Sequence[int], count: int) -> list[int]:
@@ -121,17 +123,26 @@ def _digest(digest: int, token_ids: Iterable[int]) -> int:
 
 @dataclass(slots=True)
 class _RunnerState:
-    """What the runner knows of a request: ids (None: on the device only), and its block table."""
+    """What the runner knows of a request: ids (None: on the device only), and its block table in each layer group."""
 
     token_ids: list[int]
     num_prompt_tokens: int
     wants_prompt_logprobs: bool
-    block_ids: list[int] = field(default_factory=list)
+    tables: list[list[int]]
     digests: list[int] = field(default_factory=list)
     recurrent: int = _SEED
+    num_planned: int = 0
 
-    def slot(self, position: int) -> int:
-        return self.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+    def slot(self, group: int, position: int) -> int:
+        return self.tables[group][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def seen(self, windows: Sequence[int | None]) -> set[int]:
+        """Blocks that the request's tokens from the next to be planned on see or are in."""
+        return {
+            block_id
+            for table, window in zip(self.tables, windows, strict=True)
+            for block_id in table[first_seen(self.num_planned, window) :]
+        }
 
     def digest(self, position: int) -> int:
         while len(self.digests) <= position:
@@ -143,10 +154,14 @@ class _RunnerState:
 class FakeRunner:
     """Runs steps in order on a K/V memory of digests. `submit` takes a step, `fetch` executes the oldest.
 
-    `is_recurrent`: each request has a state besides, the digest of all its tokens, which is kept where steps say.
+    Layer groups with one of `windows` look no further back than that. `is_recurrent`: each request has a state
+    besides, the digest of all its tokens, which is kept where steps say.
     """
 
-    def __init__(self, num_blocks: int, seed: int = 0, *, is_recurrent: bool = False) -> None:
+    def __init__(
+        self, num_blocks: int, seed: int = 0, *, windows: Sequence[int | None] = (None,), is_recurrent: bool = False
+    ) -> None:
+        self._windows = windows
         self.num_prompt_tokens_computed = 0
         self.seconds = step_seconds
         self._slots = [0] * (num_blocks * BLOCK_SIZE)
@@ -169,16 +184,22 @@ class FakeRunner:
                 [*data.prompt_token_ids, *data.output_token_ids],
                 len(data.prompt_token_ids),
                 data.sampling.prompt_logprobs is not None,
+                [[] for _ in self._windows],
             )
         _check_shape(output)
         if output.pool_change is not None:
             self._change_pool(output.pool_change)
         for chunk in output.chunks:
             state = self._states[chunk.request_id]
-            state.block_ids.extend(chunk.new_block_ids)
-            self._check_writes(chunk, state)
+            for table, new_ids in zip(state.tables, chunk.new_block_ids):
+                table.extend(new_ids)
+            state.num_planned = chunk.start
         states = {chunk.request_id: self._states[chunk.request_id] for chunk in output.chunks}
         self._submitted.append((output, states))
+        for chunk in output.chunks:
+            self._check_writes(chunk, states[chunk.request_id])
+        for chunk in output.chunks:
+            states[chunk.request_id].num_planned = chunk.start + chunk.num_tokens
 
     def fetch(self) -> ModelRunnerOutput:
         output, states = self._submitted.popleft()
@@ -220,7 +241,7 @@ class FakeRunner:
         moved = dict(change.moves)
         states = [*self._states.values(), *(state for _, group in self._submitted for state in group.values())]
         for state in {id(state): state for state in states}.values():
-            state.block_ids = [moved.get(block_id, block_id) for block_id in state.block_ids]
+            state.tables = [[moved.get(block_id, block_id) for block_id in table] for table in state.tables]
 
     def _compute(self, chunk: ScheduledChunk, state: _RunnerState) -> None:
         end = chunk.start + chunk.num_tokens
@@ -230,10 +251,12 @@ class FakeRunner:
             known = state.token_ids[chunk.start : end]
             assert list(chunk.token_ids[: len(known)]) == known, "other ids than the request's"
             state.token_ids.extend(chunk.token_ids[len(known) :])  # forced by a grammar
-        for position in range(chunk.start):
-            assert self._slots[state.slot(position)] == state.digest(position), f"wrong K/V for {chunk.request_id}"
-        for position in range(chunk.start, end):
-            self._slots[state.slot(position)] = state.digest(position)
+        for group, window in enumerate(self._windows):
+            for position in range(0 if window is None else max(0, chunk.start - window + 1), chunk.start):
+                stored = self._slots[state.slot(group, position)]
+                assert stored == state.digest(position) + group, f"wrong K/V for {chunk.request_id}"
+            for position in range(chunk.start, end):
+                self._slots[state.slot(group, position)] = state.digest(position) + group
         self.num_prompt_tokens_computed += max(0, min(end, state.num_prompt_tokens) - chunk.start)
 
     def _recur(self, chunk: ScheduledChunk, state: _RunnerState) -> None:
@@ -242,14 +265,16 @@ class FakeRunner:
         state.recurrent = state.digest(chunk.start + chunk.num_tokens - 1)
 
     def _check_writes(self, chunk: ScheduledChunk, state: _RunnerState) -> None:
-        """No step may write a block that a submitted one reads or writes for somebody else."""
+        """No step may write a block that it or a submitted one reads or writes for somebody else, but for what that
+        one has left behind its window: steps run in order."""
         first = chunk.start // BLOCK_SIZE
         last = (chunk.start + chunk.num_tokens - 1) // BLOCK_SIZE
-        assert last < len(state.block_ids), f"{chunk.request_id} has no block for its tokens"
-        written = set(state.block_ids[first : last + 1])
+        assert all(last < len(table) for table in state.tables), f"{chunk.request_id} has no block for its tokens"
+        written = {block_id for table in state.tables for block_id in table[first : last + 1]}
         for _, others in self._submitted:
             for request_id, other in others.items():
-                assert other is state or not written & set(other.block_ids), f"a block of {request_id} is in use"
+                is_in_use = other is not state and written & other.seen(self._windows)
+                assert not is_in_use, f"a block of {request_id} is in use"
 
 
 def _check_shape(output: SchedulerOutput) -> None:
@@ -276,8 +301,9 @@ class World:
 
     def __init__(self, scheduler: ContinuousBatchingScheduler, *, depth: int = 1) -> None:
         self.scheduler = scheduler
-        is_recurrent = scheduler.blocks.checkpoints is not None
-        self.runner = FakeRunner(scheduler.blocks.num_blocks, is_recurrent=is_recurrent)
+        blocks = scheduler.blocks
+        is_recurrent = blocks.checkpoints is not None
+        self.runner = FakeRunner(blocks.num_blocks, windows=blocks.groups.windows, is_recurrent=is_recurrent)
         self.now = 0.0
         self.step_s = 0.05
         self.depth = depth

@@ -1,0 +1,65 @@
+"""The layer groups of a model, as far as blocks go: how far back each looks, and what a request needs for that."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from mlx_server.config import BLOCK_SIZE
+
+_NO_BOUND = 2**31
+"""Tokens of a request whose blocks all layers give up sooner or later."""
+
+
+def num_blocks_for(num_tokens: int) -> int:
+    """Blocks that `num_tokens` tokens occupy, in one layer group."""
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+class LayerGroups:
+    """Layers that share blocks. A block holds 32 tokens of one group; a request has a table for each.
+
+    `windows` says how many tokens each group's layers see, the last one included; None if all. What is wholly behind
+    the window of a request's next token is given up, so that it never holds more than `most_held` blocks of a group:
+    those of the window and of one step's share of its prompt, at most `max_chunk_tokens`.
+
+        window 40, chunk 32        |---- sees ----|- chunk -|
+        blocks          .    .   [      |      |      |     ]
+                       given up                        next to come
+    """
+
+    def __init__(self, windows: Sequence[int | None] = (None,), max_chunk_tokens: int = 2048) -> None:
+        assert windows, "a model has a layer group"
+        self.windows = tuple(windows)
+        self.max_chunk_tokens = max_chunk_tokens
+        self.has_windows = any(window is not None for window in windows)
+        self.most_held = tuple(
+            None if window is None else _num_touched(window - 1 + max_chunk_tokens) for window in windows
+        )
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def num_needed(self, num_tokens: int) -> int:
+        """The most blocks, of all groups, that a request holds on its way to `num_tokens` tokens."""
+        num_blocks = num_blocks_for(num_tokens)
+        return sum([num_blocks if most is None else min(num_blocks, most) for most in self.most_held])
+
+    def max_tokens(self, num_blocks: int) -> int:
+        """How many tokens a request can grow to, alone in a pool of `num_blocks`."""
+        if None not in self.windows and num_blocks >= self.num_needed(_NO_BOUND):
+            return _NO_BOUND
+        return BLOCK_SIZE * (bisect_right(range(num_blocks + 1), num_blocks, key=self._num_needed_for_blocks) - 1)
+
+    def _num_needed_for_blocks(self, num_blocks: int) -> int:
+        return self.num_needed(num_blocks * BLOCK_SIZE)
+
+
+def first_seen(position: int, window: int | None) -> int:
+    """Index of the first block of which the token at `position` sees anything."""
+    return 0 if window is None else max(0, position - window + 1) // BLOCK_SIZE
+
+
+def _num_touched(num_tokens: int) -> int:
+    """The most blocks that so many successive tokens lie in, wherever the first of them stands."""
+    return num_blocks_for(num_tokens + BLOCK_SIZE - 1)
