@@ -158,10 +158,6 @@ class Request:
         """Tokens known on the host: prompt and output."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
-    @property
-    def is_finished(self) -> bool:
-        return self.status is RequestStatus.FINISHED
-
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Known ids at positions [start, stop)."""
         num_prompt = len(self.prompt_token_ids)

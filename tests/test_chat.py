@@ -144,7 +144,6 @@ def test_any_failure_inside_a_template_is_the_requests(template: str) -> None:
 
 def test_a_model_without_template_names_the_way_out() -> None:
     chat = formatter(None)
-    assert not chat.has_template
     with pytest.raises(InvalidRequestError, match="/v1/completions"):
         chat.render([USER])
     assert chat.render([USER], options=ChatOptions(chat_template="{{ messages[0].content }}!")) == "hello!"
@@ -224,7 +223,6 @@ def test_a_template_in_python_gets_the_messages_and_variables() -> None:
 
     tokenizer = make_tokenizer(chat_template=None)
     chat = ChatFormatter(tokenizer, renderer)
-    assert chat.has_template
     assistant = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1}'}}]}
     prompt = chat.format([USER, assistant], [TOOL], ChatOptions(template_kwargs={"enable_thinking": True}))
     assert (prompt.text, tokenizer.decode(prompt.token_ids)) == ("the prompt", "the prompt")

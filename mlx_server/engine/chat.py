@@ -76,10 +76,6 @@ class ChatFormatter:
         self._renderer = renderer
         self._own_wants_parts: bool | None = None
 
-    @property
-    def has_template(self) -> bool:
-        return self._renderer is not None or self._tokenizer.hf.chat_template is not None
-
     def format(
         self, messages: Sequence[Any], tools: Sequence[Tool] | None = None, options: ChatOptions | None = None
     ) -> ChatPrompt:

@@ -135,11 +135,6 @@ class AsyncEngine:
         return self._loaded_parts().info
 
     @property
-    def was_loaded(self) -> bool:
-        """Whether the model is or ever was loaded: it has `metrics` then."""
-        return self._metrics is not None
-
-    @property
     def metrics(self) -> EngineMetrics:
         """What was counted since the model was first loaded, however often it was unloaded since."""
         assert self._metrics is not None, "nothing was counted before"

@@ -66,10 +66,6 @@ class MemoryBudget:
         """How much must be given back before `need` fits; 0 if it fits."""
         return max(0, need.total_bytes - self.free_bytes)
 
-    def can_ever_hold(self, need: MemoryNeed) -> bool:
-        """Whether `need` fits once all other models are unloaded, as far as the limit goes."""
-        return need.total_bytes <= self.limit_bytes
-
     def take(self, owner: str, need: MemoryNeed) -> MemoryShare:
         """Books what loading `owner` will take. Raises `InsufficientMemoryError`, with the numbers."""
         if self.missing_bytes(need):

@@ -75,7 +75,6 @@ class FakeEngine:
     max_open: int = 1000
     pause_after: int | None = None
     has_tokenizer: bool = True
-    was_loaded: bool = True
 
     def __post_init__(self) -> None:
         self.tokenizer = shared_tokenizer()
