@@ -12,8 +12,9 @@ import pytest
 import pytest_asyncio
 
 from mlx_server.config import CacheConfig, Config, ModelConfig, ServerConfig
+from mlx_server.errors import EngineDeadError
 from mlx_server.pool.model_pool import ModelPool, build_pool
-from tests.api.worlds import Site
+from tests.api.worlds import Site, World
 from tests.browser import EXECUTABLE, browser
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -131,9 +132,17 @@ async def test_events_come_once_a_second_and_end_when_the_server_drains(site: Si
             assert found["models"][0]["state"] == "unloaded"
             if len(seen) == 2:
                 await context.generations.drain(0.0)
-    assert len(seen) == 2
+    assert len(seen) == 3, "the last one shows the server draining"
     assert seen[1] - seen[0] > 0.9
     await pool.stop(0)
+
+
+async def test_events_end_when_an_engine_has_died(world: World) -> None:
+    """The process waits for open streams before it ends with an error and is started again."""
+    world.engine.die(EngineDeadError("bad luck"))
+    async with asyncio.timeout(5):
+        (last,) = [found async for found in snapshots(world.http)]
+    assert [(model["state"], model["error"]) for model in last["models"]] == [("dead", "bad luck")]
 
 
 async def test_only_admins_read_the_events_and_everyone_the_page(site: Site) -> None:

@@ -46,11 +46,13 @@ async def script() -> Response:
 
 @router.get("/dashboard/events", dependencies=[RequireAdmin])
 async def events(context: Context) -> Response:
-    """One snapshot of all models a second, as server-sent events, until the client leaves or the server drains."""
+    """One snapshot of all models a second, as server-sent events, until the client leaves or the server ends."""
     return sse.event_stream(_snapshots(context), 0, on_close=lambda: None)
 
 
 async def _snapshots(context: ServerContext) -> AsyncIterator[bytes]:
-    while not context.generations.is_draining:
+    while True:
         yield sse.data(snapshot(context.pool))
+        if context.generations.is_draining or context.pool.death() is not None:
+            return  # the process is about to end, and waits for open streams
         await asyncio.sleep(PERIOD_S)
