@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -97,22 +97,24 @@ class ExpertRoute:
 
 
 class AdaptedExperts(nn.Module):  # type: ignore[misc]
-    """A layer of experts, whose products are `AdaptedExpertLinear`s."""
+    """A layer of experts, whose products are `AdaptedExpertLinear`s. `adapters` are those of any of them."""
 
-    def __init__(self, experts: nn.Module, route: ExpertRoute) -> None:
+    def __init__(self, experts: nn.Module, adapters: Collection[int], route: ExpertRoute) -> None:
         super().__init__()
         self.experts = experts
+        self._layout = ColumnLayout(tuple(sorted(adapters)), (1,) * len(adapters))
         self._route = route
 
     def __call__(self, x: mx.array, indices: mx.array) -> Any:
-        scope = self._route.rows.scope
-        if scope is None or scope.is_uniform:
+        route = self._route
+        columns = route.rows.columns(self._layout)
+        if columns is None or columns.owners is None:
             return self.experts(x, indices)
-        self._route.is_mixed = True
+        route.is_mixed = True
         try:
-            return self.experts(x, self._route.mix(indices, scope.row_owners(indices.shape[0])))
+            return self.experts(x, route.mix(indices, route.rows.owners(indices.shape[0])))
         finally:
-            self._route.is_mixed = False
+            route.is_mixed = False
 
 
 class AdaptedExpertLinear(nn.Module):  # type: ignore[misc]

@@ -104,49 +104,52 @@ class AdapterRows:
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.names = tuple(names)
-        self.scope: RowScope | None = None
-        """The batch that is computed now; None if nobody in it has an adapter."""
+        self._scope: RowScope | None = None  # None if nobody in the batch has an adapter
         self._groups: dict[tuple[int, int], RowScope] = {}
 
     def columns(self, layout: ColumnLayout) -> Columns | None:
         """What a layer of this layout has to compute; None for nothing."""
-        return None if self.scope is None else self.scope.columns(layout)
+        return None if self._scope is None else self._scope.columns(layout)
 
     def keep_own(self, columns: Columns, products: mx.array) -> mx.array:
         """`products` `[rows, ..., columns]` with zeros for what is another's. Raises `UnpageableError` if its rows are
         not those of the batch."""
         if columns.owners is None:
             return products
-        assert self.scope is not None, "columns are of a batch"
         num_rows = products.shape[0]
-        row_owners = self.scope.row_owners(num_rows).reshape(num_rows, *[1] * (products.ndim - 1))
-        return columns.keep_own(products, row_owners)
+        return columns.keep_own(products, self.owners(num_rows).reshape(num_rows, *[1] * (products.ndim - 1)))
+
+    def owners(self, num_rows: int) -> mx.array:
+        """The adapter of each of a layer's rows, `[num_rows]`, in a batch that has any. Raises `UnpageableError` if
+        they are not those of the batch."""
+        assert self._scope is not None, "nobody in the batch has an adapter"
+        return self._scope.row_owners(num_rows)
 
     @contextmanager
     def step(self, owners: IntArray | None) -> Iterator[None]:
         """A forward pass over a ragged batch whose rows have these adapters, `[T]`; None if nobody has one."""
-        self.scope = None if owners is None or (owners == NONE).all() else RowScope(owners)
+        self._scope = None if owners is None or (owners == NONE).all() else RowScope(owners)
         self._groups.clear()
         try:
             yield
         finally:
-            self.scope = None
+            self._scope = None
 
     @contextmanager
     def group(self, group: RowGroup) -> Iterator[None]:
         """Within a step: layers compute this group of its rows."""
-        whole = self.scope
+        whole = self._scope
         if whole is not None:
-            self.scope = self._groups.setdefault(
+            self._scope = self._groups.setdefault(
                 (group.first, group.last),
                 RowScope(whole.owners[group.first : group.last : group.length], group.length),
             )
         try:
             yield
         finally:
-            self.scope = whole
+            self._scope = whole
 
     def select(self, rows: Sequence[int]) -> None:
         """Within a step or group: what is computed from here to its end are these rows of its tokens."""
-        if self.scope is not None:
-            self.scope = self.scope.select(rows)
+        if self._scope is not None:
+            self._scope = self._scope.select(rows)

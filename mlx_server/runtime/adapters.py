@@ -135,7 +135,8 @@ def _adapt_experts(
     if any(own.values()):
         route = ExpertRoute(rows)
         experts.update_modules({name: AdaptedExpertLinear(child, own[name], route) for name, child in products.items()})
-        _replace(model, {path: AdaptedExperts(experts, route)})
+        adapters = {part.adapter for some in own.values() for part in some}
+        _replace(model, {path: AdaptedExperts(experts, adapters, route)})
 
 
 def _adapted(base: nn.Module, parts: Sequence[LowRank], rows: AdapterRows) -> nn.Module:
