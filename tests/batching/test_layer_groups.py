@@ -283,7 +283,7 @@ def test_of_32k_tokens_windows_hold_a_window_and_a_chunk(is_async: bool, monkeyp
     request = make_request("long", prompt(2**15), 100)
     scheduler.add_request(request)
     submitted, num_steps = [], 0
-    while not request.is_finished:
+    while request.finish_reason is None:
         output = scheduler.schedule(0.05 * num_steps)
         num_steps += 1
         if output is not None:
