@@ -103,8 +103,11 @@ class ChatPlanner:
         model = _Model(engine.tokenizer, engine.grammars, await self._dialect(engine.tokenizer))
         chat, max_model_len = engine.chat, engine.max_model_len
 
+        def cut(text: str) -> str:
+            return call.truncation.part(text, model.tokenizer, max_model_len)
+
         def write() -> ChatPrompt:
-            return chat.format(call.messages, call.tool_use.shown, call.options)
+            return chat.format(call.messages, call.tool_use.shown, call.options, cut)
 
         param = call.grammar_param
         if param is None:

@@ -58,7 +58,7 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """What the model reads. `token_ids` are those of `text`."""
+    """What the model reads. `token_ids` are those of `text`, or of the part of it that was to be tokenized."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -77,12 +77,18 @@ class ChatFormatter:
         self._own_wants_parts: bool | None = None
 
     def format(
-        self, messages: Sequence[Any], tools: Sequence[Tool] | None = None, options: ChatOptions | None = None
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Tool] | None = None,
+        options: ChatOptions | None = None,
+        cut: Callable[[str], str] | None = None,
     ) -> ChatPrompt:
-        """The prompt for OpenAI's messages and tools. Raises `InvalidRequestError`, for content that is
-        no text, too. Takes time in proportion to the prompt: not for the event loop."""
+        """The prompt for OpenAI's messages and tools; `cut` says what of its text is to be tokenized, None all of it.
+        Raises `InvalidRequestError`, for content that is no text, too. Takes time in proportion to the prompt: not for
+        the event loop."""
         text = self.render(messages, tools, options)
-        return ChatPrompt(text, tuple(self._tokenizer.encode(text, add_special_tokens=False)))
+        part = text if cut is None else cut(text)
+        return ChatPrompt(text, tuple(self._tokenizer.encode(part, add_special_tokens=False)))
 
     def render(
         self, messages: Sequence[Any], tools: Sequence[Tool] | None = None, options: ChatOptions | None = None

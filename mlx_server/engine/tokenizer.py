@@ -14,6 +14,13 @@ from mlx_server.engine.model_json import read_model_json
 from mlx_server.engine.token_bytes import TokenBytes, token_bytes_of
 from mlx_server.errors import ModelLoadError
 
+_USUAL_CHARS_A_TOKEN = 8
+"""Few texts have more, so that those which fit a context are not tokenized twice."""
+
+_PIECE_CHARS = 64 * 1024
+_TOKENS_A_CUT = 16
+"""How many tokens a text may have more for being cut."""
+
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -90,6 +97,21 @@ class Tokenizer:
             with self._lock:
                 return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def part_of(self, text: str, num_tokens: int, *, is_end: bool = False) -> str:
+        """All of `text`, or of one that has far more than `num_tokens` tokens a part that has more than that: its
+        beginning, or its end. What is left out has not been tokenized: millions of tokens take minutes and gigabytes.
+        """
+        if len(text) <= max(_USUAL_CHARS_A_TOKEN * num_tokens, _PIECE_CHARS):
+            return text
+        num_found = 0
+        for end in range(_PIECE_CHARS, len(text), _PIECE_CHARS):
+            start = end - _PIECE_CHARS
+            piece = text[len(text) - end : len(text) - start] if is_end else text[start:end]
+            num_found += len(self.encode(piece, add_special_tokens=False)) - _TOKENS_A_CUT
+            if num_found > num_tokens:
+                return text[len(text) - end :] if is_end else text[:end]
+        return text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no UTF-8 come out as U+FFFD. No "cleaning up" of spaces.

@@ -73,7 +73,8 @@ async def plan_text(engine: AsyncEngine, body: CompletionRequest) -> TextPlan:
 def _prompt(engine: AsyncEngine, body: CompletionRequest, prompt: str | Sequence[int]) -> Prompt:
     token_ids: Sequence[int]
     if isinstance(prompt, str):
-        token_ids = engine.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+        part = body.truncation.part(prompt, engine.tokenizer, engine.max_model_len)
+        token_ids = engine.tokenizer.encode(part, add_special_tokens=body.add_special_tokens is not False)
     else:
         token_ids = prompt
     kept = tuple(body.truncation.apply(token_ids, engine.max_model_len))
