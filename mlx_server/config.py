@@ -196,7 +196,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservabilityConfig:
-    """[observability]: traces; metrics are always there, at /metrics."""
+    """[observability]: traces, and what metrics show beyond those that are always there."""
 
     tracing: str = _setting(
         "off",
@@ -204,6 +204,10 @@ class ObservabilityConfig:
         choices=("off", "console", "otlp"),
     )
     trace_prompts: bool = _setting(False, "put the text of prompts and answers into spans")
+    kv_cache_metrics: bool = _setting(False, "show at /metrics how long KV blocks keep what is in them")
+    kv_cache_metrics_sample: float = _setting(
+        0.01, "share of the blocks that this is found out from", minimum=0.0, maximum=1.0
+    )
     trace_every_steps: int = _setting(100, "of so many steps one gets a span of its own; 0 is none", minimum=0)
 
 

@@ -87,8 +87,9 @@ _FORMED = {
     "memory_limit": "70%",
     "memory_reserve": "1GiB",
     "allowed_origins": "https://chat.example",
+    "kv_cache_metrics_sample": 0.5,
 }
-"""Right values of settings whose text must have a form."""
+"""Right values of settings that must have a form, or lie within bounds."""
 
 
 def other_value(setting: config.Setting) -> str | bool | int | float:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mlx_server.bench.random_folder import word_tokenizer
-from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
+from mlx_server.config import CacheConfig, Config, ModelConfig, ObservabilityConfig, SchedulerConfig
 from mlx_server.engine.engine import AsyncEngine, EngineState, Surroundings
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import (
@@ -54,6 +54,7 @@ async def engine_of(
     metrics: EngineMetrics | None = None,
     tracing: Tracing | None = None,
     adapter: str | None = None,
+    observability: ObservabilityConfig | None = None,
     **scheduler: Any,
 ) -> AsyncIterator[AsyncEngine]:
     config = Config(
@@ -61,6 +62,7 @@ async def engine_of(
         cache=CacheConfig(num_kv_blocks=32),
         scheduler=SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 64, **scheduler}),
         tiers={tier.name: tier for tier in tiers},
+        observability=observability or ObservabilityConfig(),
     )
     thread = MLXThread()
     engine = AsyncEngine(config, Surroundings(thread), metrics=metrics, tracing=tracing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
+from typing import Protocol
 
 
 class BlockState(enum.IntEnum):
@@ -112,3 +113,23 @@ class FreeBlockQueue:
         block.next_free = after
         after.prev_free = block
         self._len += 1
+
+
+class BlockObserver(Protocol):
+    """Is told what happens to the content of blocks."""
+
+    def on_taken(self, block: Block) -> None:
+        """A request got the block for tokens of its own; what was in it is gone."""
+        ...
+
+    def on_hit(self, block: Block) -> None:
+        """A request shares what is in the block."""
+        ...
+
+    def on_freed(self, block: Block) -> None:
+        """Nobody holds the block any more."""
+        ...
+
+    def on_evicted(self, block: Block) -> None:
+        """What is in the block is lost, if there was anything."""
+        ...

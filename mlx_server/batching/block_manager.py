@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from mlx_server.batching.block import Block, BlockState, FreeBlockQueue
+from mlx_server.batching.block import Block, BlockObserver, BlockState, FreeBlockQueue
 from mlx_server.batching.block_supply import BlockSupply, NoSupply
 from mlx_server.batching.block_table import BlockTable
 from mlx_server.batching.compaction import plan_compaction
@@ -32,6 +32,7 @@ class PagedBlockManager:
 
     The pool grows when an allocation would evict or fail, as long as `supply` gives, up to `max_blocks`; it is
     cut by `shrink`. `take_change` says what the runner must do before the next step. Ids are stable on growth.
+    `observer`, if there is one, is told what becomes of the content of blocks.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class PagedBlockManager:
         self._is_changed = False
         self.enable_prefix_caching = enable_prefix_caching
         self.checkpoints = checkpoints
+        self.observer: BlockObserver | None = None
         self.num_evictions = 0
         self.num_growths = 0
         self.num_cuts = 0
@@ -249,6 +251,8 @@ class PagedBlockManager:
             self._swap(self._blocks[move.source], self._blocks[move.destination])
         for block in self._blocks[plan.num_blocks :]:
             self._free.remove(block)
+            if self.observer is not None:
+                self.observer.on_evicted(block)
         del self._blocks[plan.num_blocks :]
         self.num_evictions += len(plan.evicted)
         self.num_cuts += 1
@@ -320,6 +324,8 @@ class PagedBlockManager:
         """Tables of a request that is admitted: they begin with its cached prefix."""
         for block in prefix:
             self._reference(block)
+            if self.observer is not None:
+                self.observer.on_hit(block)
         if prefix:
             self._num_cached[request.request_id] = len(prefix)
         if self.checkpoints is not None:
@@ -361,12 +367,16 @@ class PagedBlockManager:
             self._cache.remove(block)
             self.num_evictions += 1
         block.ref_cnt = 1
+        if self.observer is not None:
+            self.observer.on_taken(block)
         return block
 
     def _release(self, block: Block) -> None:
         block.ref_cnt -= 1
         if block.ref_cnt > 0:
             return
+        if self.observer is not None:
+            self.observer.on_freed(block)
         if block.block_hash is None:
             self._free.appendleft(block)
         else:

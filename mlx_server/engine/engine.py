@@ -163,6 +163,10 @@ class AsyncEngine:
             raise
         self.state = EngineState.READY
         self._metrics = self._metrics or EngineMetrics(self.max_model_len, self.config.scheduler.aging_rate)
+        settings = self.config.observability
+        if settings.kv_cache_metrics:
+            blocks = self._parts.scheduler.blocks
+            blocks.observer = self._metrics.follow_kv_blocks(settings.kv_cache_metrics_sample, self._clock)
         self._tracer = self._tracing.tracer(self.model_name, self._clock, self._decode if self.has_tokenizer else None)
         self._loop_task = asyncio.create_task(self._run(), name=f"scheduler of {self.model_name}")
         self._parts.watch.join(self._parts.guard)

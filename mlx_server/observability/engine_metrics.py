@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from mlx_server.observability.histogram import Histogram
+from mlx_server.observability.kv_blocks import KVBlockResidency
 from mlx_server.observability.request_summary import RequestSummary, summarize
 from mlx_server.outputs import EngineStats, ModelRunnerOutput, SchedulerOutput, StepKind
 from mlx_server.request import FinishReason, Priority, Request
@@ -62,6 +63,7 @@ class EngineMetrics:
             "request_num_preemptions": Histogram(_PREEMPTIONS),
             "iteration_tokens_total": Histogram(_STEP_TOKENS),
         }
+        self.kv_blocks: KVBlockResidency | None = None
         self.past = EngineStats()
         self.finished: Counter[FinishReason] = Counter()
         self.recent: deque[RequestSummary] = deque(maxlen=_NUM_RECENT)
@@ -80,6 +82,14 @@ class EngineMetrics:
     def tiers(self) -> list[str]:
         """Those of which a request has ended or was refused."""
         return sorted({*self.queue_time_by_tier, *(tier for tier, _ in self.rejected)})
+
+    def follow_kv_blocks(self, share: float, clock: Callable[[], float]) -> KVBlockResidency:
+        """Who is to be told of a share of the KV blocks; what that shows is from now on among the histograms."""
+        if self.kv_blocks is None:
+            self.kv_blocks = KVBlockResidency(share, clock)
+            self.by_name |= self.kv_blocks.by_name
+        self.kv_blocks.forget()
+        return self.kv_blocks
 
     # --- steps ----------------------------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
 """vLLM's series: what its dashboards, autoscalers and the routers in front of it read.
 
-Left out is what belongs to features that are not here (speculative decoding, sleep mode's durations) and what vLLM
-itself shows only when asked (sampled lifetimes of KV blocks). Features that are here and never used stand at zero,
-as vLLM has them.
+Left out is what belongs to features that are not here (speculative decoding, sleep mode's durations). Features that
+are here and never used stand at zero, as vLLM has them.
 """
 
 from __future__ import annotations
@@ -44,6 +43,9 @@ _HISTOGRAM_HELP = {
     "request_prefill_kv_computed_tokens": "Prompt tokens that the prefix cache did not serve, by request.",
     "request_num_preemptions": "Preemptions, by request.",
     "iteration_tokens_total": "Tokens computed, by step.",
+    "kv_block_lifetime_seconds": "From a KV block's first token to its eviction; of a sample of the blocks.",
+    "kv_block_idle_before_evict_seconds": "From its last use to its eviction.",
+    "kv_block_reuse_gap_seconds": "Between two uses of what is in it.",
 }
 
 
