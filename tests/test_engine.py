@@ -414,6 +414,49 @@ class _Panic(BaseException):
     """What a native library raises when it has broken down."""
 
 
+class _Breaks(_Forces):
+    """A grammar that breaks down when it is asked one of its questions for the third time."""
+
+    def __init__(self, question: str) -> None:
+        super().__init__([])
+        self._question, self._num_asked = question, 0
+
+    def _asked(self, question: str) -> None:
+        self._num_asked += question == self._question
+        if self._num_asked == 3:
+            raise _Panic("assertion failed")
+
+    def accept(self, token_id: int) -> bool:
+        self._asked("accept")
+        return True
+
+    def forced_tokens(self) -> list[int]:
+        self._asked("forced_tokens")
+        return []
+
+    def bitmask(self) -> bytes | None:
+        self._asked("bitmask")
+        return None
+
+    def is_terminated(self) -> bool:
+        self._asked("is_terminated")
+        return False
+
+
+@pytest.mark.parametrize("question", ["accept", "forced_tokens", "bitmask", "is_terminated"])
+async def test_a_grammar_that_breaks_down_ends_only_its_own_request(folder, question, caplog):
+    sampling = SamplingParams(max_tokens=20, stop_token_ids=(0,), seed=1)
+    async with engine_of(folder) as engine:
+        good = engine.submit(ask("good", sampling=greedy(20)))
+        bad = engine.submit(ask("bad", sampling=sampling, constraint=_Breaks(question)))
+        with pytest.raises(ServeError, match="does not fit the request's grammar"):
+            await read(bad)
+        assert (await read(good))[-1].num_output_tokens == 20
+        assert engine.state is EngineState.READY
+        assert engine.metrics.finished == {FinishReason.ERROR: 1, FinishReason.LENGTH: 1}
+    assert "The grammar of bad has failed" in caplog.text
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, _Panic])
 async def test_a_scheduler_that_breaks_leaves_no_stream_hanging(folder, kind, monkeypatch):
     async with engine_of(folder) as engine:

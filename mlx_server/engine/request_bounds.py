@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from mlx_server.engine.guarded_constraint import GuardedConstraint
 from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.errors import ContextLengthError, InvalidRequestError
-from mlx_server.request import Request
+from mlx_server.request import Request, TokenConstraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,15 @@ def make_request(generation: GenerationRequest, bounds: RequestBounds, *, arriva
         extra_keys=generation.extra_keys,
         adapter=generation.adapter,
         tier=generation.tier or generation.priority.name.lower(),
-        constraint=generation.constraint,
+        constraint=_guarded(generation, bounds.eos_token_ids),
     )
+
+
+def _guarded(generation: GenerationRequest, eos_token_ids: frozenset[int]) -> TokenConstraint | None:
+    if generation.constraint is None:
+        return None
+    end_ids = eos_token_ids.union(generation.sampling.stop_token_ids)
+    return GuardedConstraint(generation.constraint, generation.request_id, end_ids)
 
 
 def _check_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
