@@ -291,9 +291,9 @@ async def test_the_effort_reaches_the_template(world: World):
     seen = []
     formatted = world.engine.chat.format
 
-    def watching(messages: Any, tools: Any, options: Any) -> Any:
+    def watching(messages: Any, tools: Any, options: Any, *cut: Any) -> Any:
         seen.append((options.reasoning_effort, dict(options.template_kwargs)))
-        return formatted(messages, tools, options)
+        return formatted(messages, tools, options, *cut)
 
     world.engine.chat.format = watching  # type: ignore[method-assign]
     await post(world, output_config={"effort": "high"}, thinking={"type": "adaptive"})

@@ -180,9 +180,9 @@ async def test_reasoning_and_effort_reach_the_template(world: World):
     seen = []
     formatted = world.engine.chat.format
 
-    def watching(messages: Any, tools: Any, options: Any) -> Any:
+    def watching(messages: Any, tools: Any, options: Any, *cut: Any) -> Any:
         seen.append((messages[0], options.reasoning_effort))
-        return formatted(messages, tools, options)
+        return formatted(messages, tools, options, *cut)
 
     world.engine.chat.format = watching  # type: ignore[method-assign]
     reasoning = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "short"}]}
