@@ -24,7 +24,7 @@ from mlx_server.runtime.kv_cache import PagedKVCache, PagedLayerCache
 from mlx_server.runtime.layer_groups import LayerGroup, group_layers
 from mlx_server.runtime.layers import discover_layers
 from tests.architectures import ARCHITECTURES, REFUSED, WINDOW, config_of
-from tests.batching.test_layer_groups import count_held
+from tests.batching.worlds import count_held
 from tests.conformance import CROWDED, Subject, answer, worst_error
 from tests.engine_worlds import BACKENDS, random_prompts
 

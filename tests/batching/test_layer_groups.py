@@ -20,7 +20,7 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ContextLengthError
 from mlx_server.outputs import ModelRunnerOutput, SampledToken
 from mlx_server.request import Priority, Request
-from tests.batching.worlds import World, chunks, make_request, make_scheduler, make_world, prompt
+from tests.batching.worlds import World, chunks, count_held, make_request, make_scheduler, make_world, prompt
 
 WINDOWS = st.lists(st.one_of(st.none(), st.integers(1, 200)), min_size=1, max_size=4)
 
@@ -257,20 +257,6 @@ def test_random_use_keeps_the_books(windows: tuple[int | None, ...]) -> None:
 
 
 # --- the scheduler --------------------------------------------------------------------------------------------------
-
-
-def count_held(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Gets the blocks that a request holds in each group whenever it has taken some."""
-    held: list[tuple[int, ...]] = []
-    allocate = PagedBlockManager.allocate
-
-    def counted(self: PagedBlockManager, request: Request, *args: Any) -> Any:
-        ids = allocate(self, request, *args)
-        held.append(tuple(self.num_held(request.request_id, group) for group in range(len(self.groups))))
-        return ids
-
-    monkeypatch.setattr(PagedBlockManager, "allocate", counted)
-    return held
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.layer_groups import LayerGroups, first_seen
 from mlx_server.batching.limits import SchedulerLimits
@@ -405,6 +407,20 @@ def chunks(output: SchedulerOutput | None) -> dict[str, tuple[int, int]]:
     """Start and size of each chunk of a step, in its order."""
     assert output is not None
     return {chunk.request_id: (chunk.start, chunk.num_tokens) for chunk in output.chunks}
+
+
+def count_held(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Gets the blocks that a request holds in each group whenever it has taken some."""
+    held: list[tuple[int, ...]] = []
+    allocate = PagedBlockManager.allocate
+
+    def counted(self: PagedBlockManager, request: Request, *args: Any) -> Any:
+        ids = allocate(self, request, *args)
+        held.append(tuple(self.num_held(request.request_id, group) for group in range(len(self.groups))))
+        return ids
+
+    monkeypatch.setattr(PagedBlockManager, "allocate", counted)
+    return held
 
 
 class FakeExecutor:
