@@ -434,7 +434,7 @@ def test_a_server_that_is_no_openai_server_is_named(monkeypatch):
 
 def test_a_server_that_is_not_there_is_named(unused_tcp_port):
     target = Target(base_url=f"http://127.0.0.1:{unused_tcp_port}")
-    with pytest.raises(ServeError, match="cannot be measured"):
+    with pytest.raises(ServeError, match=r"cannot be measured: no server answers there. Start one, or set --base-url"):
         asyncio.run(serve_run.measure(target, load_of(SHAPES["random"])))
 
 

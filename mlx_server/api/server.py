@@ -168,7 +168,7 @@ class _Server:
 
     async def _drain(self) -> None:
         """Waits for open requests; what is open after the timeout fails when the pool stops."""
-        logger.info("Shutting down: %d requests in progress", self._context.generations.num_in_progress)
+        logger.info("Shutting down; requests in progress: %d", self._context.generations.num_in_progress)
         if not await self._context.generations.drain(self._config.drain_timeout_s):
             logger.warning(
                 "%d requests are cut off after %g s (--drain-timeout-s)",

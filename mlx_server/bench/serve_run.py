@@ -111,6 +111,10 @@ async def first_model(target: Target, api_key: str | None) -> str:
     """The model that the server lists first. Raises `ServeError`."""
     try:
         return (await list_models(target.base_url, api_key, transport=target.transport))[0]
+    except httpx.ConnectError as error:
+        raise ServeError(
+            f"{target.base_url} cannot be measured: no server answers there. Start one, or set --base-url."
+        ) from error
     except httpx.HTTPError as error:
         raise ServeError(f"{target.base_url} cannot be measured: {error or type(error).__name__}") from error
     except (ValueError, LookupError, TypeError) as error:
