@@ -13,9 +13,10 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from mlx_server.api.server import _described
 from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from mlx_server.engine.engine import AsyncEngine
-from mlx_server.pool.model_pool import build_pool
+from mlx_server.pool.model_pool import ModelPool, build_pool
 from mlx_server.tiers import Tier
 from tests.adapter_files import plain_model, write_adapter, write_model
 from tests.api.fakes import FakeEngine, fake_pool
@@ -36,7 +37,11 @@ class AdapterWorld:
     folder: Path
     paths: dict[str | None, Path | None]
     http: httpx.AsyncClient
-    engine: AsyncEngine
+    pool: ModelPool
+
+    @property
+    def engine(self) -> AsyncEngine:
+        return self.pool.engines()[0]
 
     def url(self, model: str) -> str:
         return f"/v1/models/{model}"
@@ -70,7 +75,7 @@ async def tuned(site: Site, tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
     await pool.start()
     site.serve(pool, config)
     paths = {None: None, "terse": terse, "formal": formal}
-    yield AdapterWorld(folder, paths, site.http, pool.engines()[0])
+    yield AdapterWorld(folder, paths, site.http, pool)
     await pool.stop(0.0)
 
 
@@ -86,6 +91,11 @@ async def test_models_and_adapters_are_listed_and_found(tuned: AdapterWorld):
     assert (await tuned.http.get(tuned.url(f"{tuned.folder}:formal"))).json() == cards[2]
     (model,) = (await tuned.http.get("/admin/models")).json()["models"]
     assert (model["id"], model["adapters"]) == ("tiny", ["terse", "formal"])
+
+
+async def test_the_line_at_the_start_names_them(tuned: AdapterWorld):
+    described = _described(tuned.pool.find(None))
+    assert described.startswith("model tiny, tiny:terse, tiny:formal: context of 512 tokens")
 
 
 async def test_each_name_answers_with_its_adapter(tuned: AdapterWorld):
