@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from mlx_server.sampling_params import SamplingParams
@@ -15,6 +16,8 @@ __all__ = ["LLM", "Completion", "SamplingParams"]
 def __getattr__(name: str) -> Any:
     # Late, so that the vocabulary can be imported without loading MLX.
     if name in ("LLM", "Completion"):
+        # transformers would tell every user that PyTorch is missing, which nothing here needs.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from mlx_server.engine import llm
 
         return getattr(llm, name)

@@ -264,6 +264,12 @@ def test_help_does_not_load_mlx():
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, timeout=60)
 
 
+def test_the_library_is_imported_without_a_word():
+    script = "from mlx_server import LLM, SamplingParams"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == (b"", b"")
+
+
 def test_a_reader_that_leaves_early_is_no_error():
     script = "from mlx_server.cli.main import main; import sys; sys.exit(main(['config', 'default']))"
     with subprocess.Popen(

@@ -227,6 +227,7 @@ def test_bash_completes_commands_and_options(bash_script) -> None:
     assert set(completions(bash_script, "mlx-serve", "config", "")) == {"check", "default"}
     assert completions(bash_script, "mlx-serve", "serve", "--max-model") == ["--max-model-len"]
     assert completions(bash_script, "mlx-serve", "serve", "--port", "1", "--ho") == ["--host"]
+    assert completions(bash_script, "mlx-serve", "completion", "") == ["bash", "zsh", "fish", "--help"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -44,7 +44,10 @@ def _words(path: str, node: Command | Group) -> Iterator[tuple[str, list[tuple[s
         for option in action.option_strings
         if option.startswith("--")
     ]
-    yield path, [*options, ("--help", "show what the command does")]
+    words = [
+        (str(choice), "") for action in parser._actions if not action.option_strings for choice in action.choices or ()
+    ]
+    yield path, [*words, *options, ("--help", "show what the command does")]
 
 
 def _bash(words: dict[str, list[tuple[str, str]]]) -> str:

@@ -182,7 +182,7 @@ class LLM:
         try:
             for request in requests:
                 streams.append(self._engine.submit(request))
-            with tqdm(total=len(requests), desc="Completions", disable=not progress) as bar:
+            with tqdm(total=len(requests), desc="Completions", disable=None if progress else True) as bar:
                 return list(await asyncio.gather(*(_collect(stream, bar) for stream in streams)))
         finally:
             for stream in streams:
