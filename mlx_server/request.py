@@ -53,6 +53,11 @@ class TokenConstraint(Protocol):
         """Whether the output is complete and only an end of sequence may follow."""
         ...
 
+    @property
+    def error(self) -> str | None:
+        """Why no output can be followed any further, if that is so: the grammar is too complex."""
+        ...
+
 
 class Request:
     """One sequence to generate, and how far it has come.

@@ -16,6 +16,7 @@ from mlx_server.bench.random_folder import word_tokenizer
 from mlx_server.config import CacheConfig, Config, ModelConfig, ObservabilityConfig, SchedulerConfig
 from mlx_server.engine.engine import AsyncEngine, EngineState, Surroundings
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
+from mlx_server.engine.structured_spec import parse_structured
 from mlx_server.errors import (
     ConfigError,
     ContextLengthError,
@@ -389,6 +390,8 @@ class _Forces:
     def is_terminated(self) -> bool:
         return False
 
+    error: str | None = None
+
 
 async def test_forced_tokens_cost_no_model_call_and_count_for_penalties(folder):
     """Of four allowed tokens, the repetition penalty rules out those already seen, forced ones included."""
@@ -441,6 +444,17 @@ class _Breaks(_Forces):
     def is_terminated(self) -> bool:
         self._asked("is_terminated")
         return False
+
+
+async def test_a_grammar_that_is_too_complex_is_the_request_s_own_fault(folder):
+    """Which shows only when its output is followed: here three items more than llguidance can hold."""
+    async with engine_of(folder) as engine:
+        spec = parse_structured({"guided_grammar": "start: " + " | ".join(f'"a{n}"' for n in range(2003))})
+        assert spec is not None
+        constraint = engine.grammars.compile(spec).start()
+        stream = engine.submit(ask("a", sampling=greedy(20), constraint=constraint))
+        with pytest.raises(InvalidRequestError, match="cannot be followed beyond 0 tokens of output: Parser Error"):
+            await read(stream)
 
 
 @pytest.mark.parametrize("question", ["accept", "forced_tokens", "bitmask", "is_terminated"])

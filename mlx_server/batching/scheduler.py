@@ -343,8 +343,12 @@ class ContinuousBatchingScheduler:
 
 
 def _grammar_error(request: Request, token_id: int) -> ServeError:
-    """The request's own fault where it forbids all that its grammar allows: a row without any token gives token 0."""
+    """The request's own fault where its grammar is too complex, or where it forbids all that the grammar allows: a row
+    without any token gives token 0."""
     sampling, num_tokens = request.sampling, len(request.output_token_ids) - 1
+    given_up = None if request.constraint is None else request.constraint.error
+    if given_up is not None:
+        return InvalidRequestError(f"The grammar cannot be followed beyond {num_tokens} tokens of output: {given_up}.")
     if sampling.allowed_token_ids is not None:
         return InvalidRequestError(
             f"The grammar allows none of allowed_token_ids behind {num_tokens} tokens of output; add those that it "

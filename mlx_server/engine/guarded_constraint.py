@@ -36,6 +36,10 @@ class GuardedConstraint:
     def is_terminated(self) -> bool:
         return self._ask(self._inner.is_terminated, bool)
 
+    @property
+    def error(self) -> str | None:
+        return self._ask(lambda: self._inner.error, lambda: None)
+
     def _ask(self, question: Callable[[], T], otherwise: Callable[[], T]) -> T:
         if self._has_failed:
             return otherwise()

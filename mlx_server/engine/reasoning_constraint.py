@@ -111,6 +111,11 @@ class ReasoningConstraint:
         """Whether the answer is complete."""
         return self._phase is _Phase.ANSWER and self._answer is not None and self._answer.is_terminated()
 
+    @property
+    def error(self) -> str | None:
+        """Why the answer's grammar was given up, if it was."""
+        return None if self._answer is None else self._answer.error
+
     def _reason(self, token_id: int, is_marker: bool) -> None:
         self._num_reasoning += not is_marker
         # By bytes rather than ids: text can be cut into tokens in more ways than one.

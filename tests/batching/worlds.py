@@ -495,3 +495,5 @@ class FakeConstraint:
 
     def is_terminated(self) -> bool:
         return len(self.accepted) >= self._length
+
+    error: str | None = None
