@@ -67,6 +67,14 @@ class AdmissionControl:
             return None
         return oldest if self._num_promotions_left() > 0 else None
 
+    def may_come_first(self, request: Request) -> bool:
+        """Whether a candidate may have its part of a step before those of better tiers: it runs, or takes no seat that
+        one of these waits for, or is promoted."""
+        if request.status is RequestStatus.RUNNING or request is self.promoted():
+            return True
+        first = self._table.waiting.first_by_tier()
+        return first is not None and first.priority == request.priority
+
     def candidates(self, now: float) -> list[Request]:
         """The next few waiting requests that may start now, in the order in which to try them; none if there
         is no seat, or no room for the first."""
@@ -85,7 +93,9 @@ class AdmissionControl:
         else:
             order = cache_aware_order(found)
         promoted = self.promoted()
-        return order if promoted is None else [promoted, *(request for request in order if request is not promoted)]
+        if promoted is None or self._waits_for_prefix(promoted, self._find_prefix(promoted), now):
+            return order
+        return [promoted, *(request for request in order if request is not promoted)]
 
     def first_token(self, request: Request) -> int:
         """Position at which computing goes on, or would start if the request were admitted now."""
@@ -187,9 +197,11 @@ class AdmissionControl:
 
     def _has_room(self, request: Request, prefix: CachedPrefix, num_gone: int = 0, num_freed_blocks: int = 0) -> bool:
         """Whether seats and blocks suffice, if `num_gone` running requests had left and as many blocks were
-        free. Nothing is kept free for requests that `request` may preempt."""
+        free. Nothing is kept free for requests that `request` may preempt, nor for those who wait if it is promoted."""
         running = self._table.running
         reserved = [count for request_id, count in self._reserved.items() if request_id != request.request_id]
+        if reserved and request is self.promoted():
+            reserved = []
         if len(running) - num_gone + len(reserved) >= self._limits.max_num_seqs:
             return False
         blocks = self._table.blocks

@@ -55,6 +55,7 @@ class StepComposer:
         self.starved: list[Request] = []
         self._starving_since: float | None = None
         self._is_short = False
+        self._is_oldest_owed = False
         self._now = 0.0
 
     @property
@@ -181,7 +182,9 @@ class StepComposer:
         self._serve_oldest(step, candidates, share, now)
         while candidates:
             self._serve(step, candidates, share, now)
-            candidates = self._admission.candidates(now) if share.left(step, candidates[-1]) > 0 else []
+            is_full = share.num_tokens <= step.num_prompt_tokens
+            waiting = [] if is_full else self._admission.candidates(now)
+            candidates = [request for request in waiting if share.left(step, request) > 0]
 
     def _share(self, step: StepBuilder, first: Request, streams: list[Request]) -> _PromptShare:
         """What prompts may take of the step, those of `first`'s tier before all others, beside those who decode.
@@ -201,12 +204,22 @@ class StepComposer:
         return _PromptShare(first.priority, room, beside)
 
     def _serve_oldest(self, step: StepBuilder, candidates: list[Request], share: _PromptShare, now: float) -> None:
-        """Who has aged past all others gets its part of a step that prompts of better tiers would fill."""
-        oldest = min(candidates, key=self._table.waiting.key)
-        better = [request for request in candidates if request.priority < oldest.priority]
-        if better and sum(map(self._wanted, better)) > share.num_tokens:
-            part = share.num_tokens // AGED_SHARE
-            self._serve(step, [oldest], _PromptShare(oldest.priority, part, part), now)
+        """Who has aged past all others gets its part of a step that prompts of better tiers would fill, unless they end
+        in it; but not twice running."""
+        able = [request for request in candidates if self._admission.may_come_first(request)]
+        oldest = min(able, key=self._table.waiting.key, default=None)
+        better = [] if oldest is None else [request for request in candidates if request.priority < oldest.priority]
+        if oldest is None or not better:
+            return
+        part = min(max(share.num_tokens // AGED_SHARE, 1), self._wanted(oldest))
+        left = share.num_tokens - sum(map(self._wanted, better))
+        if 0 <= left < part and not self._is_oldest_owed:
+            part = 0
+        self._serve(step, better, share.less(part), now)
+        if part:
+            most = max(share.num_tokens_of_worse, step.num_prompt_tokens + part)
+            self._serve(step, [oldest], _PromptShare(oldest.priority, most, most), now)
+        self._is_oldest_owed = oldest not in step
 
     def _serve(self, step: StepBuilder, candidates: list[Request], share: _PromptShare, now: float) -> None:
         """Spends the share on prompts, in this order."""
@@ -266,7 +279,7 @@ class StepComposer:
         return self._grow(request, request.num_tokens - request.num_computed_tokens)
 
     def _wanted(self, request: Request) -> int:
-        return min(request.num_tokens - request.num_computed_tokens, self._most(request))
+        return min(request.num_tokens - self._admission.first_token(request), self._most(request))
 
     def _most(self, request: Request) -> int:
         """Tokens that one step may compute of a request's prompt."""
@@ -336,6 +349,11 @@ class _PromptShare:
     priority: int
     num_tokens: int
     num_tokens_of_worse: int
+
+    def less(self, num_tokens: int) -> _PromptShare:
+        """The same with so many tokens kept back for somebody."""
+        most = self.num_tokens - num_tokens
+        return _PromptShare(self.priority, most, min(self.num_tokens_of_worse, most))
 
     def left(self, step: StepBuilder, request: Request) -> int:
         """What `request` may still take."""

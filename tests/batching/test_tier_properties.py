@@ -1,0 +1,213 @@
+"""What tiers and age promise whatever arrives: nobody starves, and nobody gives way in vain."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from mlx_server.outputs import ModelRunnerOutput, SampledToken, SchedulerOutput
+from mlx_server.request import Priority, Request
+from tests.batching.worlds import chunks, make_request, make_scheduler, make_world, prompt, step_seconds
+
+TARGET_S, MAX_S = 0.05 + 0.0965, 0.05 + 0.4445
+MOST_TOKENS = 444  # what a step of MAX_S leaves beside four decodes, in rows that are a multiple of 16
+PART = MOST_TOKENS // 8
+LONG_AGO = 30.0  # more than the 20 s by which LOW must be older than HIGH to be as urgent
+
+
+class Flood:
+    """A scheduler on a simulated device, whose clock moves on by what steps take: 50 ms if anyone decodes, and 1 ms
+    for each token of a longer chunk."""
+
+    def __init__(self, num_blocks: int = 2000, **limits: object) -> None:
+        self.scheduler = make_scheduler(
+            num_blocks, target_step_s=TARGET_S, max_step_s=MAX_S, context_doubling_tokens=1e12, **limits
+        )
+        self.now = 100.0
+        self.requests: dict[str, Request] = {}
+        self.first_token_s: dict[str, float] = {}
+        self.ended: set[str] = set()
+
+    def add(
+        self, priority: Priority, num_tokens: int, max_tokens: int, *, age_s: float = 0.0, first: int | None = None
+    ) -> str:
+        """Prompts share nothing, or the block that counts up from `first`."""
+        name = f"{priority.name}{len(self.requests)}"
+        token_ids = prompt(num_tokens - 1, first) if first is not None else [0] * (num_tokens - 1)
+        token_ids = [*token_ids, len(self.requests)] if first is not None else [1000 + len(self.requests), *token_ids]
+        request = make_request(name, token_ids, max_tokens, priority=priority, arrival_s=self.now - age_s)
+        self.scheduler.add_request(request)
+        self.requests[name] = request
+        return name
+
+    def num_waiting(self, priority: Priority) -> int:
+        return sum(request.priority == priority for request in self.scheduler.waiting())
+
+    def step(self) -> SchedulerOutput:
+        """Composes a step and runs it."""
+        output = self.scheduler.schedule(self.now)
+        assert output is not None, "nothing can run"
+        seconds = step_seconds(output)
+        sampled = {chunk.request_id: SampledToken(7) for chunk in output.chunks if chunk.is_sampling}
+        self.now += seconds
+        for result in self.scheduler.update(ModelRunnerOutput(output.step_id, sampled, step_time_s=seconds)):
+            self.first_token_s.setdefault(result.request_id, self.now)
+            if result.finish_reason is not None:
+                self.ended.add(result.request_id)
+        return output
+
+    def ttft_s(self, name: str) -> float:
+        return self.first_token_s[name] - self.requests[name].arrival_s
+
+
+def flood_of_aged(num_seats: int = 8) -> Flood:
+    """Seats are full of LOW requests, and many more have waited for a minute."""
+    flood = Flood(max_num_seqs=num_seats)
+    for _ in range(4 * num_seats):
+        flood.add(Priority.LOW, 30, 1000)
+    for _ in range(5):
+        flood.step()
+    flood.now += 60.0
+    return flood
+
+
+# --- one case each ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [30, 2000])
+def test_one_preemption_seats_a_prompt_of_any_length(num_tokens: int) -> None:
+    """Whom it takes the seat from has aged past it, and must not take it back in the same step."""
+    flood = flood_of_aged()
+    name = flood.add(Priority.HIGH, num_tokens, 5)
+    flood.step()
+    assert name in [request.request_id for request in flood.scheduler.running()]
+    while name not in flood.ended:
+        flood.step()
+    assert flood.scheduler.counters.num_preemptions == 1
+
+
+def test_who_is_promoted_waits_for_a_prefix_like_others() -> None:
+    """`aged` and `second` wait for what `first` computes in this step: the step comes to its end without them."""
+    world = make_world(100)
+    world.now = 100.0
+    shared = prompt(100)
+    for name in ("first", "second"):
+        world.add(make_request(name, [*shared, 1], 5, priority=Priority.HIGH, arrival_s=100.0))
+    world.add(make_request("aged", [*shared, 2], 5, priority=Priority.LOW, arrival_s=100.0 - LONG_AGO))
+    assert chunks(world.step()) == {"first": (0, 101)}
+    assert chunks(world.step()).keys() == {"first", "second", "aged"}
+    world.finish()
+    world.check_tokens()
+
+
+def beside_streams() -> Flood:
+    """LOW streams, so that steps of better tiers' prompts may be long ones."""
+    flood = Flood(max_num_seqs=8)
+    for _ in range(4):
+        flood.add(Priority.LOW, 8, 4000)
+    flood.step()
+    flood.step()
+    return flood
+
+
+@pytest.mark.parametrize("num_tokens", [200, MOST_TOKENS - 4, MOST_TOKENS, 1000])
+def test_prompts_that_leave_no_stream_behind_leave_the_oldest_its_part(num_tokens: int) -> None:
+    """Each is computed in a step or a few and wants one token: there is never a stream of their tier, whose target
+    would keep a part of the step for the oldest. It gets its part in every other step at least."""
+    flood = beside_streams()
+    name = flood.add(Priority.LOW, 10 * PART, 1, age_s=LONG_AGO)
+    num_steps = 0
+    while name not in flood.ended:
+        flood.add(Priority.HIGH, num_tokens, 1)
+        flood.step()
+        num_steps += 1
+        assert num_steps <= 2 * 10 + 1, "it starves"
+
+
+def test_the_part_of_the_oldest_costs_a_better_prompt_nothing_that_leaves_room_for_it() -> None:
+    flood = beside_streams()
+    aged = flood.add(Priority.LOW, 300, 1, age_s=LONG_AGO)
+    high = flood.add(Priority.HIGH, 300, 1)
+    step = chunks(flood.step())
+    assert (step[high], step[aged]) == ((0, 300), (0, PART))
+
+
+def test_what_better_prompts_find_no_room_to_use_goes_to_the_oldest() -> None:
+    """HIGH waits for the memory of one that has aged past it, which would take longer with its part alone."""
+    flood = Flood(40, max_num_seqs=8)
+    flood.add(Priority.LOW, 64, 1)
+    flood.step()
+    aged = flood.add(Priority.LOW, 1000, 20, age_s=LONG_AGO)
+    flood.step()
+    high = flood.add(Priority.HIGH, 900, 1)
+    num_tokens = chunks(flood.step())[aged][1]
+    assert num_tokens == 144, "what brings a step to its target"
+    while high not in flood.ended:
+        flood.step()
+    assert flood.scheduler.counters.num_preemptions == 0
+
+
+def test_the_ninth_of_a_better_tier_starts_in_the_step_of_the_eighth() -> None:
+    """Candidates come eight at a time: that the last of them is of a worse tier does not end the step."""
+    flood = Flood(max_num_seqs=32)
+    for _ in range(4):
+        flood.add(Priority.LOW, 8, 4000)
+    flood.step()
+    flood.step()
+    flood.add(Priority.LOW, 300, 1, age_s=LONG_AGO)
+    names = [flood.add(Priority.HIGH, 20, 1) for _ in range(12)]
+    assert set(names) <= chunks(flood.step()).keys()
+
+
+# --- whatever arrives -------------------------------------------------------------------------------------
+
+PROMPTS = st.sampled_from([4, 20, 90, 300, MOST_TOKENS, 600, 1500])
+OUTPUTS = st.sampled_from([1, 3, 30])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    num_seats=st.sampled_from([1, 2, 3, 8, 17, 64]),
+    num_blocks=st.sampled_from([50, 70, 150, 2000]),
+    max_num_batched_tokens=st.sampled_from([64, 256, 2048]),
+    max_chunk_tokens=st.sampled_from([None, None, 64]),
+    high=st.tuples(PROMPTS, OUTPUTS),
+    low=st.tuples(PROMPTS, OUTPUTS),
+    num_most_waiting=st.sampled_from([1, 3, 40]),
+    has_normal=st.booleans(),
+    is_shared=st.booleans(),
+)
+def test_low_ends_under_an_endless_flood_of_better_tiers(
+    num_seats: int,
+    num_blocks: int,
+    max_num_batched_tokens: int,
+    max_chunk_tokens: int | None,
+    high: tuple[int, int],
+    low: tuple[int, int],
+    num_most_waiting: int,
+    has_normal: bool,
+    is_shared: bool,
+) -> None:
+    """Seats, memory or tokens may be what is short: as many HIGH requests as may wait always do. Each LOW one has its
+    part of every other step at least, once those before it have ended and memory has come back."""
+    flood = Flood(
+        num_blocks,
+        max_num_seqs=num_seats,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_chunk_tokens=max_chunk_tokens,
+    )
+    names = [flood.add(Priority.LOW, *low, age_s=LONG_AGO) for _ in range(3)]
+    part = min(min(max_num_batched_tokens - num_seats, 64) // 8 or 1, max_chunk_tokens or 64)
+    num_steps_alone = 2 * (-(-low[0] // part)) + low[1]
+    num_steps_of_a_high = 2 * num_seats * (-(-high[0] // min(max_num_batched_tokens, 64))) + high[1]
+    for _ in range(len(names) * (num_steps_alone + num_steps_of_a_high)):
+        for _ in range(num_most_waiting - flood.num_waiting(Priority.HIGH)):
+            flood.add(Priority.HIGH, *high, first=5 if is_shared else None)
+        if has_normal and not flood.num_waiting(Priority.NORMAL):
+            flood.add(Priority.NORMAL, *high)
+        flood.step()
+        if flood.ended.issuperset(names):
+            break
+    flood.scheduler.check_integrity()
+    assert flood.ended.issuperset(names), "they starve"
