@@ -328,7 +328,8 @@ class Attention {
       const float* at[kSpanBlocks];
       for (int32_t j = 0; j < count; ++j) {
         const int64_t seen = std::min<int64_t>(kBlock, tokens - j * kBlock);
-        at[j] = rows_.values(id_of(item, block + j), item.kv_head, d, seen, tile.room + j * Rows::kRoom);
+        const int64_t later = id_of(item, std::min(block + count + j, item.last_block - 1));
+        at[j] = rows_.values(id_of(item, block + j), item.kv_head, d, seen, later, tile.room + j * Rows::kRoom);
       }
       const bool is_last = d + kPanel >= value_dim && block + count < item.last_block;
       const float* next = is_last ? rows_.keys_ahead(id_of(item, block + count), item.kv_head, 0, tile.room)

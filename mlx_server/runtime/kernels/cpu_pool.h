@@ -50,17 +50,17 @@ class WholeRows {
     return key_run(block, head) + first * kBlock;
   }
 
-  // The panel of V that begins at `column`, as far as `tokens` rows of it.
-  const float* values(int64_t block, int64_t head, int64_t column, int64_t, float*) const {
+  // The panel of V that begins at `column`, as far as `tokens` rows of it; of block `later`, K will be read.
+  const float* values(int64_t block, int64_t head, int64_t column, int64_t, int64_t, float*) const {
     return value_run(block, head) + column * kBlock;
   }
 
-  // What a product had better fetch while it works on something else, for `keys` or `values` to come.
+  // What a product fetches while it works on something else: where `keys` or `values` will be.
   const float* keys_ahead(int64_t block, int64_t head, int64_t first, float*) const {
     return keys(block, head, first, 0, nullptr);
   }
   const float* values_ahead(int64_t block, int64_t head, int64_t column, float*) const {
-    return values(block, head, column, 0, nullptr);
+    return values(block, head, column, 0, block, nullptr);
   }
 
  private:

@@ -8,7 +8,8 @@
 // share no byte, so that threads may write side by side.
 //
 // Rows are widened into a few KiB that stay in the nearest cache, 32 or 64 of them at a time: memory is read in the
-// fewer bits, and the products are those of whole rows.
+// fewer bits, and the products are those of whole rows. Runs lie anywhere and are short, which hardware cannot foresee:
+// each row of bytes asks for one that is as far ahead as a phase, V's while K is widened and K's while V is.
 
 #pragma once
 
@@ -69,7 +70,7 @@ Affine quantize(const float* numbers, int64_t count, uint8_t* rows) {
 template <int kBits>
 class QuantizedRows {
  public:
-  static constexpr double kReadNs = 0.10;  // a number, most of it for widening
+  static constexpr double kReadNs = 0.05;  // a number, most of it for widening
   static constexpr int64_t kRoom = kPanel * kBlock;
 
   explicit QuantizedRows(const Pool& pool)
@@ -96,9 +97,12 @@ class QuantizedRows {
     }
   }
 
+  // Fetches V of the same block meanwhile.
   const float* keys(int64_t block, int64_t head, int64_t first, int64_t count, float* room) const {
-    const Run run = keys_.run(index(block, head));
+    const Run run = keys_.run(index(block, head)), later = values_.run(index(block, head));
     for (int64_t d = 0; d < count; d += kPanel) {
+      if (first + d < pool_.value_dim) fetch_group(later, first + d, pool_.value_group);
+      const uint8_t* ahead = later.codes + (first + d) * kBytes;
       const int64_t group = (first + d) / pool_.key_group * kBlock;
       Floats scales[kVectors], biases[kVectors];
       for (int v = 0; v < kVectors; ++v) {
@@ -107,7 +111,8 @@ class QuantizedRows {
       }
       const uint8_t* codes = run.codes + (first + d) / kPanel * kBytes * kBlock;
       float* rows = room + d * kBlock;
-      for (int b = 0; b < kBytes; ++b, codes += kBlock) {
+      for (int b = 0; b < kBytes; ++b, codes += kBlock, ahead += kBlock) {
+        __builtin_prefetch(ahead);
         UNROLL for (int v = 0; v < kVectors; ++v) {
           const Bytes bytes = load_bytes(codes + v * kLanes);
           UNROLL for (int n = 0; n < kPanel / kBytes; ++n) {
@@ -119,11 +124,16 @@ class QuantizedRows {
     return room;
   }
 
-  const float* values(int64_t block, int64_t head, int64_t column, int64_t tokens, float* room) const {
+  // Fetches K of block `later` meanwhile.
+  const float* values(int64_t block, int64_t head, int64_t column, int64_t tokens, int64_t later, float* room) const {
     const Run run = values_.run(index(block, head));
+    const Run next = keys_.run(index(later, head));
+    if (column < pool_.key_dim) fetch_group(next, column, pool_.key_group);
+    const uint8_t* ahead = next.codes + column * kBytes;
     const int64_t group = column / pool_.value_group * kBlock;
     const uint8_t* codes = run.codes + column / kPanel * kBytes * kBlock;
-    for (int64_t token = 0; token < tokens; ++token, codes += kBytes) {
+    for (int64_t token = 0; token < tokens; ++token, codes += kBytes, ahead += kBytes) {
+      __builtin_prefetch(ahead);
       const Floats scale = fill(run.scales[group + token]), bias = fill(run.biases[group + token]);
       UNROLL for (int v = 0; v < kVectors; ++v) {
         const Bytes bytes = part(load_bytes(codes + v * kLanes % kBytes), v * kLanes / kBytes);
@@ -133,13 +143,9 @@ class QuantizedRows {
     return room;
   }
 
-  // A product finds widened rows in the cache: what is to be widened next is fetched here.
-  const float* keys_ahead(int64_t block, int64_t head, int64_t first, float* room) const {
-    return fetch(keys_, index(block, head), first, room);
-  }
-  const float* values_ahead(int64_t block, int64_t head, int64_t column, float* room) const {
-    return fetch(values_, index(block, head), column, room);
-  }
+  // A product has nothing to fetch: widened rows are in the cache.
+  const float* keys_ahead(int64_t, int64_t, int64_t, float* room) const { return room; }
+  const float* values_ahead(int64_t, int64_t, int64_t, float* room) const { return room; }
 
  private:
   static constexpr int kBytes = 4 * kBits, kMaxGroup = 64, kLineBytes = 64;
@@ -180,10 +186,12 @@ class QuantizedRows {
 
   int64_t index(int64_t block, int64_t head) const { return block * pool_.num_kv_heads + head; }
 
-  static const float* fetch(const Runs& runs, int64_t index, int64_t first, float* room) {
-    const uint8_t* codes = runs.run(index).codes + first * kBytes;
-    for (int at = 0; at < kBytes * kBlock; at += kLineBytes) __builtin_prefetch(codes + at);
-    return room;
+  // Asks for the scales and biases of a group, if its dimensions begin at `first`.
+  static void fetch_group(const Run& run, int64_t first, int64_t group) {
+    for (int at = 0; first % group == 0 && at < kBlock; at += kLine) {
+      __builtin_prefetch(run.scales + first / group * kBlock + at);
+      __builtin_prefetch(run.biases + first / group * kBlock + at);
+    }
   }
 
   const Pool& pool_;
