@@ -10,6 +10,7 @@ from starlette.types import Scope
 
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 _OWN_SITES = ("same-origin", "none")
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def is_loopback(host: str) -> bool:
@@ -22,6 +23,12 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
+
+
+def local_url(host: str, port: int) -> str:
+    """How programs on this machine reach what listens at `host`, which may be all of its addresses."""
+    host = _EVERYWHERE.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_local(scope: Scope) -> bool:

@@ -26,6 +26,7 @@ from mlx_server.api.app import create_app
 from mlx_server.api.auth import FREE_PATHS, exposure_warning
 from mlx_server.api.client_timeouts import bounded_protocol
 from mlx_server.api.context import ServerContext
+from mlx_server.api.locality import local_url
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError, ServeError
 from mlx_server.observability.logs import set_up_logging
@@ -185,9 +186,9 @@ class _Server:
     def _announce(self) -> None:
         """The one line on standard output, once requests are served."""
         host, port = self._listener.getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        url = local_url(host, port)
         models = "  ".join(_described(model) for model in self._pool.models())
-        sys.stdout.write(f"mlx-serve is ready: {url}/v1  {models}\n")
+        sys.stdout.write(f"mlx-serve is ready: {url}/v1  live page: {url}/  {models}\n")
         sys.stdout.flush()
 
     @contextlib.contextmanager

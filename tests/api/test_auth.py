@@ -7,7 +7,7 @@ import pytest
 
 from mlx_server.api.auth import exposure_warning
 from mlx_server.api.keys import build_key_ring
-from mlx_server.api.locality import is_loopback
+from mlx_server.api.locality import is_loopback, local_url
 from mlx_server.config import Config, ServerConfig
 from mlx_server.request import Priority
 from mlx_server.tiers import Tier
@@ -118,3 +118,16 @@ async def test_a_wish_for_priority(world: World, base: Priority, wish: int | Non
     assert (await world.chat(priority=wish)).status_code == 200
     (request,) = world.engine.requests
     assert (request.priority, request.tier) == (priority, "default")
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("192.0.2.1", "http://192.0.2.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+    ],
+)
+async def test_a_server_on_all_addresses_is_told_by_one_that_can_be_opened(host: str, url: str):
+    assert local_url(host, 80) == url

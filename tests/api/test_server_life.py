@@ -19,7 +19,8 @@ from tests.api.sse import bodies
 pytestmark = pytest.mark.slow
 
 READY = re.compile(
-    r"mlx-serve is ready: (http://127\.0\.0\.1:\d+)/v1  model fake: context of 512 tokens, KV pool of 3200 tokens"
+    r"mlx-serve is ready: (http://127\.0\.0\.1:\d+)/v1  live page: \1/  "
+    r"model fake: context of 512 tokens, KV pool of 3200 tokens"
 )
 
 
