@@ -18,6 +18,7 @@ from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed
 from mlx_server.engine.memory_guard import MemoryGuard, PressureLevel
 from mlx_server.engine.memory_watch import MemoryWatch
 from mlx_server.errors import ConfigError, InsufficientMemoryError
+from mlx_server.outputs import ModelRunnerOutput
 from mlx_server.runtime.memory import MemoryReading
 from tests.batching.worlds import World, make_request, make_scheduler
 
@@ -265,6 +266,26 @@ async def test_what_is_cut_is_booked_back_when_the_device_has_done_it():
         assert model.share.kv_bytes == 64 * MIB
         model.world.step()
         assert model.share.kv_bytes == model.num_blocks * MIB == 36 * MIB
+
+
+async def test_who_asks_for_memory_waits_for_what_was_cut_for_him():
+    """And not for an earlier cut, which is booked back first."""
+    model = Model()
+    scheduler = model.world.scheduler
+    model.guard.act(PressureLevel.EVICT)
+    steps = [scheduler.schedule(0.0)]
+    giving = asyncio.create_task(model.guard.give_memory(5 * MIB, 5.0))
+    await asyncio.sleep(0)
+    steps.append(scheduler.schedule(0.0))
+    done = []
+    for step in steps:
+        assert step is not None
+        scheduler.update(ModelRunnerOutput(step.step_id, {}))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        done.append((giving.done(), model.share.kv_bytes // MIB))
+    assert done == [(False, 36), (True, 31)]
+    assert await giving == 5 * MIB
 
 
 async def test_of_two_models_the_one_with_the_lowest_request_preempts():

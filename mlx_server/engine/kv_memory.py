@@ -26,6 +26,7 @@ class KvMemory:
         self._clock = clock
         self._refused_blocks: dict[bool, int] = {}
         self._refused_until_s = 0.0
+        self._num_given_back = 0
         self._given_back = asyncio.Event()
 
     def take(self, least: int, most: int, *, is_needed: bool) -> int:
@@ -48,9 +49,11 @@ class KvMemory:
 
     def give_back(self, num_blocks: int) -> None:
         self._share.shrink(num_blocks * self.block_bytes)
+        self._num_given_back += num_blocks
         self._given_back.set()
 
-    async def given_back(self) -> None:
-        """Returns at the next `give_back`."""
-        self._given_back.clear()
-        await self._given_back.wait()
+    async def given_back(self, num_blocks: int) -> None:
+        """Returns when so many blocks have been given back in all."""
+        while self._num_given_back < num_blocks:
+            self._given_back.clear()
+            await self._given_back.wait()

@@ -58,6 +58,7 @@ class MemoryGuard:
         self.counters = GuardCounters()
         self._scheduler = scheduler
         self._kv_memory = kv_memory
+        self._num_cut = 0
 
     def act(self, level: PressureLevel) -> None:
         """Does what `level` asks of every model."""
@@ -66,7 +67,7 @@ class MemoryGuard:
         self._scheduler.hold_admission(level >= PressureLevel.HOLD)
         if level >= PressureLevel.EVICT:
             num_blocks = self._num_idle_blocks if level >= PressureLevel.PREEMPT else -(-self._num_idle_blocks // 2)
-            self.counters.num_pressure_cuts += self._scheduler.shrink(num_blocks) > 0
+            self.counters.num_pressure_cuts += self._shrink(num_blocks) > 0
 
     def lowest_rank(self) -> Rank | None:
         """That of the request that `preempt_lowest` would make wait; None where there is none: a model's only running
@@ -84,12 +85,17 @@ class MemoryGuard:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while num_blocks := min(wanted, self._num_idle_blocks):
-                    num_cut = self._scheduler.shrink(num_blocks)
+                    num_cut = self._shrink(num_blocks)
                     if num_cut:
-                        await self._kv_memory.given_back()
+                        await self._kv_memory.given_back(self._num_cut)
                         return num_cut * self._kv_memory.block_bytes
                     await asyncio.sleep(_RETRY_S)  # the pool is being changed already
         return 0
+
+    def _shrink(self, num_blocks: int) -> int:
+        num_cut = self._scheduler.shrink(num_blocks)
+        self._num_cut += num_cut
+        return num_cut
 
     @property
     def num_idle_bytes(self) -> int:
