@@ -33,6 +33,7 @@ from mlx_server.observability.logs import set_up_logging
 from mlx_server.observability.tracing import open_tracing
 from mlx_server.pool.model_pool import ModelPool, build_pool
 from mlx_server.pool.pooled_model import PooledModel
+from mlx_server.tiers import GENERATING_PATHS
 
 logger = logging.getLogger(__name__)
 
@@ -241,14 +242,18 @@ def uvicorn_config(app: ASGIApp, server: ServerConfig) -> uvicorn.Config:
 
 
 def _set_up_logging(settings: ServerConfig) -> None:
-    """Probes are not logged, nor is what streams carry."""
+    """Probes are not logged, nor is what streams carry, and no generation twice."""
     set_up_logging(settings.log_level, settings.log_format)
     logging.getLogger("sse_starlette").setLevel(logging.INFO)
     if settings.log_level != "debug":
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    logging.getLogger("uvicorn.access").addFilter(_is_no_probe)
+    logging.getLogger("uvicorn.access").addFilter(_is_worth_a_line)
 
 
-def _is_no_probe(record: logging.LogRecord) -> bool:
-    """uvicorn's access records carry (client, method, path, HTTP version, status)."""
-    return not isinstance(record.args, tuple) or str(record.args[2]).partition("?")[0] not in FREE_PATHS
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Not probes, nor generations that were let in: each has a line of its own when it ends. uvicorn's access records
+    carry (client, method, path, HTTP version, status)."""
+    if not isinstance(record.args, tuple):
+        return True
+    path, status = str(record.args[2]).partition("?")[0], record.args[4]
+    return path not in FREE_PATHS and not (path in GENERATING_PATHS and status == 200)

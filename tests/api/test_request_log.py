@@ -128,10 +128,13 @@ async def test_with_json_every_line_of_a_server_is_an_object():
             await in_progress(http, 1)
             running.signal(signal.SIGUSR1)  # lets it go on
             await asking
+            assert (await complete(http, max_tokens=0)).status_code == 400
         running.signal(signal.SIGTERM)
         code, errors = await running.ended()
     entries = [json.loads(line) for line in errors.splitlines()]
     assert code == 0
     assert {"mlx_server.requests", "mlx_server.api.server", "uvicorn.access"} <= {entry["logger"] for entry in entries}
+    accesses = [entry["message"] for entry in entries if entry["logger"] == "uvicorn.access"]
+    assert [line.split()[-1] for line in accesses if "/v1/completions" in line] == ["400"]  # the other has its own line
     (ended,) = [entry for entry in entries if entry["message"] == "request ended"]
     assert (ended["model"], ended["finish_reason"], ended["output_tokens"]) == ("fake", "stop", 7)
