@@ -20,5 +20,5 @@ def exact_rows(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype
     num_codes = 2**bits
     codes = rng.integers(0, num_codes, size=(*groups, group_size), dtype=np.uint8).astype(np.float32)
     codes[..., 0], codes[..., 1] = 0, num_codes - 1
-    steps = rng.choice(np.array([-4, -2, 2, 4], np.float32), size=(*groups, 1)) * 2 / num_codes
+    steps = rng.choice(np.array([-2, -1, 1, 2], np.float32), size=(*groups, 1)) * 2 / num_codes
     return mx.array(((codes - num_codes // 2) * steps).reshape(shape)).astype(dtype)

@@ -22,7 +22,7 @@ _TOLERANCE = {mx.float32: 5e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 """Wide: MLX may round float32 products to TF32, and what this looks for is kernels compiled wrongly."""
 
 _ROUNDING = 1e-3
-"""Of quantising and back, by compilers that divide inexactly; the smallest step of an exact row is 16 times that."""
+"""Of quantising and back, by compilers that divide inexactly; the smallest step of an exact row is 8 times that."""
 
 
 def write_failure(kernels: PagedKernels, spec: LayerSpec) -> str | None:
