@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from mlx_server.api.app import create_app
-from mlx_server.config import CacheConfig, Config, ModelConfig, ServerConfig
+from mlx_server.config import CacheConfig, Config, ModelConfig, ObservabilityConfig, ServerConfig
 from mlx_server.model_entries import ModelEntry
 from mlx_server.pool.model_pool import build_pool
 from tests.engine_worlds import make_folder
@@ -28,10 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def scrape(folder: Path) -> bytes:
-    """After one request."""
+    """After one request, with all that there is to scrape."""
     config = Config(
         model=ModelConfig(model=str(folder), served_model_name="tiny", max_model_len=256),
         cache=CacheConfig(num_kv_blocks=32),
+        observability=ObservabilityConfig(kv_cache_metrics=True),
     )
     pool = build_pool(config)
     await pool.start()
