@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 
@@ -11,7 +13,7 @@ from mlx_server.batching.prefix_cache import CachedPrefix
 from mlx_server.batching.request_table import RequestTable
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds
-from mlx_server.request import Request, RequestStatus
+from mlx_server.request import Priority, Request, RequestStatus
 
 MAX_DEFERRALS = 8
 """How often others may be taken before a request because more of their prefix is cached."""
@@ -38,9 +40,10 @@ class AdmissionControl:
     While it `is_held`, nobody starts beside one who runs.
 
     Better tiers come first, and within one the longest wait. Who has aged past all who wait of better tiers is
-    promoted: it takes the next seat, or keeps its own against them. A share of the seats may be held so. That share
-    is what aging is worth, not the whole server: a thousand batch requests that have waited for a minute do not
-    stand before the next one of a person.
+    promoted: it takes the next seat, or keeps its own against them. A share of the seats and of the blocks may be held
+    so, and who needs n times the share by itself comes after n - 1 of better tiers. That share is what aging is worth,
+    not the whole server: a thousand batch requests that have waited for a minute do not stand before the next one of a
+    person.
 
     Admission stops at the first request that finds no room, and those that are passed over for want of
     tokens keep their room, so that nobody is overtaken for being large.
@@ -54,6 +57,7 @@ class AdmissionControl:
         self.is_held = False
         self._is_closed = False
         self._reserved: dict[str, int] = {}
+        self._started = Counter({Priority.HIGH: AGED_SHARE})  # by tier, since the last promotion
 
     def open(self) -> None:
         """A new step begins: try again from the first waiting request."""
@@ -65,7 +69,7 @@ class AdmissionControl:
         oldest, first = self._table.waiting.peek(), self._table.waiting.first_by_tier()
         if oldest is None or first is None or oldest.priority == first.priority:
             return None
-        return oldest if self._num_promotions_left() > 0 else None
+        return oldest if self._may_promote(oldest) else None
 
     def may_come_first(self, request: Request) -> bool:
         """Whether a candidate may have its part of a step before those of better tiers: it runs, or takes no seat that
@@ -120,6 +124,9 @@ class AdmissionControl:
         if not is_promoted:
             self._count_deferrals(request)
         block_ids = self._table.admit(request, prefix, is_promoted=is_promoted)
+        if is_promoted:
+            self._started.clear()
+        self._started[request.priority] += not is_promoted
         if request.first_scheduled_s is None:
             self._count_first_admission(request, now)
         self._table.prefixes.start(request)
@@ -164,8 +171,11 @@ class AdmissionControl:
         key = self._table.waiting.key
         least = min(map(key, (request, self._table.waiting.peek() or request)))
         aged = sorted((other for other in self._worse_tiers(request) if key(other) <= least), key=key)
-        for other in aged[: self._num_promotions_left()]:
+        for other in aged:
+            if not self._may_promote(other):
+                break
             self._table.promote(other)
+            self._started.clear()
 
     def _keep_room_for_promoted(self, now: float) -> Request | None:
         promoted = self.promoted()
@@ -173,9 +183,14 @@ class AdmissionControl:
             self.reserve(promoted, now)
         return promoted
 
-    def _num_promotions_left(self) -> int:
-        most = max(self._limits.max_num_seqs // AGED_SHARE, 1)
-        return max(most - sum(request.is_promoted for request in self._table.running), 0)
+    def _may_promote(self, request: Request) -> bool:
+        """Whether the share has room for one more, or this one's turn has come if it is more than a share alone."""
+        blocks = self._table.blocks
+        beside = [other for other in self._table.running if other.is_promoted]
+        num_blocks = sum(blocks.groups.num_needed(other.num_tokens) for other in [*beside, request])
+        num_shares = AGED_SHARE * max((len(beside) + 1) / self._limits.max_num_seqs, num_blocks / blocks.num_blocks)
+        num_better = sum(count for priority, count in self._started.items() if priority < request.priority)
+        return num_shares <= 1.0 or (not beside and num_better >= min(math.ceil(num_shares), AGED_SHARE) - 1)
 
     def _worse_tiers(self, request: Request) -> list[Request]:
         """Running requests that `request` may preempt, the worst first."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ class Flood:
     """A scheduler on a simulated device, whose clock moves on by what steps take: 50 ms if anyone decodes, and 1 ms
     for each token of a longer chunk."""
 
-    def __init__(self, num_blocks: int = 2000, **limits: object) -> None:
+    def __init__(self, num_blocks: int = 2000, **limits: Any) -> None:
         self.scheduler = make_scheduler(
             num_blocks, target_step_s=TARGET_S, max_step_s=MAX_S, context_doubling_tokens=1e12, **limits
         )
@@ -160,6 +162,23 @@ def test_the_ninth_of_a_better_tier_starts_in_the_step_of_the_eighth() -> None:
     assert set(names) <= chunks(flood.step()).keys()
 
 
+@pytest.mark.parametrize(("num_seats", "num_blocks", "num_better"), [(1, 2000, 7), (64, 50, 6)])
+def test_who_needs_more_than_the_share_alone_takes_turns(num_seats: int, num_blocks: int, num_better: int) -> None:
+    """The only seat, or 38 blocks of 50: it comes after seven of the better tier, or six, however many have aged."""
+    flood = Flood(num_blocks, max_num_seqs=num_seats)
+    for _ in range(40):
+        flood.add(Priority.LOW, 1200, 3, age_s=LONG_AGO)
+    started: list[str] = []
+    while len(started) < 50:
+        if not flood.num_waiting(Priority.HIGH):
+            flood.add(Priority.HIGH, 1200, 3)
+        started += [data.request_id[:3] for data in flood.step().new_requests]
+    turns = "".join(name[0] for name in started).split("L")
+    assert len(turns) > 5
+    assert {len(others) for others in turns[1:-1]} == {num_better}
+    assert flood.scheduler.counters.num_preemptions == 0
+
+
 # --- whatever arrives -------------------------------------------------------------------------------------
 
 PROMPTS = st.sampled_from([4, 20, 90, 300, MOST_TOKENS, 600, 1500])
@@ -201,7 +220,7 @@ def test_low_ends_under_an_endless_flood_of_better_tiers(
     part = min(min(max_num_batched_tokens - num_seats, 64) // 8 or 1, max_chunk_tokens or 64)
     num_steps_alone = 2 * (-(-low[0] // part)) + low[1]
     num_steps_of_a_high = 2 * num_seats * (-(-high[0] // min(max_num_batched_tokens, 64))) + high[1]
-    for _ in range(len(names) * (num_steps_alone + num_steps_of_a_high)):
+    for _ in range(len(names) * (num_steps_alone + 8 * num_steps_of_a_high)):
         for _ in range(num_most_waiting - flood.num_waiting(Priority.HIGH)):
             flood.add(Priority.HIGH, *high, first=5 if is_shared else None)
         if has_normal and not flood.num_waiting(Priority.NORMAL):
@@ -211,3 +230,45 @@ def test_low_ends_under_an_endless_flood_of_better_tiers(
             break
     flood.scheduler.check_integrity()
     assert flood.ended.issuperset(names), "they starve"
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    num_seats=st.sampled_from([2, 3, 8, 17, 64]),
+    num_blocks=st.sampled_from([50, 70, 150, 2000]),
+    max_num_batched_tokens=st.sampled_from([64, 2048]),
+    high=st.tuples(PROMPTS, OUTPUTS),
+    low=st.tuples(PROMPTS, OUTPUTS),
+    num_steps=st.sampled_from([1, 5, 40]),
+)
+def test_a_better_tier_starts_beside_an_endless_flood_that_has_aged(
+    num_seats: int,
+    num_blocks: int,
+    max_num_batched_tokens: int,
+    high: tuple[int, int],
+    low: tuple[int, int],
+    num_steps: int,
+) -> None:
+    """It waits for one promoted request at most, whatever is short, and takes no more from others than it needs."""
+    flood = Flood(num_blocks, max_num_seqs=num_seats, max_num_batched_tokens=max_num_batched_tokens)
+
+    def step() -> None:
+        for _ in range(num_seats + 5 - flood.num_waiting(Priority.LOW)):
+            flood.add(Priority.LOW, *low, age_s=LONG_AGO)
+        flood.step()
+
+    for _ in range(num_steps):
+        step()
+    for _ in range(4):
+        name = flood.add(Priority.HIGH, *high)
+        num_running = flood.scheduler.num_running
+        num_preemptions = flood.scheduler.counters.num_preemptions
+        most_at_once = min(max_num_batched_tokens - num_seats, 64) or 1
+        num_steps_of_a_low = -(-low[0] // max(most_at_once // 8, 1)) + low[1]
+        for _ in range(2 * num_steps_of_a_low + 2 * (-(-high[0] // most_at_once)) + high[1]):
+            step()
+            if name in flood.ended:
+                break
+        assert name in flood.ended, "it starves"
+        assert flood.scheduler.counters.num_preemptions - num_preemptions <= num_running
+    flood.scheduler.check_integrity()
