@@ -200,7 +200,7 @@ class StepComposer:
         if self._is_device_shared() or any(stream.priority <= first.priority for stream in streams):
             return _PromptShare(first.priority, beside, beside)
         if self._budget.is_known:
-            room = min(room, self._budget.num_tokens(start, num_decodes, self._limits.max_step_s))
+            room = min(room, max(beside, self._budget.num_tokens(start, num_decodes, self._limits.max_step_s)))
         return _PromptShare(first.priority, room, beside)
 
     def _serve_oldest(self, step: StepBuilder, candidates: list[Request], share: _PromptShare, now: float) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import cProfile
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from mlx_server.batching.limits import QueueLimits
 from mlx_server.outputs import ModelRunnerOutput, SampledToken, SchedulerOutput
 from mlx_server.request import Priority, Request
 from tests.batching.worlds import chunks, make_request, make_scheduler, make_world, prompt, step_seconds
@@ -179,6 +181,18 @@ def test_who_needs_more_than_the_share_alone_takes_turns(num_seats: int, num_blo
     assert flood.scheduler.counters.num_preemptions == 0
 
 
+def test_a_better_tier_gets_no_less_than_a_worse_one_where_the_target_is_longer_than_the_longest_step() -> None:
+    sizes = []
+    for priority in (Priority.HIGH, Priority.LOW):
+        world = make_world(100, target_step_s=TARGET_S, max_step_s=TARGET_S / 2, context_doubling_tokens=1e12)
+        world.add(*(make_request(f"d{index}", 8, max_tokens=500, priority=Priority.LOW) for index in range(4)))
+        world.step()
+        world.step()
+        world.add(make_request("prompt", 1000, priority=priority))
+        sizes.append(chunks(world.step())["prompt"][1])
+    assert sizes[0] == sizes[1]
+
+
 # --- whatever arrives -------------------------------------------------------------------------------------
 
 PROMPTS = st.sampled_from([4, 20, 90, 300, MOST_TOKENS, 600, 1500])
@@ -272,3 +286,20 @@ def test_a_better_tier_starts_beside_an_endless_flood_that_has_aged(
         assert name in flood.ended, "it starves"
         assert flood.scheduler.counters.num_preemptions - num_preemptions <= num_running
     flood.scheduler.check_integrity()
+
+
+def test_a_step_looks_at_no_more_of_a_longer_queue() -> None:
+    """Function calls of a step beside 500 who wait in three tiers, and beside 10,000."""
+    counts = []
+    for num_waiting in (500, 10_000):
+        queue = QueueLimits(max_num_waiting=num_waiting, max_queued_tokens=1_000_000)
+        flood = Flood(max_num_seqs=16, queue=queue)
+        for index in range(num_waiting):
+            flood.add(list(Priority)[index % 3], 40, 5, age_s=LONG_AGO * (index % 7) / 7)
+        flood.step()
+        profile = cProfile.Profile()
+        with profile:
+            for _ in range(20):
+                flood.step()
+        counts.append(sum(entry.callcount for entry in profile.getstats()))
+    assert counts[1] <= 1.2 * counts[0]
