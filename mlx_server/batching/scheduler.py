@@ -31,7 +31,7 @@ _LAUNCH_DECAY = 0.98
 
 
 class ContinuousBatchingScheduler:
-    """Continuous batching over paged blocks, by priority with aging. Event-loop thread only.
+    """Continuous batching over paged blocks, by tier and then by age. Event-loop thread only.
 
     `StepComposer` and `AdmissionControl` state the rules; `RequestTable` holds the states.
     """
@@ -88,7 +88,7 @@ class ContinuousBatchingScheduler:
         return iter(self._table.waiting)
 
     def running(self) -> Iterator[Request]:
-        """Running requests, best effective priority first."""
+        """Running requests, the best rank first."""
         return iter(self._table.running)
 
     def effective_priority(self, request: Request, now: float) -> float:
@@ -204,7 +204,7 @@ class ContinuousBatchingScheduler:
         return self._table.rank(running[-1]) if len(running) > 1 else None
 
     def preempt_lowest(self) -> bool:
-        """Makes the running request of the lowest effective priority wait, unless it is the only one."""
+        """Makes the running request of the lowest rank wait, unless it is the only one."""
         return self._composer.preempt_lowest()
 
     def update(self, output: ModelRunnerOutput) -> list[RequestOutput]:
