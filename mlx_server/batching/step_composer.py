@@ -14,6 +14,7 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk
 from mlx_server.request import FinishReason, Request, RequestStatus
 
+_STRETCH = 1.25
 _MAX_SCORED_TOKENS = 4 * BLOCK_SIZE
 """Prompt positions of one request whose logits a step may hold at once: each is as wide as the vocabulary."""
 
@@ -190,7 +191,8 @@ class StepComposer:
         """What prompts may take of the step, those of `first`'s tier before all others, beside those who decode.
 
         Streams of that tier or a better one have the target kept. Those of worse tiers are held up for as long as
-        a step may last at most, which also bounds how long one who arrives meanwhile waits for its first.
+        a step may last at most, which also bounds how long one who arrives meanwhile waits for its first; for a
+        quarter longer if that ends `first`'s prompt, since what it leaves behind would cost it a step.
         """
         room = self._limits.max_num_batched_tokens - step.num_decode_tokens
         if not self._limits.bound_stalls:
@@ -200,7 +202,9 @@ class StepComposer:
         if self._is_device_shared() or any(stream.priority <= first.priority for stream in streams):
             return _PromptShare(first.priority, beside, beside)
         if self._budget.is_known:
-            room = min(room, max(beside, self._budget.num_tokens(start, num_decodes, self._limits.max_step_s)))
+            most = max(beside, self._budget.num_tokens(start, num_decodes, self._limits.max_step_s))
+            rest = min(first.num_tokens - start, self._most(first))
+            room = min(room, rest if most < rest <= _STRETCH * most else most)
         return _PromptShare(first.priority, room, beside)
 
     def _serve_oldest(self, step: StepBuilder, candidates: list[Request], share: _PromptShare, now: float) -> None:

@@ -44,6 +44,14 @@ def test_a_prompt_holds_up_streams_of_worse_tiers_only(stream: Priority, prompt:
     world.check_tokens()
 
 
+def test_a_prompt_leaves_no_crumb_behind() -> None:
+    """What is left of it after a quarter more than a step's share would cost it a step of its own."""
+    for num_tokens, first in ((500, 500), (MOST_TOKENS * 5 // 4, MOST_TOKENS * 5 // 4), (600, MOST_TOKENS)):
+        world = decoding_world(Priority.LOW)
+        world.add(make_request("prompt", num_tokens, priority=Priority.HIGH))
+        assert chunks(world.step())["prompt"] == (0, first)
+
+
 def test_one_stream_of_the_tier_is_enough_to_keep_the_target() -> None:
     world = decoding_world(Priority.LOW)
     world.add(make_request("stream", 8, max_tokens=500, priority=Priority.HIGH))
