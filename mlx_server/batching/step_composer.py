@@ -209,17 +209,20 @@ class StepComposer:
 
     def _serve_oldest(self, step: StepBuilder, candidates: list[Request], share: _PromptShare, now: float) -> None:
         """Who has aged past all others gets its part of a step that prompts of better tiers would fill. If they end in
-        it, the part comes on top, so that they still do, and only if the oldest had none of the step before."""
+        it, the part comes on top, as far as the token budget goes, so that they still do, and only if the oldest had
+        none of the step before."""
         able = [request for request in candidates if self._admission.may_come_first(request)]
         oldest = min(able, key=self._table.waiting.key, default=None)
         better = [] if oldest is None else [request for request in candidates if request.priority < oldest.priority]
         if oldest is None or not better:
             return
         part = min(max(share.num_tokens // AGED_SHARE, 1), self._wanted(oldest))
-        left = share.num_tokens - sum(map(self._wanted, better))
+        wanted = sum(map(self._wanted, better))
+        left = share.num_tokens - wanted
         if 0 <= left < part and not self._is_oldest_owed:
             part = 0
-        self._serve(step, better, share if left >= 0 else share.less(part), now)
+        room = self._limits.max_num_batched_tokens - step.num_decode_tokens
+        self._serve(step, better, share if left >= 0 and wanted + part <= room else share.less(part), now)
         if part:
             most = max(share.num_tokens_of_worse, step.num_prompt_tokens + part)
             self._serve(step, [oldest], _PromptShare(oldest.priority, most, most), now)

@@ -183,3 +183,27 @@ def test_a_better_tier_takes_its_seat_beside_the_one_that_is_promoted() -> None:
     assert sorted(world.running_ids()) == ["aged", "high"]
     world.finish()
     world.check_tokens()
+
+
+def owed_step(num_high: int, **limits: Any) -> dict[str, tuple[int, int]]:
+    """The second of two steps that HIGH prompts of this size end in, beside one who has aged past them."""
+    world = decoding_world(Priority.LOW, **limits)
+    world.now = 100.0
+    world.add(make_request("aged", 300, priority=Priority.LOW, arrival_s=70.0))
+    world.add(make_request("first", num_high, max_tokens=1, priority=Priority.HIGH, arrival_s=100.0))
+    assert "aged" not in chunks(world.step())
+    world.add(make_request("second", num_high, max_tokens=1, priority=Priority.HIGH, arrival_s=100.1))
+    return chunks(world.step())
+
+
+def test_a_prompt_that_ends_in_the_step_still_does_when_the_oldest_is_owed_its_part() -> None:
+    step = owed_step(MOST_TOKENS)
+    assert step["second"] == (0, MOST_TOKENS)
+    assert step["aged"] == (0, MOST_TOKENS // 8)
+
+
+def test_the_part_of_the_oldest_never_makes_a_step_larger_than_its_budget() -> None:
+    budget = 4 + MOST_TOKENS - 100
+    step = owed_step(MOST_TOKENS - 100, max_num_batched_tokens=budget, max_num_seqs=16)
+    assert sum(num_tokens for _, num_tokens in step.values()) <= budget
+    assert "aged" in step
