@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -17,8 +18,9 @@ from mlx_server.model_entries import ModelEntry
 from mlx_server.pool.model_pool import build_pool
 from tests.engine_worlds import make_folder
 from tests.prometheus_tools import ROOT, complaints, dashboard_expressions, names_in
-from tests.test_metrics import names
+from tests.test_metrics import names, samples
 from tests.vllm_dashboard import expressions
+from tests.vllm_series import MAX_MODEL_LEN, SERIES, described
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +29,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def scrape(folder: Path) -> bytes:
-    """After one request, with all that there is to scrape."""
+async def http(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Of a server with all that there is to scrape."""
     config = Config(
-        model=ModelConfig(model=str(folder), served_model_name="tiny", max_model_len=256),
+        model=ModelConfig(model=str(folder), served_model_name="tiny", max_model_len=MAX_MODEL_LEN),
         cache=CacheConfig(num_kv_blocks=32),
         observability=ObservabilityConfig(kv_cache_metrics=True),
     )
@@ -39,11 +41,41 @@ async def scrape(folder: Path) -> bytes:
     try:
         transport = httpx.ASGITransport(create_app(pool, config))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            answer = await http.post("/v1/completions", json={"prompt": [1] * 40, "max_tokens": 5, "ignore_eos": True})
-            assert answer.status_code == 200
-            return (await http.get("/metrics")).content
+            yield http
     finally:
         await pool.stop(0.0)
+
+
+async def ask(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/completions", json={"prompt": [1] * 40, "max_tokens": 5, "ignore_eos": True})
+    assert answer.status_code == 200
+
+
+@pytest.fixture
+async def scrape(http: httpx.AsyncClient) -> bytes:
+    """After one request."""
+    await ask(http)
+    return (await http.get("/metrics")).content
+
+
+async def test_vllms_series_are_there_as_clients_know_them_and_no_others_under_its_name(http: httpx.AsyncClient):
+    fresh = (await http.get("/metrics")).content
+    assert described(fresh) == SERIES, "before the first request"
+    await ask(http)
+    assert described((await http.get("/metrics")).content) == SERIES
+
+
+async def test_speculative_decoding_has_series_that_say_there_is_none(scrape: bytes):
+    found = {name: value for name, value in samples(scrape).items() if name.startswith("vllm:spec_decode")}
+    assert found == {
+        "vllm:spec_decode_num_drafts_total": 0,
+        "vllm:spec_decode_num_draft_tokens_total": 0,
+        "vllm:spec_decode_num_accepted_tokens_total": 0,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=0}": 0,
+    }
+    helps = [line for line in scrape.decode().splitlines() if line.startswith("# HELP vllm:spec_decode")]
+    assert len(helps) == 4
+    assert all(line.endswith("there is no speculative decoding here.") for line in helps)
 
 
 async def test_everything_that_dashboards_read_is_there_after_one_request(scrape: bytes):

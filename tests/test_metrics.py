@@ -14,66 +14,6 @@ from mlx_server.sampling_params import SamplingParams
 from tests.engine_worlds import greedy, make_folder
 from tests.test_engine import ask, engine_of, read
 
-# vLLM's series (type, then the labels beside model and engine); those of features that are not here are left out.
-VLLM_SERIES = {
-    "num_requests_running": ("gauge", ()),
-    "num_requests_waiting": ("gauge", ()),
-    "num_requests_waiting_by_reason": ("gauge", ("reason",)),
-    "kv_cache_usage_perc": ("gauge", ()),
-    "engine_sleep_state": ("gauge", ("sleep_state",)),
-    "cache_config_info": ("gauge", ("block_size", "enable_prefix_caching", "num_gpu_blocks")),
-    "lora_requests_info": ("gauge", ("max_lora", "running_lora_adapters", "waiting_lora_adapters")),
-    "prefix_cache_queries": ("counter", ()),
-    "prefix_cache_hits": ("counter", ()),
-    "external_prefix_cache_queries": ("counter", ()),
-    "external_prefix_cache_hits": ("counter", ()),
-    "mm_cache_queries": ("counter", ()),
-    "mm_cache_hits": ("counter", ()),
-    "num_preemptions": ("counter", ()),
-    "prompt_tokens": ("counter", ()),
-    "generation_tokens": ("counter", ()),
-    "prompt_tokens_by_source": ("counter", ("source",)),
-    "prompt_tokens_cached": ("counter", ()),
-    "prompt_tokens_cached_by_source": ("counter", ("source",)),
-    "request_success": ("counter", ("finished_reason",)),
-    "admission_rejections": ("counter", ("reason",)),
-    "request_prompt_tokens": ("histogram", ()),
-    "request_generation_tokens": ("histogram", ()),
-    "request_max_num_generation_tokens": ("histogram", ()),
-    "request_params_max_tokens": ("histogram", ()),
-    "request_prefill_kv_computed_tokens": ("histogram", ()),
-    "request_params_n": ("histogram", ()),
-    "request_num_preemptions": ("histogram", ()),
-    "iteration_tokens_total": ("histogram", ()),
-    "time_to_first_token_seconds": ("histogram", ()),
-    "inter_token_latency_seconds": ("histogram", ()),
-    "request_time_per_output_token_seconds": ("histogram", ()),
-    "e2e_request_latency_seconds": ("histogram", ()),
-    "request_queue_time_seconds": ("histogram", ()),
-    "request_inference_time_seconds": ("histogram", ()),
-    "request_prefill_time_seconds": ("histogram", ()),
-    "request_decode_time_seconds": ("histogram", ()),
-}
-
-LATENCY_BUCKETS = (
-    ".3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680",
-    "e2e_request_latency_seconds request_queue_time_seconds request_inference_time_seconds "
-    "request_prefill_time_seconds request_decode_time_seconds",
-)
-TOKEN_BUCKETS = (
-    ".01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40 80",
-    "inter_token_latency_seconds request_time_per_output_token_seconds",
-)
-TTFT_BUCKETS = (
-    ".001 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560",
-    "time_to_first_token_seconds",
-)
-LENGTH_BUCKETS = (
-    "1 2 5 10 20 50",
-    "request_prompt_tokens request_generation_tokens request_max_num_generation_tokens request_params_max_tokens "
-    "request_prefill_kv_computed_tokens",
-)
-
 # What the panels of vLLM's Grafana dashboards query.
 DASHBOARD_SERIES = (
     "vllm:e2e_request_latency_seconds_bucket",
@@ -221,27 +161,6 @@ def test_steps_are_told_apart_by_what_they_compute():
     assert counts == {"decode": (1, 0.1), "prefill": (1, 0.4), "mixed": (3, 0.7)}
     assert metrics.prefill_stall_s == pytest.approx(0.25)
     assert metrics.by_name["iteration_tokens_total"].total == 40 + 33 + 2 + 34 + 11
-
-
-def families(text: bytes) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Type and labels beside model, engine and bucket, by family."""
-    return {
-        family.name: (family.type, tuple(sorted({*family.samples[0].labels} - {"model_name", "engine", "le"})))
-        for family in text_string_to_metric_families(text.decode())
-        if family.samples
-    }
-
-
-def test_every_series_of_vllm_has_its_type_and_labels():
-    found = families(render([EngineReading("m", EngineStats(num_blocks=4, max_num_blocks=9), EngineMetrics(64), True)]))
-    assert {name: found.get(f"vllm:{name}") for name in VLLM_SERIES} == VLLM_SERIES
-
-
-@pytest.mark.parametrize(("bounds", "names"), [LATENCY_BUCKETS, TOKEN_BUCKETS, TTFT_BUCKETS, LENGTH_BUCKETS])
-def test_buckets_are_vllms(bounds: str, names: str):
-    metrics = EngineMetrics(max_model_len=64)
-    for name in names.split():
-        assert metrics.by_name[name].bounds == tuple(map(float, bounds.split())), name
 
 
 def test_a_model_that_was_unloaded_keeps_its_counters_and_comes_last():

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 from mlx_server.api.admin_auth import RequireAdmin
 from mlx_server.api.body import JsonRoute
 from mlx_server.api.context import Context
+from mlx_server.observability.sleep_metrics import SleepOperation
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.pool.pooled_model import ModelState, PooledModel
 
@@ -62,17 +63,19 @@ async def sleep(
     """vLLM's: unloads all models, at every level. `abort` ends open requests at once, else they may finish first.
     A request for a model wakes it."""
     timeout_s = 0.0 if mode == "abort" else context.config.server.drain_timeout_s
-    for model in context.pool.models():
-        await context.pool.unload(model.name, timeout_s)
+    with context.sleep_metrics.measured(SleepOperation.SLEEP):
+        for model in context.pool.models():
+            await context.pool.unload(model.name, timeout_s)
     return {"status": "sleeping", "level": level}
 
 
 @router.post("/wake_up")
 async def wake_up(context: Context) -> dict[str, Any]:
     """vLLM's: loads what is loaded at start, or else the default model."""
-    pinned = [model for model in context.pool.models() if model.spec.is_pinned]
-    for model in pinned or [context.pool.find(None)]:
-        await context.pool.load(model.name)
+    with context.sleep_metrics.measured(SleepOperation.WAKE):
+        pinned = [model for model in context.pool.models() if model.spec.is_pinned]
+        for model in pinned or [context.pool.find(None)]:
+            await context.pool.load(model.name)
     return {"status": "awake", "tags": None}
 
 

@@ -15,6 +15,7 @@ from mlx_server.api.quotas import Quotas
 from mlx_server.config import Config
 from mlx_server.observability.http_metrics import HttpMetrics
 from mlx_server.observability.process_metrics import ProcessMetrics
+from mlx_server.observability.sleep_metrics import SleepMetrics
 from mlx_server.pool.model_pool import ModelPool
 
 _DISTRIBUTION = "mlx-server"
@@ -32,6 +33,7 @@ class ServerContext:
     chats: ChatPlanner = field(default_factory=ChatPlanner)
     http_metrics: HttpMetrics = field(default_factory=HttpMetrics)
     process_metrics: ProcessMetrics = field(default_factory=ProcessMetrics)
+    sleep_metrics: SleepMetrics = field(default_factory=SleepMetrics)
 
 
 async def _context_of(request: Request) -> ServerContext:

@@ -28,19 +28,27 @@ class HttpMetricsMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in _UNCOUNTED_PATHS:
             return await self._app(scope, receive, send)
-        start_s, status = time.monotonic(), _GONE
+        start_s, status, num_received, num_sent = time.monotonic(), _GONE, 0, 0
+
+        async def read() -> Message:
+            nonlocal num_received
+            message = await receive()
+            num_received += len(message.get("body", b""))
+            return message
 
         async def watch(message: Message) -> None:
-            nonlocal status
+            nonlocal status, num_sent
             if message["type"] == "http.response.start":
                 status = message["status"]
+            num_sent += len(message.get("body", b""))
             await send(message)
 
         try:
-            await self._app(scope, receive, watch)
+            await self._app(scope, read, watch)
         finally:
             # Routing leaves its finding in the scope; the path itself may hold ids.
             handler = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._metrics.on_exchange(handler, method, status, time.monotonic() - start_s)
+            self._metrics.on_bodies(handler, num_received, num_sent)
         return None

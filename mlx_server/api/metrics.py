@@ -40,5 +40,6 @@ async def metrics(context: Context) -> Response:
         for model in context.pool.models()
     ]
     pool = PoolMetrics(models, list(ModelState))
-    text = render(readings, [pool, context.http_metrics, quotas, context.process_metrics])
+    others = [pool, context.sleep_metrics, context.http_metrics, quotas, context.process_metrics]
+    text = render(readings, others)
     return Response(text, media_type=CONTENT_TYPE)

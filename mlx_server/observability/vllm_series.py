@@ -1,7 +1,7 @@
 """vLLM's series: what its dashboards, autoscalers and the routers in front of it read.
 
-Left out is what belongs to features that are not here (speculative decoding, sleep mode's durations). Features that
-are here and never used stand at zero, as vLLM has them.
+What this server cannot do stands at zero (external caches, media caches, speculative decoding), so that expressions
+about it have data. The series of sleep mode are of the whole server: `sleep_metrics.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ from mlx_server.observability.families import (
 )
 from mlx_server.observability.histogram import Histogram
 from mlx_server.request import FinishReason
+
+_NO_DRAFTS = "there is no speculative decoding here."
+
+_CACHES = ("device", "host", "p2p", "disk", "external_unspecified")
+"""Where vLLM finds cached blocks; ours are on the device."""
 
 _QUEUE_LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")
 
@@ -54,6 +59,7 @@ def vllm_families(readings: Readings) -> Iterator[Metric]:
     yield from _state(readings)
     yield from _tokens(readings)
     yield from _requests(readings)
+    yield from _drafts(readings)
     for name in readings[0].metrics.by_name:
         yield histogram(f"vllm:{name}", _HISTOGRAM_HELP[name], readings, _named(name))
 
@@ -115,7 +121,7 @@ def _tokens(readings: Readings) -> Iterator[Metric]:
         "Prompt tokens that the prefix cache served, by where their blocks were.",
         "source",
         readings,
-        lambda r: {"device": r.stats.num_prompt_tokens_cached},
+        lambda r: {**dict.fromkeys(_CACHES, 0), "device": r.stats.num_prompt_tokens_cached},
     )
     yield counter(
         "vllm:prefix_cache_queries",
@@ -148,6 +154,18 @@ def _requests(readings: Readings) -> Iterator[Metric]:
             number = sum(n for (_, reason), n in reading.metrics.rejected.items() if reason == limit)
             rejections.add_metric((reading.model_name, limit), number)
     yield rejections
+
+
+def _drafts(readings: Readings) -> Iterator[Metric]:
+    for name, what in (("drafts", "Drafts"), ("draft_tokens", "Tokens drafted"), ("accepted_tokens", "Those accepted")):
+        yield counter(f"vllm:spec_decode_num_{name}", f"{what}; {_NO_DRAFTS}", readings, lambda r: 0)
+    yield counters(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        f"Drafted tokens accepted, by their place in the draft; {_NO_DRAFTS}",
+        "position",
+        readings,
+        lambda r: {"0": 0},
+    )
 
 
 def _named(name: str) -> Callable[[EngineReading], Histogram]:

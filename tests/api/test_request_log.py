@@ -109,7 +109,21 @@ async def test_exchanges_are_counted_by_route_and_class_of_status(world: World):
         "http_requests_total{handler=none,method=other,status=4xx}": 1,
     }
     assert found[f"http_request_duration_seconds_count{{{chat}}}"] == 3
+    assert found["http_request_duration_highr_seconds_count"] == 6
     assert found["process_resident_memory_bytes"] > 1e6
+
+
+async def test_bodies_are_measured_by_route(world: World):
+    body = json.dumps({"prompt": "Hi"}).encode()
+    headers = {"content-type": "application/json"}
+    answers = [await world.http.post("/v1/completions", content=body, headers=headers) for _ in range(2)]
+    streamed = json.dumps({"prompt": "Hi", "stream": True}).encode()
+    answers.append(await world.http.post("/v1/completions", content=streamed, headers=headers))
+    found = samples((await world.http.get("/metrics")).content)
+    route = "{handler=/v1/completions}"
+    assert found[f"http_request_size_bytes_sum{route}"] == 2 * len(body) + len(streamed)
+    assert found[f"http_response_size_bytes_sum{route}"] == sum(len(answer.content) for answer in answers)
+    assert found[f"http_request_size_bytes_count{route}"] == found[f"http_response_size_bytes_count{route}"] == 3
 
 
 async def test_refusals_of_callers_are_counted(world: World):
