@@ -289,13 +289,15 @@ async def test_output_ends_where_the_context_does(folder):
 async def test_a_full_queue_and_a_long_wait_are_refused(folder):
     async with engine_of(folder, max_num_seqs=1, max_num_waiting=2, queue_timeout_s=0.05) as engine:
         running = engine.submit(ask("running", sampling=greedy(250)))
-        await anext(running)
+        await running.wait_for_output()
+        assert (await anext(running)).num_output_tokens == 1
         waiting = [engine.submit(ask(f"w{i}")) for i in range(2)]
         with pytest.raises(QueueFullError, match="2 requests wait already; the limit is 2"):
             engine.submit(ask("too many"))
-        for stream in waiting:
-            with pytest.raises(QueueTimeoutError, match=r"the limit is 0\.05 s"):
-                await read(stream)
+        with pytest.raises(QueueTimeoutError, match=r"the limit is 0\.05 s"):
+            await waiting[0].wait_for_output()
+        with pytest.raises(QueueTimeoutError, match=r"the limit is 0\.05 s"):
+            await read(waiting[1])
         with pytest.raises(ContextLengthError):
             engine.submit(ask("too long", [1] * MAX_MODEL_LEN, tier="gold"))
         assert engine.metrics.rejected == {
@@ -322,11 +324,12 @@ async def test_draining_finishes_open_streams_and_refuses_new_ones(folder):
 
 async def test_streams_that_outlast_the_drain_end_with_an_error(folder):
     async with engine_of(folder) as engine:
-        stream = engine.submit(ask("a", sampling=greedy(250)))
-        await anext(stream)
+        streams = [engine.submit(ask(name, sampling=greedy(250))) for name in "ab"]
+        await streams[0].wait_for_output()
         await engine.stop(drain_timeout_s=0.0)
-        with pytest.raises(OverloadedError, match="shut down"):
-            await read(stream)
+        errors = await asyncio.gather(*map(read, streams), return_exceptions=True)
+        assert all(isinstance(error, OverloadedError) and "shut down" in str(error) for error in errors)
+        assert errors[0] is not errors[1]
 
 
 async def test_a_failed_step_fails_every_request_and_kills_the_engine(folder, monkeypatch):

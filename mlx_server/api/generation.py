@@ -93,6 +93,17 @@ class Generation:
         self._grant = grant
         self._on_close = on_close
 
+    async def wait_for_output(self, timeout_s: float | None) -> None:
+        """Waits for the first output of any choice, at most `timeout_s`. Raises the `ServeError` of a choice that ends
+        without any until then."""
+        waits = [asyncio.ensure_future(choice.stream.wait_for_output()) for choice in self._choices]
+        try:
+            done, _ = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for wait in done:
+                wait.result()
+        finally:
+            await _cancel(waits)
+
     async def events(self) -> AsyncGenerator[OutputEvent, None]:
         """The events of all choices as they come. Raises `ServeError` when a choice ends with an error."""
         sources = [choice.events() for choice in self._choices]
@@ -206,6 +217,10 @@ async def _merged(sources: Sequence[AsyncIterator[OutputEvent]]) -> AsyncGenerat
             else:
                 yield item.event
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel(tasks)
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

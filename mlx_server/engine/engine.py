@@ -7,7 +7,7 @@ import contextlib
 import enum
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.config import Config
@@ -180,7 +180,7 @@ class AsyncEngine:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._is_drained.wait(), drain_timeout_s)
             for request_id in self._fail_streams(
-                OverloadedError(f"The model {self.model_name} was shut down.", _SHUTDOWN_RETRY_S)
+                lambda: OverloadedError(f"The model {self.model_name} was shut down.", _SHUTDOWN_RETRY_S)
             ):
                 self.scheduler.finish_request(request_id, FinishReason.ERROR)
         if self._parts is not None:
@@ -326,7 +326,7 @@ class AsyncEngine:
         self.state = EngineState.DEAD
         self.error = f"{type(error).__name__}: {error}"
         logger.error("The engine of %s has died: %s", self.model_name, self.error, exc_info=error)
-        self._fail_streams(EngineDeadError(f"The engine has died and must be restarted: {self.error}"))
+        self._fail_streams(lambda: EngineDeadError(f"The engine has died and must be restarted: {self.error}"))
         try:
             parts.scheduler.fail_all()
         except Exception:  # it may have been in the middle of a step
@@ -368,11 +368,12 @@ class AsyncEngine:
         self._forget(request_id, reason)
         return self._parts is not None and self._parts.scheduler.finish_request(request_id, reason)
 
-    def _fail_streams(self, error: ServeError) -> list[str]:
-        """Ends every stream with the error; the ids of their requests."""
+    def _fail_streams(self, new_error: Callable[[], ServeError]) -> list[str]:
+        """Ends every stream with an error of its own: raising one object for all would pile up their tracebacks. The
+        ids of their requests."""
         streams = list(self._streams.values())
         for stream in streams:
-            stream.fail(error)
+            stream.fail(new_error())
             self._forget(stream.request_id, FinishReason.ERROR)
         return [stream.request_id for stream in streams]
 

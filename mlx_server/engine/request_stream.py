@@ -118,6 +118,15 @@ class RequestStream:
             await self._news.wait()
         return self._deltas.popleft()
 
+    async def wait_for_output(self) -> None:
+        """Waits for the first delta, which stays to be iterated over. Raises the `ServeError` of a request that ended
+        without one."""
+        while not self._deltas and not self._is_complete:
+            self._news.clear()
+            await self._news.wait()
+        if not self._deltas and self._error is not None:
+            raise self._error
+
     def abort(self) -> None:
         """Ends the request; its blocks are back within one step. Does nothing if it has ended."""
         if not self._is_complete:

@@ -200,10 +200,19 @@ class FakeStream:
         self._aborting = asyncio.Event()
         self._progress = _Progress(request, engine.num_cached_tokens)
         self._reason: FinishReason | None = None
-        self._deltas = self._generate()
+        self._rest = self._generate()
+        self._first: asyncio.Future[CompletionDelta] | None = None
 
-    def __aiter__(self) -> AsyncIterator[CompletionDelta]:
-        return self._deltas
+    async def __aiter__(self) -> AsyncIterator[CompletionDelta]:
+        await self.wait_for_output()
+        assert self._first is not None
+        yield self._first.result()
+        async for delta in self._rest:
+            yield delta
+
+    async def wait_for_output(self) -> None:
+        self._first = self._first or asyncio.ensure_future(anext(self._rest))
+        await asyncio.shield(self._first)
 
     def abort(self) -> None:
         if self._engine.open.pop(self.request_id, None) is not None:

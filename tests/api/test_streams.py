@@ -56,19 +56,6 @@ async def test_line_ends_in_the_text_stay_inside_their_event(world: World):
     assert "".join(body["choices"][0]["delta"].get("content", "") for body in bodies(text)) == "a\n\nb\r\nc\u2028d"
 
 
-async def test_the_first_chunk_does_not_wait_for_the_first_token(world: World):
-    world.engine.gate.clear()
-    async with world.http.stream(
-        "POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    ) as response:
-        lines = response.aiter_lines()
-        first = json.loads((await anext(lines)).removeprefix("data: "))
-        assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-        world.engine.gate.set()
-        rest = [line async for line in lines]
-    assert rest[-2] == "data: [DONE]"
-
-
 async def test_events_with_names():
     assert sse.named("ping", {"type": "ping"}) == b'event: ping\ndata: {"type":"ping"}\n\n'
 

@@ -58,8 +58,8 @@ async def create_message(body: MessagesRequest, request: Request, context: Conte
     )
     job = exchange.chat_job(plan, body, sampling, shape.message_id)
     if body.stream:
-        generation = context.generations.start(exchange.engine, job)
-        events = anthropic_stream(message_events(shape, generation), context.config.server.sse_keep_alive_s)
+        generation = await exchange.begin(job)
+        events = anthropic_stream(message_events(shape, generation), exchange.keep_alive_s)
         response = event_stream(events, 0, generation.close, exchange.headers)
     else:
         response = await exchange.whole(job, partial(message_body, shape))

@@ -31,7 +31,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     shape = _shape(body, exchange, plan)
     job = exchange.chat_job(plan, body, sampling, shape.response_id, body.num_samples)
     if body.stream:
-        return exchange.stream(job, partial(chat_chunks, shape))
+        return await exchange.stream(job, partial(chat_chunks, shape))
     return await exchange.whole(job, partial(chat_completion, shape))
 
 

@@ -47,7 +47,7 @@ async def create_completion(body: CompletionRequest, request: Request, context: 
         continues_text=True,
     )
     if body.stream:
-        return exchange.stream(job, partial(text_chunks, shape))
+        return await exchange.stream(job, partial(text_chunks, shape))
     return await exchange.whole(job, partial(text_completion, shape))
 
 

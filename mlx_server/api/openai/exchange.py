@@ -85,11 +85,26 @@ class Exchange:
             continues_text=plan.continues_text,
         )
 
-    def stream(self, job: GenerationJob, chunks: Callable[[Generation], AsyncGenerator[bytes, None]]) -> Response:
-        """Starts `job` and streams what `chunks` makes of it. Raises what refuses it at once."""
-        generation = self.context.generations.start(self.engine, job)
-        keep_alive_s = self.context.config.server.sse_keep_alive_s
-        return event_stream(openai_stream(chunks(generation)), keep_alive_s, generation.close, self.headers)
+    @property
+    def keep_alive_s(self) -> float:
+        """The longest silence of a stream; 0 is no bound."""
+        return self.context.config.server.sse_keep_alive_s
+
+    async def begin(self, job: GenerationJob) -> Generation:
+        """Starts a job that is to be streamed and waits for its first output, but no longer than a stream may be
+        silent. Raises what refuses or ends it until then: clients and routers try again by an answer's status, which
+        cannot be changed once the stream has begun."""
+        with contextlib.ExitStack() as undo:
+            generation = self.context.generations.start(self.engine, job)
+            undo.callback(generation.close)
+            await until_disconnect(self.request, generation.wait_for_output(self.keep_alive_s or None))
+            undo.pop_all()
+        return generation
+
+    async def stream(self, job: GenerationJob, chunks: Callable[[Generation], AsyncGenerator[bytes, None]]) -> Response:
+        """Streams what `chunks` makes of `job`. Raises what `begin` raises."""
+        generation = await self.begin(job)
+        return event_stream(openai_stream(chunks(generation)), self.keep_alive_s, generation.close, self.headers)
 
     async def whole(self, job: GenerationJob, body: Callable[[Answer], dict[str, Any]]) -> Response:
         """Runs `job` to its end and sends what `body` makes of it. Raises `ServeError`."""

@@ -60,9 +60,8 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
     keeping = Keeping(store if body.store is not False else None, (*earlier, *items), num_bytes)
     if not body.stream:
         return await exchange.whole(job, partial(_whole_body, shape, keeping))
-    stream = ResponseStream(shape, context.generations.start(exchange.engine, job), keeping)
-    keep_alive_s = context.config.server.sse_keep_alive_s
-    return event_stream(stream.events(), keep_alive_s, stream.close, exchange.headers)
+    stream = ResponseStream(shape, await exchange.begin(job), keeping)
+    return event_stream(stream.events(), exchange.keep_alive_s, stream.close, exchange.headers)
 
 
 def _previous(body: ResponsesRequest, store: ResponseStore) -> StoredResponse | None:
