@@ -44,6 +44,8 @@ class ScriptedServer(httpx.AsyncBaseTransport):
     script: Script = field(default_factory=lambda: evenly(0.1, 0.01))
     status: int = 200
     refused_key: str | None = None
+    scrapes: list[str] = field(default_factory=list)
+    """What `/metrics` says, one after the other; else there is no such route."""
     asked: list[Asked] = field(default_factory=list)
     num_open: int = 0
     most_open: int = 0
@@ -51,6 +53,8 @@ class ScriptedServer(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "scripted"}]})
+        if request.method == "GET":
+            return httpx.Response(200, text=self.scrapes.pop(0)) if self.scrapes else httpx.Response(404)
         key = request.headers.get("authorization", "").removeprefix("Bearer ") or None
         if self.status != 200 or (key is not None and key == self.refused_key):
             return httpx.Response(self.status if self.status != 200 else 401, json={"error": {"message": "busy"}})

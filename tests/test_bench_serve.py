@@ -15,6 +15,7 @@ from virtual_time import run_virtually
 from mlx_server.bench import serve, serve_options, serve_run
 from mlx_server.bench.serve_arrivals import Arrivals
 from mlx_server.bench.serve_client import CHAT, RequestRecord, StreamClient, Tier
+from mlx_server.bench.serve_html import render_report
 from mlx_server.bench.serve_intruder import Intrusion
 from mlx_server.bench.serve_load import send_all
 from mlx_server.bench.serve_prompts import Prompts, user_message
@@ -201,6 +202,60 @@ def test_the_document_has_vllms_keys():
 
 
 # -- load
+
+
+def scrape(drafts: int, drafted: int, accepted: int, *by_position: int) -> str:
+    """As vLLM has it, for two engines of which the second has drafted nothing."""
+    name, labels = "vllm:spec_decode_num", 'engine="0",model_name="m {x} 1"'
+    return "\n".join(
+        [
+            f"# HELP {name}_drafts_total Number of spec decoding drafts.",
+            f"{name}_drafts_created{{{labels}}} 1.7e+09",
+            f"{name}_drafts_total{{{labels}}} {drafts}.0",
+            f'{name}_drafts_total{{engine="1",model_name="m"}} 0.0',
+            f"{name}_draft_tokens_total{{{labels}}} {drafted:e}",
+            f"{name}_accepted_tokens_total{{{labels}}} {accepted}.0",
+            *(
+                f'{name}_accepted_tokens_per_pos_total{{{labels},position="{at}"}} {count}.0'
+                for at, count in enumerate(by_position)
+            ),
+        ]
+    )
+
+
+def test_drafts_of_the_run_alone_have_vllms_keys_and_a_table():
+    server = ScriptedServer(scrapes=[scrape(100, 300, 120, 80, 40, 0), scrape(120, 360, 162, 98, 52, 12)])
+    shape = Shape(4, 0, Span(20, 20), Span(5, 5))
+    result = measured(server, load_of(shape))
+    assert {name: value for name, value in result.items() if "spec_decode" in name} == {
+        "spec_decode_acceptance_rate": 70.0,
+        "spec_decode_acceptance_length": pytest.approx(3.1),
+        "spec_decode_num_drafts": 20,
+        "spec_decode_draft_tokens": 60,
+        "spec_decode_accepted_tokens": 42,
+        "spec_decode_per_position_acceptance_rates": [0.9, 0.6, 0.6],
+    }
+    told = serve.render(result)
+    assert "70.0 %" in told
+    assert "90.0 %, 60.0 %, 60.0 %" in told
+    assert "<td>acceptance length</td><td>3.10</td>" in render_report(result)
+
+
+@pytest.mark.parametrize(
+    "scrapes",
+    [
+        [],  # no such route
+        ["up 1", "up 1"],  # no such series
+        [scrape(0, 0, 0, 0), scrape(0, 0, 0, 0)],  # no speculative decoding
+        [scrape(7, 21, 5, 5), scrape(7, 21, 5, 5)],  # none in the run
+        [scrape(7, 21, 5, 5), scrape(1, 3, 1, 1)],  # another server than before
+    ],
+)
+def test_a_server_without_drafts_has_no_figures_of_them(scrapes):
+    result = measured(ScriptedServer(scrapes=scrapes), load_of(Shape(2, 0, Span(20, 20), Span(5, 5))))
+    assert result["completed"] == 2
+    assert not any("spec_decode" in name for name in result)
+    assert "speculative" not in serve.render(result) + render_report(result).lower()
 
 
 def test_concurrency_is_bounded():

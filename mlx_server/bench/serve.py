@@ -25,6 +25,7 @@ from typing import Any
 from tqdm import tqdm
 
 from mlx_server.bench.arguments import above_0, add_key_argument, add_server_arguments, from_1
+from mlx_server.bench.serve_drafts import drafts_rows
 from mlx_server.bench.serve_html import render_report
 from mlx_server.bench.serve_options import (
     INTRUDER,
@@ -38,6 +39,7 @@ from mlx_server.bench.serve_options import (
 from mlx_server.bench.serve_plot import check_plotting, write_png
 from mlx_server.bench.serve_report import describe_requests, render_errors, render_summary, render_tiers
 from mlx_server.bench.serve_run import Load, Target, measure
+from mlx_server.bench.tables import render_table
 from mlx_server.errors import ConfigError
 
 _ARRAYS = frozenset(describe_requests([]))
@@ -112,6 +114,8 @@ def render(result: Mapping[str, Any]) -> str:
     parts = [render_summary(result)]
     if "tiers" in result:
         parts.append(render_tiers(result["tiers"]))
+    if drafts := drafts_rows(result):
+        parts.append(render_table(["speculative decoding", "value"], drafts))
     if result["workload"] == INTRUDER:
         parts.append(
             f"{result['num_streams']} streams decode; a prompt of {result['intruder_prompt_tokens']} tokens arrives.\n"

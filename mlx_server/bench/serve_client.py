@@ -15,6 +15,7 @@ import httpx
 COMPLETIONS, CHAT = "completions", "chat"
 PATHS = MappingProxyType({COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"})
 _TIMEOUT = httpx.Timeout(900.0, connect=10.0)
+_SCRAPE_TIMEOUT_S = 10.0
 
 Message = Mapping[str, Any]
 """A chat message; its `role` and `content` at least."""
@@ -132,6 +133,14 @@ class StreamClient:
         if record.error is None and not record.token_times_s:
             record.error = "the stream ended without a token"
         return record
+
+    async def scrape(self) -> str:
+        """The text of the server's `/metrics`; empty where it has none."""
+        try:
+            response = await self._http.get("/metrics", timeout=_SCRAPE_TIMEOUT_S)
+        except httpx.HTTPError:
+            return ""
+        return response.text if response.status_code == httpx.codes.OK else ""
 
     def _body(self, messages: Sequence[Message], max_tokens: int) -> dict[str, Any]:
         prompt = list(messages) if self._is_chat else "".join(str(message["content"]) for message in messages)

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_server.bench import serve_report
 from mlx_server.bench.serve_charts import make_charts
+from mlx_server.bench.serve_drafts import drafts_rows
 from mlx_server.bench.serve_report import FIGURES, render_errors
 from mlx_server.bench.svg import render_svg
 
@@ -35,10 +36,11 @@ def render_report(result: Mapping[str, Any]) -> str:
     """The whole page; nothing in it is fetched from elsewhere."""
     title = f"{result['model_id']}: {result['workload']}"
     groups = [("all", result), *result.get("tiers", {}).items()]
-    errors = render_errors(result["errors"])
+    errors, drafts = render_errors(result["errors"]), drafts_rows(result)
     sections = [
         _table(("", *(name for name, _ in groups)), _totals(groups)),
         *(_latencies(name, group, is_titled=len(groups) > 1) for name, group in groups),
+        "<h2>Speculative decoding</h2>" + _table(("", ""), drafts) if drafts else "",
         f'<h2>Charts</h2><div class="charts">{"".join(map(render_svg, make_charts(result)))}</div>',
         f"<h2>Failed requests</h2><pre>{escape(errors)}</pre>" if errors else "",
         "<h2>Settings</h2>" + _table(("", ""), [(name, _value(result[name])) for name in _SETTINGS if name in result]),

@@ -13,6 +13,7 @@ from mlx_server.bench.mooncake import TraceLine
 from mlx_server.bench.serve_arrivals import Arrivals
 from mlx_server.bench.serve_client import COMPLETIONS, DEFAULT_TIER, RequestRecord, StreamClient, Tier, list_models
 from mlx_server.bench.serve_datasets import Prompt
+from mlx_server.bench.serve_drafts import describe_drafts, parse_drafts
 from mlx_server.bench.serve_intruder import NUM_ANSWER_TOKENS, intrude
 from mlx_server.bench.serve_load import send_all
 from mlx_server.bench.serve_prompts import Prompts, user_message
@@ -136,6 +137,7 @@ async def _send(
     warm_up = warm_up_sessions(plan, prompts, load.num_warmups)
     await send_all(client, warm_up, max_concurrency=load.max_concurrency, tiers=tiers[:1])
     await send_all(client, plan.prelude, max_concurrency=1, tiers=tiers[:1])
+    drafts = parse_drafts(await client.scrape())
     clock = asyncio.get_running_loop().time
     start_s = clock()
     records = await send_all(
@@ -155,6 +157,7 @@ async def _send(
         "burstiness": load.arrivals.burstiness if load.arrivals else 1.0,
         **summarise(records, duration_s, load.goodput),
         **({"tiers": _by_tier(records, tiers, duration_s, load.goodput)} if load.tiers else {}),
+        **describe_drafts(drafts, parse_drafts(await client.scrape())),
         **describe_requests(records),
     }
 
