@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from mlx_server.batching.headroom import AdmissionHeadroom
@@ -88,10 +88,13 @@ class AdmissionControl:
         found: list[tuple[float, Request, int]] = []
         for request in islice(waiting.by_tier(), MAX_LOOKED_AT):
             prefix = self._find_prefix(request)
-            if not self._waits_for_prefix(request, prefix, now):
-                found.append((waiting.key(request), request, len(prefix)))
-                if len(found) == MAX_CANDIDATES:
-                    break
+            if self._waits_for_prefix(request, prefix, now):
+                continue
+            if not found and not self._has_room(request, prefix):
+                break
+            found.append((waiting.key(request), request, len(prefix)))
+            if len(found) == MAX_CANDIDATES:
+                break
         if len(found) < 2 or not self._limits.cache_aware_order:
             order = [request for _, request, _ in found]
         else:
@@ -140,29 +143,40 @@ class AdmissionControl:
             num_blocks = self._table.blocks.num_new_blocks(request, request.num_tokens, prefix)
             self._reserved[request.request_id] = num_blocks
 
-    def preemptions_for_better_tier(self, now: float) -> list[Request]:
-        """If the first waiting request of the best tier finds no room beside one that is to be promoted: the fewest
-        running requests, of worse tiers, whose preemption makes it; none if all of them would not."""
-        request = self._table.waiting.first_by_tier()
-        running = self._table.running
-        if request is None or not running or running[-1].priority <= request.priority or self._is_holding():
+    def preemptions_for_better_tier(self, now: float, has_tokens_for: Callable[[Request], bool]) -> list[Request]:
+        """If the first waiting request that could start finds no room beside one that is to be promoted: the fewest
+        running requests, of worse tiers, whose preemption makes it; none if all of them would not, or if the step
+        has no tokens for it."""
+        request = self._first_of_better_tier(now)
+        if request is None or self._is_holding() or not has_tokens_for(request):
             return []
-        if self._fewest_preempted(request, now):
+        if self._fewest_preempted(request):
             self._promote_aged(request)
         self._keep_room_for_promoted(now)
-        return self._fewest_preempted(request, now)
+        return self._fewest_preempted(request)
+
+    def _first_of_better_tier(self, now: float) -> Request | None:
+        """The first waiting request of a better tier than the worst that runs, but for those that wait for a prefix."""
+        running = self._table.running
+        for request in islice(self._table.waiting.by_tier(), MAX_LOOKED_AT if running else 0):
+            if running[-1].priority <= request.priority:
+                break
+            if not self._waits_for_prefix(request, self._find_prefix(request), now):
+                return request
+        return None
 
     def _is_holding(self) -> bool:
         """Someone must run, or the memory that is waited for would never come back."""
         return self.is_held and bool(self._table.running)
 
-    def _fewest_preempted(self, request: Request, now: float) -> list[Request]:
+    def _fewest_preempted(self, request: Request) -> list[Request]:
         prefix = self._find_prefix(request)
         worse = self._worse_tiers(request)
+        num_seats, num_blocks = self._needs(request, prefix)
         num_freed = self._table.blocks.num_freed_in_turn((other.request_id for other in worse), prefix)
-        for count, num_blocks in enumerate(num_freed):
-            if self._has_room(request, prefix, count, num_blocks):
-                return [] if self._waits_for_prefix(request, prefix, now) else worse[:count]
+        for count, num_freed_blocks in enumerate(num_freed):
+            if num_seats <= count and self._table.blocks.make_room(num_blocks - num_freed_blocks):
+                return worse[:count]
         return []
 
     def _promote_aged(self, request: Request) -> None:
@@ -210,20 +224,23 @@ class AdmissionControl:
             return False
         return self._table.prefixes.should_wait(request, len(prefix), now)
 
-    def _has_room(self, request: Request, prefix: CachedPrefix, num_gone: int = 0, num_freed_blocks: int = 0) -> bool:
-        """Whether seats and blocks suffice, if `num_gone` running requests had left and as many blocks were
-        free. Nothing is kept free for requests that `request` may preempt, nor for those who wait if it is promoted."""
+    def _has_room(self, request: Request, prefix: CachedPrefix) -> bool:
+        """Whether seats and blocks suffice."""
+        num_seats, num_blocks = self._needs(request, prefix)
+        return num_seats <= 0 and self._table.blocks.make_room(num_blocks)
+
+    def _needs(self, request: Request, prefix: CachedPrefix) -> tuple[int, int]:
+        """How many more seats must become free for a request to start, and how many blocks be free. Nothing is kept
+        free for requests that it may preempt, nor for those who wait if it is promoted."""
         running = self._table.running
         reserved = [count for request_id, count in self._reserved.items() if request_id != request.request_id]
         if reserved and request is self.promoted():
             reserved = []
-        if len(running) - num_gone + len(reserved) >= self._limits.max_num_seqs:
-            return False
-        blocks = self._table.blocks
-        num_new_blocks = blocks.num_new_blocks(request, request.num_tokens, prefix)
+        num_seats = len(running) + len(reserved) + 1 - self._limits.max_num_seqs
         worse = self._worse_tiers(request)
         headroom = self.headroom.num_blocks([other for other in running if other not in worse])
-        return blocks.make_room(num_new_blocks + sum(reserved) + headroom - num_freed_blocks)
+        num_new_blocks = self._table.blocks.num_new_blocks(request, request.num_tokens, prefix)
+        return num_seats, num_new_blocks + sum(reserved) + headroom
 
     def _count_deferrals(self, admitted: Request) -> None:
         """Counts it for those of its tier that come before `admitted` and are passed over."""
@@ -253,21 +270,14 @@ def cache_aware_order(candidates: Sequence[tuple[float, Request, int]]) -> list[
     preempted has much cached, and would take back at once the room that it made.
     """
     first_key, first, _ = candidates[0]
-    overdue: list[Request] = []
-    order: list[Request] = []
-    equal: list[tuple[int, int, Request]] = []
-    for key, request, num_cached in candidates:
-        is_near = request.priority == first.priority and key <= first_key + CACHE_ORDER_WINDOW
-        if is_near and request.num_deferrals >= MAX_DEFERRALS:
-            overdue.append(request)
-            continue
-        if is_near:
-            equal.append((len(order), num_cached, request))
-        order.append(request)
-    by_prefix = sorted(equal, key=lambda entry: -entry[1])  # stable: equal prefixes stay in order
-    for (place, _, _), (_, _, request) in zip(equal, by_prefix):
-        order[place] = request
-    return overdue + order
+
+    def turn(candidate: tuple[float, Request, int]) -> tuple[int, int]:
+        key, request, num_cached = candidate
+        if request.priority != first.priority or key > first_key + CACHE_ORDER_WINDOW:
+            return 2, 0
+        return (0, 0) if request.num_deferrals >= MAX_DEFERRALS else (1, -num_cached)
+
+    return [request for _, request, _ in sorted(candidates, key=turn)]
 
 
 def _may_hit(request: Request) -> bool:

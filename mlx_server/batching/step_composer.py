@@ -81,7 +81,7 @@ class StepComposer:
         self._is_short = False
         step = StepBuilder()
         self._admission.open()
-        for request in self._admission.preemptions_for_better_tier(now):
+        for request in self._admission.preemptions_for_better_tier(now, self._has_tokens_for):
             self._preempt(request)
         prefilling = self._add_decodes(step)
         self._add_prompts(step, prefilling, now)
@@ -176,10 +176,11 @@ class StepComposer:
 
     def _add_prompts(self, step: StepBuilder, prefilling: list[Request], now: float) -> None:
         waiting = self._admission.candidates(now)
-        candidates = sorted([*prefilling, *waiting], key=lambda request: request.priority)
+        candidates = sorted([*prefilling, *waiting], key=_priority)
         if not candidates:
             return
-        share = self._share(step, candidates[0], [r for r in self._table.running if r not in prefilling])
+        streams = [request for request in self._table.running if request not in prefilling]
+        share = self._share(step.num_decode_tokens, candidates[0], streams)
         self._serve_oldest(step, candidates, share, now)
         while candidates:
             self._serve(step, candidates, share, now)
@@ -187,17 +188,41 @@ class StepComposer:
             waiting = [] if is_full else self._admission.candidates(now)
             candidates = [request for request in waiting if share.left(step, request) > 0]
 
-    def _share(self, step: StepBuilder, first: Request, streams: list[Request]) -> _PromptShare:
+    def _has_tokens_for(self, request: Request) -> bool:
+        """Whether running prompts that come before a waiting one will leave it tokens of the step, or of the next if
+        one is submitted, whose end the blocks of those that it preempts would have to wait for."""
+        running = self._table.running
+        prefilling = [
+            other
+            for other in running
+            if not other.num_in_flight and self._is_prefilling(other, other.num_tokens - other.num_computed_tokens)
+        ]
+        before = sorted([other for other in prefilling if other.priority <= request.priority], key=_priority)
+        if not before:
+            return True
+        streams = [other for other in running if other not in prefilling]
+        num_steps = 2 if self._table.submitted else 1
+        most = self._share(len(streams), before[0], streams).num_tokens
+        left = num_steps * most
+        for other in before:
+            wanted = min(other.num_tokens - other.num_computed_tokens, num_steps * self._most(other))
+            if wanted > left:
+                rest = request.num_tokens - self._admission.first_token(request)
+                return other.priority == request.priority and rest <= min(self._most(request), min(left, most) // 2)
+            left -= wanted
+        return left > 0
+
+    def _share(self, num_decodes: int, first: Request, streams: list[Request]) -> _PromptShare:
         """What prompts may take of the step, those of `first`'s tier before all others, beside those who decode.
 
         Streams of that tier or a better one have the target kept. Those of worse tiers are held up for as long as
         a step may last at most, which also bounds how long one who arrives meanwhile waits for its first; for a
         quarter longer if that ends `first`'s prompt, since what it leaves behind would cost it a step.
         """
-        room = self._limits.max_num_batched_tokens - step.num_decode_tokens
+        room = self._limits.max_num_batched_tokens - num_decodes
         if not self._limits.bound_stalls:
             return _PromptShare(first.priority, room, room)
-        start, num_decodes = self._admission.first_token(first), step.num_decode_tokens
+        start = self._admission.first_token(first)
         beside = min(room, self._budget.num_tokens(start, num_decodes, self._limits.target_step_s))
         if self._is_device_shared() or any(stream.priority <= first.priority for stream in streams):
             return _PromptShare(first.priority, beside, beside)
@@ -366,6 +391,10 @@ class _PromptShare:
         """What `request` may still take."""
         most = self.num_tokens if request.priority <= self.priority else self.num_tokens_of_worse
         return most - step.num_prompt_tokens
+
+
+def _priority(request: Request) -> int:
+    return request.priority
 
 
 def _needs_no_result(request: Request) -> bool:

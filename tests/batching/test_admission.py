@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mlx_server.batching.admission import CACHE_ORDER_WINDOW, MAX_DEFERRALS, cache_aware_order
+from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.headroom import AdmissionHeadroom
+from mlx_server.batching.prefix_cache import CachedPrefix
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Priority, Request
 from tests.batching.worlds import World, chunks, make_request, make_world, prompt
@@ -203,15 +205,55 @@ def test_a_longer_prefix_does_not_overtake_a_better_tier() -> None:
     assert list(chunks(world.step())) == ["cold"]
 
 
-def test_only_requests_of_one_tier_change_places() -> None:
-    cold, aged = make_request("cold"), make_request("aged", priority=Priority.LOW)
-    hit, other = make_request("hit"), make_request("other")
-    candidates = [(1.0, cold, 0), (1.1, aged, 9), (1.2, hit, 5), (1.3, other, 0)]
-    assert cache_aware_order(candidates) == [hit, aged, cold, other]
+def test_only_requests_of_the_first_ones_tier_change_places() -> None:
+    cold, hit, other, aged = (make_request(name) for name in ("cold", "hit", "other", "aged"))
+    aged.priority = Priority.LOW
+    candidates = [(1.0, cold, 0), (1.2, hit, 5), (1.3, other, 0), (1.1, aged, 9)]
+    assert cache_aware_order(candidates) == [hit, cold, other, aged]
     aged.num_deferrals = MAX_DEFERRALS
-    assert cache_aware_order(candidates) == [hit, aged, cold, other]
+    assert cache_aware_order(candidates) == [hit, cold, other, aged]
     other.num_deferrals = MAX_DEFERRALS
-    assert cache_aware_order(candidates) == [other, hit, aged, cold]
+    assert cache_aware_order(candidates) == [other, hit, cold, aged]
+
+
+# --- what looking costs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Gets the id of each request whose cached prefix is looked up."""
+    request_ids: list[str] = []
+    find_prefix = PagedBlockManager.find_prefix
+
+    def counted(self: PagedBlockManager, request: Request) -> CachedPrefix:
+        request_ids.append(request.request_id)
+        return find_prefix(self, request)
+
+    monkeypatch.setattr(PagedBlockManager, "find_prefix", counted)
+    return request_ids
+
+
+def test_nothing_is_looked_up_for_a_seat_that_is_not_there(looked_up: list[str]) -> None:
+    world = make_world(max_num_seqs=2)
+    world.add(*(make_request(f"r{index}", 40, max_tokens=9) for index in range(20)))
+    world.step()
+    looked_up.clear()
+    world.step()
+    assert looked_up == []
+
+
+def test_one_is_looked_up_for_blocks_that_are_not_there(looked_up: list[str]) -> None:
+    """Whoever comes behind it would not start before it."""
+    world = make_world(num_blocks=12)
+    world.add(make_request("runs", 200, max_tokens=90))
+    world.step()
+    world.add(*(make_request(f"r{index}", 300, max_tokens=9, arrival_s=0.1 * index) for index in range(20)))
+    looked_up.clear()
+    for _ in range(10):
+        assert chunks(world.step()).keys() == {"runs"}
+    assert looked_up == ["r0"] * 10
+    world.finish()
+    world.check_tokens()
 
 
 # --- prefixes on their way --------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def test_a_step_never_holds_more_than_its_budget() -> None:
     world.add(*low)
     for _ in range(20):
         world.step()
-    world.add(*(make_request(f"high{i}", 300, 2, priority=Priority.HIGH, arrival_s=world.now) for i in range(4)))
+    world.add(make_request("high", 1170, 2, priority=Priority.HIGH, arrival_s=world.now))
     world.finish()  # each step checks its size
     assert world.scheduler.counters.num_preemptions == 3
     world.check_tokens()

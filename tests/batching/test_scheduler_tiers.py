@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_server.request import Priority
-from tests.batching.worlds import World, chunks, make_request, make_world
+from tests.batching.worlds import World, chunks, make_request, make_world, prompt
 
 TARGET_S, MAX_S = 0.05 + 0.0965, 0.05 + 0.4445
 TOKENS, MOST_TOKENS = 92, 444  # what these leave beside four decodes, in rows that are a multiple of 16
@@ -181,6 +181,65 @@ def test_a_better_tier_takes_its_seat_beside_the_one_that_is_promoted() -> None:
     world.add(make_request("high", 8, 20, priority=Priority.HIGH, arrival_s=60.0))
     world.step()
     assert sorted(world.running_ids()) == ["aged", "high"]
+    world.finish()
+    world.check_tokens()
+
+
+@pytest.mark.parametrize("num_next_tokens", [700, 60])
+def test_a_better_tier_takes_its_seat_in_the_step_that_has_tokens_for_it(num_next_tokens: int) -> None:
+    """`long` fills steps. A long `next` behind it starts when `long` ends, a short one in half of what is there: until
+    then nobody loses its seat for it."""
+    world = decoding_world(Priority.LOW, max_num_seqs=4)
+    world.add(make_request("long", 2000, max_tokens=50, priority=Priority.HIGH, arrival_s=world.now))
+    world.step()
+    world.add(make_request("next", num_next_tokens, max_tokens=50, priority=Priority.HIGH, arrival_s=world.now))
+    world.step()
+    assert ("next" in world.running_ids()) is (num_next_tokens == 60)
+    while "next" not in world.running_ids():
+        assert world.scheduler.counters.num_preemptions == 1
+        world.step()
+    assert world.requests["long"].num_computed_tokens == 2000 or num_next_tokens == 60
+    assert world.scheduler.counters.num_preemptions == 2
+    world.finish()
+    world.check_tokens()
+
+
+def test_blocks_that_a_submitted_step_writes_are_taken_one_step_before() -> None:
+    """So `next` starts in the step that `long` ends in, as if the blocks had been free."""
+    world = make_world(100, is_async=True, target_step_s=TARGET_S, max_step_s=MAX_S, context_doubling_tokens=1e12)
+    world.add(*(make_request(f"d{index}", 150, max_tokens=300, priority=Priority.LOW) for index in range(4)))
+    while not world.tokens["d0"]:
+        world.step()
+    world.add(make_request("long", 2000, max_tokens=9, priority=Priority.HIGH, arrival_s=world.now))
+    world.add(make_request("next", 700, max_tokens=9, priority=Priority.HIGH, arrival_s=world.now))
+    preempted_at, started_at = [], 0
+    for index in range(20):
+        num_preemptions = world.scheduler.counters.num_preemptions
+        step = chunks(world.step())
+        preempted_at += [index] * (world.scheduler.counters.num_preemptions - num_preemptions)
+        if "next" in step:
+            started_at = index
+            break
+    assert sum(step["long"]) == 2000
+    assert set(preempted_at) == {started_at - 1}
+    world.finish()
+    world.check_tokens()
+
+
+def test_who_waits_for_a_prefix_keeps_nobody_behind_it_from_a_seat() -> None:
+    """`second` waits for what `first` computes; `other` takes the seat of a LOW request meanwhile."""
+    world = make_world(200, max_num_seqs=4, max_num_batched_tokens=64)
+    flood(world, 4, Priority.LOW, max_tokens=200)
+    world.step()
+    shared = prompt(600)
+    for name in ("first", "second"):
+        world.add(make_request(name, [*shared, 1], 50, priority=Priority.HIGH, arrival_s=world.now))
+    world.step()
+    assert (world.scheduler.num_deferred, world.scheduler.counters.num_preemptions) == (1, 1)
+    world.add(make_request("other", 8, 50, priority=Priority.HIGH, arrival_s=world.now))
+    world.step()
+    assert {"first", "other"} <= set(world.running_ids())
+    assert (world.scheduler.num_deferred, world.scheduler.counters.num_preemptions) == (1, 2)
     world.finish()
     world.check_tokens()
 

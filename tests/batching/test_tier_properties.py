@@ -138,15 +138,14 @@ def test_the_part_of_the_oldest_costs_a_better_prompt_nothing_that_leaves_room_f
 
 
 def test_what_better_prompts_find_no_room_to_use_goes_to_the_oldest() -> None:
-    """HIGH waits for the memory of one that has aged past it, which would take longer with its part alone."""
+    """HIGH waits for the memory of one that has aged past it: the sooner that ends, the better for both."""
     flood = Flood(40, max_num_seqs=8)
     flood.add(Priority.LOW, 64, 1)
     flood.step()
     aged = flood.add(Priority.LOW, 1000, 20, age_s=LONG_AGO)
     flood.step()
     high = flood.add(Priority.HIGH, 900, 1)
-    num_tokens = chunks(flood.step())[aged][1]
-    assert num_tokens == 144, "what brings a step to its target"
+    assert chunks(flood.step())[aged] == (496, 504), "as if nobody waited"
     while high not in flood.ended:
         flood.step()
     assert flood.scheduler.counters.num_preemptions == 0
@@ -285,6 +284,41 @@ def test_a_better_tier_starts_beside_an_endless_flood_that_has_aged(
                 break
         assert name in flood.ended, "it starves"
         assert flood.scheduler.counters.num_preemptions - num_preemptions <= num_running
+    flood.scheduler.check_integrity()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    num_seats=st.sampled_from([1, 2, 5, 16]),
+    max_num_batched_tokens=st.sampled_from([64, 256, 2048]),
+    max_chunk_tokens=st.sampled_from([None, None, 64]),
+    arrivals=st.lists(st.tuples(st.integers(0, 30), PROMPTS, OUTPUTS, st.booleans()), min_size=1, max_size=12),
+)
+def test_who_loses_its_seat_loses_it_to_one_that_starts_in_the_same_step(
+    num_seats: int,
+    max_num_batched_tokens: int,
+    max_chunk_tokens: int | None,
+    arrivals: list[tuple[int, int, int, bool]],
+) -> None:
+    """Whatever prompts are computed before it, and whether or not it waits for the prefix of one of them."""
+    flood = Flood(
+        4000,
+        max_num_seqs=num_seats,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_chunk_tokens=max_chunk_tokens,
+        aging_rate=0.0,
+    )
+    for _ in range(num_seats):
+        flood.add(Priority.LOW, 8, 1000)
+    counters = flood.scheduler.counters
+    for index in range(60):
+        for at_step, num_tokens, max_tokens, is_shared in arrivals:
+            if at_step == index:
+                flood.add(Priority.HIGH, num_tokens, max_tokens, first=5 if is_shared else None)
+        num_preemptions = counters.num_preemptions
+        started = [data.request_id for data in flood.step().new_requests]
+        num_high = sum(flood.requests[name].priority is Priority.HIGH for name in started)
+        assert counters.num_preemptions - num_preemptions <= num_high
     flood.scheduler.check_integrity()
 
 
