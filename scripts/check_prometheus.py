@@ -1,4 +1,5 @@
-"""Starts a server and a Prometheus that scrapes it, sends light load, and asks every dashboard expression."""
+"""Starts a server and a Prometheus that scrapes it, sends light load, lets the server sleep and wake once, and asks for
+every dashboard expression and every series that vLLM has."""
 
 from __future__ import annotations
 
@@ -23,9 +24,13 @@ sys.path.insert(0, str(ROOT))
 
 from tests.prometheus_tools import complaints, dashboard_expressions  # noqa: E402
 from tests.vllm_dashboard import expressions  # noqa: E402
+from tests.vllm_series import sample_names  # noqa: E402
 
 _NUM_CLIENTS = 2
 _READY_S = 180
+_SCRAPED_S = 11
+"""Two scrapes fall into it."""
+
 _CONFIGURED_TARGET = "localhost:8000"
 
 
@@ -36,9 +41,10 @@ def main() -> int:
         sys.exit("prometheus and promtool are not on the PATH (Debian: apt-get install prometheus).")
     server_url, prometheus_url = (f"http://127.0.0.1:{port}" for port in (args.port, args.prometheus_port))
     serve = [sys.executable, "-m", "mlx_server", "serve", "--model", args.model, "--port", str(args.port)]
+    serve += ["--served-model-name", "checked", "--kv-cache-metrics", "--log-level", "warning"]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        server = stack.enter_context(_process([*serve, "--served-model-name", "checked", "--log-level", "warning"]))
+        server = stack.enter_context(_process(serve))
         _wait_for(f"{server_url}/health", server)
         config = (ROOT / "configs" / "prometheus.yml").read_text(encoding="utf-8")
         assert _CONFIGURED_TARGET in config
@@ -49,6 +55,9 @@ def main() -> int:
         _wait_for(f"{prometheus_url}/-/ready", scraper)
         num_requests = _load(server_url, args.seconds)
         print(f"{num_requests} requests in {args.seconds} s")
+        for route in ("/sleep", "/wake_up"):
+            httpx.post(server_url + route, timeout=_READY_S).raise_for_status()
+        time.sleep(_SCRAPED_S)
         exposition = httpx.get(f"{server_url}/metrics").content
         found = complaints(promtool, exposition)
         print("promtool check metrics:", "\n".join(found) if found else "clean, but for the names that vLLM chose")
@@ -112,18 +121,23 @@ def _run_all(works: list[Callable[[], None]]) -> None:
 
 def _ask_all(url: str, window: str) -> int:
     """Asks every expression and prints what it gives; how many give nothing."""
-    dashboards = {"vLLM": expressions("checked", window), "ours": dashboard_expressions(".*", window)}
-    num_empty = 0
+    dashboards = {
+        "vLLM": expressions("checked", window),
+        "ours": dashboard_expressions(".*", window),
+        "sleep": {"times": [f"increase(vllm:sleep_mode_operation_duration_seconds_count[{window}]) > 0"]},
+        "name": {name: [name] for name in sample_names()},
+    }
+    num_asked, num_empty = 0, 0
     for name, panels in dashboards.items():
         for title, panel in panels.items():
             for expression in panel:
                 answer = httpx.get(f"{url}/api/v1/query", params={"query": expression}).json()
                 values = [float(series["value"][1]) for series in answer["data"]["result"]]
                 numbers = [value for value in values if not math.isnan(value)]
-                num_empty += not numbers
+                num_asked, num_empty = num_asked + 1, num_empty + (not numbers)
                 shown = ", ".join(f"{value:.4g}" for value in numbers[:4]) + (" ..." if len(numbers) > 4 else "")
                 print(f"{name:5} {title:45} {shown or 'NO DATA: ' + expression}")
-    print(f"{num_empty} expressions without data")
+    print(f"{num_asked} expressions, {num_empty} of them without data")
     return num_empty
 
 

@@ -100,6 +100,12 @@ SERIES = {
 }
 
 
+def sample_names() -> list[str]:
+    """Of a sample of each: what to ask Prometheus for."""
+    suffixes = {"gauge": "", "counter": "_total", "histogram": "_count"}
+    return [f"vllm:{name}{suffixes[series.type]}" for name, series in SERIES.items()]
+
+
 def described(scrape: bytes) -> dict[str, Series]:
     """What a scrape has of vLLM's, by name without its prefix."""
     found: dict[str, Series] = {}
