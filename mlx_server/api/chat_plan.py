@@ -101,14 +101,7 @@ class ChatPlanner:
     async def plan(self, engine: AsyncEngine, call: ChatCall) -> ChatPlan:
         """Raises `InvalidRequestError` and `UnsupportedError`. What runs in the thread goes on when cancelled."""
         model = _Model(engine.tokenizer, engine.grammars, await self._dialect(engine.tokenizer))
-        chat, max_model_len = engine.chat, engine.max_model_len
-
-        def cut(text: str) -> str:
-            return call.truncation.part(text, model.tokenizer, max_model_len)
-
-        def write() -> ChatPrompt:
-            return chat.format(call.messages, call.tool_use.shown, call.options, cut)
-
+        write, max_model_len = _writing(engine, call), engine.max_model_len
         param = call.grammar_param
         if param is None:
             return await asyncio.to_thread(lambda: _plan(model, call, write(), max_model_len))
@@ -116,16 +109,25 @@ class ChatPlanner:
         return await model.grammars.beside(lambda: _plan(model, call, prompt, max_model_len), param)
 
     async def render(self, engine: AsyncEngine, call: ChatCall) -> Prompt:
-        """The prompt alone."""
-        chat, max_model_len = engine.chat, engine.max_model_len
-        prompt = await asyncio.to_thread(chat.format, call.messages, call.tool_use.shown, call.options)
-        return _truncated(prompt, call, max_model_len)
+        """The prompt alone; raises as `plan` does."""
+        max_model_len = engine.max_model_len
+        return _truncated(await asyncio.to_thread(_writing(engine, call)), call, max_model_len)
 
     async def _dialect(self, tokenizer: Tokenizer) -> Dialect:
         known = self._dialects.get(tokenizer)
         if known is None:
             known = self._dialects[tokenizer] = await asyncio.to_thread(find_dialect, tokenizer)
         return known
+
+
+def _writing(engine: AsyncEngine, call: ChatCall) -> Callable[[], ChatPrompt]:
+    """Writes the prompt, in a worker thread. What is far too long for the context is not tokenized as a whole."""
+    chat, tokenizer, max_model_len = engine.chat, engine.tokenizer, engine.max_model_len
+
+    def cut(text: str) -> str:
+        return call.truncation.part(text, tokenizer, max_model_len)
+
+    return lambda: chat.format(call.messages, call.tool_use.shown, call.options, cut)
 
 
 @dataclass(frozen=True, slots=True)

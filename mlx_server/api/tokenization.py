@@ -9,13 +9,19 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 
 from mlx_server.api.body import JsonRoute
-from mlx_server.api.chat_plan import ChatCall
+from mlx_server.api.chat_plan import ChatCall, ChatPlanner
 from mlx_server.api.context import Context
+from mlx_server.api.disconnect import until_disconnect
 from mlx_server.api.leases import lease_engine
 from mlx_server.api.openai.chat_request import Message, ReasoningEffort, ToolDefinition, template_kwargs, tool_use
 from mlx_server.api.openai.fields import Bool, Int
+from mlx_server.api.prompts import Truncation
 from mlx_server.engine.chat import ChatOptions
+from mlx_server.engine.engine import AsyncEngine
 from mlx_server.errors import InvalidRequestError
+
+MAX_IDS = 1_000_000
+"""What `/detokenize` reads at a time: about a second of a thread that shares the interpreter with all streams."""
 
 router = APIRouter(tags=["tokens"], route_class=JsonRoute)
 
@@ -65,23 +71,31 @@ class TokenizeBody(BaseModel):
 async def tokenize(body: TokenizeBody, request: Request, context: Context) -> dict[str, Any]:
     """The ids that a completion of `prompt`, or a chat of `messages`, begins with."""
     engine = await lease_engine(request, context.pool, body.model)
-    tokenizer = engine.tokenizer
     if body.messages is not None and body.prompt is None:
-        token_ids = list((await context.chats.render(engine, body.call(body.messages))).token_ids)
+        tokenizing = _tokens_of_chat(context.chats, engine, body.call(body.messages))
     elif body.prompt is not None and body.messages is None:
-        special = body.add_special_tokens is not False
-        token_ids = await asyncio.to_thread(tokenizer.encode, body.prompt, add_special_tokens=special)
+        tokenizing = asyncio.to_thread(_tokens_of_text, engine, body.prompt, body.add_special_tokens is not False)
     else:
         raise InvalidRequestError("Give either prompt or messages.", "prompt")
+    token_ids = await until_disconnect(request, tokenizing)
     strings = None
     if body.return_token_strs:
-        strings = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, token_ids)
+        strings = await asyncio.to_thread(engine.tokenizer.convert_ids_to_tokens, token_ids)
     return {
         "count": len(token_ids),
         "max_model_len": engine.max_model_len,
         "tokens": token_ids,
         "token_strs": strings,
     }
+
+
+async def _tokens_of_chat(chats: ChatPlanner, engine: AsyncEngine, call: ChatCall) -> list[int]:
+    return list((await chats.render(engine, call)).token_ids)
+
+
+def _tokens_of_text(engine: AsyncEngine, text: str, add_special_tokens: bool) -> list[int]:
+    part = Truncation().part(text, engine.tokenizer, engine.max_model_len)
+    return engine.tokenizer.encode(part, add_special_tokens=add_special_tokens)
 
 
 class DetokenizeBody(BaseModel):
@@ -95,8 +109,15 @@ async def detokenize(body: DetokenizeBody, request: Request, context: Context) -
     """The text of token ids, special tokens included."""
     engine = await lease_engine(request, context.pool, body.model)
     tokenizer = engine.tokenizer
-    bad = next((token_id for token_id in body.tokens if not 0 <= token_id < tokenizer.vocab_size), None)
-    if bad is not None:
-        raise InvalidRequestError(f"tokens has the id {bad}; ids are 0 to {tokenizer.vocab_size - 1}.", "tokens")
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    if len(body.tokens) > MAX_IDS:
+        raise InvalidRequestError(
+            f"tokens has {len(body.tokens)} ids; at most {MAX_IDS} are read at a time. Send them in parts.", "tokens"
+        )
+    for extreme in (min(body.tokens), max(body.tokens)) if body.tokens else ():
+        if not 0 <= extreme < tokenizer.vocab_size:
+            raise InvalidRequestError(
+                f"tokens has the id {extreme}; ids are 0 to {tokenizer.vocab_size - 1}.", "tokens"
+            )
+    decoding = asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    text = await until_disconnect(request, decoding)
     return {"prompt": text, "text": text}

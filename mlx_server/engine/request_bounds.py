@@ -22,8 +22,8 @@ class RequestBounds:
 
 
 def make_request(generation: GenerationRequest, bounds: RequestBounds, *, arrival_s: float) -> Request:
-    """The scheduler's request. Raises `InvalidRequestError` or `ContextLengthError` with value, limit and
-    remedy; an output that would outgrow the context is cut to it, not refused."""
+    """The scheduler's request. Raises `InvalidRequestError` or `ContextLengthError` with value, limit and remedy. More
+    `max_tokens` than the context has left, however many, are cut to that: agents ask for what hosted models allow."""
     prompt, sampling = generation.prompt_token_ids, generation.sampling
     limit, num_prompt = bounds.max_model_len, len(prompt)
     if num_prompt == 0:
@@ -35,11 +35,6 @@ def make_request(generation: GenerationRequest, bounds: RequestBounds, *, arriva
             "input_tokens",
         )
     max_tokens = limit if sampling.max_tokens is None else sampling.max_tokens
-    if max_tokens > limit:
-        raise ContextLengthError(
-            f"max_tokens is {max_tokens}; the context of {bounds.model_name} is {limit} tokens. Lower max_tokens.",
-            "max_tokens",
-        )
     allowed = sampling.allowed_token_ids or ()
     if len(allowed) > bounds.vocab_size:
         raise InvalidRequestError(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.api.fakes import say
 from tests.api.sse import bodies
-from tests.api.worlds import World, user
+from tests.api.worlds import World
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -173,36 +173,3 @@ async def test_characters_are_never_split(world: World, text: str):
     pieces = [chunk["choices"][0]["text"] for chunk in streamed]
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
-
-
-@pytest.fixture
-def tokenized(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of all texts that were tokenized."""
-    lengths: list[int] = []
-    encode = world.engine.tokenizer.encode
-
-    def noted(text: str, **options: bool) -> list[int]:
-        lengths.append(len(text))
-        return encode(text, **options)
-
-    monkeypatch.setattr(world.engine.tokenizer, "encode", noted)
-    return lengths
-
-
-async def test_what_is_far_too_long_is_refused_before_all_of_it_is_tokenized(world: World, tokenized: list[int]):
-    """Ten million digits are ten million tokens, which take half a minute and gigabytes."""
-    for answer in (await world.complete(prompt="1" * 10_000_000), await world.chat(messages=user("1" * 10_000_000))):
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_tokens")
-        assert "The prompt has 10000" in answer.json()["error"]["message"]
-    assert sum(tokenized) < 200_000
-    assert world.engine.requests == []
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-async def test_what_is_to_be_cut_is_tokenized_where_it_is_kept(world: World, tokenized: list[int], side: str):
-    text = " ".join(map(str, range(100_000)))
-    whole = world.engine.tokenizer.encode(text)
-    tokenized.clear()
-    answer = await world.complete(prompt=text, truncate_prompt_tokens=7, truncation_side=side, return_token_ids=True)
-    assert answer.json()["choices"][0]["prompt_token_ids"] == (whole[-7:] if side == "left" else whole[:7])
-    assert sum(tokenized) < 200_000 < len(text)

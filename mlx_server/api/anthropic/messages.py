@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -45,9 +44,7 @@ router = APIRouter(tags=["messages"], route_class=JsonRoute, responses=_ERROR_RE
 async def create_message(body: MessagesRequest, request: Request, context: Context) -> Response:
     """A message, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
-    # Agents ask for what hosted models allow, so more than the context holds is no mistake of theirs.
-    limit = min(body.max_tokens, exchange.engine.max_model_len)
-    sampling = replace(body.sampling(exchange.engine.default_sampling), max_tokens=limit)
+    sampling = body.sampling(exchange.engine.default_sampling)
     plan = await until_disconnect(request, context.chats.plan(exchange.engine, body.call()))
     shape = MessageShape(
         message_id=f"msg_{exchange.request_id}",
