@@ -88,11 +88,13 @@ class AttentionBackend(Protocol):
 
     `is_eager` says that `attend` evaluates its inputs itself (host code), so that nothing of a step can be
     submitted ahead. `needs_synchronous_steps` says that a step may be built but not submitted while another
-    runs: its writes would copy the pools.
+    runs: its writes would copy the pools. `takes_padding` says that `attend` takes more rows than the plan has
+    tokens, and gives zeros for those behind them.
     """
 
     name: str
     is_eager: bool
+    takes_padding: bool
 
     @property
     def needs_synchronous_steps(self) -> bool: ...
@@ -170,6 +172,7 @@ class ReferenceBackend:
 
     name = "reference"
     is_eager = False
+    takes_padding = False
     needs_synchronous_steps = True
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> RowPool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import AttentionBackend, LayerSpec, StepPlan
@@ -305,9 +306,10 @@ class PagedKVCache:
                 self.backend.warm_up(layer.spec, layer.num_query_heads, sinks=layer.sinks)
                 done.add(kind)
 
-    def begin(self, plans: Sequence[StepPlan]) -> None:
-        """Prepares all layers for a forward pass over a step, of which each group has a plan."""
-        positions = mx.array(plans[0].positions)
+    def begin(self, plans: Sequence[StepPlan], num_rows: int) -> None:
+        """Prepares all layers for a forward pass over a step, of which each group has a plan; in `num_rows`, those
+        beyond its tokens at position 0."""
+        positions = mx.array(np.pad(plans[0].positions, (0, num_rows - plans[0].num_tokens)))
         contexts = [StepContext(positions, self.backend.plan(plan)) for plan in plans]
         for layer in self.paged:
             layer.begin(contexts[layer.layer_group])

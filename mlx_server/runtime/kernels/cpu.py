@@ -85,6 +85,7 @@ class CpuBackend:
 
     name = "cpu"
     is_eager = True
+    takes_padding = True
     needs_synchronous_steps = False
 
     def __init__(self, threads: int | None = None) -> None:
@@ -149,12 +150,12 @@ class CpuBackend:
         sinks: mx.array | None = None,
     ) -> mx.array:
         spec = pool.spec
-        tokens, heads = queries.shape[0], queries.shape[1]
+        rows, heads = queries.shape[0], queries.shape[1]
         _check(pool, queries, keys, values, metadata)
         given = [_as_float32(array) for array in (queries, keys, values, sinks)]
         mx.eval(*[array for array in given if array is not None])
         q, k, v = _locate(given[0]), _locate(given[1]), _locate(given[2])
-        count = tokens * heads * spec.value_dim
+        count = rows * heads * spec.value_dim
         if count > self._output.size:
             self._output = np.empty(count, np.float32)
             self._output_address = _address(self._output)
@@ -180,7 +181,8 @@ class CpuBackend:
         )
         if self._library.cpu_attention_run(self._engine, self._call):
             raise MemoryError("no memory for the scratch of attention")
-        output = mx.array(self._output[:count].reshape(tokens, heads, 1, spec.value_dim))
+        self._output[metadata.num_tokens * heads * spec.value_dim : count] = 0.0
+        output = mx.array(self._output[:count].reshape(rows, heads, 1, spec.value_dim))
         return output if queries.dtype == mx.float32 else output.astype(queries.dtype)
 
     def state(self, pool: CpuPool) -> list[mx.array]:
@@ -269,14 +271,14 @@ def _check(
 ) -> None:
     """Raises `ValueError` for a wrong shape or a block that the pool does not have."""
     spec, tokens = pool.spec, metadata.num_tokens
-    heads = queries.shape[1]
-    if queries.shape != (tokens, heads, 1, spec.key_dim) or heads % spec.num_kv_heads:
+    rows, heads = queries.shape[:2]
+    if rows < tokens or queries.shape[1:] != (heads, 1, spec.key_dim) or heads % spec.num_kv_heads:
         raise ValueError(f"queries are {queries.shape}; the plan has {tokens} tokens and the pool {spec}")
-    if keys is not None and keys.shape != (tokens, spec.num_kv_heads, 1, spec.key_dim):
-        raise ValueError(f"keys are {keys.shape}; the plan has {tokens} tokens and the pool {spec}")
+    if keys is not None and keys.shape != (rows, spec.num_kv_heads, 1, spec.key_dim):
+        raise ValueError(f"keys are {keys.shape}; there are {rows} rows and the pool is {spec}")
     if (values is None) != (keys is None):
         raise ValueError("keys and values are stored together or not at all")
-    if values is not None and values.shape != (tokens, spec.num_kv_heads, 1, spec.value_dim):
-        raise ValueError(f"values are {values.shape}; the plan has {tokens} tokens and the pool {spec}")
+    if values is not None and values.shape != (rows, spec.num_kv_heads, 1, spec.value_dim):
+        raise ValueError(f"values are {values.shape}; there are {rows} rows and the pool is {spec}")
     if metadata.num_blocks > pool.num_blocks:
         raise ValueError(f"the plan names block {metadata.num_blocks - 1}; the pool has {pool.num_blocks}")

@@ -40,6 +40,7 @@ class GpuBackend:
 
     name = "gpu"
     is_eager = False
+    takes_padding = False
 
     def __init__(
         self,
