@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,17 +100,22 @@ class Catalog:
 
     def offer(self, name: str | None) -> Offer:
         """What that name stands for; the default model for None or an empty name. Looks at the disk for names that are
-        not configured. Raises `ModelNotFoundError`."""
+        not configured. Raises `ModelNotFoundError`, which tells of the nearest one."""
         if not name:
             return Offer(self.configured[0])
+        found = self.look_up(name)
+        if found is None:
+            self._check_adapter(name)
+            raise model_not_found(name, [offer.name for offer in self.offered()])
+        return found
+
+    def look_up(self, name: str) -> Offer | None:
+        """The same for a name that may stand for nothing."""
         known = self._by_name.get(name)
         if known is not None:
             return known
         folder = self._find_folder(name)
-        if folder is None:
-            self._check_adapter(name)
-            raise ModelNotFoundError(name)
-        return Offer(self._spec_of(name, str(folder)))
+        return None if folder is None else Offer(self._spec_of(name, str(folder)))
 
     def offered(self) -> Iterator[Offer]:
         """Everything that may be asked for: what is configured, then what lies in the folders."""
@@ -140,6 +146,18 @@ class Catalog:
     def _spec_of(self, name: str, model: str) -> ModelSpec:
         config = self._config.for_model(ModelEntry(id=name, model=model))
         return ModelSpec(served_names(config.model), config, idle_ttl_s=self._config.pool.idle_ttl_s or None)
+
+
+def model_not_found(name: str, served: Collection[str]) -> ModelNotFoundError:
+    """The refusal of a name that is none of `served`, with the nearest of those. Makers of models, sizes and case are
+    often written differently."""
+    by_key = {_comparable(known): known for known in sorted(served, reverse=True)}
+    close = difflib.get_close_matches(_comparable(name), by_key, n=1, cutoff=0.5)
+    return ModelNotFoundError(name, f"Did you mean `{by_key[close[0]]}`?") if close else ModelNotFoundError(name)
+
+
+def _comparable(name: str) -> str:
+    return name.rpartition("/")[2].lower()
 
 
 def _folders(pool: PoolConfig) -> list[Path]:

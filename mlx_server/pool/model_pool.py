@@ -110,6 +110,10 @@ class ModelPool:
         """What a name stands for: a model, or a model with one of its adapters. Raises `ModelNotFoundError`."""
         return self._catalog.offer(name)
 
+    def look_up(self, name: str) -> Offer | None:
+        """The same for a name that may stand for nothing."""
+        return self._catalog.look_up(name)
+
     def offered(self) -> Iterator[Offer]:
         """Everything that clients may ask for. Looks at the disk."""
         return self._catalog.offered()
