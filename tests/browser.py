@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -37,6 +38,27 @@ class Page:
         found = await self._call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
+
+    async def show(self, *, width: int, height: int, scheme: str = "light") -> None:
+        """As on a screen of that size in CSS pixels, of someone who prefers a light or a dark page."""
+        await self._call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=True
+        )
+        preferred = [{"name": "prefers-color-scheme", "value": scheme}]
+        await self._call("Emulation.setEmulatedMedia", features=preferred)
+
+    async def press(self, key: str) -> None:
+        """One key, as a keyboard sends it: Tab moves the focus, a character is written."""
+        code = {"Tab": 9, "Enter": 13, "Escape": 27}.get(key)
+        text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
+        event = {"key": key, **text, **({} if code is None else {"windowsVirtualKeyCode": code})}
+        await self._call("Input.dispatchKeyEvent", type="keyDown", **event)
+        await self._call("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    async def picture(self) -> bytes:
+        """What is to be seen of the whole page, as PNG."""
+        found = await self._call("Page.captureScreenshot", captureBeyondViewport=True)
+        return base64.b64decode(found["data"])
 
     async def until(self, condition: str) -> None:
         """Waits until a JavaScript expression is true."""

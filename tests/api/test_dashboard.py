@@ -184,3 +184,46 @@ async def test_a_browser_shows_the_snapshot_and_chats(site: Site, pool: ModelPoo
         await page.until("document.querySelector('.turn.error')")
         assert "no tokenizer" in await page.evaluate("document.querySelector('.turn.error').textContent")
         assert page.errors == []
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason="needs a browser: apt-get install chromium")
+async def test_on_a_phone_the_page_fits_and_ids_are_short(served: Site) -> None:
+    headers = {"x-request-id": "nightly-report-of-the-warehouse-0017"}
+    body = {"prompt": [7] * 9, "max_tokens": 2, "ignore_eos": True}
+    assert (await served.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+    first_id = "document.querySelector('#recent td.id')"
+    async with asyncio.timeout(30), browser(served.url) as page:
+        await page.show(width=360, height=740)
+        await page.until(f"{first_id}?.textContent.startsWith('cmpl-night…')")
+        shown, whole = [await page.evaluate(f"{first_id}.{text}") for text in ("textContent", "title")]
+        assert whole.startswith(f"cmpl-{headers['x-request-id']}-")
+        assert shown == f"{whole[:10]}…{whole[-8:]}"
+        assert await page.evaluate("document.documentElement.scrollWidth") == 360
+        parts = await page.evaluate(
+            "[...document.querySelectorAll('.card')].map((c) => c.getBoundingClientRect().right)"
+        )
+        assert max(parts) <= 360
+        light = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+        await page.show(width=1400, height=900, scheme="dark")
+        await page.until(f"{first_id}.textContent === {first_id}.title")
+        assert await page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+        assert page.errors == []
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason="needs a browser: apt-get install chromium")
+async def test_a_keyboard_is_enough(served: Site) -> None:
+    focused = "document.activeElement.id || document.activeElement.className || document.activeElement.tagName"
+    async with asyncio.timeout(30), browser(served.url) as page:
+        await page.until("document.getElementById('connection')?.textContent === 'live'")
+        seen = []
+        for _ in range(10):
+            await page.press("Tab")
+            seen.append(await page.evaluate(focused))
+        assert seen == ["skip", "model", "scroll", "scroll", "log", "message", "send", "clear", "BODY", "skip"]
+        await page.press("/")
+        assert await page.evaluate(focused) == "message"
+        await page.press("/")
+        assert await page.evaluate("document.getElementById('message').value") == "/"
+        await page.press("Enter")
+        await page.until("document.querySelector('.turn.error')")
+        assert page.errors == []

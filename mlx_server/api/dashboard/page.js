@@ -3,6 +3,7 @@
 const $ = (id) => document.getElementById(id);
 const HISTORY = 120;
 const RETRY_MS = 2000;
+const NARROW = matchMedia("(max-width: 42rem)"); // as in page.css
 const BLOCK_KINDS = ["free", "cached", "referenced", "shared"];
 
 // --- the key: kept for this tab only ------------------------------------------------------------------------
@@ -210,12 +211,16 @@ function rows(id, table, hasId = false) {
     const row = document.createElement("tr");
     cells.forEach((cell, index) => {
       const data = row.insertCell();
-      data.textContent = cell;
-      if (hasId && index === 0) { data.className = "id"; data.title = cell; }
+      const isId = hasId && index === 0;
+      data.textContent = isId && NARROW.matches ? shortened(cell) : cell;
+      if (isId) { data.className = "id"; data.title = cell; }
     });
     return row;
   }));
 }
+
+// An id begins with what the client calls the request, and ends with what no other has.
+const shortened = (id) => (id.length > 19 ? `${id.slice(0, 10)}…${id.slice(-8)}` : id);
 
 // --- words --------------------------------------------------------------------------------------------------
 
