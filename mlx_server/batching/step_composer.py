@@ -181,6 +181,8 @@ class StepComposer:
             return
         streams = [request for request in self._table.running if request not in prefilling]
         share = self._share(step.num_decode_tokens, candidates[0], streams)
+        if share.num_tokens <= 0:
+            return
         self._serve_oldest(step, candidates, share, now)
         while candidates:
             self._serve(step, candidates, share, now)

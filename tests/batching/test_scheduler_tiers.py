@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_server.request import Priority
-from tests.batching.worlds import World, chunks, make_request, make_world, prompt
+from tests.batching.worlds import FakeConstraint, World, chunks, make_request, make_world, prompt
 
 TARGET_S, MAX_S = 0.05 + 0.0965, 0.05 + 0.4445
 TOKENS, MOST_TOKENS = 92, 444  # what these leave beside four decodes, in rows that are a multiple of 16
@@ -266,3 +266,18 @@ def test_the_part_of_the_oldest_never_makes_a_step_larger_than_its_budget() -> N
     step = owed_step(MOST_TOKENS - 100, max_num_batched_tokens=budget, max_num_seqs=16)
     assert sum(num_tokens for _, num_tokens in step.values()) <= budget
     assert "aged" in step
+
+
+def test_a_step_that_those_who_decode_fill_has_no_part_for_the_oldest() -> None:
+    """The tokens that a grammar forces take the whole step."""
+    world = make_world(max_num_batched_tokens=16, max_num_seqs=4)
+    constraint = FakeConstraint(length=60, forced={2: tuple(prompt(40))})
+    world.add_unchecked(make_request("forced", 8, max_tokens=80, constraint=constraint))
+    world.step()
+    world.now = 100.0
+    world.step()
+    world.add(make_request("aged", 30, priority=Priority.LOW, arrival_s=70.0))
+    world.add(make_request("high", 30, priority=Priority.HIGH, arrival_s=100.0))
+    assert chunks(world.step()) == {"forced": (9, 16)}
+    world.finish()
+    world.check_tokens()
