@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -42,6 +45,8 @@ DASHBOARD_SERIES = (
     "vllm:request_success_total",
     "vllm:iteration_tokens_total_count",
 )
+
+SUM = r"_sum(?=\{|$)"
 
 # What routers decide by: an endpoint picker of the Gateway API inference extension, and SMG.
 ROUTER_SERIES = (
@@ -161,6 +166,123 @@ def test_steps_are_told_apart_by_what_they_compute():
     assert counts == {"decode": (1, 0.1), "prefill": (1, 0.4), "mixed": (3, 0.7)}
     assert metrics.prefill_stall_s == pytest.approx(0.25)
     assert metrics.by_name["iteration_tokens_total"].total == 40 + 33 + 2 + 34 + 11
+
+
+def test_every_count_is_under_its_own_name():
+    """Every field of the stats and every count of the metrics has a number that no other has."""
+    stats = EngineStats(
+        num_running=2,
+        num_waiting=7,
+        num_deferred=3,
+        num_adapters=5,
+        running_adapters=("m:a",),
+        waiting_adapters=("m:b", "m:c"),
+        num_blocks=40,
+        num_free_blocks=30,
+        num_cached_blocks=9,
+        num_state_checkpoints=4,
+        max_num_blocks=50,
+        weight_bytes=1001,
+        kv_pool_bytes=1002,
+        pressure_level=85,
+        num_steps=11,
+        num_model_calls=12,
+        num_prompt_tokens=13,
+        num_prompt_tokens_computed=14,
+        num_prompt_tokens_cached=15,
+        num_generated_tokens=16,
+        num_preemptions=17,
+        preemptions_by_tier={"gold": 18},
+        num_prefix_query_tokens=19,
+        num_prefix_hit_tokens=20,
+        num_block_evictions=21,
+        num_pool_growths=22,
+        num_pool_cuts=23,
+        num_blocks_moved=24,
+        num_pressure_cuts=25,
+        num_pressure_holds=26,
+        num_pressure_preemptions=27,
+        busy_time_s=28.5,
+        idle_time_s=29.5,
+    )
+    metrics = EngineMetrics(64)
+    metrics.finished = Counter({reason: 31 + index for index, reason in enumerate(FinishReason)})
+    metrics.promoted_by_tier["gold"] = 35
+    metrics.prefill_stall_s = 36.5
+    metrics.queue_time_by_tier["gold"] = Histogram((1.0,))
+    refusals = ("max_num_queued_reqs", "max_num_queued_tokens", "tier_limit", "queue_timeout", "context_length")
+    metrics.rejected.update({("gold", reason): 41 + index for index, reason in enumerate(refusals)})
+    found = samples(render([EngineReading("m", stats, metrics, True)]))
+    histograms = {name for name in found if name.partition("{")[0].endswith(("_bucket", "_count", "_sum"))}
+    assert found.pop("vllm:lora_requests_info{max_lora=5,running_lora_adapters=m:a,waiting_lora_adapters=m:b,m:c}") > 0
+    assert {name: value for name, value in found.items() if value and name not in histograms} == {
+        "vllm:num_requests_running": 2,
+        "vllm:num_requests_waiting": 7,
+        "vllm:num_requests_waiting_by_reason{reason=capacity}": 4,
+        "vllm:num_requests_waiting_by_reason{reason=deferred}": 3,
+        "vllm:kv_cache_usage_perc": 0.2,
+        "vllm:engine_sleep_state{sleep_state=awake}": 1,
+        "vllm:cache_config_info{block_size=32,enable_prefix_caching=True,num_gpu_blocks=50}": 1,
+        "vllm:prompt_tokens_total": 13,
+        "vllm:generation_tokens_total": 16,
+        "vllm:prompt_tokens_by_source_total{source=local_compute}": 14,
+        "vllm:prompt_tokens_by_source_total{source=local_cache_hit}": 15,
+        "vllm:prompt_tokens_cached_total": 15,
+        "vllm:prompt_tokens_cached_by_source_total{source=device}": 15,
+        "vllm:prefix_cache_queries_total": 19,
+        "vllm:prefix_cache_hits_total": 20,
+        "vllm:num_preemptions_total": 17,
+        "vllm:request_success_total{finished_reason=stop}": 31,
+        "vllm:request_success_total{finished_reason=length}": 32,
+        "vllm:request_success_total{finished_reason=abort}": 33,
+        "vllm:request_success_total{finished_reason=error}": 34,
+        "vllm:admission_rejections_total{reason=max_num_queued_reqs}": 41,
+        "vllm:admission_rejections_total{reason=max_num_queued_tokens}": 42,
+        "mlx_serve:preemptions_total{tier=gold}": 18,
+        "mlx_serve:aging_promotions_total{tier=gold}": 35,
+        **{
+            f"mlx_serve:admission_rejections_total{{reason={reason},tier=gold}}": 41 + index
+            for index, reason in enumerate(refusals)
+        },
+        "mlx_serve:steps_total": 11,
+        "mlx_serve:model_calls_total": 12,
+        "mlx_serve:prefill_stall_seconds_total": 36.5,
+        "mlx_serve:busy_seconds_total": 28.5,
+        "mlx_serve:idle_seconds_total": 29.5,
+        "mlx_serve:model_memory_bytes{use=weights}": 1001,
+        "mlx_serve:model_memory_bytes{use=kv_pool}": 1002,
+        "mlx_serve:kv_pool_blocks": 40,
+        "mlx_serve:kv_pool_max_blocks": 50,
+        "mlx_serve:memory_pressure_level": 85,
+        "mlx_serve:kv_blocks{state=used}": 10,
+        "mlx_serve:kv_blocks{state=free}": 30,
+        "mlx_serve:kv_blocks{state=cached}": 9,
+        "mlx_serve:state_checkpoints": 4,
+        "mlx_serve:prefix_cache_evictions_total": 21,
+        "mlx_serve:kv_pool_growths_total": 22,
+        "mlx_serve:kv_pool_cuts_total": 23,
+        "mlx_serve:kv_blocks_moved_total": 24,
+        "mlx_serve:memory_pressure_actions_total{action=cut}": 25,
+        "mlx_serve:memory_pressure_actions_total{action=hold}": 26,
+        "mlx_serve:memory_pressure_actions_total{action=preempt}": 27,
+    }
+
+
+def test_every_histogram_is_under_its_own_name():
+    """Each has been told once, of another number."""
+    metrics = EngineMetrics(64)
+    metrics.follow_kv_blocks(1.0, lambda: 0.0)
+    own = {
+        "queue_time_seconds{tier=gold}": metrics.queue_time_by_tier.setdefault("gold", Histogram((1.0,))),
+        **{f"step_time_seconds{{kind={kind.value}}}": times for kind, times in metrics.step_time_by_kind.items()},
+    }
+    histograms = {f"vllm:{name}": one for name, one in metrics.by_name.items()}
+    histograms |= {f"mlx_serve:{name}": one for name, one in own.items()}
+    for number, one in enumerate(histograms.values(), start=1):
+        one.observe(number)
+    found = samples(render([EngineReading("m", EngineStats(), metrics, True)]))
+    sums = {re.sub(SUM, "", name): value for name, value in found.items() if re.search(SUM, name)}
+    assert sums == {name: number for number, name in enumerate(histograms, start=1)}
 
 
 def test_a_model_that_was_unloaded_keeps_its_counters_and_comes_last():
