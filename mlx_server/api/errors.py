@@ -135,7 +135,8 @@ def validation_info(problems: Sequence[Any]) -> ErrorInfo:
             continue
         where = dotted(problem["loc"])
         detail = problem.get("ctx", {}).get("error")
-        what = f"{problem['msg']}: {detail}" if problem["type"] == "json_invalid" else str(problem["msg"])
+        message = str(problem["msg"]).removeprefix("Value error, ")
+        what = f"{message}: {detail}" if problem["type"] == "json_invalid" else message
         lines.append((f"{where}: {what}" if where else what) + _got(problem))
     first = dotted(problems[0]["loc"]) if problems else ""
     message = "; ".join(lines)[:_MAX_MESSAGE_CHARS]
@@ -167,8 +168,10 @@ def _got(problem: Mapping[str, Any]) -> str:
 
 
 def dotted(location: Sequence[str | int]) -> str:
-    """`messages[0].role` for pydantic's ("body", "messages", 0, "role"); empty for the body as a whole."""
+    """`messages[0].role` for pydantic's ("body", "messages", 0, "role"); empty for the body as a whole. Which of
+    several types a value was tried as, like "str" or "list[dict[str,any]]", is no part of the path."""
     parts = location[1:] if location and location[0] in ("body", "query", "path", "header") else location
+    parts = [part for part in parts if isinstance(part, int) or not (part == "str" or part.endswith("]"))]
     if len(parts) == 1 and isinstance(parts[0], int):  # a character position in text that is not JSON
         return ""
     path = ""

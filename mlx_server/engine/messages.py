@@ -32,6 +32,11 @@ def _normalise(message: Any, where: str, parses_arguments: bool) -> dict[str, An
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"{where} must be an object with a role.", where)
     copy = {key: value for key, value in message.items() if value is not None}
+    if "function_call" in copy or copy["role"] == "function":
+        where = f"{where}.function_call" if "function_call" in copy else f"{where}.role"
+        raise InvalidRequestError(
+            f"{where}: the former function calls are not read; send tool_calls, and their results as role tool.", where
+        )
     copy["content"] = _text_of(copy.get("content", ""), f"{where}.content")
     reasoning = copy.pop("reasoning", None)
     if isinstance(reasoning, str):

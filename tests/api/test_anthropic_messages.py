@@ -207,10 +207,11 @@ async def test_results_go_back_to_the_model(world: World):
         {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Rome"}},
         {"type": "tool_use", "id": "b", "name": "weather", "input": {"city": "Oslo"}},
     ]
+    lost = [{"type": "text", "text": "lost"}, {"type": "tool_reference", "tool_name": "radar"}]
     results = [
         {"type": "text", "text": "Go on."},
         {"type": "tool_result", "tool_use_id": "a", "content": "sunny"},
-        {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "lost"}], "is_error": True},
+        {"type": "tool_result", "tool_use_id": "b", "content": lost, "is_error": True},
     ]
     world.engine.max_model_len = 2000
     seen = []
@@ -228,7 +229,7 @@ async def test_results_go_back_to_the_model(world: World):
     assert assistant["content"] == "Let me see."
     assert [call["function"]["arguments"] for call in assistant["tool_calls"]] == [{"city": "Rome"}, {"city": "Oslo"}]
     assert first == {"role": "tool", "tool_call_id": "a", "name": "weather", "content": "sunny"}
-    assert second == {"role": "tool", "tool_call_id": "b", "name": "weather", "content": "Error: lost"}
+    assert second == {"role": "tool", "tool_call_id": "b", "name": "weather", "content": "Error: lost\nradar"}
     assert last == {"role": "user", "content": "Go on."}
 
 

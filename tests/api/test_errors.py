@@ -91,6 +91,8 @@ async def test_an_error_has_its_status(world: World, error: errors.ServeError, s
         ),
         ({"messages": user("Hi"), "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"messages": user([{"type": "text"}])}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
+        ({"messages": [*user("Hi"), {"role": "function", "content": "x"}]}, "messages[1].role"),
         ({"messages": user("Hi"), "response_format": {"type": "xml"}}, "response_format.type"),
         ({"messages": user("Hi"), "structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"messages": user("Hi"), "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
@@ -126,6 +128,7 @@ async def test_a_wrong_completion_names_its_parameter(world: World, body: dict[s
     response = await world.http.post("/v1/completions", json=body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+    assert "Value error" not in response.json()["error"]["message"]
 
 
 async def test_several_problems_are_told_at_once(world: World):

@@ -121,6 +121,14 @@ async def test_a_function_is_called_and_its_output_goes_back(world: World):
     arguments: list[Any] = [
         {"previous_response_id": first.id, "input": [output]},
         {"input": [{"role": "user", "content": "Weather?"}, *(item.model_dump() for item in first.output), output]},
+        {
+            "input": [
+                {"role": "user", "content": "Weather?"},
+                {"type": "item_reference", "id": message.id},
+                {"id": call.id},
+                output,
+            ]
+        },
     ]
     for argument in arguments:
         seen.clear()
@@ -268,21 +276,25 @@ async def test_a_kept_response_is_not_streamed_again(world: World):
 
 IMAGE = {"type": "input_image", "image_url": "data:"}
 BAD: list[tuple[dict[str, Any], int, str | None]] = [
-    ({"input": None}, 400, None),
-    ({"input": []}, 400, "messages"),
-    ({"input": ["Hi"]}, 400, None),
+    ({"input": None}, 400, "input"),
+    ({"input": []}, 400, "input"),
+    ({"input": ["Hi"]}, 400, "input"),
     ({"input": [{"role": "user", "content": [IMAGE]}]}, 400, "input[0].content[0]"),
     ({"input": [{"role": "user", "content": ["Hi"]}]}, 400, "input[0].content[0]"),
     ({"input": [{"role": "user"}]}, 400, "input[0].content"),
     ({"input": [{"role": "cat", "content": "Hi"}]}, 400, "input[0].role"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "input[0].id"),
+    ({"input": [{"type": "item_reference"}]}, 400, "input[0].id"),
+    ({"input": [{"id": "x"}]}, 400, "input[0].id"),
+    ({"input": [{"type": "web_search_call", "id": "x"}]}, 400, "input[0].type"),
     ({"input": [{"type": ["message"], "role": "user", "content": "Hi"}]}, 400, "input[0].type"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, 400, "input[0].call_id"),
     ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "1"}]}, 400, "input[0].arguments"),
     ({"input": [{"type": "function_call_output", "call_id": "a"}]}, 400, "input[0].output"),
     ({"input": [{"type": "reasoning", "content": "x"}]}, 400, "input[0].content"),
     ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
-    ({"tools": [{"type": "function"}]}, 400, "tools[0].function.name"),
+    ({"tools": [{"type": "function"}]}, 400, "tools[0].name"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools[0].name"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "g"}}, 400, "tool_choice"),
     ({"tool_choice": "required"}, 400, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "tools": []}}, 400, "tool_choice"),
@@ -323,14 +335,24 @@ async def test_the_store_forgets_what_was_not_used_for_longest():
         store.get("b")
 
 
-async def test_the_store_is_bounded_by_size_too(world: World):
+@pytest.mark.parametrize("is_referenced", [False, True])
+async def test_the_store_is_bounded_by_size_too(world: World, is_referenced: bool):
     app = create_app(world.pool, Config())
     app.state.responses = ResponseStore(max_bytes=700)
-    ids, text = [], "x" * 200
+    ids: list[str] = []
+    text = "x" * 200
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
-        for body in ({"input": text}, {"input": text, "previous": True}, {"input": "Hi"}):
-            previous = {"previous_response_id": ids[-1]} if body.pop("previous", False) else {}
-            ids.append((await http.post("/v1/responses", json={**body, **previous})).json()["id"])
+
+        async def ask(**body: Any) -> None:
+            ids.append((await http.post("/v1/responses", json=body)).json()["id"])
+
+        await ask(input=text)
+        if is_referenced:
+            items = (await http.get(f"/v1/responses/{ids[0]}/input_items")).json()["data"]
+            await ask(input=[{"role": "user", "content": text}, {"type": "item_reference", "id": items[0]["id"]}])
+        else:
+            await ask(input=text, previous_response_id=ids[0])
+        await ask(input="Hi")
         kept = [(await http.get(f"/v1/responses/{response_id}")).status_code == 200 for response_id in ids]
     assert kept == [False, True, True]  # the second holds the first one's items, too
 

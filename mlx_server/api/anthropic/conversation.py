@@ -131,8 +131,13 @@ def _instruct(turns: Turns, text: str) -> None:
 
 
 def _result_text(block: Block, where: str) -> str:
-    text = _joined(block.get("content") or "", f"{where}.content", _text)
+    text = _joined(block.get("content") or "", f"{where}.content", _result_part)
     return f"Error: {text}" if block.get("is_error") else text
+
+
+def _result_part(block: Block, where: str) -> str:
+    """What a part of a tool's result says; a search for tools names those that it has found."""
+    return string_in(block, "tool_name", where) if block.get("type") == "tool_reference" else _text(block, where)
 
 
 def _text(block: Block, where: str) -> str:

@@ -19,7 +19,7 @@ from mlx_server.api.collect import Answer
 from mlx_server.api.context import Context
 from mlx_server.api.disconnect import until_disconnect
 from mlx_server.api.openai.exchange import open_exchange
-from mlx_server.api.openai.responses_input import normalise_input
+from mlx_server.api.openai.responses_input import normalise_input, referenced_ids
 from mlx_server.api.openai.responses_output import ResponseShape, whole_output
 from mlx_server.api.openai.responses_request import ResponsesRequest
 from mlx_server.api.openai.responses_store import Keeping, ResponseStore, StoredResponse
@@ -44,7 +44,8 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
     """A response, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
     sampling = body.sampling(exchange.engine.default_sampling)
-    previous, items = _previous(body, store), normalise_input(body.input)
+    previous, kept = _previous(body, store), store.find_items(referenced_ids(body.input))
+    items = normalise_input(body.input, kept.items)
     earlier = () if previous is None else previous.items
     plan = await until_disconnect(request, context.chats.plan(exchange.engine, body.call(items, earlier)))
     # The id is a key to what is kept, so it is never one that a client has chosen.
@@ -56,7 +57,7 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
         sampling=sampling,
     )
     job = exchange.chat_job(plan, body, sampling, shape.response_id)
-    num_bytes = len(await request.body()) + (0 if previous is None else previous.num_bytes)
+    num_bytes = len(await request.body()) + kept.num_bytes + (0 if previous is None else previous.num_bytes)
     keeping = Keeping(store if body.store is not False else None, (*earlier, *items), num_bytes)
     if not body.stream:
         return await exchange.whole(job, partial(_whole_body, shape, keeping))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mlx_server.api.openai.responses_store import Item
 from mlx_server.api.turns import Turns
@@ -15,10 +15,35 @@ _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output":
 ROLES = ("user", "assistant", "system", "developer")
 
 
-def normalise_input(value: str | Sequence[Item]) -> list[Item]:
-    """The items with a type and an id each, and content as parts, as they are handed out again."""
+def referenced_ids(value: str | Sequence[Item]) -> set[str]:
+    """The ids of items that are not sent, but referred to."""
+    ids = (item.get("id") for item in value if not isinstance(item, str) and _is_reference(item))
+    return {item_id for item_id in ids if isinstance(item_id, str)}
+
+
+def normalise_input(value: str | Sequence[Item], referenced: Mapping[str, Item]) -> list[Item]:
+    """The items with a type and an id each, and content as parts, as they are handed out again; `referenced`, by id, in
+    the place of references. Raises `InvalidRequestError` for references to others."""
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    return [_normalised(item) for item in items]
+    return [
+        _referenced(item, referenced, f"input[{index}]") if _is_reference(item) else _normalised(item)
+        for index, item in enumerate(items)
+    ]
+
+
+def _is_reference(item: Item) -> bool:
+    """Their type may be left out."""
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "id" in item and not item.keys() & {"role", "content"})
+
+
+def _referenced(item: Item, referenced: Mapping[str, Item], where: str) -> Item:
+    item_id = string_in(item, "id", where)
+    if item_id not in referenced:
+        raise InvalidRequestError(
+            f"{where} refers to the item {item_id}, which is not kept here; send the item itself.", f"{where}.id"
+        )
+    return referenced[item_id]
 
 
 def _normalised(item: Item) -> Item:

@@ -143,6 +143,8 @@ class ResponsesRequest(GenerationFields):
             turns.instruct(self.instructions)
         read_items(turns, earlier, "previous_response_id")
         read_items(turns, items)
+        if not turns.messages():
+            raise InvalidRequestError("input is empty; send a text, or at least one item.", "input")
         return ChatCall(
             messages=turns.messages(),
             tool_use=self._tool_use(),
@@ -199,6 +201,12 @@ def _nested(tool: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where} is of type {tool.get('type')}; this server runs no tools of its own, only functions of the "
             "client's can be called.",
             f"{where}.type",
+        )
+    if not isinstance(tool.get("name"), str) or not tool["name"]:
+        raise InvalidRequestError(
+            f"{where}.name must be a non-empty string. A tool's name and parameters stand beside its type here, not in "
+            "a function.",
+            f"{where}.name",
         )
     function = {key: value for key, value in tool.items() if key != "type" and value is not None}
     return {"type": "function", "function": function}

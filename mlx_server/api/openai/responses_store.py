@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,14 @@ class StoredResponse:
     def items(self) -> tuple[Item, ...]:
         """The conversation with the answer, from which the next response goes on."""
         return (*self.input_items, *self.body["output"])
+
+
+@dataclass(frozen=True, slots=True)
+class KeptItems:
+    """Items by their ids, and what the requests had that sent them, at most."""
+
+    items: Mapping[str, Item]
+    num_bytes: int
 
 
 class ResponseStore:
@@ -72,6 +80,20 @@ class ResponseStore:
         if found is not None:
             self._responses.move_to_end(key)
         return found
+
+    def find_items(self, ids: Collection[str]) -> KeptItems:
+        """Those items of kept responses that have these ids; it counts as a use of their responses."""
+        found: dict[str, Item] = {}
+        num_bytes = 0
+        own = [key for key in reversed(self._responses) if key[0] == self._owner]
+        for key in own if ids else ():
+            response = self._responses[key]
+            new = {item["id"]: item for item in response.items if item["id"] in ids and item["id"] not in found}
+            if new:
+                found.update(new)
+                num_bytes += response.num_bytes
+                self._responses.move_to_end(key)
+        return KeptItems(found, num_bytes)
 
     def get(self, response_id: str) -> StoredResponse:
         """Like `find`; raises `NotFoundError`."""
