@@ -56,7 +56,7 @@ class StepComposer:
         self.starved: list[Request] = []
         self._starving_since: float | None = None
         self._is_short = False
-        self._is_oldest_owed = False
+        self._owed = 0  # prompt tokens of steps of which those who have aged have not had their part
         self._now = 0.0
 
     @property
@@ -183,12 +183,14 @@ class StepComposer:
         share = self._share(step.num_decode_tokens, candidates[0], streams)
         if share.num_tokens <= 0:
             return
-        self._serve_oldest(step, candidates, share, now)
+        aged = self._serve_oldest(step, candidates, share, now)
         while candidates:
             self._serve(step, candidates, share, now)
             is_full = share.num_tokens <= step.num_prompt_tokens
             waiting = [] if is_full else self._admission.candidates(now)
             candidates = [request for request in waiting if share.left(step, request) > 0]
+        if aged is not None:
+            self._settle(step, aged)
 
     def _has_tokens_for(self, request: Request) -> bool:
         """Whether running prompts that come before a waiting one will leave it tokens of the step, or of the next if
@@ -234,26 +236,51 @@ class StepComposer:
             room = min(room, rest if most < rest <= _STRETCH * most else most)
         return _PromptShare(first.priority, room, beside)
 
-    def _serve_oldest(self, step: StepBuilder, candidates: list[Request], share: _PromptShare, now: float) -> None:
-        """Who has aged past all others gets its part of a step that prompts of better tiers would fill. If they end in
-        it, the part comes on top, as far as the token budget goes, so that they still do, and only if the oldest had
-        none of the step before."""
+    def _serve_oldest(
+        self, step: StepBuilder, candidates: list[Request], share: _PromptShare, now: float
+    ) -> _Aged | None:
+        """Who has aged past all others gets its part of a step that prompts of better tiers would fill; None if there
+        is nobody, or nobody better.
+
+        It is one in `AGED_SHARE` of the prompts' tokens. Prompts that go on in later steps anyway cede it what is due
+        and what is owed from before, up to half of theirs. The best tier's cede nothing if they end in this step: then
+        the part comes on top, as far as the token budget goes, and only if another is owed already. So it is paid by
+        worse tiers, or between the best one's prompts, as long as there are such.
+        """
         able = [request for request in candidates if self._admission.may_come_first(request)]
         oldest = min(able, key=self._table.waiting.key, default=None)
-        better = [] if oldest is None else [request for request in candidates if request.priority < oldest.priority]
-        if oldest is None or not better:
-            return
-        part = min(max(share.num_tokens // AGED_SHARE, 1), self._wanted(oldest))
-        wanted = sum(map(self._wanted, better))
-        left = share.num_tokens - wanted
-        if 0 <= left < part and not self._is_oldest_owed:
-            part = 0
-        room = self._limits.max_num_batched_tokens - step.num_decode_tokens
-        self._serve(step, better, share if left >= 0 and wanted + part <= room else share.less(part), now)
+        if oldest is None:
+            return None
+        better = [request for request in candidates if request.priority < oldest.priority]
+        if not better:
+            self._owed = 0
+            return None
+        aged = _Aged(oldest, self._admission.first_token(oldest))
+        best = [request for request in better if request.priority == better[0].priority]
+        wanted = sum(map(self._wanted, best))
+        do_end = wanted <= share.num_tokens
+        part = min(self._part(share, wanted), self._wanted(oldest))
+        if do_end and wanted + part <= self._limits.max_num_batched_tokens - step.num_decode_tokens:
+            self._serve(step, best, share, now)
+        self._serve(step, better, share.less(part), now)
         if part:
             most = max(share.num_tokens_of_worse, step.num_prompt_tokens + part)
             self._serve(step, [oldest], _PromptShare(oldest.priority, most, most), now)
-        self._is_oldest_owed = oldest not in step
+        return aged
+
+    def _part(self, share: _PromptShare, num_best: int) -> int:
+        """Tokens for the oldest of a step for which the best tier has `num_best`."""
+        if num_best > share.num_tokens:
+            return min((self._owed + share.num_tokens) // AGED_SHARE, max(share.num_tokens // 2, 1))
+        filled = max(num_best, share.num_tokens_of_worse)
+        part = min((self._owed + filled) // AGED_SHARE, (filled - num_best) // 2)
+        return max(part, filled // AGED_SHARE) if self._owed >= filled else part
+
+    def _settle(self, step: StepBuilder, aged: _Aged) -> None:
+        """Books what those who have aged were due in this step, and what they got."""
+        num_computed = aged.request.num_computed_tokens - aged.start if aged.request in step else 0
+        owed = self._owed + step.num_prompt_tokens - AGED_SHARE * num_computed
+        self._owed = min(max(owed, 0), self._limits.max_num_batched_tokens)
 
     def _serve(self, step: StepBuilder, candidates: list[Request], share: _PromptShare, now: float) -> None:
         """Spends the share on prompts, in this order."""
@@ -393,6 +420,14 @@ class _PromptShare:
         """What `request` may still take."""
         most = self.num_tokens if request.priority <= self.priority else self.num_tokens_of_worse
         return most - step.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Aged:
+    """Who has aged past better tiers, and where its prompt stood before the step."""
+
+    request: Request
+    start: int
 
 
 def _priority(request: Request) -> int:

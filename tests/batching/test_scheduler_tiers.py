@@ -102,6 +102,39 @@ def test_the_oldest_takes_nothing_of_a_prompt_that_ends_in_the_step() -> None:
     assert "aged" in chunks(world.step())
 
 
+@pytest.mark.parametrize("num_high", [100, MOST_TOKENS])
+def test_what_the_oldest_is_owed_is_paid_by_the_tier_between(num_high: int) -> None:
+    """The prompts of NORMAL go on for long, but are not why HIGH's would cede anything."""
+    world = decoding_world(Priority.LOW)
+    world.now = 100.0
+    world.add(make_request("aged", 300, priority=Priority.LOW, arrival_s=70.0))
+    world.add(make_request("normal", 2000, priority=Priority.NORMAL, arrival_s=100.0))
+    world.add(make_request("high", num_high, max_tokens=1, priority=Priority.HIGH, arrival_s=100.0))
+    assert chunks(world.step()).keys() == {"d0", "d1", "d2", "d3", "high"}
+    step = chunks(world.step())
+    part = (num_high + MOST_TOKENS) // 8
+    assert (step["aged"], step["normal"]) == ((0, part), (0, MOST_TOKENS - part))
+    world.add(make_request("next", num_high, max_tokens=1, priority=Priority.HIGH, arrival_s=world.now))
+    assert chunks(world.step())["next"] == (0, num_high)
+    assert chunks(world.step())["aged"] == (part, part), "it is owed for one step again, and due in another"
+
+
+def test_short_prompts_of_the_best_tier_leave_the_oldest_its_part_of_what_the_next_tier_fills() -> None:
+    world = decoding_world(Priority.LOW)
+    world.now = 100.0
+    world.add(make_request("aged", 300, priority=Priority.LOW, arrival_s=70.0))
+    world.add(make_request("normal", 2000, priority=Priority.NORMAL, arrival_s=100.0))
+    num_tokens, num_aged = 0, 0
+    for index in range(16):
+        world.add(make_request(f"high{index}", 4, max_tokens=1, priority=Priority.HIGH, arrival_s=world.now))
+        step = chunks(world.step())
+        assert step[f"high{index}"] == (0, 4)
+        num_tokens += sum(count for name, (_, count) in step.items() if not name.startswith("d"))
+        num_aged += step.get("aged", (0, 0))[1]
+    assert num_tokens > 16 * TOKENS
+    assert num_tokens - MOST_TOKENS < 8 * num_aged <= num_tokens
+
+
 # --- seats ------------------------------------------------------------------------------------------------
 
 

@@ -118,23 +118,29 @@ def beside_streams() -> Flood:
 @pytest.mark.parametrize("num_tokens", [200, MOST_TOKENS - 4, MOST_TOKENS, 1000])
 def test_prompts_that_leave_no_stream_behind_leave_the_oldest_its_part(num_tokens: int) -> None:
     """Each is computed in a step or a few and wants one token: there is never a stream of their tier, whose target
-    would keep a part of the step for the oldest. It gets its part in every other step at least."""
+    would keep a part of the step for the oldest. It gets a ninth of all prompt tokens (an eighth of HIGH's, on top of
+    them), but for two steps' worth."""
     flood = beside_streams()
+    counters = flood.scheduler.counters
+    before = counters.num_prompt_tokens_computed
     name = flood.add(Priority.LOW, 10 * PART, 1, age_s=LONG_AGO)
-    num_steps = 0
     while name not in flood.ended:
         flood.add(Priority.HIGH, num_tokens, 1)
         flood.step()
-        num_steps += 1
-        assert num_steps <= 2 * 10 + 1, "it starves"
+        num_computed = counters.num_prompt_tokens_computed - before
+        assert num_computed <= 9 * 10 * PART + 2 * (MOST_TOKENS + PART), "it starves"
 
 
-def test_the_part_of_the_oldest_costs_a_better_prompt_nothing_that_leaves_room_for_it() -> None:
+def test_the_oldest_does_not_lengthen_a_better_prompts_step_before_it_is_owed_as_much() -> None:
     flood = beside_streams()
     aged = flood.add(Priority.LOW, 300, 1, age_s=LONG_AGO)
-    high = flood.add(Priority.HIGH, 300, 1)
+    first = flood.add(Priority.HIGH, 300, 1)
     step = chunks(flood.step())
-    assert (step[high], step[aged]) == ((0, 300), (0, PART))
+    assert step[first] == (0, 300)
+    assert aged not in step
+    second = flood.add(Priority.HIGH, 300, 1)
+    step = chunks(flood.step())
+    assert (step[second], step[aged]) == ((0, 300), (0, 300 // 8))
 
 
 def test_what_better_prompts_find_no_room_to_use_goes_to_the_oldest() -> None:
