@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import io
 import json
+from itertools import pairwise
+from pathlib import Path
 
 import httpx
 import pytest
@@ -443,6 +445,30 @@ def test_the_command_prints_tables_then_one_line_of_json(on_scripted, tmp_path, 
     assert figures == {name: value for name, value in written.items() if name in figures}
     assert set(written) - set(figures) == serve._ARRAYS
     assert len(written["ttfts"]) == 6
+
+
+@pytest.mark.parametrize(("how", "rates"), [("linear", [4, 6, 8]), ("exponential", [2 ** (5 / 3), 2 ** (7 / 3), 8])])
+def test_the_rate_grows_as_the_flags_say(on_scripted, tmp_path, how, rates):
+    path = tmp_path / "out.json"
+    flags = ["--request-rate", "2", "--ramp-up-end-rate", "8", "--ramp-up", how, "--burstiness", "1e9"]
+    assert serve.run(parsed(*flags, "--num-prompts", "4", "--json", str(path))) == 0
+    arrived_s = [asked.arrived_s for asked in on_scripted.measured]
+    gaps_s = [later - earlier for earlier, later in pairwise(arrived_s)]
+    assert [1 / gap_s for gap_s in gaps_s] == pytest.approx(rates, rel=1e-3)
+    written = json.loads(path.read_text())
+    assert [written[f"ramp_up_{name}"] for name in ("strategy", "start_rps", "end_rps")] == [how, 2.0, 8.0]
+
+
+def test_a_trace_is_replayed_as_the_flags_say_and_charted(on_scripted, tmp_path):
+    page, picture = tmp_path / "out.html", tmp_path / "out.png"
+    trace = ["--dataset", str(Path(__file__).parent / "bench_data" / "burstgpt.csv"), "--trace-speed", "10"]
+    assert serve.run(parsed(*trace, "--trace-shrink", "4", "--html", str(page), "--plot", str(picture))) == 0
+    first, second = on_scripted.measured
+    assert second.arrived_s - first.arrived_s == pytest.approx(11.3)
+    assert [len(asked.prompt.split()) for asked in (first, second)] == [118, 104]
+    assert [asked.num_tokens for asked in (first, second)] == [4, 69]
+    assert "burstgpt.csv" in page.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_terminal_sees_how_far_it_is_and_a_file_does_not(on_scripted, monkeypatch):

@@ -30,6 +30,16 @@ class Arrivals:
         scale = count / self.rate / times[-1]
         return [time * scale for time in times]
 
+    def describe_ramp(self) -> dict[str, float | str]:
+        """Under vLLM's keys; nothing for a constant rate."""
+        if self.end_rate is None:
+            return {}
+        return {
+            "ramp_up_strategy": "exponential" if self.is_exponential else "linear",
+            "ramp_up_start_rps": self.rate,
+            "ramp_up_end_rps": self.end_rate,
+        }
+
     def _rate(self, progress: float) -> float:
         if self.end_rate is None:
             return self.rate

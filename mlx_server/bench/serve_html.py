@@ -29,7 +29,10 @@ th:first-child, td:first-child { text-align: left; padding-left: 0; }
 pre { white-space: pre-wrap; }
 """
 _SPREADS = ("mean", "median", "std", "p90", "p95", "p99")
-_SETTINGS = ("model_id", "backend", "workload", "num_prompts", "max_concurrency", "request_rate", "burstiness", "seed")
+_SETTINGS = (
+    *("model_id", "backend", "workload", "num_prompts", "max_concurrency", "request_rate", "burstiness"),
+    *("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps", "seed"),
+)
 
 
 def render_report(result: Mapping[str, Any]) -> str:

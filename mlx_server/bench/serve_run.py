@@ -155,6 +155,7 @@ async def _send(
         "max_concurrency": load.max_concurrency,
         "request_rate": load.arrivals.rate if load.arrivals else "inf",
         "burstiness": load.arrivals.burstiness if load.arrivals else 1.0,
+        **(load.arrivals.describe_ramp() if load.arrivals else {}),
         **summarise(records, duration_s, load.goodput),
         **({"tiers": _by_tier(records, tiers, duration_s, load.goodput)} if load.tiers else {}),
         **describe_drafts(drafts, parse_drafts(await client.scrape())),
