@@ -123,6 +123,20 @@ _KIMI_LINEAR = {
 _ROPE_PER_TYPE = {
     kind: {"rope_theta": 10000.0, "rope_type": "default"} for kind in ("full_attention", "sliding_attention")
 }
+_PACKED = {
+    "schema_version": 1,
+    "tensor_namespace": "mlx-lm-text",
+    "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
+    "modules": [
+        {"path": path, "block": block, "embedding": False, "dtype": "float16"}
+        for path, block in (
+            *((f"model.layers.{layer}.mlp.gate_proj", 0) for layer in range(4)),
+            *((f"model.layers.{layer}.mlp.down_proj", 512) for layer in range(4)),
+        )
+    ]
+    + [{"path": "model.embed_tokens", "block": 0, "embedding": True, "dtype": "float16"}],
+    "text_config": {**_QWEN3_5_TEXT, "num_experts": 0, "hidden_size": 128, "intermediate_size": 512},
+}
 _LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 _INDEXER = {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 20, "num_key_value_heads": 4}
 
@@ -464,6 +478,7 @@ _OWN: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
             "attention_window_size": WINDOW,
         },
         "plamo3": {"window_size": WINDOW, "sliding_window_pattern": 2},
+        "prism_hadamard_qwen35": _PACKED,
         "qwen": {"kv_channels": 16},
         "qwen2": {},
         "qwen2_moe": {},
@@ -513,8 +528,8 @@ LEVELS: MappingProxyType[str, str] = MappingProxyType(
         **dict.fromkeys(
             (
                 *("baichuan_m1", "bailing_moe_linear", "falcon_h1", "gear", "granitemoehybrid", "jamba", "lfm2"),
-                *("lfm2-vl", "lfm2_moe", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe"),
-                *("qwen3_next", "recurrent_gemma", "rwkv7"),
+                *("lfm2-vl", "lfm2_moe", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "prism_hadamard_qwen35"),
+                *("qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "rwkv7"),
             ),
             "recurrent mixers",
         ),
@@ -544,20 +559,35 @@ REFUSED: MappingProxyType[str, str] = MappingProxyType(
 adds its mask to the scores as a number, and places its sparse blocks by the length of the call; plamo3 decodes with
 a window that is one shorter than in prompts."""
 
-NOT_BUILT_HERE: MappingProxyType[str, str] = MappingProxyType(
+NEEDS_METAL = ("bitnet", "muse_spark")
+"""Architectures whose layers are Metal kernels: refused on other machines; on a Mac the probe at load decides."""
+
+BROKEN = ("olmo",)
+"""Architectures that fail in mlx-lm itself, and are refused."""
+
+_NOT_SERVED: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
     {
-        "bitnet": "its layers are Metal kernels",
-        "muse_spark": "its rope is a Metal kernel",
-        "olmo": "its module needs the ai2-olmo package",
-        "prism_hadamard_qwen35": "its configuration lists packed weights; otherwise it is qwen3_5",
+        "bitnet": {},
+        "muse_spark": {
+            "text_config": {
+                **_LAYERS,
+                "post_norm_eps": 1e-5,
+                "rope_parameters": {"rope_theta": 10000.0},
+                "layer_rope_theta": [10000.0, 0],
+                "final_logit_softcapping": 30.0,
+                "output_multiplier": 1.0,
+                "moe_hidden_size": 32,
+                "num_shared_experts": 0,
+            }
+        },
+        "olmo": {"d_model": 64, "n_layers": 2, "n_heads": 4, "mlp_hidden_size": 96, "embedding_size": VOCAB_SIZE},
     }
 )
-"""Model files that have no test: mlx-lm cannot build a tiny model of them on every machine."""
 
 
 def config_of(architecture: str) -> dict[str, Any]:
-    """The configuration of one of `ARCHITECTURES`, which are mlx-lm's file names."""
-    own = dict(_OWN[architecture])
+    """The configuration of an architecture, by the name of mlx-lm's file."""
+    own = dict(_OWN.get(architecture) or _NOT_SERVED.get(architecture) or {})
     if "text_config" in own:
         own["text_config"] = {**COMMON, "model_type": architecture, **own["text_config"]}
     return {"model_type": architecture, **COMMON, **own}

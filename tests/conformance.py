@@ -50,6 +50,8 @@ class Row:
     calls_per_step: float
     is_recurrent: bool
     worst_error: float
+    pool_bytes: int
+    """Blocks and recurrent states that were booked before the first request."""
 
     def __str__(self) -> str:
         cached = "blocks and state" if self.is_recurrent else "blocks"
@@ -146,4 +148,5 @@ def check_crowd(subject: Subject) -> Row:
         first.num_model_calls / first.num_steps,
         info.is_recurrent,
         error,
+        info.num_blocks * info.block_bytes + info.state_bytes,
     )

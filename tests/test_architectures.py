@@ -10,19 +10,31 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 
+import mlx.core as mx
 import mlx_lm.models
 import pytest
 
+from mlx_server import LLM
+from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
+from mlx_server.engine.footprint import estimate_need
 from mlx_server.errors import ModelLoadError
-from tests.architectures import ARCHITECTURES, LEVELS, NOT_BUILT_HERE, REFUSED
+from tests.architectures import ARCHITECTURES, BROKEN, LEVELS, NEEDS_METAL, REFUSED, config_of
 from tests.conformance import CROWDED, HEADER, Subject, answer, check_crowd, worst_error
 from tests.engine_worlds import BACKENDS, random_prompts
+from tests.tiny_models import byte_tokenizer, describe_model_folder, save_model_folder
 
 DOCUMENTATION = Path(__file__).parents[1] / "docs" / "architectures.md"
 TOLERANCE = 5e-5
+MAX_TRACED_BYTES = 4096
+"""What tracing a tiny model may compute: constants like frequencies of rope. Its weights take more."""
+
+CHOOSES_ON_THE_HOST = {"dbrx"}
+"""Models that cannot be traced without being computed, since their code looks at which experts are chosen."""
+
 SERVED = [name for name in ARCHITECTURES if name not in REFUSED]
-"""Without `NOT_BUILT_HERE`."""
+"""Without those that need Metal, which may not be there."""
 
 NO_MODELS = {
     *("activations", "base", "bitlinear_layers", "cache", "gated_delta", "mla", "pipeline", "rope_utils", "ssm"),
@@ -34,7 +46,7 @@ NO_MODELS = {
 def test_the_table_names_every_model_file():
     """If this fails, mlx-lm has a new architecture: give it a configuration in `tests/architectures.py`."""
     files = {module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)}
-    assert files - NO_MODELS == {*ARCHITECTURES, *NOT_BUILT_HERE}
+    assert files - NO_MODELS == {*ARCHITECTURES, *NEEDS_METAL, *BROKEN}
 
 
 def test_the_documentation_names_every_model_file_where_it_belongs():
@@ -43,8 +55,8 @@ def test_the_documentation_names_every_model_file_where_it_belongs():
     )
     named = {kind: set(names.split(", ")) for kind, names in rows.items()}
     wanted = {level: {name for name in SERVED if LEVELS.get(name, "ragged") == level} for level in set(LEVELS.values())}
-    wanted |= {"ragged": {name for name in SERVED if name not in LEVELS}, "refused": set(REFUSED)}
-    assert named == wanted | {"not tried": set(NOT_BUILT_HERE)}
+    wanted |= {"ragged": {name for name in SERVED if name not in LEVELS}, "refused": {*REFUSED, *BROKEN}}
+    assert named == wanted | {"on Macs only": set(NEEDS_METAL)}
 
 
 def test_at_least_110_model_files_are_served():
@@ -52,13 +64,31 @@ def test_at_least_110_model_files_are_served():
 
 
 @pytest.mark.parametrize("architecture", SERVED)
-def test_answers_in_a_crowd_are_those_given_alone(architecture: str) -> None:
+def test_answers_in_a_crowd_are_those_given_alone(architecture: str, tmp_path: Path) -> None:
+    """And what its pools take was foreseen from the configuration alone, to the byte and without reading weights."""
+    foreseen = estimate(architecture, tmp_path)
     row = check_crowd(Subject(architecture))
     print(HEADER, row, sep="\n")
+    assert row.pool_bytes == foreseen
     assert row.worst_error <= TOLERANCE
     assert row.level == LEVELS.get(architecture, "ragged")
     if not row.level.startswith("whole model"):
         assert row.calls_per_step == 1
+
+
+def estimate(architecture: str, folder: Path) -> int:
+    """What the first pools of `CROWDED` will take, told from a folder that has no more than a configuration."""
+    settings = Config(
+        model=ModelConfig(model=str(describe_model_folder(config_of(architecture), folder))),
+        cache=CacheConfig(num_kv_blocks=CROWDED["num_kv_blocks"]),
+        scheduler=SchedulerConfig(max_num_seqs=CROWDED["max_num_seqs"]),
+    )
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    num_bytes = estimate_need(settings).kv_bytes
+    if architecture not in CHOOSES_ON_THE_HOST:
+        assert mx.get_peak_memory() - held < MAX_TRACED_BYTES, "the model was computed"
+    return num_bytes
 
 
 SCENARIOS = {
@@ -84,9 +114,43 @@ def test_answers_are_those_given_alone_however_they_come_about(architecture: str
 
 
 @pytest.mark.parametrize("architecture", REFUSED)
-def test_what_differs_is_refused_at_load(architecture: str) -> None:
+def test_what_differs_is_refused_at_load(architecture: str, tmp_path: Path) -> None:
+    subject = Subject(architecture)
+    config = {name: value for name, value in subject.config.items() if value is not None}
+    folder = save_model_folder(subject.model, config, tmp_path / "m", byte_tokenizer())
     with pytest.raises(ModelLoadError, match=REFUSED[architecture]):
-        Subject(architecture).make_llm()
+        LLM(str(folder), num_kv_blocks=32)
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="where Metal is, the probe at load decides")
+@pytest.mark.parametrize("architecture", NEEDS_METAL)
+def test_metal_kernels_are_missed_before_weights_are_read(architecture: str, tmp_path: Path) -> None:
+    folder = describe_model_folder(config_of(architecture), tmp_path)
+    with pytest.raises(ModelLoadError, match=f"Models of type {architecture} run on Macs only: .* no Metal"):
+        LLM(str(folder))
+
+
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
+    """mlx-lm's module ends the process where it is missing."""
+    folder = describe_model_folder(config_of("olmo"), tmp_path)
+    with pytest.raises(ModelLoadError, match=r"Models of type olmo are not served: .* the package ai2-olmo"):
+        LLM(str(folder))
+
+
+def test_what_fails_in_mlx_lm_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hf_olmo", ModuleType("hf_olmo"))
+    folder = describe_model_folder(config_of("olmo"), tmp_path)
+    try:
+        with pytest.raises(ModelLoadError, match="Models of type olmo do not run in mlx-lm itself: ValueError: "):
+            LLM(str(folder))
+    finally:
+        sys.modules.pop("mlx_lm.models.olmo", None)
+
+
+def test_an_unknown_type_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    folder = describe_model_folder(config_of("llama") | {"model_type": "nonsense"}, tmp_path)
+    with pytest.raises(ModelLoadError, match=r"Model type nonsense not supported\. Convert the model"):
+        LLM(str(folder))
 
 
 def main() -> None:
@@ -95,8 +159,8 @@ def main() -> None:
         print(check_crowd(Subject(name)), flush=True)
     for name, reason in REFUSED.items():
         print(f"{name:22} refused: {reason}")
-    for name, reason in NOT_BUILT_HERE.items():
-        print(f"{name:22} not tried here: {reason}")
+    for name in NEEDS_METAL:
+        print(f"{name:22} on Macs only")
 
 
 if __name__ == "__main__":

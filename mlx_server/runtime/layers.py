@@ -1,4 +1,4 @@
-"""What each layer of a model keeps between steps, found by sending tokens through mlx-lm's own caches."""
+"""What each layer of a model keeps between steps, found by tracing tokens through mlx-lm's own caches."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from mlx_server.runtime.kv_cache import LayerCache, ListLayerCache, PagedLayerCa
 _MORE_TOKENS = 8
 """After the first: more than any convolution or n-gram that mlx-lm's recurrent layers look back on."""
 
+_NO_METAL = "No Metal back-end"
+"""What MLX says where a Metal kernel is called in vain."""
+
 
 def discover_layers(model: Any) -> list[LayerCache]:
-    """Caches of ours for all that mlx-lm's would keep for `model`. Raises `ModelLoadError` for a kind of cache
-    that cannot be paged."""
+    """Caches of ours for all that mlx-lm's would keep for `model`. Shapes tell, so nothing is computed. Raises
+    `ModelLoadError` for a kind of cache that cannot be paged, and for a model that fails in mlx-lm itself."""
     plain = make_prompt_cache(model)
     for index, cache in enumerate(plain):
         _check(index, cache)
-    mx.eval(model(mx.array([[0]]), cache=plain))
+    _trace(model, 1, plain)
     shapes = [_state_shapes(cache) for cache in plain]
-    mx.eval(model(mx.array([[0] * _MORE_TOKENS]), cache=plain))
+    _trace(model, _MORE_TOKENS, plain)
     for index, cache in enumerate(plain):
         if _state_shapes(cache) != shapes[index]:
             raise ModelLoadError(
@@ -38,6 +41,21 @@ def discover_layers(model: Any) -> list[LayerCache]:
                 "no slot of one size for it yet."
             )
     return [_layer_cache(index, cache) for index, cache in enumerate(plain)]
+
+
+def _trace(model: Any, num_tokens: int, cache: list[Any]) -> None:
+    try:
+        model(mx.array([[0] * num_tokens]), cache=cache)
+    except Exception as error:  # mlx-lm raises whatever its files make it raise
+        kind = getattr(model, "model_type", type(model).__name__)
+        if _NO_METAL in str(error):
+            raise ModelLoadError(
+                f"Models of type {kind} run on Macs only: mlx-lm computes them with Metal kernels, and this machine "
+                "has no Metal."
+            ) from error
+        raise ModelLoadError(
+            f"Models of type {kind} do not run in mlx-lm itself: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _state_shapes(cache: Any) -> list[tuple[int, ...]]:

@@ -14,16 +14,17 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_mlx_model
 
 from mlx_server.adapter_entries import Adapter
-from mlx_server.config import BLOCK_SIZE, FULL_KV, CacheConfig
+from mlx_server.config import FULL_KV, CacheConfig
 from mlx_server.errors import ModelLoadError, ServeError
 from mlx_server.runtime import random_models
 from mlx_server.runtime.adapter_rows import AdapterRows
 from mlx_server.runtime.adapters import apply_adapter, install_adapters, merged_adapter
 from mlx_server.runtime.backends import choose_backend
+from mlx_server.runtime.blueprint import DTYPES, model_classes
 from mlx_server.runtime.kv_cache import PagedKVCache
 from mlx_server.runtime.layers import attention_specs, discover_layers
-from mlx_server.runtime.memory import checkpoint_slots, first_kv_blocks, max_kv_blocks, state_slots
 from mlx_server.runtime.model_runner import ModelRunner
+from mlx_server.runtime.pool_plan import plan_pools
 from mlx_server.runtime.probe import Probe
 from mlx_server.runtime.resolve import resolve_model
 from mlx_server.runtime.seam import install_seam
@@ -37,8 +38,6 @@ Pieces = Generator[float, None, T]
 _DEFAULT_CONTEXT = 8192
 _PIECE_BYTES = 64 * 2**20
 """Weights that are read at a time, with nobody's step in between."""
-
-_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ def load_in_pieces(
     if merged is not None:
         apply_adapter(model, merged)
     rows = install_adapters(model, adapters if merged is None else ())
-    wanted = _DTYPES.get(dtype) or (mx.float32 if mx.default_device() == mx.cpu else None)
+    wanted = DTYPES.get(dtype) or (mx.float32 if mx.default_device() == mx.cpu else None)
     if wanted is not None:
         model.set_dtype(wanted)
     yield 0.0
@@ -178,7 +177,9 @@ def exhaust(work: Pieces[T]) -> T:
 
 def _load_folder(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
     try:
-        model, config = load_mlx_model(folder, lazy=True, trust_remote_code=trust_remote_code)
+        model, config = load_mlx_model(
+            folder, lazy=True, get_model_classes=model_classes, trust_remote_code=trust_remote_code
+        )
     except ServeError:
         raise
     except Exception as error:  # mlx-lm raises whatever its files make it raise
@@ -221,36 +222,30 @@ def make_runner(
         runner.warm_up_sampler()
         yield 1.0
         mx.clear_cache()  # what the probe has used is free again
-        num_slots = state_slots(cache.slot_bytes, max_num_seqs, state_limit_bytes)
-        num_checkpoints = checkpoint_slots(cache.slot_bytes, num_slots, state_limit_bytes)
-        state_bytes = (num_slots + num_checkpoints) * cache.slot_bytes
-        block_bytes = max(1, cache.block_bytes)  # there are models that keep nothing in blocks
-        num_groups = len(cache.windows)
-        useful_blocks = -(-max_num_tokens // BLOCK_SIZE)
-        max_blocks = num_groups * max_kv_blocks(
-            pool.kv_cache_memory,
-            pool.num_kv_blocks,
-            num_groups * block_bytes,
-            useful_blocks,
-            kv_limit_bytes - state_bytes,
+        plan = plan_pools(
+            cache,
+            pool,
+            max_num_tokens=max_num_tokens,
+            max_num_seqs=max_num_seqs,
+            kv_limit_bytes=kv_limit_bytes,
+            state_limit_bytes=state_limit_bytes,
         )
-        num_blocks = num_groups * (pool.num_kv_blocks or first_kv_blocks(max_blocks // num_groups))
-        cache.allocate(num_blocks, max_blocks, num_slots=num_slots, num_checkpoints=num_checkpoints)
+        cache.allocate(plan.num_blocks, plan.max_blocks, num_slots=plan.num_slots, num_checkpoints=plan.num_checkpoints)
     except BaseException:
         runner.close()
         raise
     info = RunnerInfo(
-        num_blocks=num_blocks,
-        max_blocks=max_blocks,
-        block_bytes=block_bytes,
+        num_blocks=plan.num_blocks,
+        max_blocks=plan.max_blocks,
+        block_bytes=plan.block_bytes,
         windows=cache.windows,
         backend=cache.backend.name,
         context_doubling_tokens=_context_doubling(loaded),
         level=str(runner.forward.level),
-        max_num_seqs=num_slots,
+        max_num_seqs=plan.num_slots,
         is_recurrent=bool(cache.recurrent),
-        num_checkpoints=num_checkpoints,
-        state_bytes=state_bytes,
+        num_checkpoints=plan.num_checkpoints,
+        state_bytes=plan.state_bytes,
     )
     return runner, info
 

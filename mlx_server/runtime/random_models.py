@@ -91,21 +91,27 @@ def build_random(config: Config, seed: int) -> nn.Module:
 
 
 def randomize(model: nn.Module, seed: int) -> None:
-    """Overwrites every parameter with float32 noise that depends on `seed` and on the parameters' names and shapes.
+    """Overwrites every parameter with float32 noise that depends on `seed` and on the parameters' names and shapes;
+    packed ones, of whole numbers, with random bits.
 
     The noise is uniform: random bits, scaled and shifted, so every device draws the same up to one rounding.
     Its scales make greedy outputs vary: weights of twice the variance-keeping gain make what a layer adds
     depend on the whole context, and an embedding smaller than that keeps a tied head from repeating its input.
     """
-    parameters = sorted((name, old.shape) for name, old in tree_flatten(model.parameters()))
+    parameters = sorted(tree_flatten(model.parameters()), key=lambda item: item[0])
     keys = mx.random.split(mx.random.key(seed), len(parameters))
-    model.load_weights([(name, _draw(name, shape, keys[rank])) for rank, (name, shape) in enumerate(parameters)])
+    model.load_weights([(name, _draw(name, old, keys[rank])) for rank, (name, old) in enumerate(parameters)])
     mx.eval(model.parameters())
 
 
-def _draw(name: str, shape: tuple[int, ...], key: mx.array) -> mx.array:
+def _draw(name: str, old: mx.array, key: mx.array) -> mx.array:
+    shape = old.shape
+    if mx.issubdtype(old.dtype, mx.integer):
+        return mx.random.randint(0, 2 ** min(8 * old.dtype.size, 31), shape, old.dtype, key)
+    if name.endswith("signs"):
+        return 1.0 - 2.0 * mx.random.randint(0, 2, shape, key=key)
     mean, deviation = 0.0, 1.0
-    if name.endswith("bias"):
+    if name.endswith(("bias", "scales", "biases")):
         deviation = 0.1
     elif name.endswith("weight") and len(shape) == 1:
         mean, deviation = 1.0, 0.1
