@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from mlx_server.config import CacheConfig, Config, ModelConfig, ServerConfig
 from mlx_server.errors import EngineDeadError
+from mlx_server.model_entries import ModelEntry
 from mlx_server.pool.model_pool import ModelPool, build_pool
 from tests.api.worlds import Site, World
 from tests.browser import EXECUTABLE, browser
@@ -208,6 +209,32 @@ async def test_on_a_phone_the_page_fits_and_ids_are_short(served: Site) -> None:
         await page.until(f"{first_id}.textContent === {first_id}.title")
         assert await page.evaluate("getComputedStyle(document.body).backgroundColor") != light
         assert page.errors == []
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason="needs a browser: apt-get install chromium")
+async def test_curves_blocks_and_every_models_memory_are_drawn(site: Site) -> None:
+    folder, overrides = "random:mini", {"attention_backend": "reference"}
+    entries = [ModelEntry(id=name, model=folder, overrides=overrides, pinned=name == "one") for name in ("one", "two")]
+    settings = Config(models=tuple(entries), cache=CacheConfig(num_kv_blocks=BLOCKS))
+    pool = build_pool(settings)
+    await pool.start()
+    site.serve(pool, settings)
+    painted = "document.getElementById('{}').getContext('2d').getImageData(0, 0, 300, 30).data.some((part) => part > 0)"
+    cells = "[...document.querySelectorAll('#models tr')].map((row) => row.innerText.trim().split(/\\s+/))"
+    async with asyncio.timeout(60), browser(site.url) as page:
+        await page.until("document.getElementById('blocks-note')?.textContent")
+        assert not await page.evaluate(painted.format("ttft-line"))
+        await complete(site.http, model="one", prompt=list(range(1, 65)), max_tokens=9)
+        for canvas in ("rate-line", "ttft-line", "itl-line", "blocks"):
+            await page.until(painted.format(canvas))
+        await page.until("document.getElementById('running').textContent === '0'")
+        one, two = await page.evaluate(cells)
+        assert (one[0], one[1], one[-2:]) == ("one", "ready", ["0", "0"])
+        stats = pool.engines()[0].stats()
+        assert one[2:4] == [f"{(stats.weight_bytes + stats.kv_pool_bytes) / 2**20:.0f}", "MiB"]
+        assert two == ["two", "unloaded", "–", "–", "–"]
+        assert page.errors == []
+    await pool.stop(0)
 
 
 @pytest.mark.skipif(EXECUTABLE is None, reason="needs a browser: apt-get install chromium")

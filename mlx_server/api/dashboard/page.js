@@ -131,6 +131,7 @@ function show(snapshot) {
   newest = snapshot;
   for (const model of snapshot.models) if (model.stats) advance({ name: model.name, ...model.stats }, snapshot.time_s);
   offerModels(snapshot.models);
+  listModels(snapshot.models);
   draw();
 }
 
@@ -141,6 +142,13 @@ function offerModels(models) {
   const chosen = select.value;
   select.replaceChildren(...names.map((name) => new Option(name, name)));
   if (names.includes(chosen)) select.value = chosen;
+}
+
+function listModels(models) {
+  $("all-models").hidden = models.length < 2;
+  rows("models", models.map(({ name, state, stats }) => [
+    name, state, bytes(stats?.memory_bytes), number(stats?.running), number(stats?.waiting),
+  ]));
 }
 
 function draw() {
