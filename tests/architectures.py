@@ -541,7 +541,7 @@ LEVELS: MappingProxyType[str, str] = MappingProxyType(
             "mixers",
         ),
         "gemma2": "mixers, one request at a time",
-        **dict.fromkeys(("mistral4", "plamo"), "whole model"),
+        **dict.fromkeys(("longcat_flash_ngram", "mistral4", "plamo"), "whole model"),
         **dict.fromkeys(("afm7", "gpt_bigcode", "llama4"), "whole model, one request at a time"),
     }
 )
@@ -550,7 +550,6 @@ LEVELS: MappingProxyType[str, str] = MappingProxyType(
 REFUSED: MappingProxyType[str, str] = MappingProxyType(
     {
         "deepseek_v41": "Layer 0 keeps its state in a LayerCache",
-        "longcat_flash_ngram": "Layer 0 keeps a state that is smaller after one token",
         "phi3small": "its logits differ",
         "plamo3": "a window of 25 tokens where its cache keeps 24",
     }

@@ -13,13 +13,16 @@ from pathlib import Path
 from types import ModuleType
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm.models
 import pytest
+from mlx_lm.models.cache import ArraysCache
 
 from mlx_server import LLM
 from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from mlx_server.engine.footprint import estimate_need
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.layers import discover_layers
 from tests.architectures import ARCHITECTURES, BROKEN, LEVELS, NEEDS_METAL, REFUSED, config_of
 from tests.conformance import CROWDED, HEADER, Subject, answer, check_crowd, worst_error
 from tests.engine_worlds import BACKENDS, random_prompts
@@ -145,6 +148,25 @@ def test_what_fails_in_mlx_lm_itself_is_refused(tmp_path: Path, monkeypatch: pyt
             LLM(str(folder))
     finally:
         sys.modules.pop("mlx_lm.models.olmo", None)
+
+
+class Hoarder(nn.Module):
+    """Keeps all it has seen in a recurrent state."""
+
+    model_type = "hoarder"
+
+    def make_cache(self) -> list[ArraysCache]:
+        return [ArraysCache(1)]
+
+    def __call__(self, inputs: mx.array, cache: list[ArraysCache]) -> mx.array:
+        seen = cache[0][0]
+        cache[0][0] = inputs if seen is None else mx.concatenate([seen, inputs], axis=1)
+        return mx.zeros((*inputs.shape, 8))
+
+
+def test_a_state_without_bound_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="Layer 0 keeps a recurrent state that grows after 9 tokens"):
+        discover_layers(Hoarder())
 
 
 def test_an_unknown_type_is_refused_before_weights_are_read(tmp_path: Path) -> None:

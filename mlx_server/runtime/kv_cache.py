@@ -127,21 +127,22 @@ class PagedLayerCache(AttendsItself):
 
 
 class StateLayerCache:
-    """One layer's recurrent states: a slot a request in each of `num_entries` arrays, `[num_slots, ...]`.
+    """One layer's recurrent states: a slot a request in each of several arrays, `[num_slots, ...]`.
 
-    An array is made when the layer first writes it: only the layer knows its shape.
+    What a request keeps of its first few tokens may be shorter than its slot, which then has zeros before it.
     """
 
     lengths = None
     left_padding = None
 
-    def __init__(self, num_entries: int, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
-        self.entries: list[mx.array | None] = [None] * num_entries
+    def __init__(self, entries: Sequence[mx.array | None]) -> None:
+        """`entries` have the shapes and types of one request's, `[1, ...]`; None where nothing was written yet."""
+        self.slot_bytes = sum(entry.nbytes for entry in entries if entry is not None)
+        self.entries = [None if entry is None else mx.zeros((0, *entry.shape[1:]), entry.dtype) for entry in entries]
         self._num_slots = 0
 
     def allocate(self, num_slots: int) -> None:
-        """Makes room for `num_slots` requests. States whose shape is known are allocated, all of them lost."""
+        """Makes room for `num_slots` requests; all states are lost."""
         self._num_slots = num_slots
         self.entries = [
             None if entry is None else mx.zeros((num_slots, *entry.shape[1:]), entry.dtype) for entry in self.entries
@@ -160,9 +161,7 @@ class StateLayerCache:
         entry = self.entries[index]
         if entry is None:
             entry = self.entries[index] = mx.zeros((self._num_slots, *values.shape[1:]), values.dtype)
-        if entry.shape[1:] != values.shape[1:]:
-            raise UnpageableError(f"a state that changes its shape from {entry.shape[1:]} to {values.shape[1:]}")
-        entry[slots] = values.astype(entry.dtype)
+        entry[slots] = _filled_up(values, entry.shape[1:]).astype(entry.dtype)
 
     def copy(self, sources: mx.array, destinations: mx.array) -> None:
         """Copies whole slots; none is both."""
@@ -178,6 +177,16 @@ class StateLayerCache:
     def view(self, group: RowGroup) -> StateView:
         """The states of a group's requests."""
         return StateView(self, group)
+
+
+def _filled_up(values: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """States `[R, ...]` with zeros before those that are not yet as long as their slots, which are of `shape`."""
+    if values.shape[1:] == shape:
+        return values
+    missing = [long - short for long, short in zip(shape, values.shape[1:])]
+    if len(shape) != values.ndim - 1 or min(missing) < 0:
+        raise UnpageableError(f"a state that changes its shape from {shape} to {values.shape[1:]}")
+    return mx.pad(values, [(0, 0), *((count, 0) for count in missing)])
 
 
 class ListLayerCache:

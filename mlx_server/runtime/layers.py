@@ -18,8 +18,8 @@ from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.attention import LayerSpec
 from mlx_server.runtime.kv_cache import LayerCache, ListLayerCache, PagedLayerCache, StateLayerCache, leaves
 
-_MORE_TOKENS = 8
-"""After the first: more than any convolution or n-gram that mlx-lm's recurrent layers look back on."""
+_NUM_TRACED = 9
+"""Tokens at a time: more than any convolution or n-gram that mlx-lm's recurrent layers look back on."""
 
 _NO_METAL = "No Metal back-end"
 """What MLX says where a Metal kernel is called in vain."""
@@ -31,21 +31,21 @@ def discover_layers(model: Any) -> list[LayerCache]:
     plain = make_prompt_cache(model)
     for index, cache in enumerate(plain):
         _check(index, cache)
-    _trace(model, 1, plain)
+    _trace(model, plain)
     shapes = [_state_shapes(cache) for cache in plain]
-    _trace(model, _MORE_TOKENS, plain)
+    _trace(model, plain)
     for index, cache in enumerate(plain):
         if _state_shapes(cache) != shapes[index]:
             raise ModelLoadError(
-                f"Layer {index} keeps a state that is smaller after one token than after {1 + _MORE_TOKENS}: there is "
-                "no slot of one size for it yet."
+                f"Layer {index} keeps a recurrent state that grows after {_NUM_TRACED} tokens: there is no slot of one "
+                "size for it."
             )
     return [_layer_cache(index, cache) for index, cache in enumerate(plain)]
 
 
-def _trace(model: Any, num_tokens: int, cache: list[Any]) -> None:
+def _trace(model: Any, cache: list[Any]) -> None:
     try:
-        model(mx.array([[0] * num_tokens]), cache=cache)
+        model(mx.array([[0] * _NUM_TRACED]), cache=cache)
     except Exception as error:  # mlx-lm raises whatever its files make it raise
         kind = getattr(model, "model_type", type(model).__name__)
         if _NO_METAL in str(error):
@@ -87,7 +87,7 @@ def _layer_cache(index: int, cache: Any) -> LayerCache:
     if isinstance(cache, CacheList):
         return ListLayerCache([_layer_cache(index, part) for part in cache.caches])
     if isinstance(cache, ArraysCache):
-        return StateLayerCache(len(cache.cache), cache.nbytes)
+        return StateLayerCache(cache.cache)
     if cache.keys is None:
         raise ModelLoadError(f"Layer {index} has a cache but stores nothing in it; such layers cannot be paged yet.")
     _, num_kv_heads, _, key_dim = cache.keys.shape
