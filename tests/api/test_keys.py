@@ -256,6 +256,16 @@ async def test_keys_are_compared_in_constant_time(keyed: Keyed, monkeypatch: pyt
         assert {len(part) for pair in compared for part in pair} == {32}
 
 
+async def test_the_line_of_a_request_names_its_key_by_the_public_id(keyed: Keyed, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "mlx_server.requests")
+    keys = [keyed.new(), keyed.new()]
+    for key in keys:
+        assert await keyed.chat(key.text) == 200
+    await keyed.world.settle()
+    lines = [record for record in caplog.records if record.name == "mlx_server.requests"]
+    assert [(line.fields["key"], line.fields["tier"]) for line in lines] == [(key.key_id, "gold") for key in keys]
+
+
 async def test_no_key_is_in_logs_errors_or_what_the_server_tells(keyed: Keyed, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.DEBUG)
     keyed.world.configure_server(GOLD, key_file=str(keyed.path), api_key="sesame", admin_key="master")
