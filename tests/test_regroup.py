@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ChunkedKVCache
 
 from mlx_server.errors import InsufficientMemoryError
 from mlx_server.outputs import ScheduledChunk
@@ -138,3 +139,15 @@ def test_layers_that_share_kv_attend_where_it_lies(architecture: str) -> None:
         result = answer(llm, prompts, max_tokens)
     assert result.num_model_calls == result.num_steps
     assert worst_error(result, wanted) < 1e-4
+
+
+def test_who_attends_within_chunks_is_read_by_group_however_short_the_prompts_of_the_probe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until a context is longer than a chunk, plain attention in place would give the same logits."""
+    subject = Subject("qwen3")
+    monkeypatch.setattr(
+        type(subject.model), "make_cache", lambda self: [ChunkedKVCache(8192) for _ in self.layers], raising=False
+    )
+    with subject.make_llm() as llm:
+        assert llm.info.level == "mixers"
