@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from emulator.worlds import Chunk, make_backend, step_of, step_rows
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.config import BLOCK_SIZE
@@ -20,7 +21,7 @@ from mlx_server.runtime import memory
 from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
 from mlx_server.runtime.batch_state import BlockTables
 from mlx_server.runtime.kernels.cpu import CpuBackend
-from mlx_server.runtime.kv_cache import PagedKVCache, PagedLayerCache
+from mlx_server.runtime.kv_cache import PagedKVCache, PagedLayerCache, leaves
 from mlx_server.runtime.layer_groups import LayerGroup, group_layers
 from mlx_server.runtime.layers import discover_layers
 from tests.architectures import ARCHITECTURES, REFUSED, WINDOW, config_of
@@ -34,17 +35,17 @@ TOLERANCE = 1e-4
 
 
 def shape(windows: list[int | None]) -> list[tuple[int | None, int]]:
-    return [(group.window, len(group.members)) for group in group_layers(windows)]
+    return [(group.window, len(group.pools)) for group in group_layers(windows)]
 
 
 def test_layers_are_grouped_by_their_windows() -> None:
-    assert group_layers([None, None]) == [LayerGroup(None, (0, 1))]
-    assert group_layers([64, 64]) == [LayerGroup(64, (0, 1))]
-    assert group_layers([64, None]) == [LayerGroup(None, (1,)), LayerGroup(64, (0,))]
+    assert group_layers([None, None]) == [LayerGroup(None, ((0,), (1,)))]
+    assert group_layers([64, 64]) == [LayerGroup(64, ((0,), (1,)))]
+    assert group_layers([64, None]) == [LayerGroup(None, ((1,),)), LayerGroup(64, ((0,),))]
     assert group_layers([8, 64, None, 8, 64, None]) == [
-        LayerGroup(None, (2, 5)),
-        LayerGroup(8, (0, 3)),
-        LayerGroup(64, (1, 4)),
+        LayerGroup(None, ((2,), (5,))),
+        LayerGroup(8, ((0,), (3,))),
+        LayerGroup(64, ((1,), (4,))),
     ]
 
 
@@ -62,8 +63,8 @@ def test_groups_of_known_models_waste_little(windows: list[int | None], wanted: 
 
 
 def test_there_are_few_groups_whatever_the_layers_are() -> None:
-    assert len(group_layers([7, *[None] * 40])) <= 8
-    assert len(group_layers([*range(1, 12)])) == 11
+    assert len(group_layers([7, *[None] * 40])) <= 12
+    assert len(group_layers([*range(1, 15)])) == 14
 
 
 def make_cache(windows: list[int | None], dims: list[int]) -> PagedKVCache:
@@ -71,26 +72,32 @@ def make_cache(windows: list[int | None], dims: list[int]) -> PagedKVCache:
     return PagedKVCache(layers, ReferenceBackend())
 
 
-def test_only_layers_that_store_the_same_share_blocks() -> None:
+def test_layers_share_blocks_if_a_few_of_each_fill_the_same_memory() -> None:
     cache = make_cache([24, None, 24], [16, 16, 16])
     assert cache.windows == (None, 24, 24)
     assert cache.block_bytes == cache.paged[0].spec.block_bytes
     assert len({id(layer.pool) for layer in cache.paged}) == 1
-    other = make_cache([24, None, 24], [16, 32, 16])
-    assert other.windows == (None,)
-    assert other.block_bytes == sum(layer.spec.block_bytes for layer in other.paged)
-    assert len({id(layer.pool) for layer in other.paged}) == 3
+    wider = make_cache([24, None, 24], [16, 32, 16])
+    assert wider.windows == (None, 24)
+    assert wider.block_bytes == wider.paged[1].spec.block_bytes == 2 * wider.paged[0].spec.block_bytes
+    assert len({id(layer.pool) for layer in wider.paged}) == 1
+    odd = make_cache([24, None, 24], [16, 17, 16])
+    assert odd.windows == (None,)
+    assert odd.block_bytes == sum(layer.spec.block_bytes for layer in odd.paged)
+    assert len({id(layer.pool) for layer in odd.paged}) == 3
 
 
-def test_the_documentation_names_who_shares_blocks_and_who_does_not() -> None:
+def test_the_documentation_names_who_shares_blocks() -> None:
     text = (Path(__file__).parents[1] / "docs" / "architectures.md").read_text(encoding="utf-8")
-    named = [re.search(pattern, text) for pattern in (r"they do in (.+?)\. Where", r"they do not \(in (.+?);")]
+    named = re.search(r"That holds for (.+?)\. ", text)
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for architecture in ARCHITECTURES:
         if architecture not in REFUSED and (subject := Subject(architecture)).is_windowed:
             cache = PagedKVCache(discover_layers(subject.model), ReferenceBackend())
             found[cache.windows != (None,)].add(architecture)
-    assert [match and set(match[1].split(", ")) for match in named] == [found[True], found[False]]
+    assert named is not None
+    assert set(named[1].split(", ")) == found[True]
+    assert not found[False]
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------
@@ -156,14 +163,23 @@ WINDOWED = {
     "gemma3n": (None, WINDOW),
     "baichuan_m1": (None, WINDOW),
     "recurrent_gemma": (WINDOW,),
+    "gemma4_text": (None, WINDOW),
+    "mimo_v2_flash": (None, WINDOW),
 }
-"""Architectures whose layers share blocks, at several levels, and the windows that occur in them."""
+"""Architectures whose layers share blocks, at several levels, and the windows that occur in them. In the last two,
+layers with a window store K/V of other shapes than those without."""
 
 
 def deep(architecture: str) -> Subject:
     """With more windowed layers than others, where the configuration tells."""
     config = config_of(architecture)
-    if "sliding_window_pattern" in config:
+    if architecture == "gemma4_text":
+        types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+        config |= {"num_hidden_layers": 8, "num_kv_shared_layers": 3, "layer_types": [*types, *types[:3]]}
+    elif architecture == "mimo_v2_flash":
+        config |= {"num_hidden_layers": 4, "hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 0, 1]}
+        config |= {"num_key_value_heads": 1, "v_head_dim": 12}
+    elif "sliding_window_pattern" in config:
         config |= {"num_hidden_layers": 7, "sliding_window_pattern": 3}
     elif "layer_types" in config and architecture in ("gpt_oss", "olmo3"):
         types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
@@ -188,7 +204,7 @@ def test_answers_beyond_the_window_are_those_given_alone(architecture: str, back
     assert max(worst_error(first, wanted), worst_error(again, wanted[:2])) < TOLERANCE
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "recurrent_gemma"])
+@pytest.mark.parametrize("architecture", ["gemma3_text", "recurrent_gemma", "gemma4_text"])
 def test_pools_that_grow_and_are_cut_keep_what_windows_see(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every fifth step begins with a cut by all that is idle, which moves blocks."""
     monkeypatch.setattr(memory, "_FIRST_BLOCKS", 2)
@@ -197,6 +213,7 @@ def test_pools_that_grow_and_are_cut_keep_what_windows_see(architecture: str, mo
     def cut_often(self: ContinuousBatchingScheduler, now: float) -> SchedulerOutput | None:
         if next(num_steps) % 5 == 4:
             self.blocks.shrink(self.blocks.num_free_blocks)
+        self.check_integrity()
         return schedule(self, now)
 
     monkeypatch.setattr(ContinuousBatchingScheduler, "schedule", cut_often)
@@ -211,8 +228,9 @@ def test_pools_that_grow_and_are_cut_keep_what_windows_see(architecture: str, mo
     assert max(worst_error(first, wanted), worst_error(again, wanted)) < TOLERANCE
 
 
-def test_the_next_turn_hits_what_the_last_one_left() -> None:
-    subject = deep("gemma3_text")
+@pytest.mark.parametrize("architecture", ["gemma3_text", "gemma4_text"])
+def test_the_next_turn_hits_what_the_last_one_left(architecture: str) -> None:
+    subject = deep(architecture)
     (prompt,) = random_prompts((200,), seed=6)
     with subject.make_llm() as llm:
         first = answer(llm, [prompt], [30]).completions[0]
@@ -222,17 +240,80 @@ def test_the_next_turn_hits_what_the_last_one_left() -> None:
     assert worst_error(second, subject.wanted([turn], [5])) < TOLERANCE
 
 
-def test_windows_of_a_long_prompt_hold_a_window_and_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real engine, 3,000 tokens: counted whenever blocks are taken."""
+# --- long contexts --------------------------------------------------------------------------------------------------
+
+CONTEXT = 2**15
+LONG_WINDOW, LONG_CHUNK = 1000, 512
+MOST_HELD = 49
+"""Blocks of a window and a chunk, wherever the window begins in its first."""
+
+_SLIDING = ["sliding_attention"] * 3
+LONG: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"num_hidden_layers": 4, "sliding_window_pattern": 4},
+    "gpt_oss": {"num_hidden_layers": 4, "layer_types": [*_SLIDING, "full_attention"]},
+    "gemma4_text": {
+        "num_hidden_layers": 7,
+        "layer_types": [*_SLIDING, "full_attention", *_SLIDING],
+        "num_kv_shared_layers": 0,
+    },
+}
+"""Architectures whose layers store the same, and one whose windowed layers store half as much as the others."""
+
+
+def long(architecture: str) -> Subject:
+    config = {**config_of(architecture), **LONG[architecture], "hidden_size": 32, "intermediate_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return Subject(architecture, {**config, **heads, "max_position_embeddings": CONTEXT, "sliding_window": LONG_WINDOW})
+
+
+def greedy_in_chunks(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
+    """Plain mlx-lm's answer, the prompt in parts: attention over all of it at once would take 32 GiB."""
+    cache, ids = make_prompt_cache(model), prompt
+    answered: list[int] = []
+    while len(answered) < max_tokens:
+        for first in range(0, len(ids), LONG_CHUNK):
+            logits = model(mx.array([ids[first : first + LONG_CHUNK]]), cache=cache)
+            mx.eval(logits)
+        ids = [int(mx.argmax(logits[0, -1]))]
+        answered += ids
+    return answered
+
+
+def answer_long(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """A prompt of nearly 32,768 tokens and its greedy answer from a real engine, whose pool has the blocks for one
+    such request and few more: what its groups hold is counted whenever blocks are taken."""
     held = count_held(monkeypatch)
-    config = {**config_of("gemma3_text"), "max_position_embeddings": 4096, "sliding_window": 100}
-    subject = Subject("gemma3_text", config)
-    (prompt,) = random_prompts((3000,), seed=8)
-    chunk = 256
-    with subject.make_llm(max_model_len=4096, num_kv_blocks=100, max_num_batched_tokens=chunk) as llm:
-        result = answer(llm, [prompt], [8])
-        windows = llm.info.windows
-    assert worst_error(result, subject.wanted([prompt], [8])) < TOLERANCE
-    most = [max(column) for column in zip(*held, strict=True)]
-    wanted = {None: -(-3007 // BLOCK_SIZE), 100: -(-(100 + chunk) // BLOCK_SIZE) + 1}  # the window begins anywhere
-    assert most == [wanted[window] for window in windows]
+    layers = discover_layers(subject.model)
+    windows = PagedKVCache(layers, ReferenceBackend()).windows
+    assert sorted(windows, key=str) == [*[LONG_WINDOW] * (len(windows) - 1), None]
+    num_blocks = CONTEXT // BLOCK_SIZE + MOST_HELD * (len(windows) - 1)
+    (prompt,) = random_prompts((CONTEXT - 8,), seed=8)
+    with subject.make_llm(
+        max_model_len=CONTEXT,
+        num_kv_blocks=-(-num_blocks // len(windows)),
+        max_num_batched_tokens=LONG_CHUNK,
+    ) as llm:
+        (completion,) = answer(llm, [prompt], [8]).completions
+        assert llm.info.windows == windows
+        stats = llm.stats()
+    for window, column in zip(windows, zip(*held, strict=True), strict=True):
+        if window is None:
+            assert max(column) == CONTEXT // BLOCK_SIZE
+        else:
+            assert LONG_WINDOW // BLOCK_SIZE < max(column) <= MOST_HELD
+    all_bytes = sum(layer.spec.block_bytes for layer in leaves(layers) if isinstance(layer, PagedLayerCache))
+    assert stats.kv_pool_bytes < 0.4 * all_bytes * CONTEXT // BLOCK_SIZE
+    return prompt, list(completion.token_ids)
+
+
+@pytest.mark.parametrize("architecture", LONG)
+def test_windows_of_a_long_prompt_hold_a_window_and_a_chunk(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_long(long(architecture), monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", LONG)
+def test_answers_to_long_prompts_are_those_given_alone(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = long(architecture)
+    prompt, token_ids = answer_long(subject, monkeypatch)
+    assert token_ids == greedy_in_chunks(subject.model, prompt, len(token_ids))

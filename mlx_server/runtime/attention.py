@@ -6,7 +6,7 @@ runs on the MLX thread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -46,6 +46,15 @@ class StepPlan:
     block_tables: IntArray
     state_slots: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
 
+    def part(self, index: int, num_parts: int) -> StepPlan:
+        """The same for layers that see each block as `num_parts` blocks, and use those at `index`."""
+        blocks, offsets = np.divmod(self.slot_mapping, BLOCK_SIZE)
+        return replace(
+            self,
+            slot_mapping=(blocks * num_parts + index) * BLOCK_SIZE + offsets,
+            block_tables=self.block_tables * num_parts + index,
+        )
+
     @property
     def num_tokens(self) -> int:
         return len(self.positions)
@@ -82,6 +91,10 @@ class LayerSpec:
         """Bytes of one block's K and V in this layer."""
         return BLOCK_SIZE * self.token_bytes
 
+    def times(self, num_layers: int) -> LayerSpec:
+        """A layer whose blocks have room for those of so many like this, one after the other."""
+        return replace(self, num_kv_heads=num_layers * self.num_kv_heads)
+
 
 class AttentionBackend(Protocol):
     """Writes K/V into pools of 32-token blocks and attends over them where they lie.
@@ -108,13 +121,19 @@ class AttentionBackend(Protocol):
         """The pool after the change; the one given is gone. Every step that names it must have finished."""
         ...
 
+    def view_pool(self, pool: Any, spec: LayerSpec, num_parts: int) -> Any:
+        """The memory of a pool as that of layers like `spec`, of which `num_parts` fill a block: block b of the pool is
+        theirs from num_parts * b on. What is written to either is read from both; `state` of the pool covers its
+        views. They are gone when the pool changes."""
+        ...
+
     def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
         """Compiles what such a layer will need, and proves it, before the first request pays for it."""
         ...
 
     def plan(self, step: StepPlan) -> Any:
-        """Turns a step's plan into this backend's metadata; called once a step for each layer group, used by all of
-        its layers."""
+        """Turns a step's plan into this backend's metadata; called once a step for each place that layers have
+        in blocks, used by all layers that have it."""
         ...
 
     def attend(
@@ -182,6 +201,9 @@ class ReferenceBackend:
     def change_pool(self, pool: RowPool, change: PoolChange) -> RowPool:
         sources = block_sources(pool.num_blocks, change)
         return pool.take(mx.array(context_slots(sources, len(sources) * BLOCK_SIZE)))
+
+    def view_pool(self, pool: RowPool, spec: LayerSpec, num_parts: int) -> RowPool:
+        return pool.view(num_parts, spec.num_kv_heads, (spec.key_dim, spec.value_dim))
 
     def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
         return None

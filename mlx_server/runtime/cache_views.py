@@ -45,11 +45,11 @@ class PagedView:
     start_position = 0
     """Of mlx-lm's chunked cache, which forgets its front: this one keeps everything, and the mask hides it."""
 
-    def __init__(self, pool: RowPool, window: int | None, group: RowGroup, layer_group: int = 0) -> None:
+    def __init__(self, pool: RowPool, window: int | None, group: RowGroup, place: int = 0) -> None:
         self._pool = pool
         self._window = window
         self._group = group
-        self._places = group.places[layer_group]
+        self._places = group.places[place]
         self._num_new = 0
         self.keys: mx.array | None = None
         self.values: mx.array | None = None

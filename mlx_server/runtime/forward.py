@@ -61,7 +61,7 @@ class ModelForward:
         group; `owners` `[T]` the adapters of all rows, by index, or None if nobody has one."""
         num_tokens = plans[0].num_tokens
         num_rows = padded(num_tokens) if self._pads else num_tokens
-        self._cache.begin(plans, num_rows)
+        plans = self._cache.begin(plans, num_rows)
         if num_rows > num_tokens:
             ids = mx.pad(ids, (0, num_rows - num_tokens))
             if owners is not None:

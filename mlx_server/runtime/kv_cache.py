@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ import numpy as np
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import AttentionBackend, LayerSpec, StepPlan
 from mlx_server.runtime.cache_views import ListView, PagedView, StateView, StepMask, UnpageableError
-from mlx_server.runtime.layer_groups import LayerGroup, group_layers
+from mlx_server.runtime.layer_groups import LayerGroup, Place, group_layers, share_blocks
 from mlx_server.runtime.layer_pool import LayerPool
 from mlx_server.runtime.row_groups import RowGroup
 from mlx_server.runtime.seam import AttendsItself, hand_out
@@ -20,7 +21,7 @@ from mlx_server.runtime.seam import AttendsItself, hand_out
 
 @dataclass(slots=True)
 class StepContext:
-    """The step that the layers of one group are working on: set before each forward pass."""
+    """The step that the layers of one place are working on: set before each forward pass."""
 
     positions: mx.array
     metadata: Any
@@ -42,22 +43,19 @@ class PagedLayerCache(AttendsItself):
         self.is_chunked = is_chunked
         self.num_query_heads: int | None = None
         self.sinks: mx.array | None = None
+        self.spec = spec
         self.pool = LayerPool(spec)
-        self.layer_group = 0
+        self.place = 0
         self._kept_window: int | None = None
         self._step: StepContext | None = None
         self._keys: mx.array | None = None
         self._values: mx.array | None = None
         self._handed_out: tuple[mx.array, mx.array] | None = None
 
-    @property
-    def spec(self) -> LayerSpec:
-        return self.pool.spec
-
-    def join(self, layer_group: int, pool: LayerPool, kept_window: int | None) -> None:
-        """The layer is one of a group, and stores its K/V in a pool that it shares with one layer of each other. Of a
-        context, no more than `kept_window` tokens are kept."""
-        self.layer_group, self.pool, self._kept_window = layer_group, pool, kept_window
+    def join(self, place: int, pool: LayerPool, kept_window: int | None) -> None:
+        """The layer stores its K/V in a pool that it shares with layers of other places, of which each has plans of its
+        own. Of a context, no more than `kept_window` tokens are kept."""
+        self.place, self.pool, self._kept_window = place, pool, kept_window
 
     def begin(self, step: StepContext) -> None:
         """A forward pass over `step` follows."""
@@ -105,7 +103,7 @@ class PagedLayerCache(AttendsItself):
         self._keys = self._values = None
         self.num_query_heads, self.sinks = queries.shape[1], sinks
         return self.pool.backend.attend(
-            self.pool.content,
+            self.pool.content_for(self.spec),
             queries,
             keys,
             values,
@@ -117,7 +115,7 @@ class PagedLayerCache(AttendsItself):
 
     def view(self, group: RowGroup) -> PagedView:
         """The layer's K/V as a module that runs on `group` sees them."""
-        return PagedView(self.pool.rows(), self.window, group, self.layer_group)
+        return PagedView(self.pool.rows_for(self.spec), self.window, group, self.place)
 
     def _check_window(self, window: int | None) -> int | None:
         """Raises `UnpageableError` for one that is wider than what is kept."""
@@ -224,8 +222,8 @@ class PagedKVCache:
     """All layers' caches and pools of one model. MLX thread only.
 
     `layers` is what the model gets as its cache. `paged` and `recurrent` are the leaves of it, `groups` the groups of
-    layers that share blocks: if all store the same and some see a window only. Else they are one group that keeps
-    everything, each with a pool of its own.
+    layers that share blocks: if some see a window only, and a few of each fill the same memory. Else they are one
+    group that keeps everything, each with a pool of its own.
     """
 
     def __init__(self, layers: Sequence[LayerCache], backend: AttentionBackend) -> None:
@@ -235,8 +233,8 @@ class PagedKVCache:
         self.backend = backend
         self.num_blocks = 0
         self._num_slots = 0
-        self.groups = _groups_of(self.paged)
-        self._pools = _share_pools(self.paged, self.groups)
+        self.groups, num_parts = _groups_of(self.paged)
+        self._pools, self._places = _join_pools(self.paged, self.groups, num_parts)
         self._stores: list[LayerPool | StateLayerCache] = [*self._pools, *self.recurrent]
 
     @property
@@ -248,11 +246,13 @@ class PagedKVCache:
         """From the next allocation on, K/V are stored in `bits` a number: `backend` must be one for such layers by
         then. Raises `ConfigError` for dimensions that cannot be."""
         for pool in self._pools:
-            pool.spec = replace(pool.spec, bits=bits)
+            pool.quantize(bits)
+        for layer in self.paged:
+            layer.spec = replace(layer.spec, bits=bits)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one block takes: in as many layers as a group has."""
+        """Bytes that one block takes: in as many pools as a group fills."""
         return sum(pool.spec.block_bytes for pool in self._pools)
 
     @property
@@ -315,13 +315,15 @@ class PagedKVCache:
                 self.backend.warm_up(layer.spec, layer.num_query_heads, sinks=layer.sinks)
                 done.add(kind)
 
-    def begin(self, plans: Sequence[StepPlan], num_rows: int) -> None:
+    def begin(self, plans: Sequence[StepPlan], num_rows: int) -> tuple[StepPlan, ...]:
         """Prepares all layers for a forward pass over a step, of which each group has a plan; in `num_rows`, those
-        beyond its tokens at position 0."""
+        beyond its tokens at position 0. The plans of all places."""
+        plans = tuple([place.plan(plans) for place in self._places])
         positions = mx.array(np.pad(plans[0].positions, (0, num_rows - plans[0].num_tokens)))
         contexts = [StepContext(positions, self.backend.plan(plan)) for plan in plans]
         for layer in self.paged:
-            layer.begin(contexts[layer.layer_group])
+            layer.begin(contexts[layer.place])
+        return plans
 
     def resume_states(self, checkpoints: Sequence[int], slots: Sequence[int]) -> None:
         """Requests at `slots` go on from kept states."""
@@ -342,18 +344,28 @@ class PagedKVCache:
         return [array for store in self._stores for array in store.state()]
 
 
-def _groups_of(layers: Sequence[PagedLayerCache]) -> list[LayerGroup]:
+def _groups_of(layers: Sequence[PagedLayerCache]) -> tuple[list[LayerGroup], list[int]]:
+    """Groups, and how many layers like each fill a block of a pool."""
     is_windowed = any(layer.window is not None for layer in layers)
-    if is_windowed and len({layer.spec for layer in layers}) == 1:
-        return group_layers([layer.window for layer in layers])
-    return [LayerGroup(None, tuple(range(len(layers))))]
+    num_parts = share_blocks([layer.spec for layer in layers]) if is_windowed else None
+    if num_parts is not None:
+        return group_layers([layer.window for layer in layers], num_parts), num_parts
+    return [LayerGroup(None, tuple((layer,) for layer in range(len(layers))))], [1] * len(layers)
 
 
-def _share_pools(layers: Sequence[PagedLayerCache], groups: Sequence[LayerGroup]) -> list[LayerPool]:
-    """As many pools as the largest group has layers."""
-    largest = max(groups, key=lambda group: len(group.members))
-    pools = [LayerPool(layers[member].spec) for member in largest.members]
-    for index, group in enumerate(groups):
-        for pool, member in zip(pools, group.members):
-            layers[member].join(index, pool, group.window)
-    return pools
+def _join_pools(
+    layers: Sequence[PagedLayerCache], groups: Sequence[LayerGroup], num_parts: Sequence[int]
+) -> tuple[list[LayerPool], list[Place]]:
+    """As many pools as the largest group fills, and the places where layers have their K/V."""
+    pools = []
+    for index in range(max(len(group.pools) for group in groups)):
+        members = [member for group in groups for member in chain.from_iterable(group.pools[index : index + 1])]
+        first = min(members, key=lambda member: num_parts[member])
+        pools.append(LayerPool(layers[first].spec.times(num_parts[first]), [layers[member].spec for member in members]))
+    places: dict[Place, int] = {}
+    for number, group in enumerate(groups):
+        for pool, members_there in zip(pools, group.pools):
+            for part, member in enumerate(members_there):
+                place = Place(number, part, num_parts[member])
+                layers[member].join(places.setdefault(place, len(places)), pool, group.window)
+    return pools, list(places) or [Place(0)]

@@ -1,44 +1,94 @@
-"""Which layers share blocks: groups of equally many layers that look equally far back."""
+"""Which layers share blocks: groups of layers that look equally far back and fill equally much memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_MAX_GROUPS = 8
+from mlx_server.runtime.attention import LayerSpec, StepPlan
+from mlx_server.runtime.row_pool import is_quantised_alike
+
+_MAX_GROUPS = 12
 """More groups waste less on a last one that is not full, but each has a block table of its own in every step."""
 
 _LONG_CONTEXT = 4
 """A request is taken to be so many times as long as the widest window when groups are sized."""
 
+_MAX_PARTS = 8
+"""Layers that a block of one pool has room for. Each reads the block under another number, which is another plan of
+the step."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """`members` are the numbers of its layers; `window` is what they see, the last token included, None if all.
+    """Layers, by number, whose K/V of the same 32 tokens are in the same block: `pools[i]` are those that have it in
+    the i-th pool, one or several that fill it together. `window` is what they see, the last token included, None if
+    all.
 
-    Block b of a pool holds K/V of one group: its i-th layer's in the i-th array. So blocks of all groups are alike,
-    and memory goes to whichever needs it.
+    A block holds K/V of one group. All groups' blocks are alike, so memory goes to whichever needs it.
+
+        pool 0   | layer 0        | layer 5        |      a block of a group with one layer a pool
+                 | layer 2, 8     | layer 11       |      and of one with two that are half as large
     """
 
     window: int | None
-    members: tuple[int, ...]
+    pools: tuple[tuple[int, ...], ...]
 
 
-def group_layers(windows: Sequence[int | None]) -> list[LayerGroup]:
-    """Groups over layers with these windows, those that see everything first."""
-    kinds: dict[int | None, list[int]] = {}
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where layers have their K/V of a block: in those of a layer group, at `part` of `num_parts` of one pool's."""
+
+    group: int
+    part: int = 0
+    num_parts: int = 1
+
+    def plan(self, plans: Sequence[StepPlan]) -> StepPlan:
+        """The step's plan for these layers, of those of the groups."""
+        plan = plans[self.group]
+        return plan if self.num_parts == 1 else plan.part(self.part, self.num_parts)
+
+
+def share_blocks(specs: Sequence[LayerSpec]) -> list[int] | None:
+    """How many layers like each of `specs` fill a block, the same memory for all, K's and V's; None if no block of a
+    few layers fits all of them."""
+    rows = [(spec.num_kv_heads * spec.key_dim, spec.num_kv_heads * spec.value_dim) for spec in specs]
+    whole = math.lcm(*[keys for keys, _ in rows])
+    num_parts = [whole // keys for keys, _ in rows]
+    sizes = {(num * keys, num * values) for num, (keys, values) in zip(num_parts, rows)}
+    kinds = {(spec.dtype, spec.bits) for spec in specs}
+    dims = [{spec.key_dim for spec in specs}, {spec.value_dim for spec in specs}]
+    is_alike = len(sizes) == len(kinds) == 1 and all(map(is_quantised_alike, dims))
+    return num_parts if is_alike and max(num_parts) <= _MAX_PARTS else None
+
+
+def group_layers(windows: Sequence[int | None], num_parts: Sequence[int] | None = None) -> list[LayerGroup]:
+    """Groups over layers with these windows, those that see everything first. `num_parts` is how many layers like each
+    fill a block of a pool, one if it is not given."""
+    kinds: dict[int | None, dict[int, list[int]]] = {}
     for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
-    size = _group_size({window: len(layers) for window, layers in kinds.items()})
+        kinds.setdefault(window, {}).setdefault(num_parts[layer] if num_parts else 1, []).append(layer)
+    filled = {window: _fill(layers) for window, layers in kinds.items()}
+    size = _group_size({window: len(pools) for window, pools in filled.items()})
     return [
-        LayerGroup(window, tuple(layers[first : first + size]))
-        for window, layers in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
-        for first in range(0, len(layers), size)
+        LayerGroup(window, tuple(pools[first : first + size]))
+        for window, pools in sorted(filled.items(), key=lambda kind: kind[0] or 0)
+        for first in range(0, len(pools), size)
+    ]
+
+
+def _fill(layers: dict[int, list[int]]) -> list[tuple[int, ...]]:
+    """Layers, given by how many fill a block, as so many together; the last of a kind may leave room."""
+    return [
+        tuple(alike[first : first + num_parts])
+        for num_parts, alike in layers.items()
+        for first in range(0, len(alike), num_parts)
     ]
 
 
 def _group_size(counts: dict[int | None, int]) -> int:
-    """Layers a group, so that a long request takes least."""
+    """Pools a group, so that a long request takes least; `counts` are those that each window's layers would fill."""
     longest = _LONG_CONTEXT * max(window or 1 for window in counts)
 
     def num_groups(size: int) -> int:

@@ -15,7 +15,7 @@ from mlx_server.runtime.attention import IntArray, StepPlan, context_slots
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Where the K/V of a group of rows are, in the layers of one layer group.
+    """Where the K/V of a group of rows are, in the layers of one place.
 
         slots          [R * length]  where those of the rows go
         context_slots  [R, C]        slots of each request's first C tokens, C those of the longest; beyond a
@@ -45,7 +45,7 @@ class RowGroup:
     """Rows [first, last) of a ragged batch: R requests of `length` tokens each, as a batch `[R, length]`.
 
         starts       [R]  tokens that each request has before
-        places            where its K/V are, in each layer group
+        places            where its K/V are, in the layers of each place
         state_slots  [R]  where each request keeps its recurrent state; a slice if they are in a row
 
     In a fresh group every request starts, in any other none does.
@@ -93,7 +93,7 @@ class RowGroup:
 
 def row_groups(plans: Sequence[StepPlan], *, batches_decodes: bool) -> list[RowGroup]:
     """Groups over all rows of a step, in order: decodes together (or one by one), each prompt chunk alone. `plans` are
-    the step's, one for each layer group."""
+    the step's, one for each place of layers."""
     return [_group(plans, first, last) for first, last in _request_ranges(plans[0], batches_decodes)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +13,9 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ConfigError
 
 _GROUP_SIZES = (64, 32)
+
+RowsShape = tuple[int, int, int]
+"""Slots, heads and dimensions."""
 
 
 class Rows(Protocol):
@@ -28,65 +33,93 @@ class Rows(Protocol):
         """New rows: those at `slots` `[N]` of these. Evaluated."""
         ...
 
+    def view(self, shape: RowsShape) -> Rows:
+        """The same memory in another shape: what is written to either is read from both."""
+        ...
+
     def arrays(self) -> list[mx.array]:
         """What must be evaluated for the rows to hold what was written."""
         ...
+
+
+@dataclass(slots=True)
+class _Memory:
+    """The array that rows of one or several shapes are in. Whoever writes puts a new one here, in its own shape."""
+
+    array: mx.array
 
 
 class PlainRows:
     """Rows as they are."""
 
     def __init__(self, array: mx.array) -> None:
-        self._array = array
+        self._memory = _Memory(array)
+        self._shape = array.shape
+        self._dtype = array.dtype
         mx.eval(array)
 
     def write(self, slots: mx.array, rows: mx.array) -> None:
-        self._array[slots] = rows.astype(self._array.dtype)
+        array = self._array()
+        array[slots] = rows.astype(self._dtype)
+        self._memory.array = array
 
     def read(self, slots: mx.array) -> mx.array:
-        return self._array[slots]
+        return self._array()[slots]
 
     def take(self, slots: mx.array) -> PlainRows:
-        return PlainRows(self._array[slots])
+        return PlainRows(self._array()[slots])
+
+    def view(self, shape: RowsShape) -> PlainRows:
+        view = copy(self)
+        view._shape = shape
+        return view
 
     def arrays(self) -> list[mx.array]:
-        return [self._array]
+        return [self._memory.array]
+
+    def _array(self) -> mx.array:
+        array = self._memory.array
+        return array if array.shape == self._shape else array.reshape(self._shape)
 
 
 class QuantizedRows:
     """Rows of `bits` a number, each with a scale and a bias for every group of its numbers."""
 
-    def __init__(self, parts: list[mx.array], bits: int, group_size: int, dtype: mx.Dtype) -> None:
-        self._parts = parts
+    def __init__(self, parts: Sequence[PlainRows], bits: int, group_size: int, dtype: mx.Dtype) -> None:
+        """`parts` are the codes, the scales and the biases."""
+        self._parts = tuple(parts)
         self._bits = bits
         self._group_size = group_size
         self._dtype = dtype
-        mx.eval(*parts)
 
     @classmethod
-    def zeros(cls, shape: tuple[int, int, int], dtype: mx.Dtype, bits: int) -> QuantizedRows:
-        num_slots, num_heads, dim = shape
-        group_size = group_size_of(dim)
-        sizes = (dim * bits // 32, dim // group_size, dim // group_size)
+    def zeros(cls, shape: RowsShape, dtype: mx.Dtype, bits: int) -> QuantizedRows:
+        *places, dim = shape
         dtypes = (mx.uint32, dtype, dtype)
-        parts = [mx.zeros((num_slots, num_heads, size), kind) for size, kind in zip(sizes, dtypes, strict=True)]
-        return cls(parts, bits, group_size, dtype)
+        parts = [PlainRows(mx.zeros((*places, size), kind)) for size, kind in zip(_part_sizes(dim, bits), dtypes)]
+        return cls(parts, bits, group_size_of(dim), dtype)
 
     def write(self, slots: mx.array, rows: mx.array) -> None:
         rows = rows.astype(self._dtype)
         quantised = mx.quantize(rows, group_size=self._group_size, bits=self._bits)
         for part, values in zip(self._parts, quantised, strict=True):
-            part[slots] = values
+            part.write(slots, values)
 
     def read(self, slots: mx.array) -> mx.array:
-        packed, scales, biases = (part[slots] for part in self._parts)
+        packed, scales, biases = (part.read(slots) for part in self._parts)
         return mx.dequantize(packed, scales, biases, group_size=self._group_size, bits=self._bits)
 
     def take(self, slots: mx.array) -> QuantizedRows:
-        return QuantizedRows([part[slots] for part in self._parts], self._bits, self._group_size, self._dtype)
+        return QuantizedRows([part.take(slots) for part in self._parts], self._bits, self._group_size, self._dtype)
+
+    def view(self, shape: RowsShape) -> QuantizedRows:
+        num_slots, num_heads, dim = shape
+        sizes = _part_sizes(dim, self._bits)
+        parts = [part.view((num_slots, num_heads, size)) for part, size in zip(self._parts, sizes, strict=True)]
+        return QuantizedRows(parts, self._bits, group_size_of(dim), self._dtype)
 
     def arrays(self) -> list[mx.array]:
-        return self._parts
+        return [array for part in self._parts for array in part.arrays()]
 
 
 @dataclass(slots=True)
@@ -107,13 +140,25 @@ class RowPool:
         """A new pool of whole blocks: the rows at `slots` of this one."""
         return RowPool(self.keys.take(slots), self.values.take(slots), slots.size // BLOCK_SIZE)
 
+    def view(self, num_parts: int, num_heads: int, dims: tuple[int, int]) -> RowPool:
+        """The same memory as `num_parts` times as many blocks, with K and V of these dimensions."""
+        num_blocks = num_parts * self.num_blocks
+        keys = self.keys.view((num_blocks * BLOCK_SIZE, num_heads, dims[0]))
+        values = self.values.view((num_blocks * BLOCK_SIZE, num_heads, dims[1]))
+        return RowPool(keys, values, num_blocks)
+
     def arrays(self) -> list[mx.array]:
         return [*self.keys.arrays(), *self.values.arrays()]
 
 
-def _zeros(shape: tuple[int, int, int], dtype: mx.Dtype, bits: int | None) -> Rows:
+def _zeros(shape: RowsShape, dtype: mx.Dtype, bits: int | None) -> Rows:
     is_whole = bits is None or not shape[-1]  # a cache may have values of no dimension, which nobody reads
     return PlainRows(mx.zeros(shape, dtype)) if is_whole else QuantizedRows.zeros(shape, dtype, bits or 0)
+
+
+def _part_sizes(dim: int, bits: int) -> tuple[int, int, int]:
+    """Words of codes, scales and biases of one quantised row."""
+    return dim * bits // 32, dim // group_size_of(dim), dim // group_size_of(dim)
 
 
 def group_size_of(dim: int) -> int:
@@ -122,6 +167,13 @@ def group_size_of(dim: int) -> int:
     if group_size is None:
         raise ConfigError(f"--kv-bits needs head dimensions that are multiples of {_GROUP_SIZES[-1]}; one is {dim}.")
     return group_size
+
+
+def is_quantised_alike(dims: Collection[int]) -> bool:
+    """Whether rows of these dimensions with equally many numbers take the same memory also in fewer bits: a scale for
+    equally many numbers each. Where one of them cannot be quantised, none ever is."""
+    sizes = {next((size for size in _GROUP_SIZES if dim % size == 0), None) for dim in dims}
+    return len(sizes) == 1 or None in sizes
 
 
 def row_bytes(dim: int, dtype: mx.Dtype, bits: int | None) -> int:

@@ -61,9 +61,7 @@ class CpuPool:
         dims = spec.key_dim, spec.value_dim
         dtype = np.float32 if spec.bits is None else np.uint8
         keys, values = (_host_memory(rows * row_bytes(dim, spec.dtype, spec.bits), dtype) for dim in dims)
-        groups = (0, 0) if spec.bits is None else tuple(group_size_of(dim) for dim in dims)
-        fields = (_address(keys), _address(values), spec.num_kv_heads, *dims, spec.bits or 0, *groups)
-        return cls(spec, num_blocks, max_blocks, keys, values, fields)
+        return cls(spec, num_blocks, max_blocks, keys, values, _fields(spec, keys, values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +115,15 @@ class CpuBackend:
             if change.num_blocks < pool.num_blocks:
                 _give_back(array, change.num_blocks * blocks[0].nbytes)
         return replace(pool, num_blocks=change.num_blocks)
+
+    def view_pool(self, pool: CpuPool, spec: LayerSpec, num_parts: int) -> CpuPool:
+        return replace(
+            pool,
+            spec=spec,
+            num_blocks=num_parts * pool.num_blocks,
+            max_blocks=num_parts * pool.max_blocks,
+            fields=_fields(spec, pool.keys, pool.values),
+        )
 
     def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
         """There is nothing to do: one compilation serves every shape."""
@@ -246,6 +253,12 @@ def _host_memory(num_bytes: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         with contextlib.suppress(OSError):  # kernels without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, dtype, num_bytes // np.dtype(dtype).itemsize)
+
+
+def _fields(spec: LayerSpec, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> tuple[int, ...]:
+    dims = spec.key_dim, spec.value_dim
+    groups = (0, 0) if spec.bits is None else tuple(group_size_of(dim) for dim in dims)
+    return (_address(keys), _address(values), spec.num_kv_heads, *dims, spec.bits or 0, *groups)
 
 
 def _give_back(array: npt.NDArray[Any], start: int) -> None:

@@ -100,12 +100,14 @@ class GpuBackend:
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> GpuPool:
         """Raises `RuntimeError` for quantised K/V where kernels cannot write them: nothing scatters those."""
-        self._prove_writes(spec)
-        return GpuPool.make(spec, num_blocks)
+        return self._with_writes(GpuPool.make(spec, num_blocks))
 
     def change_pool(self, pool: GpuPool, change: PoolChange) -> GpuPool:
         pool.change(change)
         return pool
+
+    def view_pool(self, pool: GpuPool, spec: LayerSpec, num_parts: int) -> GpuPool:
+        return self._with_writes(pool.view(spec, num_parts))
 
     def plan(self, step: StepPlan) -> GpuMetadata:
         return GpuMetadata.of(step, self._num_cores)
@@ -143,15 +145,17 @@ class GpuBackend:
         return pool.arrays()
 
     def _write(self, pool: GpuPool, keys: mx.array, values: mx.array, metadata: GpuMetadata) -> None:
-        if self._write_failures[pool.spec] is None:
+        if not pool.is_scattered:
             dtype = pool.spec.dtype
             keys, values = (mx.contiguous(rows.astype(dtype)) for rows in (keys, values))
             pool.token = self._kernels.write(pool, keys, values, metadata.slots)
             return
         slots = metadata.slots[: metadata.step.num_tokens]
         blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-        pool.keys[blocks, :, offsets] = keys[:, :, 0]
-        pool.values[blocks, :, offsets] = values[:, :, 0]
+        stored_keys, stored_values = pool.keys, pool.values
+        stored_keys[blocks, :, offsets] = keys[:, :, 0]
+        stored_values[blocks, :, offsets] = values[:, :, 0]
+        pool.keys, pool.values = stored_keys, stored_values
 
     def _attend_decodes(
         self, pool: GpuPool, queries: mx.array, metadata: GpuMetadata, window: int | None, scores: Scores
@@ -168,9 +172,7 @@ class GpuBackend:
         return decoded.out.astype(queries.dtype)
 
     def _gather(self, pool: GpuPool, gather: Gather) -> tuple[mx.array, mx.array]:
-        if self._write_failures[pool.spec] is None:
-            return read_rows(self._kernels, pool, gather)
-        return gather_rows(pool, gather)
+        return gather_rows(pool, gather) if pool.is_scattered else read_rows(self._kernels, pool, gather)
 
     def _variant(self, shape: DecodeShape) -> KernelVariant | None:
         if shape in self._refusals:
@@ -188,6 +190,13 @@ class GpuBackend:
     def _refuse(self, shape: DecodeShape, reason: str) -> None:
         self._refusals[shape] = reason
         logger.warning("%s decodes gather K/V instead of reading it in place: %s", self.name, reason)
+
+    def _with_writes(self, pool: GpuPool) -> GpuPool:
+        """A pool that nobody has written to, which knows how it will be."""
+        self._prove_writes(pool.spec)
+        if self._write_failures[pool.spec] is not None:
+            pool.scatter()
+        return pool
 
     def _prove_writes(self, spec: LayerSpec) -> None:
         if spec in self._write_failures:
