@@ -274,7 +274,7 @@ class StepComposer:
             return min((self._owed + share.num_tokens) // AGED_SHARE, max(share.num_tokens // 2, 1))
         filled = max(num_best, share.num_tokens_of_worse)
         part = min((self._owed + filled) // AGED_SHARE, (filled - num_best) // 2)
-        return max(part, filled // AGED_SHARE) if self._owed >= filled else part
+        return max(part, filled // AGED_SHARE, 1) if self._owed >= filled else part
 
     def _settle(self, step: StepBuilder, aged: _Aged) -> None:
         """Books what those who have aged were due in this step, and what they got."""

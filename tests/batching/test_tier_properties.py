@@ -143,6 +143,21 @@ def test_the_oldest_does_not_lengthen_a_better_prompts_step_before_it_is_owed_as
     assert (step[second], step[aged]) == ((0, 300), (0, 300 // 8))
 
 
+def test_the_oldest_gets_on_where_steps_leave_prompts_less_than_eight_tokens() -> None:
+    """Ten streams of sixteen tokens: what is left goes to prompts of a better tier, which end in each step."""
+    flood = Flood(max_num_seqs=12, max_num_batched_tokens=16)
+    for _ in range(10):
+        flood.add(Priority.LOW, 8, 4000)
+    for _ in range(10):
+        flood.step()
+    name = flood.add(Priority.LOW, 20, 1, age_s=LONG_AGO)
+    for _ in range(3 * 20):
+        if not flood.num_waiting(Priority.HIGH):
+            flood.add(Priority.HIGH, 6, 1)
+        flood.step()
+    assert name in flood.ended, "it starves"
+
+
 def test_what_better_prompts_find_no_room_to_use_goes_to_the_oldest() -> None:
     """HIGH waits for the memory of one that has aged past it: the sooner that ends, the better for both."""
     flood = Flood(40, max_num_seqs=8)
