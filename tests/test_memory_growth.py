@@ -241,9 +241,9 @@ def test_fewer_bits_and_no_prefixes_are_foreseen(tmp_path, bits, share):
         estimate_need(Config(model=ModelConfig(model=str(folder)), cache=cache)).kv_bytes
         for cache in (CacheConfig(), CacheConfig(kv_bits=bits), CacheConfig(prefix_caching=False))
     )
-    slot_bytes = (whole - uncached) // 32
-    assert slot_bytes > 0, "eight requests run, and four states are kept for prefixes beside each"
-    states, blocks = 40 * slot_bytes, whole - 40 * slot_bytes
+    slot_bytes = (whole - uncached) // 16
+    assert slot_bytes > 0, "four requests run, and four states are kept for prefixes beside each"
+    states, blocks = 20 * slot_bytes, whole - 20 * slot_bytes
     assert fewer - states == pytest.approx(share * blocks, rel=0.12)
 
 

@@ -22,8 +22,9 @@ _STORED_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 """Types in which a model may compute, the smallest first: what is smaller is packed, what is larger a norm or scale."""
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_FIRST_STATES = 8
-"""Requests whose recurrent state is foreseen; more get slots as far as there is room when the model is loaded."""
+_FIRST_STATES = 4
+"""Requests whose recurrent state is foreseen, with the states kept for their prefixes: as many run at a time where
+there is no more room. The rest is taken as far as there is some when the model is loaded."""
 
 _NO_BOUND = 2**62
 
