@@ -93,6 +93,11 @@ class Generation:
         self._grant = grant
         self._on_close = on_close
 
+    @property
+    def has_output(self) -> bool:
+        """Whether an event can be read without waiting."""
+        return any(choice.stream.has_output for choice in self._choices)
+
     async def wait_for_output(self, timeout_s: float | None) -> None:
         """Waits for the first output of any choice, at most `timeout_s`. Raises the `ServeError` of a choice that ends
         without any until then."""

@@ -118,6 +118,11 @@ class RequestStream:
             await self._news.wait()
         return self._deltas.popleft()
 
+    @property
+    def has_output(self) -> bool:
+        """Whether a delta can be read without waiting."""
+        return bool(self._deltas)
+
     async def wait_for_output(self) -> None:
         """Waits for the first delta, which stays to be iterated over. Raises the `ServeError` of a request that ended
         without one."""

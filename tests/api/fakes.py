@@ -210,6 +210,10 @@ class FakeStream:
         async for delta in self._rest:
             yield delta
 
+    @property
+    def has_output(self) -> bool:
+        return self._first is not None and self._first.done()
+
     async def wait_for_output(self) -> None:
         self._first = self._first or asyncio.ensure_future(anext(self._rest))
         await asyncio.shield(self._first)

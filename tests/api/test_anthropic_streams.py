@@ -75,7 +75,8 @@ async def test_a_text_is_one_block(world: World):
     ]
     start, end = stream[0]["message"], stream[-2]
     num_prompt = len(world.engine.requests[0].prompt_token_ids)
-    assert (start["content"], start["stop_reason"], start["usage"]["input_tokens"]) == ([], None, num_prompt)
+    assert (start["content"], start["stop_reason"]) == ([], None)
+    assert start["usage"] == {**end["usage"], "output_tokens": 0}
     assert stream[2]["content_block"] == {"type": "text", "text": ""}
     assert "".join(event["delta"]["text"] for event in stream if event["type"] == "content_block_delta") == (
         "Hello world"
@@ -161,6 +162,7 @@ async def test_a_stop_sequence_ends_the_stream(world: World):
 
 async def test_a_silent_stream_pings(world: World):
     world.configure_server(sse_keep_alive_s=0.02)
+    world.engine.num_cached_tokens = 3
     world.engine.gate.clear()
     answering = asyncio.create_task(events(world))
     await until(lambda: world.engine.open)
@@ -169,6 +171,9 @@ async def test_a_silent_stream_pings(world: World):
     stream = await answering
     assert [event["type"] for event in stream[:4]] == ["message_start", "ping", "ping", "ping"]
     assert stream[-1]["type"] == "message_stop"
+    before, after = stream[0]["message"]["usage"], stream[-2]["usage"]
+    assert (before["cache_read_input_tokens"], after["cache_read_input_tokens"]) == (0, 3)
+    assert before["input_tokens"] == after["input_tokens"] + 3
 
 
 async def test_pings_can_be_turned_off(world: World):

@@ -91,22 +91,33 @@ def _ending(shape: MessageShape, finish: Finish, usage: Usage) -> dict[str, Any]
 async def message_events(shape: MessageShape, generation: Generation) -> AsyncGenerator[bytes, None]:
     """The events of a stream: the message opens, then each block opens, grows and closes, then the message ends.
 
-    The first event does not wait for the prompt to be computed, so only the last usage knows what was cached.
+    It does not open later for its usage: what the prefix cache had is told there only if there is output already.
     """
     meter, blocks = UsageMeter(1), _BlockStream(shape)
-    before = usage_body(Usage(num_prompt_tokens=shape.num_prompt_tokens))
-    start = {**shape.head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": before}
-    yield _event("message_start", message=start)
-    yield PING
+
+    def pieces(event: OutputEvent) -> Iterator[bytes]:
+        meter.update(event)
+        yield from blocks.append(event)
+        if event.finish is not None:
+            usage = meter.total()
+            yield _event("message_delta", delta=_ending(shape, event.finish, usage), usage=usage_body(usage))
+
     async with contextlib.aclosing(generation.events()) as events:
+        first = await anext(events) if generation.has_output else None
+        yield _event("message_start", message=_opening(shape, first))
+        yield PING
+        for piece in () if first is None else pieces(first):
+            yield piece
         async for event in events:
-            meter.update(event)
-            for piece in blocks.append(event):
+            for piece in pieces(event):
                 yield piece
-            if event.finish is not None:
-                usage = meter.total()
-                yield _event("message_delta", delta=_ending(shape, event.finish, usage), usage=usage_body(usage))
     yield _event("message_stop")
+
+
+def _opening(shape: MessageShape, first: OutputEvent | None) -> dict[str, Any]:
+    """The message without content; `first` is its first output if there is any."""
+    usage = Usage(shape.num_prompt_tokens, 0 if first is None else first.num_cached_tokens)
+    return {**shape.head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage_body(usage)}
 
 
 class _BlockStream:
