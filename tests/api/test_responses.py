@@ -286,6 +286,7 @@ BAD: list[tuple[dict[str, Any], int, str | None]] = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "input[0].id"),
     ({"input": [{"type": "item_reference"}]}, 400, "input[0].id"),
     ({"input": [{"id": "x"}]}, 400, "input[0].id"),
+    ({"input": [{"id": ["x"], "role": "user", "content": "Hi"}]}, 400, "input[0].id"),
     ({"input": [{"type": "web_search_call", "id": "x"}]}, 400, "input[0].type"),
     ({"input": [{"type": ["message"], "role": "user", "content": "Hi"}]}, 400, "input[0].type"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, 400, "input[0].call_id"),

@@ -26,8 +26,8 @@ def normalise_input(value: str | Sequence[Item], referenced: Mapping[str, Item])
     the place of references. Raises `InvalidRequestError` for references to others."""
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     return [
-        _referenced(item, referenced, f"input[{index}]") if _is_reference(item) else _normalised(item)
-        for index, item in enumerate(items)
+        _referenced(item, referenced, where) if _is_reference(item) else _normalised(item, where)
+        for where, item in ((f"input[{index}]", item) for index, item in enumerate(items))
     ]
 
 
@@ -46,8 +46,10 @@ def _referenced(item: Item, referenced: Mapping[str, Item], where: str) -> Item:
     return referenced[item_id]
 
 
-def _normalised(item: Item) -> Item:
+def _normalised(item: Item, where: str) -> Item:
     given = {key: value for key, value in item.items() if value is not None}
+    if "id" in given:
+        string_in(given, "id", where)  # others may refer to it
     kind = str(given.get("type", "message"))
     whole = {"id": f"{_ID_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}", **given, "type": kind}
     if kind == "message" and isinstance(whole.get("content"), str):
