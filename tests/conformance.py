@@ -18,6 +18,7 @@ from mlx_server.engine.llm import Completion
 from mlx_server.outputs import SchedulerOutput
 from mlx_server.runtime.loader import LoadedModel
 from mlx_server.runtime.random_models import build_random
+from mlx_server.runtime.row_pool import PlainRows, QuantizedRows
 from tests.architectures import SEEDS, config_of
 from tests.engine_worlds import random_prompts
 from tests.tiny_models import Reference, reference_generate
@@ -51,13 +52,15 @@ class Row:
     is_recurrent: bool
     worst_error: float
     pool_bytes: int
-    """Blocks and recurrent states that were booked before the first request."""
+    """Memory of blocks and recurrent states."""
 
     def __str__(self) -> str:
         cached = "blocks and state" if self.is_recurrent else "blocks"
         calls = f"{self.calls_per_step:10.2f}"
         return f"{self.architecture:22} {self.level:35} {calls}  {cached:16}  {self.worst_error:.1e}"
 
+
+_ROWS = (PlainRows, QuantizedRows)
 
 HEADER = f"{'architecture':22} {'what runs group by group':35} calls/step  {'a cached prefix':16}  worst error"
 """The error is `worst_error`'s."""
@@ -114,6 +117,15 @@ def worst_error(answers: Answers, wanted: Sequence[Reference]) -> float:
     return worst
 
 
+def pool_bytes(llm: LLM) -> int:
+    """What the pools of an engine take, by the arrays that are there."""
+    cache = llm.engine._parts.runner.cache
+    pools = {id(layer.pool): layer.pool.content for layer in cache.paged}.values()
+    sides = [side for pool in pools for side in (pool.keys, pool.values)]
+    arrays = [array for side in sides for array in (side.arrays() if isinstance(side, _ROWS) else [side])]
+    return sum(array.nbytes for array in [*arrays, *(state for states in cache.recurrent for state in states.state())])
+
+
 def preempt_every(num_steps: int, scheduler: ContinuousBatchingScheduler) -> None:
     """From now on, each so many steps the lowest of several running requests waits again."""
     schedule, steps = scheduler.schedule, count(1)
@@ -137,7 +149,7 @@ def check_crowd(subject: Subject) -> Row:
         if subject.is_windowed:  # what the others have left behind their windows has taken the place of its blocks
             answer(llm, prompts[2:3], MAX_TOKENS[2:3])
         again = answer(llm, prompts[2:3], MAX_TOKENS[2:3])
-        stats, info = llm.stats(), llm.info
+        stats, info, num_bytes = llm.stats(), llm.info, pool_bytes(llm)
     assert first.num_preemptions > 0
     assert stats.num_free_blocks == stats.num_blocks == NUM_BLOCKS * len(info.windows)
     assert again.completions[0].num_cached_tokens == LENGTHS[2] // BLOCK_SIZE * BLOCK_SIZE
@@ -148,5 +160,5 @@ def check_crowd(subject: Subject) -> Row:
         first.num_model_calls / first.num_steps,
         info.is_recurrent,
         error,
-        info.num_blocks * info.block_bytes + info.state_bytes,
+        num_bytes,
     )

@@ -11,18 +11,21 @@ import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 import pytest
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_server import LLM
 from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from mlx_server.engine.footprint import estimate_need
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.layers import discover_layers
+from mlx_server.runtime.loader import LoadedModel
+from tests import metal_stand_ins
 from tests.architectures import ARCHITECTURES, BROKEN, LEVELS, NEEDS_METAL, REFUSED, config_of
 from tests.conformance import CROWDED, HEADER, Subject, answer, check_crowd, worst_error
 from tests.engine_worlds import BACKENDS, random_prompts
@@ -32,6 +35,9 @@ DOCUMENTATION = Path(__file__).parents[1] / "docs" / "architectures.md"
 TOLERANCE = 5e-5
 MAX_TRACED_BYTES = 4096
 """What tracing a tiny model may compute: constants like frequencies of rope. Its weights take more."""
+
+MAX_SURPLUS_BYTES = CROWDED["num_kv_blocks"]
+"""What more is foreseen than is there: of a model that keeps nothing in blocks, a byte for each of them."""
 
 CHOOSES_ON_THE_HOST = {"dbrx"}
 """Models that cannot be traced without being computed, since their code looks at which experts are chosen."""
@@ -68,11 +74,11 @@ def test_at_least_110_model_files_are_served():
 
 @pytest.mark.parametrize("architecture", SERVED)
 def test_answers_in_a_crowd_are_those_given_alone(architecture: str, tmp_path: Path) -> None:
-    """And what its pools take was foreseen from the configuration alone, to the byte and without reading weights."""
+    """And what its pools take was foreseen from the configuration alone, without reading weights."""
     foreseen = estimate(architecture, tmp_path)
     row = check_crowd(Subject(architecture))
     print(HEADER, row, sep="\n")
-    assert row.pool_bytes == foreseen
+    assert 0 <= foreseen - row.pool_bytes <= MAX_SURPLUS_BYTES
     assert row.worst_error <= TOLERANCE
     assert row.level == LEVELS.get(architecture, "ragged")
     if not row.level.startswith("whole model"):
@@ -133,6 +139,18 @@ def test_metal_kernels_are_missed_before_weights_are_read(architecture: str, tmp
         LLM(str(folder))
 
 
+@pytest.mark.parametrize("architecture", NEEDS_METAL)
+def test_with_stand_ins_for_its_kernels_it_is_served(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metal_stand_ins.install(monkeypatch)
+    foreseen = estimate(architecture, tmp_path)
+    row = check_crowd(Subject(architecture))
+    assert (row.level, row.calls_per_step) == ("ragged", 1)
+    assert row.pool_bytes == foreseen
+    assert row.worst_error <= TOLERANCE
+
+
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
     """mlx-lm's module ends the process where it is missing."""
     folder = describe_model_folder(config_of("olmo"), tmp_path)
@@ -150,23 +168,56 @@ def test_what_fails_in_mlx_lm_itself_is_refused(tmp_path: Path, monkeypatch: pyt
         sys.modules.pop("mlx_lm.models.olmo", None)
 
 
-class Hoarder(nn.Module):
-    """Keeps all it has seen in a recurrent state."""
+class Picky(nn.Module):
+    """Knows one token only."""
 
-    model_type = "hoarder"
+    model_type = "picky"
 
-    def make_cache(self) -> list[ArraysCache]:
-        return [ArraysCache(1)]
+    def make_cache(self) -> list[KVCache]:
+        return [KVCache()]
 
-    def __call__(self, inputs: mx.array, cache: list[ArraysCache]) -> mx.array:
-        seen = cache[0][0]
-        cache[0][0] = inputs if seen is None else mx.concatenate([seen, inputs], axis=1)
+    def __call__(self, inputs: mx.array, cache: list[KVCache]) -> mx.array:
+        if inputs.any():
+            raise ValueError("there is no such token")
+        rows = mx.zeros((1, 1, inputs.shape[1], 8))
+        cache[0].update_and_fetch(rows, rows)
         return mx.zeros((*inputs.shape, 8))
 
 
-def test_a_state_without_bound_is_refused() -> None:
-    with pytest.raises(ModelLoadError, match="Layer 0 keeps a recurrent state that grows after 9 tokens"):
-        discover_layers(Hoarder())
+def test_what_fails_for_some_tokens_only_is_refused_too() -> None:
+    with pytest.raises(ModelLoadError, match=r"Models of type picky do not run in mlx-lm itself: .* no such token"):
+        LLM(LoadedModel("picky", Picky(), {"vocab_size": 8}, None), max_model_len=64)
+
+
+class OneCache(nn.Module):
+    """A model with a cache of some kind. If that is for recurrent states, it keeps all that it has seen in it."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def make_cache(self) -> list[Any]:
+        return [self._cache]
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        if isinstance(cache[0], ArraysCache):
+            seen = cache[0][0]
+            cache[0][0] = inputs if seen is None else mx.concatenate([seen, inputs], axis=1)
+        return mx.zeros((*inputs.shape, 8))
+
+
+@pytest.mark.parametrize(
+    ("cache", "reason"),
+    [
+        (ArraysCache(1), "Layer 0 keeps a recurrent state that grows after 9 tokens"),
+        (RotatingKVCache(64, keep=4), "Layer 0 keeps its first 4 tokens out of its sliding window"),
+        (CacheList(KVCache(), QuantizedKVCache()), "Layer 0 keeps its state in a QuantizedKVCache"),
+        (KVCache(), "Layer 0 has a cache but stores nothing in it"),
+    ],
+)
+def test_caches_that_cannot_be_paged_are_named(cache: Any, reason: str) -> None:
+    with pytest.raises(ModelLoadError, match=reason):
+        discover_layers(OneCache(cache))
 
 
 def test_an_unknown_type_is_refused_before_weights_are_read(tmp_path: Path) -> None:

@@ -47,7 +47,10 @@ def build_blank(config: Mapping[str, Any], dtype: mx.Dtype) -> nn.Module:
     try:
         model = model_class(arguments_class.from_dict(dict(config)))
     except Exception as error:  # mlx-lm raises whatever its files make it raise
-        raise ModelLoadError(f"mlx-lm cannot build the model: {type(error).__name__}: {error}") from error
+        raise ModelLoadError(
+            f"mlx-lm cannot build a model of type {config['model_type']} from this config.json: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
     def zeros_like(parameter: mx.array) -> mx.array:
         kind = dtype if mx.issubdtype(parameter.dtype, mx.floating) else parameter.dtype

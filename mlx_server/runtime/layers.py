@@ -43,19 +43,22 @@ def discover_layers(model: Any) -> list[LayerCache]:
     return [_layer_cache(index, cache) for index, cache in enumerate(plain)]
 
 
+def model_failure(model: Any, error: Exception) -> ModelLoadError:
+    """What to say of a model that fails with mlx-lm's own caches."""
+    kind = getattr(model, "model_type", type(model).__name__)
+    if _NO_METAL in str(error):
+        return ModelLoadError(
+            f"Models of type {kind} run on Macs only: mlx-lm computes them with Metal kernels, and this machine has no "
+            "Metal."
+        )
+    return ModelLoadError(f"Models of type {kind} do not run in mlx-lm itself: {type(error).__name__}: {error}")
+
+
 def _trace(model: Any, cache: list[Any]) -> None:
     try:
         model(mx.array([[0] * _NUM_TRACED]), cache=cache)
     except Exception as error:  # mlx-lm raises whatever its files make it raise
-        kind = getattr(model, "model_type", type(model).__name__)
-        if _NO_METAL in str(error):
-            raise ModelLoadError(
-                f"Models of type {kind} run on Macs only: mlx-lm computes them with Metal kernels, and this machine "
-                "has no Metal."
-            ) from error
-        raise ModelLoadError(
-            f"Models of type {kind} do not run in mlx-lm itself: {type(error).__name__}: {error}"
-        ) from error
+        raise model_failure(model, error) from error
 
 
 def _state_shapes(cache: Any) -> list[tuple[int, ...]]:

@@ -17,6 +17,7 @@ from mlx_server.outputs import BlockIds, ScheduledChunk
 from mlx_server.runtime.adapter_rows import NONE, AdapterRows
 from mlx_server.runtime.batch_state import BlockTables
 from mlx_server.runtime.cache_views import UnpageableError
+from mlx_server.runtime.layers import model_failure
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.regroup import Level, Scope, possible_levels
 
@@ -39,18 +40,24 @@ class Probe:
     """
 
     def __init__(self, model: Any, vocab_size: int, adapters: AdapterRows) -> None:
-        """Raises `ModelLoadError` if the logits are not `vocab_size` wide, or no numbers with one of the adapters."""
+        """Raises `ModelLoadError` if the model does not run in mlx-lm itself, or if its logits are not `vocab_size`
+        wide, or no numbers with one of the adapters."""
         rng = np.random.default_rng(0)
         self._model_type = getattr(model, "model_type", type(model).__name__)
         self._sequences = [rng.integers(1, vocab_size, size=length + 1).tolist() for length in _PROMPTS]
         num_adapters = len(adapters.names)
         batches = [(NONE,) * len(_PROMPTS)]
         batches += [(first, NONE, (first + 1) % num_adapters) for first in range(0, num_adapters, 2)]
-        plain = {
-            (index, owner): _plain_logits(model, sequence, adapters, owner)
-            for index, sequence in enumerate(self._sequences)
-            for owner in dict.fromkeys(owners[index] for owners in batches)
-        }
+        try:
+            plain = {
+                (index, owner): _plain_logits(model, sequence, adapters, owner)
+                for index, sequence in enumerate(self._sequences)
+                for owner in dict.fromkeys(owners[index] for owners in batches)
+            }
+        except ModelLoadError:
+            raise
+        except Exception as error:  # model code, and MLX below it
+            raise model_failure(model, error) from error
         self._wanted = {owners: [plain[place] for place in enumerate(owners)] for owners in batches}
         self._dtype = plain[0, NONE].dtype
         width = plain[0, NONE].shape[-1]

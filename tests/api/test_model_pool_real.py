@@ -22,9 +22,11 @@ from mlx_server.config import CacheConfig, Config, MemoryConfig, ModelConfig, Po
 from mlx_server.engine.footprint import estimate_need
 from mlx_server.model_entries import ModelEntry
 from mlx_server.pool.model_pool import ModelPool, build_pool
+from tests import architectures
 from tests.api.worlds import Site, until
 from tests.engine_worlds import make_folder, plain_greedy, random_prompts
 from tests.test_cli_models import READY
+from tests.tiny_models import describe_model_folder
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
@@ -287,6 +289,19 @@ async def test_what_never_fits_is_507_with_the_numbers(serve: Any, folders: dict
     assert (response.status_code, response.headers["x-should-retry"]) == (507, "false")
     assert "the limit is 1 MiB" in response.json()["error"]["message"]
     assert (await world.states()) == {"a": "failed"}
+
+
+async def test_what_cannot_be_served_unloads_nobody(serve: Any, folders: dict[str, Path], tmp_path: Path):
+    """Its configuration tells, before room is made for it."""
+    olmo = describe_model_folder(architectures.config_of("olmo"), tmp_path / "olmo")
+    config = with_room_for(1, config_of({"a": folders["a"]}, num_kv_blocks=8))
+    world = await serve(replace(config, models=(*config.models, ModelEntry(id="olmo", model=str(olmo)))))
+    await world.token_ids("a", PROMPTS[0])
+    response = await world.complete("olmo", PROMPTS[0])
+    assert response.status_code == 503
+    assert "needs the package ai2-olmo" in response.json()["error"]["message"]
+    assert await world.states() == {"a": "ready", "olmo": "failed"}
+    assert world.num_loads() == {"a": 1, "olmo": 0}
 
 
 async def test_models_are_led_by_hand_and_put_to_sleep(serve: Any, folders: dict[str, Path]):
