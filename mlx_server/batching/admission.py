@@ -71,6 +71,10 @@ class AdmissionControl:
             return None
         return oldest if self._may_promote(oldest) else None
 
+    def first(self) -> Request | None:
+        """The waiting request that starts before all others, or keeps them from starting."""
+        return self.promoted() or self._table.waiting.first_by_tier()
+
     def may_come_first(self, request: Request) -> bool:
         """Whether a candidate may have its part of a step before those of better tiers: it runs, or takes no seat that
         one of these waits for, or is promoted."""
@@ -95,10 +99,11 @@ class AdmissionControl:
             found.append((waiting.key(request), request, len(prefix)))
             if len(found) == MAX_CANDIDATES:
                 break
-        if len(found) < 2 or not self._limits.cache_aware_order:
-            order = [request for _, request, _ in found]
-        else:
-            order = cache_aware_order(found)
+        order = [request for _, request, _ in found]
+        if len(found) > 1 and self._limits.cache_aware_order:
+            by_prefix = cache_aware_order(found)
+            if by_prefix[0] is order[0] or self._has_room(by_prefix[0], self._find_prefix(by_prefix[0])):
+                order = by_prefix
         promoted = self.promoted()
         if promoted is None or self._waits_for_prefix(promoted, self._find_prefix(promoted), now):
             return order
@@ -207,7 +212,7 @@ class AdmissionControl:
         return num_shares <= 1.0 or (not beside and num_better >= min(math.ceil(num_shares), AGED_SHARE) - 1)
 
     def _worse_tiers(self, request: Request) -> list[Request]:
-        """Running requests that `request` may preempt, the worst first."""
+        """Running requests that `request` may preempt, the worst first: the last that run."""
         worse: list[Request] = []
         for other in reversed(self._table.running):
             if other.is_promoted or other.priority <= request.priority:
@@ -238,7 +243,7 @@ class AdmissionControl:
             reserved = []
         num_seats = len(running) + len(reserved) + 1 - self._limits.max_num_seqs
         worse = self._worse_tiers(request)
-        headroom = self.headroom.num_blocks([other for other in running if other not in worse])
+        headroom = self.headroom.num_blocks(running[: len(running) - len(worse)])
         num_new_blocks = self._table.blocks.num_new_blocks(request, request.num_tokens, prefix)
         return num_seats, num_new_blocks + sum(reserved) + headroom
 

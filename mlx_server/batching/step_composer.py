@@ -105,7 +105,7 @@ class StepComposer:
             self.starved.append(request)
 
     def _starve_first_waiting(self) -> None:
-        request = self._table.waiting.peek()
+        request = self._admission.first()
         if request is not None:
             self._starve(request)
 

@@ -205,6 +205,18 @@ def test_a_longer_prefix_does_not_overtake_a_better_tier() -> None:
     assert list(chunks(world.step())) == ["cold"]
 
 
+def test_nobody_waits_for_room_for_one_that_only_a_prefix_puts_before_it() -> None:
+    """`hit` would come first, but does not fit beside `runs`; `cold` does."""
+    world = make_world(num_blocks=16)
+    warm(world)
+    world.add(make_request("runs", 100, max_tokens=20))
+    world.step()
+    world.add(make_request("cold", 80, arrival_s=0.1), shared("hit", 400, arrival_s=0.2))
+    assert chunks(world.step()).keys() == {"runs", "cold"}
+    world.finish()
+    world.check_tokens()
+
+
 def test_only_requests_of_the_first_ones_tier_change_places() -> None:
     cold, hit, other, aged = (make_request(name) for name in ("cold", "hit", "other", "aged"))
     aged.priority = Priority.LOW

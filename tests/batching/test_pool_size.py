@@ -231,6 +231,25 @@ def test_one_who_waits_and_would_not_fit_alone_ends_with_an_error():
     assert world.reasons == {"huge": FinishReason.ERROR, "small": FinishReason.LENGTH}
 
 
+def test_who_ends_for_want_of_memory_is_the_one_that_it_is_too_small_for():
+    """`aged` has waited for longer and would fit, but its turn comes after seven of the better tier."""
+    world, supply = make_growing(4, 64, max_num_seqs=1)
+    supply.is_open = False
+    world.now = 100.0
+    for name, priority, arrival_s in (("promoted", Priority.LOW, 10.0), ("high", Priority.HIGH, 100.0)):
+        world.add(make_request(name, 20, 2, priority=priority, arrival_s=arrival_s))
+    world.add(make_request("huge", 200, 4, priority=Priority.HIGH, arrival_s=101.0))
+    world.add(make_request("aged", 20, 2, priority=Priority.LOW, arrival_s=20.0))
+    world.finish()
+    assert [output.request_id for output in world.outputs if output.finish_reason] == [
+        "promoted",
+        "high",
+        "huge",
+        "aged",
+    ]
+    assert [name for name, reason in world.reasons.items() if reason is FinishReason.ERROR] == ["huge"]
+
+
 def test_while_admission_is_held_nobody_starts_beside_one_who_runs():
     world, _ = make_growing(16, 16)
     world.add(make_request("a", 20, 3))
