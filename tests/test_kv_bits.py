@@ -16,12 +16,12 @@ from tests.architectures import config_of
 from tests.conformance import CROWDED, LENGTHS, MAX_TOKENS, Subject, answer, preempt_every
 from tests.engine_worlds import random_prompts
 
-WIDER = {"head_dim": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32}
+WIDER = {"head_dim": 64, "global_head_dim": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 32}
 """Dimensions that can be quantised."""
 
 KINDS = [
     *("qwen3", "deepseek_v3"),
-    *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3_next", "gpt_oss", "gemma3_text")),
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3_next", "gpt_oss", "gemma3_text", "gemma4_text")),
 ]
 
 
@@ -78,7 +78,7 @@ def test_a_block_takes_what_its_bits_take() -> None:
     for bits in ("full", "8", "4"):
         with wide("qwen3").make_llm(kv_bits=bits) as llm:
             sizes[bits] = llm.info.block_bytes
-            pools = [layer.pool.content for layer in llm.engine._parts.runner.cache.paged]
+            pools = [layer.pool.contents[0] for layer in llm.engine._parts.runner.cache.paged]
             held = sum(pool.keys.nbytes + pool.values.nbytes for pool in pools)
             assert held == llm.info.num_blocks * llm.info.block_bytes
     # A scale and a bias of float32 for 64 numbers.
@@ -88,9 +88,11 @@ def test_a_block_takes_what_its_bits_take() -> None:
     assert row_bytes(128, mx.float16, 4) / row_bytes(128, mx.float16, None) == (64 + 8) / 256
 
 
-def test_quantised_pools_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma4_text"])
+def test_quantised_pools_grow(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second, layers of two shapes share blocks."""
     monkeypatch.setattr(memory, "_FIRST_BLOCKS", 2)
-    subject = wide("qwen3")
+    subject = wide(architecture)
     prompts = random_prompts((50, 90))
     answers = []
     for settings in ({"num_kv_blocks": None, "kv_cache_memory": "1MB"}, {}):

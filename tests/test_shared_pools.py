@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import hypothesis.strategies as st
 import mlx.core as mx
 import numpy as np
 import pytest
 from emulator.worlds import Chunk, make_backend, step_of, step_rows
+from hypothesis import given, settings
 
 from mlx_server.outputs import BlockMove, PoolChange
 from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
@@ -98,6 +100,29 @@ def test_groups_of_known_models_waste_little(
     assert [(group.window, len(group.pools)) for group in groups] == wanted
 
 
+@given(st.lists(st.tuples(st.sampled_from([None, 24, 1000]), st.sampled_from([2, 3, 4])), min_size=1, max_size=40))
+@settings(deadline=None)
+def test_every_layer_has_a_place_of_its_own(kinds: list[tuple[int | None, int]]) -> None:
+    layers = [PagedLayerCache(window, spec_of(num_kv_heads, 64)) for window, num_kv_heads in kinds]
+    cache = PagedKVCache(layers, ReferenceBackend())
+    windows = {window for window, _ in kinds}
+    if windows == {None}:
+        assert cache.windows == (None,)
+        return
+    assert set(cache.windows) == windows
+    assert len(cache.groups) <= 12
+    taken = set()
+    for layer in layers:
+        place = cache.places[layer.place]
+        taken.add((place.group, id(layer.pool), place.part))
+        assert cache.windows[place.group] == layer.window
+        assert 0 <= place.part < place.num_parts
+        assert layer.pool.spec.block_bytes == place.num_parts * layer.spec.block_bytes
+    assert len(taken) == len(layers)
+    pools = {id(layer.pool): layer.pool for layer in layers}
+    assert cache.block_bytes == sum(pool.spec.block_bytes for pool in pools.values())
+
+
 def test_a_place_has_the_part_of_each_block_that_is_its_layers() -> None:
     plan = step_of([Chunk((3, 1), 0, 34)], 0)
     part = Place(0, 1, 2).plan([plan])
@@ -157,7 +182,7 @@ def attend_all(backend: Any, bits: int | None, *, is_shared: bool) -> list[np.nd
             step = step_of(chunks, num_decodes)
             plan = Place(0, part, num_parts).plan([step]) if is_shared else step
             queries, keys, values = step_rows(10 * index + layer, spec, NUM_HEADS, step.num_tokens)
-            content = pool.content_for(spec)
+            content = pool.contents[pool.seat_of(spec)]
             out = backend.attend(content, queries, keys, values, backend.plan(plan), scale=0.2, window=24)
             mx.eval(out, *pool.state())
             outs.append(np.array(out))
@@ -192,17 +217,17 @@ def test_layers_that_are_read_by_group_see_one_memory(bits: int | None) -> None:
     pool.allocate(CpuBackend(threads=1), 3)
     rows = mx.random.normal((32, 1, 128), key=mx.random.key(0))
     slots = mx.arange(32) + 3 * 32  # the second half of block 1
-    pool.rows_for(small).keys.write(slots, rows)
-    pool.rows_for(small).values.write(slots, -rows)
-    seen = pool.rows_for(small).keys.read(slots)
+    pool.rows(1).keys.write(slots, rows)
+    pool.rows(1).values.write(slots, -rows)
+    seen = pool.rows(1).keys.read(slots)
     assert float(mx.abs(seen - rows).max()) < (1e-9 if bits is None else 0.02)
     pool.change(PoolChange(2, (BlockMove(1, 0),), num_blocks_cut=1))
-    whole = pool.rows_for(small)
+    whole = pool.rows(1)
     assert whole.num_blocks == 4
     assert mx.array_equal(whole.keys.read(slots - 2 * 32), seen)
     assert mx.array_equal(whole.values.read(slots - 2 * 32), -seen)
-    assert pool.rows_for(large).num_blocks == 2
-    numbers = pool.rows_for(large).keys.read(mx.arange(32)).reshape(2, -1)
+    assert pool.rows().num_blocks == 2
+    numbers = pool.rows().keys.read(mx.arange(32)).reshape(2, -1)
     if bits is None:
         assert mx.array_equal(numbers[1], seen.reshape(-1))
     assert float(mx.abs(numbers[0]).max()) == 0.0

@@ -46,6 +46,7 @@ class PagedLayerCache(AttendsItself):
         self.spec = spec
         self.pool = LayerPool(spec)
         self.place = 0
+        self._seat = 0
         self._kept_window: int | None = None
         self._step: StepContext | None = None
         self._keys: mx.array | None = None
@@ -56,6 +57,7 @@ class PagedLayerCache(AttendsItself):
         """The layer stores its K/V in a pool that it shares with layers of other places, of which each has plans of its
         own. Of a context, no more than `kept_window` tokens are kept."""
         self.place, self.pool, self._kept_window = place, pool, kept_window
+        self._seat = pool.seat_of(self.spec)
 
     def begin(self, step: StepContext) -> None:
         """A forward pass over `step` follows."""
@@ -103,7 +105,7 @@ class PagedLayerCache(AttendsItself):
         self._keys = self._values = None
         self.num_query_heads, self.sinks = queries.shape[1], sinks
         return self.pool.backend.attend(
-            self.pool.content_for(self.spec),
+            self.pool.contents[self._seat],
             queries,
             keys,
             values,
@@ -115,7 +117,7 @@ class PagedLayerCache(AttendsItself):
 
     def view(self, group: RowGroup) -> PagedView:
         """The layer's K/V as a module that runs on `group` sees them."""
-        return PagedView(self.pool.rows_for(self.spec), self.window, group, self.place)
+        return PagedView(self.pool.rows(self._seat), self.window, group, self.place)
 
     def _check_window(self, window: int | None) -> int | None:
         """Raises `UnpageableError` for one that is wider than what is kept."""
@@ -223,7 +225,7 @@ class PagedKVCache:
 
     `layers` is what the model gets as its cache. `paged` and `recurrent` are the leaves of it, `groups` the groups of
     layers that share blocks: if some see a window only, and a few of each fill the same memory. Else they are one
-    group that keeps everything, each with a pool of its own.
+    group that keeps everything, each with a pool of its own. `places` are those that `PagedLayerCache.place` counts.
     """
 
     def __init__(self, layers: Sequence[LayerCache], backend: AttentionBackend) -> None:
@@ -234,7 +236,7 @@ class PagedKVCache:
         self.num_blocks = 0
         self._num_slots = 0
         self.groups, num_parts = _groups_of(self.paged)
-        self._pools, self._places = _join_pools(self.paged, self.groups, num_parts)
+        self._pools, self.places = _join_pools(self.paged, self.groups, num_parts)
         self._stores: list[LayerPool | StateLayerCache] = [*self._pools, *self.recurrent]
 
     @property
@@ -318,7 +320,7 @@ class PagedKVCache:
     def begin(self, plans: Sequence[StepPlan], num_rows: int) -> tuple[StepPlan, ...]:
         """Prepares all layers for a forward pass over a step, of which each group has a plan; in `num_rows`, those
         beyond its tokens at position 0. The plans of all places."""
-        plans = tuple([place.plan(plans) for place in self._places])
+        plans = tuple([place.plan(plans) for place in self.places])
         positions = mx.array(np.pad(plans[0].positions, (0, num_rows - plans[0].num_tokens)))
         contexts = [StepContext(positions, self.backend.plan(plan)) for plan in plans]
         for layer in self.paged:

@@ -17,29 +17,33 @@ class LayerPool:
     """One pool of blocks and the backend that attends over it. MLX thread only.
 
     Its blocks are those of a layer like `spec`. Layers of other shapes see the same memory as blocks of theirs, several
-    in one of the pool's: `content_for` each. A content is the backend's; once a layer is read by groups of rows the
-    pool `is_viewed`: it is then one of plain rows, since no backend attends over it.
+    in one of the pool's; `contents[seat_of(spec)]` is what layers like `spec` see, and is the backend's. Once a layer
+    is read by groups of rows the pool `is_viewed`: it is then one of plain rows, since no backend attends over it.
     """
 
     def __init__(self, spec: LayerSpec, seen_as: Sequence[LayerSpec] = ()) -> None:
-        """`seen_as` are the layers of other shapes."""
-        self.spec = spec
-        self.content: Any = None
+        """`seen_as` are the layers that share it."""
+        self.contents: list[Any] = []
         self.is_viewed = False
-        self._seen_as = [other for other in dict.fromkeys(seen_as) if other != spec]
-        self._contents: dict[LayerSpec, Any] = {}
+        self._specs = list(dict.fromkeys([spec, *seen_as]))
         self._num_blocks = 0
         self._backend: AttentionBackend | None = None
+
+    @property
+    def spec(self) -> LayerSpec:
+        return self._specs[0]
 
     @property
     def backend(self) -> AttentionBackend:
         assert self._backend is not None, "a pool is allocated before it is used"
         return self._backend
 
+    def seat_of(self, spec: LayerSpec) -> int:
+        return self._specs.index(spec)
+
     def quantize(self, bits: int) -> None:
         """From the next allocation on, K/V are stored in so many bits a number."""
-        self.spec = replace(self.spec, bits=bits)
-        self._seen_as = [replace(other, bits=bits) for other in self._seen_as]
+        self._specs = [replace(spec, bits=bits) for spec in self._specs]
 
     def allocate(self, backend: AttentionBackend, num_blocks: int, max_blocks: int | None = None) -> None:
         """Takes memory, which may grow to `max_blocks`."""
@@ -47,36 +51,30 @@ class LayerPool:
         self._num_blocks = num_blocks
         self._show(self._backend.make_pool(self.spec, num_blocks, max_blocks))
 
-    def content_for(self, spec: LayerSpec) -> Any:
-        """The pool as a layer like `spec` sees it."""
-        return self._contents[spec]
-
-    def rows_for(self, spec: LayerSpec) -> RowPool:
-        """The same as rows. The first call makes it so, and loses what was in it."""
+    def rows(self, seat: int = 0) -> RowPool:
+        """What is seen from there as rows. The first call makes the pool one of rows, and loses what was in it."""
         if not self.is_viewed:
             self.is_viewed = True
             self.allocate(ReferenceBackend(), self._num_blocks)
-        rows = self._contents[spec]
+        rows = self.contents[seat]
         assert isinstance(rows, RowPool)
         return rows
 
     def change(self, change: PoolChange) -> None:
         """Moves, cuts or grows the blocks. Every step launched must have finished."""
         self._num_blocks = change.num_blocks
-        self._contents.clear()
-        self._show(self.backend.change_pool(self.content, change))
+        del self.contents[1:]  # or the memory before would be held
+        self._show(self.backend.change_pool(self.contents[0], change))
 
     def release(self) -> None:
-        self.content = None
-        self._contents.clear()
+        self.contents.clear()
 
     def state(self) -> list[mx.array]:
         """What must be evaluated with a step for its K/V to be written."""
-        return self.backend.state(self.content)
+        return self.backend.state(self.contents[0])
 
     def _show(self, content: Any) -> None:
-        self.content = content
-        self._contents = {self.spec: content}
-        for other in self._seen_as:
-            num_parts = self.spec.block_bytes // other.block_bytes
-            self._contents[other] = self.backend.view_pool(content, other, num_parts)
+        views = [
+            self.backend.view_pool(content, spec, self.spec.block_bytes // spec.block_bytes) for spec in self._specs[1:]
+        ]
+        self.contents = [content, *views]

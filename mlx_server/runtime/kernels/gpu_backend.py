@@ -17,7 +17,7 @@ from mlx_server.runtime.attention import LayerSpec, StepPlan
 from mlx_server.runtime.kernels.gpu_gather import attend_rows, gather_rows, read_rows
 from mlx_server.runtime.kernels.gpu_kernels import MakeKernel, PagedKernels, Scores
 from mlx_server.runtime.kernels.gpu_plan import Gather, GpuMetadata
-from mlx_server.runtime.kernels.gpu_pool import GpuPool
+from mlx_server.runtime.kernels.gpu_pool import AnyGpuPool, GpuPool, GpuPoolView
 from mlx_server.runtime.kernels.gpu_selftest import decode_failure, write_failure
 from mlx_server.runtime.kernels.gpu_variant import (
     DecodeShape,
@@ -100,21 +100,26 @@ class GpuBackend:
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> GpuPool:
         """Raises `RuntimeError` for quantised K/V where kernels cannot write them: nothing scatters those."""
-        return self._with_writes(GpuPool.make(spec, num_blocks))
+        pool = GpuPool.make(spec, num_blocks)
+        pool.is_scattered = not self._writes(spec)
+        return pool
 
     def change_pool(self, pool: GpuPool, change: PoolChange) -> GpuPool:
         pool.change(change)
         return pool
 
-    def view_pool(self, pool: GpuPool, spec: LayerSpec, num_parts: int) -> GpuPool:
-        return self._with_writes(pool.view(spec, num_parts))
+    def view_pool(self, pool: GpuPool, spec: LayerSpec, num_parts: int) -> GpuPoolView:
+        """If kernels cannot write for such layers, MLX writes for all that share the pool. So the first views of a pool
+        come before anything is written."""
+        pool.is_scattered = pool.is_scattered or not self._writes(spec)
+        return GpuPoolView(spec, pool, num_parts)
 
     def plan(self, step: StepPlan) -> GpuMetadata:
         return GpuMetadata.of(step, self._num_cores)
 
     def attend(
         self,
-        pool: GpuPool,
+        pool: AnyGpuPool,
         queries: mx.array,
         keys: mx.array | None,
         values: mx.array | None,
@@ -144,7 +149,7 @@ class GpuBackend:
     def state(self, pool: GpuPool) -> list[mx.array]:
         return pool.arrays()
 
-    def _write(self, pool: GpuPool, keys: mx.array, values: mx.array, metadata: GpuMetadata) -> None:
+    def _write(self, pool: AnyGpuPool, keys: mx.array, values: mx.array, metadata: GpuMetadata) -> None:
         if not pool.is_scattered:
             dtype = pool.spec.dtype
             keys, values = (mx.contiguous(rows.astype(dtype)) for rows in (keys, values))
@@ -158,7 +163,7 @@ class GpuBackend:
         pool.keys, pool.values = stored_keys, stored_values
 
     def _attend_decodes(
-        self, pool: GpuPool, queries: mx.array, metadata: GpuMetadata, window: int | None, scores: Scores
+        self, pool: AnyGpuPool, queries: mx.array, metadata: GpuMetadata, window: int | None, scores: Scores
     ) -> mx.array:
         shape = DecodeShape.of(pool.spec, queries.shape[1])
         variant = self._variant(shape)
@@ -171,7 +176,7 @@ class GpuBackend:
         pool.token = decoded.token
         return decoded.out.astype(queries.dtype)
 
-    def _gather(self, pool: GpuPool, gather: Gather) -> tuple[mx.array, mx.array]:
+    def _gather(self, pool: AnyGpuPool, gather: Gather) -> tuple[mx.array, mx.array]:
         return gather_rows(pool, gather) if pool.is_scattered else read_rows(self._kernels, pool, gather)
 
     def _variant(self, shape: DecodeShape) -> KernelVariant | None:
@@ -191,12 +196,10 @@ class GpuBackend:
         self._refusals[shape] = reason
         logger.warning("%s decodes gather K/V instead of reading it in place: %s", self.name, reason)
 
-    def _with_writes(self, pool: GpuPool) -> GpuPool:
-        """A pool that nobody has written to, which knows how it will be."""
-        self._prove_writes(pool.spec)
-        if self._write_failures[pool.spec] is not None:
-            pool.scatter()
-        return pool
+    def _writes(self, spec: LayerSpec) -> bool:
+        """Whether kernels write for such layers."""
+        self._prove_writes(spec)
+        return self._write_failures[spec] is None
 
     def _prove_writes(self, spec: LayerSpec) -> None:
         if spec in self._write_failures:

@@ -7,10 +7,10 @@ import mlx.core as mx
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.kernels.gpu_kernels import PagedKernels, Scores
 from mlx_server.runtime.kernels.gpu_plan import Gather
-from mlx_server.runtime.kernels.gpu_pool import GpuPool
+from mlx_server.runtime.kernels.gpu_pool import AnyGpuPool
 
 
-def read_rows(kernels: PagedKernels, pool: GpuPool, gather: Gather) -> tuple[mx.array, mx.array]:
+def read_rows(kernels: PagedKernels, pool: AnyGpuPool, gather: Gather) -> tuple[mx.array, mx.array]:
     """K and V `[R, num_kv_heads, B * 32, dim]` of blocks, quantised or not. Takes the pool's next token, which later
     writes wait for."""
     if pool.spec.bits is not None:
@@ -22,7 +22,7 @@ def read_rows(kernels: PagedKernels, pool: GpuPool, gather: Gather) -> tuple[mx.
     return rows
 
 
-def gather_rows(pool: GpuPool, gather: Gather) -> tuple[mx.array, mx.array]:
+def gather_rows(pool: AnyGpuPool, gather: Gather) -> tuple[mx.array, mx.array]:
     """The same of a pool of whole rows, with no order among later uses but MLX's own.
 
     The token is part of the indices, not only of the graph: a native operation's order follows from the buffers

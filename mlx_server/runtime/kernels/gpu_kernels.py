@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention import LayerSpec
 from mlx_server.runtime.kernels.gpu_plan import SMALL_ARRAY, DecodeIndices
-from mlx_server.runtime.kernels.gpu_pool import GpuPool
+from mlx_server.runtime.kernels.gpu_pool import AnyGpuPool
 from mlx_server.runtime.kernels.gpu_variant import MAX_SIMDGROUPS, SIMD_WIDTH, DecodeShape, KernelVariant
 from mlx_server.runtime.row_pool import group_size_of
 
@@ -105,7 +105,7 @@ class PagedKernels:
         )
         self._numbers: dict[float, mx.array] = {}
 
-    def write(self, pool: GpuPool, keys: mx.array, values: mx.array, slots: mx.array) -> mx.array:
+    def write(self, pool: AnyGpuPool, keys: mx.array, values: mx.array, slots: mx.array) -> mx.array:
         """Writes rows `[T, num_kv_heads, 1, dim]` into their slots of the pool; returns the pool's next token."""
         spec = pool.spec
         if spec.bits is None:
@@ -122,7 +122,7 @@ class PagedKernels:
             template=[("T", spec.dtype), *_row_template(spec), ("KV_HEADS", spec.num_kv_heads)],
         )[0]
 
-    def widen(self, pool: GpuPool, rows: mx.array) -> Widened:
+    def widen(self, pool: AnyGpuPool, rows: mx.array) -> Widened:
         """Gathers the runs at `rows` `[R, num_kv_heads, B]` of a quantised pool viewed
         `[num_blocks * num_kv_heads, words]`."""
         spec = pool.spec
@@ -141,7 +141,7 @@ class PagedKernels:
 
     def decode(
         self,
-        pool: GpuPool,
+        pool: AnyGpuPool,
         queries: mx.array,
         indices: DecodeIndices,
         shape: DecodeShape,

@@ -14,31 +14,23 @@ from mlx_server.runtime.row_pool import row_bytes
 
 
 @dataclass(slots=True)
-class _Memory:
-    """What a pool and its views share. `is_scattered`: MLX writes here, since kernels could not."""
-
-    keys: mx.array
-    values: mx.array
-    token: mx.array
-    is_scattered: bool = False
-
-
 class GpuPool:
     """K and V `[num_blocks, num_kv_heads, 32, dim]`; quantised ones `[num_blocks, num_kv_heads, words]`, a run of
     codes, scales and biases for each block and head, as `kv_write_quantized.msl` has it.
 
     MLX cannot see that a kernel writes into `keys` and `values`, so whatever reads or writes them takes `token`
     as an input and replaces it: the tokens are a chain through all uses of the pool and its views, across steps. Its
-    value is 0.
+    value is 0. If it `is_scattered`, MLX writes here, since kernels could not for some layer that uses it.
     """
 
-    def __init__(self, spec: LayerSpec, memory: _Memory, num_blocks: int) -> None:
-        self.spec = spec
-        self.num_blocks = num_blocks
-        self.num_moves = 0
-        self.num_copies = 0
-        self._memory = memory
-        self._addresses: tuple[int, int] | None = None
+    spec: LayerSpec
+    keys: mx.array
+    values: mx.array
+    token: mx.array
+    is_scattered: bool = False
+    num_moves: int = 0
+    num_copies: int = 0
+    _addresses: tuple[int, int] | None = None
 
     @classmethod
     def make(cls, spec: LayerSpec, num_blocks: int) -> GpuPool:
@@ -46,55 +38,20 @@ class GpuPool:
         keys, values = (_zeros(spec, num_blocks, dim) for dim in (spec.key_dim, spec.value_dim))
         token = mx.zeros((1,), mx.int32)
         mx.eval(keys, values, token)
-        return cls(spec, _Memory(keys, values, token), num_blocks)
-
-    def view(self, spec: LayerSpec, num_parts: int) -> GpuPool:
-        """The same memory, and the same chain of tokens, as `num_parts` times as many blocks of layers like `spec`."""
-        return GpuPool(spec, self._memory, num_parts * self.num_blocks)
+        return cls(spec, keys, values, token)
 
     @property
-    def keys(self) -> mx.array:
-        return self._shaped(self._memory.keys, self.spec.key_dim)
-
-    @keys.setter
-    def keys(self, keys: mx.array) -> None:
-        self._memory.keys = keys
-
-    @property
-    def values(self) -> mx.array:
-        return self._shaped(self._memory.values, self.spec.value_dim)
-
-    @values.setter
-    def values(self, values: mx.array) -> None:
-        self._memory.values = values
-
-    @property
-    def token(self) -> mx.array:
-        return self._memory.token
-
-    @token.setter
-    def token(self, token: mx.array) -> None:
-        self._memory.token = token
-
-    @property
-    def is_scattered(self) -> bool:
-        """Whether rows are written by MLX's scatter, here and in all views."""
-        return self._memory.is_scattered
-
-    def scatter(self) -> None:
-        """From now on, rows are. Nothing may have been written yet."""
-        self._memory.is_scattered = True
+    def num_blocks(self) -> int:
+        return self.keys.shape[0]
 
     def change(self, change: PoolChange) -> None:
         """Moves, cuts or grows: one copy of what stays, counted in `num_copies`. The memory of the old arrays is
         free when it returns. All work that uses them must have finished."""
         sources = mx.array(block_sources(self.num_blocks, change))
-        memory = self._memory
-        memory.keys = self.keys[sources]
-        mx.eval(memory.keys)  # before values, so that not both are there twice
-        memory.values = self.values[sources]
-        mx.eval(memory.values)
-        self.num_blocks = change.num_blocks
+        self.keys = self.keys[sources]
+        mx.eval(self.keys)  # before values, so that not both are there twice
+        self.values = self.values[sources]
+        mx.eval(self.values)
         self._addresses = None
         self.num_copies += 1
 
@@ -114,10 +71,50 @@ class GpuPool:
         self._addresses = now
         return self.num_moves
 
+
+@dataclass(slots=True)
+class GpuPoolView:
+    """A pool as that of layers like `spec`, of which `num_parts` fill one of its blocks: the same memory, in their
+    shape, and the same chain of tokens."""
+
+    spec: LayerSpec
+    pool: GpuPool
+    num_parts: int
+
+    @property
+    def keys(self) -> mx.array:
+        return self._shaped(self.pool.keys, self.spec.key_dim)
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self.pool.keys = keys.reshape(self.pool.keys.shape)
+
+    @property
+    def values(self) -> mx.array:
+        return self._shaped(self.pool.values, self.spec.value_dim)
+
+    @values.setter
+    def values(self, values: mx.array) -> None:
+        self.pool.values = values.reshape(self.pool.values.shape)
+
+    @property
+    def token(self) -> mx.array:
+        return self.pool.token
+
+    @token.setter
+    def token(self, token: mx.array) -> None:
+        self.pool.token = token
+
+    @property
+    def is_scattered(self) -> bool:
+        return self.pool.is_scattered
+
     def _shaped(self, array: mx.array, dim: int) -> mx.array:
-        """The array of the memory in this pool's shape: no copy, since it is contiguous."""
-        shape = _shape(self.spec, self.num_blocks, dim)
-        return array if array.shape == shape else array.reshape(shape)
+        """No copy: the arrays of a pool are contiguous."""
+        return array.reshape(_shape(self.spec, self.num_parts * self.pool.num_blocks, dim))
+
+
+AnyGpuPool = GpuPool | GpuPoolView
 
 
 def _shape(spec: LayerSpec, num_blocks: int, dim: int) -> tuple[int, ...]:
