@@ -32,12 +32,12 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
 
 def test_whole_tiles_are_the_nearest_that_take_less_time() -> None:
-    assert [padded(n) for n in range(1, 17)] == [1, 2, 3] + [16] * 13
-    assert [padded(n) for n in (17, 19, 20, 32, 35, 36, 1000)] == [17, 19, 32, 32, 35, 48, 1008]
+    assert [padded(n) for n in range(1, 17)] == [1, 2, 3, 4, 5, 6, 7] + [16] * 9
+    assert [padded(n) for n in (17, 23, 24, 32, 39, 40, 1000)] == [17, 23, 32, 32, 39, 48, 1008]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "phi3"])
-@pytest.mark.parametrize("num_requests", [3, 4, 13, 17])
+@pytest.mark.parametrize("num_requests", [3, 8, 13, 17])
 def test_decodes_are_computed_in_tiles(architecture: str, num_requests: int, widths: Counter[int]) -> None:
     subject = Subject(architecture)
     prompts, max_tokens = random_prompts((2,) * num_requests), (6,) * num_requests
@@ -51,12 +51,12 @@ def test_decodes_are_computed_in_tiles(architecture: str, num_requests: int, wid
 
 
 def test_the_head_computes_its_rows_in_tiles(widths: Counter[int]) -> None:
-    """All prompts in one step: 5 rows of logits of 5 * 48 tokens."""
+    """All prompts in one step: 9 rows of logits of 9 * 16 tokens."""
     subject = Subject("phi3")
     with subject.make_llm(num_kv_blocks=64, attention_backend="cpu") as llm:
         widths.clear()
-        answer(llm, random_prompts((48,) * 5), (1,) * 5)
-    assert set(widths) == {240, 16}
+        answer(llm, random_prompts((16,) * 9), (1,) * 9)
+    assert set(widths) == {144, 16}
 
 
 @pytest.mark.parametrize("how", ["reference", "quantised", "experts", "regrouped"])
@@ -80,8 +80,8 @@ def test_whom_padding_would_cost_is_not_padded(how: str, monkeypatch: pytest.Mon
     backend = "reference" if how == "reference" else "cpu"
     with subject.make_llm(num_kv_blocks=64, attention_backend=backend) as llm:
         rows.clear()
-        answer(llm, random_prompts((2,) * 5), (6,) * 5)
-    assert set(rows) == {5, 10}
+        answer(llm, random_prompts((2,) * 9), (6,) * 9)
+    assert set(rows) == {9, 18}
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -13,8 +13,8 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 _TILE = 16
-_FEWEST = 4
-"""So many rows beyond whole tiles take longer than another tile."""
+_FEWEST = 8
+"""So many rows beyond whole tiles take longer than another tile, with all that a model does besides products."""
 
 _BY_ROW = (nn.QuantizedLinear, nn.QuantizedEmbedding, nn.QQLinear, SwitchLinear, QuantizedSwitchLinear)
 """Layers that take time for each row, on a CPU: those that unpack weights, and those that pick an expert."""
