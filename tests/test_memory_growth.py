@@ -275,11 +275,12 @@ async def test_unloading_gives_weights_and_pool_back(thread, backend):
     await serve()  # what is allocated once: threads, buffers, caches of libraries
     gc.collect()
     before, resident = mx.get_active_memory() + mx.get_cache_memory(), process.memory_info().rss
-    kv_pool_bytes = await serve()
+    for _ in range(4):
+        kv_pool_bytes = await serve()
     gc.collect()
     assert kv_pool_bytes >= 5 * MIB
     assert mx.get_active_memory() + mx.get_cache_memory() - before <= 0.05 * kv_pool_bytes
-    assert process.memory_info().rss - resident <= kv_pool_bytes / 2
+    assert process.memory_info().rss - resident <= 2 * kv_pool_bytes, "four pools would be twice as much"
 
 
 async def test_a_model_too_large_for_the_budget_is_refused_before_it_is_loaded(tmp_path, thread):

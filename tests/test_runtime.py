@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import mlx.core as mx
@@ -254,27 +253,47 @@ async def test_an_eager_runner_is_fetched_at_once(thread):
     assert runner.events == ["launch 0", "fetch 0", "launch 1", "fetch 1"]
 
 
+class _HandClock:
+    """Moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.mark.parametrize("is_device_busy", [False, True])
-async def test_idle_time_is_the_wait_for_a_step_while_the_device_has_none(thread, is_device_busy):
+async def test_idle_time_is_the_wait_for_a_step_while_the_device_has_none(is_device_busy):
     """Steps 0 and 1 go on while one is ahead; step 1 comes 0.2 s late. A device that is still busy with step 0
     then was never idle."""
-    runner = _FakeRunner()
-    plain_fetch = runner.fetch
+    clock, runner, is_launched = _HandClock(), _FakeRunner(), threading.Event()
+    thread = MLXThread(clock)
+    plain_launch, plain_fetch = runner.launch, runner.fetch
+
+    def launch(step: SchedulerOutput) -> int:
+        is_launched.set()
+        return plain_launch(step)
 
     def fetch(launched: int) -> ModelRunnerOutput:
-        time.sleep(0.01 if is_device_busy else 0.0)
+        clock.now += 0.01 if is_device_busy else 0.0
         return plain_fetch(launched)
 
-    runner.fetch = fetch
+    runner.launch, runner.fetch = launch, fetch
     executor = MLXExecutor(thread, runner)
     chunk = ScheduledChunk("a", 3, 1, (1,), (), True, 1)
-    first = executor.submit(SchedulerOutput(0, (chunk,)))
-    await asyncio.sleep(0.2)
-    second = executor.submit(SchedulerOutput(1, (chunk,)))
-    executor.flush()
-    results = [await first, await second]
-    assert (results[1].idle_time_s > 0.15) == (not is_device_busy)
-    assert (results[0].step_time_s < 0.15) == (not is_device_busy)
+    try:
+        first = executor.submit(SchedulerOutput(0, (chunk,)))
+        await asyncio.to_thread(is_launched.wait)
+        await asyncio.wrap_future(thread.call(lambda: None))  # behind the launch, whatever follows it
+        clock.now += 0.2
+        second = executor.submit(SchedulerOutput(1, (chunk,)))
+        executor.flush()
+        results = [await first, await second]
+    finally:
+        thread.stop()
+    assert results[1].idle_time_s == pytest.approx(0.0 if is_device_busy else 0.2)
+    assert results[0].step_time_s == pytest.approx(0.21 if is_device_busy else 0.0)
 
 
 async def test_a_failed_step_fails_what_is_in_flight_and_all_that_follows(thread, caplog):
