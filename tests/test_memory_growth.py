@@ -277,10 +277,20 @@ async def test_unloading_gives_weights_and_pool_back(thread, backend):
     before, resident = mx.get_active_memory() + mx.get_cache_memory(), process.memory_info().rss
     for _ in range(4):
         kv_pool_bytes = await serve()
-    gc.collect()
     assert kv_pool_bytes >= 5 * MIB
-    assert mx.get_active_memory() + mx.get_cache_memory() - before <= 0.05 * kv_pool_bytes
-    assert process.memory_info().rss - resident <= 2 * kv_pool_bytes, "four pools would be twice as much"
+
+    def num_leaked() -> tuple[int, int]:
+        gc.collect()
+        return mx.get_active_memory() + mx.get_cache_memory() - before, process.memory_info().rss - resident
+
+    # Threads and the loop may hold the last engine for a moment; a leak they would hold for ever.
+    for _ in range(50):
+        if num_leaked()[0] <= 0.05 * kv_pool_bytes:
+            break
+        await asyncio.sleep(0.1)
+    in_mlx, in_process = num_leaked()
+    assert in_mlx <= 0.05 * kv_pool_bytes
+    assert in_process <= 2 * kv_pool_bytes, "four pools would be twice as much"
 
 
 async def test_a_model_too_large_for_the_budget_is_refused_before_it_is_loaded(tmp_path, thread):
