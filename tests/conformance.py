@@ -120,7 +120,7 @@ def worst_error(answers: Answers, wanted: Sequence[Reference]) -> float:
 def pool_bytes(llm: LLM) -> int:
     """What the pools of an engine take, by the arrays that are there."""
     cache = llm.engine._parts.runner.cache
-    pools = {id(layer.pool): layer.pool.content for layer in cache.paged}.values()
+    pools = {id(layer.pool): layer.pool.contents[0] for layer in cache.paged}.values()
     sides = [side for pool in pools for side in (pool.keys, pool.values)]
     arrays = [array for side in sides for array in (side.arrays() if isinstance(side, _ROWS) else [side])]
     return sum(array.nbytes for array in [*arrays, *(state for states in cache.recurrent for state in states.state())])
