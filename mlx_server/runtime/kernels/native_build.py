@@ -15,7 +15,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +54,7 @@ def find_compiler() -> list[str]:
             return command
     if configured:
         raise NativeBuildError(f"CXX is `{shlex.join(configured)}`, which is not installed")
-    hint = "`xcode-select --install`" if sys.platform == "darwin" else "the package `g++` or `clang`"
+    hint = "`xcode-select --install`" if _is_mac() else "the package `g++` or `clang`"
     raise NativeBuildError(f"No C++ compiler ({', '.join(_COMPILERS)}) is installed; {hint} brings one")
 
 
@@ -86,13 +85,17 @@ def _version(compiler: list[str]) -> str:
 
 def _tuning_flag() -> str:
     """Compiles for this very CPU. Clang names that differently on Arm."""
-    is_mac_arm = sys.platform == "darwin" and platform.machine() == "arm64"
+    is_mac_arm = _is_mac() and platform.machine() == "arm64"
     return "-mcpu=native" if is_mac_arm else "-march=native"
+
+
+def _is_mac() -> bool:
+    return platform.system() == "Darwin"  # type checkers take what `sys.platform` is elsewhere for unreachable
 
 
 def _cpu() -> str:
     """What decides which instructions may be used: the model and, where they are listed, the features."""
-    if sys.platform == "darwin":
+    if _is_mac():
         return _run(["sysctl", "-n", "machdep.cpu.brand_string"]).stdout
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
