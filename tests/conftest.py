@@ -16,6 +16,12 @@ os.environ.update(
     LOGFIRE_SEND_TO_LOGFIRE="false",
     TOKENIZERS_PARALLELISM="false",
 )
+import mlx_server.runtime  # noqa: F401 - before any test loads MLX, which reads its limits only then
+
+if os.environ.get("TEST_DEVICE") == "cpu":  # on a Mac, too: most equalities here hold in the CPU's float32 alone
+    import mlx.core as mx
+
+    mx.set_default_device(mx.cpu)
 for name in [name for name in os.environ if name.startswith("MLX_SERVE_") and name != "MLX_SERVE_HOME"]:
     del os.environ[name]
 

@@ -8,6 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import pytest
+
 from mlx_server import LLM, SamplingParams
 from mlx_server.runtime.loader import LoadedModel
 from tests.tiny_models import (
@@ -19,7 +22,9 @@ from tests.tiny_models import (
     tiny_model,
 )
 
-BACKENDS = ("reference", "cpu")
+NATIVE_BACKEND = "cpu" if mx.default_device() == mx.cpu else "auto"
+BACKENDS = ("reference", NATIVE_BACKEND)
+on_the_cpu = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="is about MLX computing on the CPU")
 
 
 @lru_cache(maxsize=1)

@@ -27,6 +27,7 @@ from mlx_server.runtime.kernels.gpu_bytes import decode_bytes
 from mlx_server.runtime.kernels.gpu_choice import choices_path, load_choice, store_choices
 from mlx_server.runtime.kernels.gpu_variant import DecodeShape, KernelVariant, check_variant, default_variant
 from mlx_server.runtime.kernels.metal import MetalBackend
+from tests.engine_worlds import on_the_cpu
 
 SHAPE = DecodeShape(num_query_heads=8, num_kv_heads=2, key_dim=128, value_dim=128, dtype=mx.float16)
 OTHER = replace(SHAPE, dtype=mx.bfloat16)
@@ -150,6 +151,7 @@ def test_the_server_makes_its_backends_with_the_choice(
     seen = []
     monkeypatch.setattr(mx.fast, function, no_kernel)
     monkeypatch.setattr(getattr(mx, name), "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "some chip", "architecture": "applegpu_g14s"})
     monkeypatch.setattr(backends, "_self_test", lambda backend, spec: seen.append(backend.variant(spec, 8)) or 0.0)
     store_choices({SHAPE: CHOICE})
@@ -335,11 +337,24 @@ def test_results_are_read_against_the_copy() -> None:
     assert cells == ["decode 3 x 100", "8x2x128", "full", "0.006", "0.016", "2.50x", "0.32", "0.40", "50.0", "50%"]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=on_the_cpu), "reference"])
 def test_the_command_measures_every_case(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
     shapes = ["--heads", "4x2x16", "3x3x8", "--batch", "1", "3", "--context", "40", "--prefill", "20x70"]
-    argv = ["bench", "kernels", "--backend", backend, *shapes, "--quick", "--copy-mib", "1", "--json", str(path)]
+    argv = [
+        "bench",
+        "kernels",
+        "--backend",
+        backend,
+        *shapes,
+        "--dtype",
+        "float32",
+        "--quick",
+        "--copy-mib",
+        "1",
+        "--json",
+        str(path),
+    ]
     assert main(argv) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[0].startswith(f"{backend} backend, float32. Copy bandwidth: ")
@@ -360,13 +375,13 @@ def test_the_command_measures_every_case(backend: str, tmp_path: Path, capsys: p
     assert max(result["max_difference"] for result in document["results"]) < 1e-5
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=on_the_cpu), "reference"])
 def test_quantised_rows_are_measured_beside_whole_ones(
     backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "out.json"
     shape = ["--heads", "4x2x32", "--batch", "3", "--context", "40", "--prefill", "20x70"]
-    small = ["--kv-bits", "full", "8", "4", "--quick", "--copy-mib", "1", "--json", str(path)]
+    small = ["--kv-bits", "full", "8", "4", "--dtype", "float32", "--quick", "--copy-mib", "1", "--json", str(path)]
     argv = ["bench", "kernels", "--backend", backend, *shape, *small]
     assert main(argv) == 0
     table = capsys.readouterr().out.splitlines()
@@ -393,7 +408,10 @@ def test_quantised_rows_are_measured_beside_whole_ones(
         (["--batch", "0"], "0 is less than 1"),
         (["--json", "/nonexistent/out.json"], "cannot write /nonexistent/out.json"),
         (["--heads", "4x2x80", "--kv-bits", "8"], "--kv-bits needs head dimensions that are multiples of 32"),
-        (["--backend", "cpu", "--dtype", "float16", "--quick", "--copy-mib", "1"], "stores float32"),
+        pytest.param(
+            *(["--backend", "cpu", "--dtype", "float16", "--quick", "--copy-mib", "1"], "stores float32"),
+            marks=on_the_cpu,
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_said_in_one_line(
@@ -408,7 +426,7 @@ def test_what_cannot_be_measured_is_said_in_one_line(
 def test_the_command_sweeps_a_gpus_kernels_and_serves_with_the_best(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whole, on kernels that really run: those of `metal`, in the emulator where there is no Mac."""
+    """Whole, on kernels that really run: those of the GPU, or of the emulator where there is none."""
     shape = DecodeShape(num_query_heads=2, num_kv_heads=1, key_dim=64, value_dim=64, dtype=mx.float32)
     variants = [KernelVariant(1, 2, 32, 2), KernelVariant(2, 1, 32, 2)]
     monkeypatch.setattr(kernels, "choose_backend", lambda name, specs: make_backend(choose_variant=load_choice()))
@@ -431,5 +449,5 @@ def test_the_command_sweeps_a_gpus_kernels_and_serves_with_the_best(
     assert chosen in [replace(v, partition_tokens=tokens) for v in variants for tokens in (None, 32)]
     assert load_choice()(shape) == chosen
     moved = decode_bytes(shape, [40, 40], chosen, num_cores=4).moved
-    assert (result["backend"], result["moved_bytes"], best["moved_bytes"]) == ("metal", moved, [moved])
+    assert (result["backend"], result["moved_bytes"], best["moved_bytes"]) == (make_backend().name, moved, [moved])
     assert "2 heads on 1 of 64, float32: 3 variants over 1 decodes" in capsys.readouterr().out

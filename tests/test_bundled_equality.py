@@ -10,7 +10,7 @@ from pathlib import Path
 from mlx_server import LLM
 from mlx_server.engine.tokenizer import Tokenizer
 from mlx_server.runtime.loader import load
-from tests.engine_worlds import answers
+from tests.engine_worlds import answers, on_the_cpu
 from tests.tiny_models import reference_generate
 
 PROMPTS = (
@@ -22,6 +22,7 @@ PROMPTS = (
 NUM_TOKENS = 16
 
 
+@on_the_cpu
 def test_greedy_answers_equal_mlx_lms(bundled_model: Path) -> None:
     loaded = load(str(bundled_model))
     tokenizer = Tokenizer.from_folder(bundled_model)

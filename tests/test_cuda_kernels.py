@@ -1,4 +1,5 @@
-"""The CUDA twin: the Metal bodies behind a prelude. Here they are compiled, not run; there is no GPU in this suite.
+"""The CUDA twin: the Metal bodies behind a prelude. They are compiled here; where MLX computes
+on a CUDA GPU, the tests of the Metal kernels (test_metal_kernels*) run them.
 
 The compiler is NVRTC where its packages are installed (nvidia-cuda-nvrtc, nvidia-cuda-runtime, nvidia-cuda-crt:
 65 MB, which is why no dependency group names them), else nvcc, else the compile tests are skipped.
@@ -16,13 +17,15 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
-from emulator.worlds import Chunk, step_of, step_rows
+from emulator.worlds import Chunk, gpu, kernel_maker, make_backend, step_of, step_rows, toolchain
 
 from mlx_server.runtime.attention import LayerSpec
 from mlx_server.runtime.kernels import gpu_backend
-from mlx_server.runtime.kernels.cuda import CudaBackend
-from mlx_server.runtime.kernels.gpu_kernels import KERNEL_TEXTS
+from mlx_server.runtime.kernels.cuda import PRELUDE, CudaBackend
+from mlx_server.runtime.kernels.gpu_backend import GpuBackend
+from mlx_server.runtime.kernels.gpu_kernels import KERNEL_TEXTS, read_text
 from mlx_server.runtime.kernels.gpu_variant import DecodeShape, KernelVariant, default_variant
+from mlx_server.runtime.kernels.metal import MetalBackend
 
 CUDA_TYPES = {
     mx.float16: "__half",
@@ -187,6 +190,22 @@ def test_a_body_that_is_no_cuda_does_not_compile(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("name", "kind"), [("cuda", CudaBackend), ("metal", MetalBackend)])
+def test_the_kernels_tests_run_on_the_gpu_that_is_there(
+    name: str, kind: type[GpuBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = RecordedKernels()
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: name == "cuda")
+    monkeypatch.setattr(mx.fast, f"{name}_kernel", kernels)
+    assert gpu() == name
+    assert type(make_backend()) is kind
+    assert kernels.header == (read_text(PRELUDE) if name == "cuda" else "")
+    kernel_maker()(name="alone", header="", input_names=[], output_names=[], source="")
+    with pytest.raises(pytest.skip.Exception, match="where MLX computes on the CPU"):
+        toolchain.__wrapped__()
+
+
 def test_each_launch_of_other_types_or_sizes_has_a_name_of_its_own() -> None:
     """CUDA kernels are cached by name and template arguments, not by their inputs' types."""
     sources: dict[str, str] = {}
@@ -196,7 +215,7 @@ def test_each_launch_of_other_types_or_sizes_has_a_name_of_its_own() -> None:
                 assert sources.setdefault(name, text) == text
 
 
-@pytest.mark.skipif(mx.metal.is_available(), reason="says what a machine without CUDA answers")
+@pytest.mark.skipif(gpu() is not None, reason="says what a machine without a GPU answers")
 def test_without_cuda_the_backend_says_so() -> None:
     with pytest.raises(RuntimeError, match="No CUDA back-end"):
         CudaBackend()

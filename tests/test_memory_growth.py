@@ -30,7 +30,16 @@ from mlx_server.runtime.loader import LoadedModel, load
 from mlx_server.runtime.memory import MemoryReading, read_memory, resident_memory
 from tests.architectures import config_of
 from tests.conformance import Subject
-from tests.engine_worlds import built, greedy, make_folder, plain_greedy, random_prompts
+from tests.engine_worlds import (
+    BACKENDS,
+    NATIVE_BACKEND,
+    built,
+    greedy,
+    make_folder,
+    on_the_cpu,
+    plain_greedy,
+    random_prompts,
+)
 from tests.tiny_models import byte_tokenizer, describe_model_folder, save_model_folder, tiny_model
 
 MIB = 2**20
@@ -108,7 +117,7 @@ async def serve_all(engine: AsyncEngine) -> list[list[int]]:
     return await asyncio.gather(*map(one, churn()))
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_pool_that_grows_and_shrinks_under_load_gives_the_same_tokens(thread, backend):
     machine = Machine()
     async with engine_with(make_share(machine), thread, backend, num_kv_blocks=400) as engine:
@@ -146,7 +155,7 @@ async def test_models_that_run_group_by_group_are_moved_too(thread, architecture
     prompts, max_tokens = random_prompts((90, 61, 5, 120, 33)), (12, 20, 30, 9, 15)
     wanted = [reference.token_ids for reference in subject.wanted(prompts, max_tokens)]
     loaded = LoadedModel(architecture, subject.model, subject.config, None)
-    async with engine_with(make_share(Machine()), thread, "cpu", loaded, kv_cache_memory="8MB") as engine:
+    async with engine_with(make_share(Machine()), thread, NATIVE_BACKEND, loaded, kv_cache_memory="8MB") as engine:
         for turn in range(3):
             await engine.give_memory(10**9)
             assert engine.stats().num_blocks == 8 * len(engine.info.windows)
@@ -168,7 +177,7 @@ async def test_one_who_cannot_grow_waits_for_memory(thread):
     machine = Machine()
     prompt = random_prompts([250])[0]
     wanted = plain_greedy("llama", [prompt], [30])[0]
-    async with engine_with(make_share(machine), thread, "cpu", kv_cache_memory="8MB") as engine:
+    async with engine_with(make_share(machine), thread, NATIVE_BACKEND, kv_cache_memory="8MB") as engine:
         await engine.give_memory(60 * engine.info.block_bytes)
         assert engine.stats().num_blocks == 8
         machine.used = 0.95
@@ -207,6 +216,7 @@ def test_weights_take_what_was_estimated(tmp_path, kind):
     assert 0 <= mx.get_active_memory() - before - need.weights_bytes <= 0.1 * need.weights_bytes + 2**16
 
 
+@on_the_cpu
 async def test_a_loaded_model_stays_within_what_was_estimated(thread):
     config = Config(
         model=ModelConfig(model="random:mini", attention_backend="cpu"),
@@ -255,13 +265,13 @@ async def test_recurrent_state_leaves_others_what_they_hold(thread):
     budget = MemoryBudget(loaded.weight_bytes + 100 * slot_bytes, 0, Machine().read)
     budget.take("other", MemoryNeed(60 * slot_bytes, 0, 0))
     share = budget.take("qwen3_5", MemoryNeed(loaded.weight_bytes, 0, 10 * slot_bytes))
-    async with engine_with(share, thread, "cpu", loaded, num_kv_blocks=8) as engine:
+    async with engine_with(share, thread, NATIVE_BACKEND, loaded, num_kv_blocks=8) as engine:
         assert (engine.info.max_num_seqs, engine.info.num_checkpoints) == (8, 8), "a fifth of 40 each"
         assert engine.info.state_bytes <= share.kv_bytes <= 40 * slot_bytes
         assert budget.held_bytes <= budget.limit_bytes
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
 async def test_unloading_gives_weights_and_pool_back(thread, backend):
     """The native pool lies outside MLX's memory, so the process is asked, too."""
     process = psutil.Process()

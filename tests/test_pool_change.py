@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -112,7 +113,8 @@ def test_a_host_pool_grows_in_place_and_gives_the_pages_of_its_end_back():
     assert written >= 0.9 * 2048 * SPEC.block_bytes
     pool = backend.change_pool(pool, PoolChange(100, (BlockMove(2000, 3),), 1948))
     kept = process.memory_info().rss - before
-    assert kept <= 100 * SPEC.block_bytes + 2 * 2**21
+    if sys.platform == "linux":  # a Mac takes the pages when it needs them, and counts them until then
+        assert kept <= 100 * SPEC.block_bytes + 2 * 2**21
     assert float(_rows(pool.keys, 3).min()) == 1.0
     with pytest.raises(ValueError, match="for 2048 blocks cannot grow to 2049"):
         backend.change_pool(pool, PoolChange(2049))

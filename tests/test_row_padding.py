@@ -14,7 +14,7 @@ from mlx_server.runtime.kernels.cpu import CpuBackend
 from mlx_server.runtime.row_padding import padded
 from tests.attention_worlds import Layer, Span, World
 from tests.conformance import Subject, answer, worst_error
-from tests.engine_worlds import random_prompts
+from tests.engine_worlds import on_the_cpu, random_prompts
 
 
 @pytest.fixture
@@ -29,6 +29,9 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
     monkeypatch.setattr(nn.Linear, "__call__", counting)
     return counts
+
+
+pytestmark = on_the_cpu
 
 
 def test_whole_tiles_are_the_nearest_that_take_less_time() -> None:

@@ -68,13 +68,15 @@ def _report(name: str, spec: LayerSpec) -> BackendReport:
 
 
 def _is_expected_absence(name: str) -> bool:
-    return (name == "metal" and not mx.metal.is_available()) or (name == "cuda" and not mx.cuda.is_available())
+    """Whether MLX computes elsewhere: there is no such GPU, or the CPU was chosen."""
+    kinds = {"metal": mx.metal, "cuda": mx.cuda}
+    return name in kinds and (mx.default_device() == mx.cpu or not kinds[name].is_available())
 
 
 def _try(name: str, specs: Sequence[LayerSpec]) -> tuple[AttentionBackend | None, str | None]:
     """A backend that has passed, or the reason why it is not to be used."""
     if _is_expected_absence(name):
-        return None, f"MLX has no {name.capitalize()} GPU here"
+        return None, f"MLX does not compute on a {name.capitalize()} GPU here"
     if name == "cpu" and mx.default_device() != mx.cpu:
         return None, "MLX computes on the GPU, and this backend on the CPU"
     try:

@@ -19,7 +19,9 @@ from emulator.kernel import Emulator
 from emulator.toolchain import Toolchain
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention import LayerSpec, StepPlan
-from mlx_server.runtime.kernels.gpu_kernels import MakeKernel
+from mlx_server.runtime.kernels.cuda import PRELUDE, CudaBackend
+from mlx_server.runtime.kernels.gpu_backend import GpuBackend
+from mlx_server.runtime.kernels.gpu_kernels import MakeKernel, read_text
 from mlx_server.runtime.kernels.gpu_pool import GpuPool, host_view
 from mlx_server.runtime.kernels.gpu_variant import DecodeShape, KernelVariant, default_variant
 from mlx_server.runtime.kernels.metal import MetalBackend
@@ -29,11 +31,18 @@ TOLERANCE = {mx.float32: 3e-6, mx.float16: 1.5e-3, mx.bfloat16: 1.2e-2}
 NO_BLOCK = 2**31 - 1
 
 
+def gpu() -> str | None:
+    """The GPU that MLX computes on here, `metal` or `cuda`; None where the emulator runs the kernels."""
+    if mx.default_device() == mx.cpu:
+        return None
+    return "cuda" if mx.cuda.is_available() else "metal"
+
+
 @functools.cache
 def toolchain() -> Toolchain:
     """The session's compiler and what it has built. Skips the test where the emulator cannot run."""
-    if sys.platform != "linux":
-        pytest.skip("the kernel emulator runs on Linux; here the kernels run on the GPU")
+    if sys.platform != "linux" or gpu() is not None:
+        pytest.skip("the kernel emulator runs on Linux, where MLX computes on the CPU")
     folder = tempfile.mkdtemp(prefix="mlx-serve-emulator-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
@@ -43,16 +52,19 @@ def toolchain() -> Toolchain:
 
 
 def kernel_maker(seed: int = 0) -> MakeKernel:
-    """The real Metal compiler and GPU where there are some, else the emulator."""
-    if mx.metal.is_available():
+    """The compiler of the GPU that is here, or the emulator. CUDA gets the prelude, whoever asks."""
+    if gpu() is None:
+        return Emulator(toolchain(), seed=seed).metal_kernel
+    if gpu() == "metal":
         return mx.fast.metal_kernel
-    return Emulator(toolchain(), seed=seed).metal_kernel
+    return lambda **definition: mx.fast.cuda_kernel(**{**definition, "header": read_text(PRELUDE)})
 
 
 def make_backend(
     seed: int = 0, num_cores: int = 4, choose_variant: Callable[[DecodeShape], KernelVariant] = default_variant
-) -> MetalBackend:
-    return MetalBackend(kernel_maker(seed), num_cores=num_cores, choose_variant=choose_variant)
+) -> GpuBackend:
+    kind = CudaBackend if gpu() == "cuda" else MetalBackend
+    return kind(kernel_maker(seed), num_cores=num_cores, choose_variant=choose_variant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +80,7 @@ class DecodeWorld:
     sinks: mx.array
 
 
-def decode_world(backend: MetalBackend, shape: DecodeShape, contexts: Sequence[int], seed: int = 0) -> DecodeWorld:
+def decode_world(backend: GpuBackend, shape: DecodeShape, contexts: Sequence[int], seed: int = 0) -> DecodeWorld:
     """Blocks in random order; NaN in every slot that no sequence owns, and no block id past a table's end."""
     rng = np.random.default_rng(seed)
     lengths = np.asarray(contexts, np.int32)
@@ -128,7 +140,7 @@ def runs_of(packed: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
 
 
 def check_decode(
-    backend: MetalBackend,
+    backend: GpuBackend,
     world: DecodeWorld,
     *,
     window: int | None = None,
