@@ -105,6 +105,10 @@ class MemoryConfig:
     memory_reserve: str = _setting(
         "10%", "memory that loading and growing leave to the system and other programs", form=check_reserve
     )
+    wire_memory: bool = _setting(
+        False,
+        "on a Mac, keep weights and KV pools wired: no slower first step after idling, and a risk of kernel panics",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

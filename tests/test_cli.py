@@ -237,6 +237,20 @@ def test_doctor_tells_what_is_there(capsys, monkeypatch, tmp_path):
     assert "mine: 0.01 GB" in shown
 
 
+@pytest.mark.parametrize(("wire", "words"), [("off", "memory is not wired: "), ("on", "memory is wired (--")])
+def test_doctor_tells_on_a_mac_whether_memory_is_wired(capsys, monkeypatch, wire, words):
+    import mlx.core as mx
+
+    assert main(["doctor"]) == 0
+    assert "wired" not in capsys.readouterr().out or mx.metal.is_available()
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setenv("MLX_SERVE_MEMORY_WIRE_MEMORY", wire)
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert words in shown
+    assert "kernel panics" in shown
+
+
 def test_doctor_tells_when_the_port_is_taken(capsys, monkeypatch):
     import socket
 

@@ -15,12 +15,13 @@ import mlx.nn as nn
 import psutil
 import pytest
 
-from mlx_server.config import CacheConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig
+from mlx_server.config import CacheConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, load_config
 from mlx_server.engine.engine import AsyncEngine, Surroundings
 from mlx_server.engine.footprint import estimate_need
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShare
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import InsufficientMemoryError
+from mlx_server.pool.model_pool import build_pool
 from mlx_server.request import FinishReason
 from mlx_server.runtime.attention import ReferenceBackend
 from mlx_server.runtime.executor import MLXThread
@@ -337,29 +338,49 @@ class FakeMetal:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.limits = {"wired": 0, "cache": 7}
         self.refusal: Exception | None = None
+        self.wired: list[int] = []
         monkeypatch.setattr(mx.metal, "is_available", lambda: True)
         monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 900})
         monkeypatch.setattr(mx, "set_wired_limit", lambda limit: self._set("wired", limit))
         monkeypatch.setattr(mx, "set_cache_limit", lambda limit: self._set("cache", limit))
 
     def _set(self, name: str, limit: int) -> int:
-        if name == "wired" and self.refusal is not None:
-            raise self.refusal
+        if name == "wired":
+            self.wired.append(limit)
+            if self.refusal is not None:
+                raise self.refusal
         before, self.limits[name] = self.limits[name], limit
         return before
 
 
 def test_metals_limits_are_set_and_put_back(monkeypatch):
     metal = FakeMetal(monkeypatch)
-    with resident_memory():
+    with resident_memory(wire=True):
         assert metal.limits == {"wired": 900, "cache": 2**30}
+    assert metal.limits == {"wired": 0, "cache": 7}
+
+
+@pytest.mark.parametrize("is_pooled", [False, True])
+@pytest.mark.parametrize(("flags", "wired"), [({}, []), ({"wire_memory": True}, [900, 0])])
+async def test_nothing_is_wired_unless_asked_for(monkeypatch, is_pooled, flags, wired):
+    metal = FakeMetal(monkeypatch)
+    config = load_config(environ={}, flags={"model": "random:mini", "kv_cache_memory": "64MB", **flags})
+    pool = build_pool(config) if is_pooled else None
+    engine = AsyncEngine(config) if pool is None else None
+    await (pool or engine).start()
+    served = engine or pool.engines()[0]
+    assert metal.limits == {"wired": max([0, *wired]), "cache": 2**30}
+    request = GenerationRequest(request_id="r", prompt_token_ids=[1, 2, 3], sampling=greedy(2))
+    assert len(await tokens_of(served.submit(request))) == 2
+    await (pool.stop(0.0) if pool else engine.stop())
+    assert metal.wired == wired
     assert metal.limits == {"wired": 0, "cache": 7}
 
 
 def test_a_system_that_wires_no_memory_is_served_all_the_same(monkeypatch, caplog):
     metal = FakeMetal(monkeypatch)
     metal.refusal = ValueError("exceeds the system's limit")
-    with resident_memory():
+    with resident_memory(wire=True):
         assert metal.limits == {"wired": 0, "cache": 2**30}
     assert metal.limits == {"wired": 0, "cache": 7}
     assert "not kept resident" in caplog.text

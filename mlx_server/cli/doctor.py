@@ -20,7 +20,16 @@ from mlx_server.engine.memory_budget import MemoryBudget
 from mlx_server.engine.model_store import stored_models
 from mlx_server.runtime.backends import available_backends
 from mlx_server.runtime.kernels.native_build import NativeBuildError, find_compiler
-from mlx_server.runtime.machine import inspect_machine
+from mlx_server.runtime.machine import METAL, inspect_machine
+
+_NOT_WIRED = (
+    "memory is not wired: macOS may unwire it when idle, and the next step is slower then; --wire-memory keeps it, at "
+    "the risk of kernel panics (docs/memory.md)"
+)
+_WIRED = (
+    "memory is wired (--wire-memory): no slower step after idling, but kernel panics of macOS are known with it "
+    "(docs/memory.md)"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +48,7 @@ def _topics(config: Config) -> dict[str, Callable[[], list[str]]]:
         "system": lambda: [platform.platform(terse=True) + f" on {platform.machine()}"],
         "memory": lambda: _memory(config.memory),
         "python": lambda: [f"{platform.python_version()} ({platform.python_implementation()})"],
-        "mlx": _mlx,
+        "mlx": lambda: _mlx(config.memory),
         "compiler": _compiler,
         "attention": _attention,
         "port": lambda: [_port(config.server)],
@@ -57,13 +66,15 @@ def _memory(settings: MemoryConfig) -> list[str]:
     ]
 
 
-def _mlx() -> list[str]:
+def _mlx(settings: MemoryConfig) -> list[str]:
     machine = inspect_machine()
     lines = [
         f"MLX {metadata.version('mlx')}, mlx-lm {metadata.version('mlx-lm')}",
         f"{machine.chip}; devices: {', '.join(machine.devices)}",
         f"{machine.matmul_gflops:.0f} GFLOP/s in float32 products of 512 x 512; BLAS: {machine.blas}",
     ]
+    if METAL in machine.devices:
+        lines.append(_WIRED if settings.wire_memory else _NOT_WIRED)
     if machine.is_blas_slow:
         lines.append("note: OpenBLAS is some 40 times faster: apt-get install libopenblas0-pthread, then start with")
         lines.append("./scripts/serve, which preloads it, or set LD_PRELOAD to its libblas.so.3 yourself")

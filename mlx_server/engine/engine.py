@@ -82,7 +82,7 @@ class AsyncEngine:
         self.model_name = self.names.model
         self.state = EngineState.LOADING
         self.error: str | None = None
-        self._around = around or Surroundings(MLXThread())
+        self._around = around or Surroundings(MLXThread(wire_memory=config.memory.wire_memory))
         self._owns_thread = around is None
         self._loaded = loaded
         self._max_chunk_tokens = max_chunk_tokens

@@ -15,8 +15,9 @@ from mlx_server.runtime.executor import MLXThread
 class EngineFactory:
     """Owns the MLX thread that its engines share."""
 
-    def __init__(self) -> None:
-        self._thread = MLXThread()
+    def __init__(self, *, wire_memory: bool = False) -> None:
+        """`wire_memory` as in `[memory]`."""
+        self._thread = MLXThread(wire_memory=wire_memory)
 
     @property
     def is_alive(self) -> bool:

@@ -328,4 +328,5 @@ def _unexpected(error: Exception) -> Exception | None:
 
 def build_pool(config: Config) -> ModelPool:
     """The pool that `config` describes, nothing loaded yet. Raises `ConfigError` for what makes no sense."""
-    return ModelPool(Catalog(config), MemoryBudget.of(config.memory), config.pool, EngineFactory())
+    engines = EngineFactory(wire_memory=config.memory.wire_memory)
+    return ModelPool(Catalog(config), MemoryBudget.of(config.memory), config.pool, engines)

@@ -89,8 +89,10 @@ class MLXThread:
     a call each, keep someone's steps waiting for longer than one step or piece lasts.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, wire_memory: bool = False) -> None:
+        """`wire_memory` is for `resident_memory`, as long as the thread runs."""
         self.clock = clock
+        self._wires_memory = wire_memory
         self.device: DeviceQueue[MLXExecutor] = DeviceQueue(clock)
         self._condition = threading.Condition()
         self._calls = _Calls(lambda seconds: self.charge(self._calls, seconds), clock)
@@ -142,7 +144,7 @@ class MLXThread:
 
     def _main(self) -> None:
         try:
-            with resident_memory():
+            with resident_memory(wire=self._wires_memory):
                 while (worker := self._wait_for_work()) is not None:
                     worker.advance()
         except BaseException as error:

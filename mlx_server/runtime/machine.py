@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+METAL = "Metal GPU"
 _SIZE = 512
 
 
@@ -39,7 +40,7 @@ def inspect_machine() -> Machine:
 
 
 def _devices() -> tuple[str, ...]:
-    found = {"Metal GPU": mx.metal.is_available(), "CUDA GPU": mx.cuda.is_available(), "CPU": True}
+    found = {METAL: mx.metal.is_available(), "CUDA GPU": mx.cuda.is_available(), "CPU": True}
     return tuple(name for name, is_there in found.items() if is_there)
 
 

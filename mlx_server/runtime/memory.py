@@ -69,14 +69,17 @@ def read_memory() -> MemoryReading:
 
 
 @contextmanager
-def resident_memory() -> Iterator[None]:
-    """On Metal, while it is entered: keeps weights and KV pools resident (macOS would page them out between
-    bursts), and bounds the buffers that MLX keeps for reuse, which ragged steps would otherwise collect without
-    end. Puts both limits back. MLX thread."""
+def resident_memory(*, wire: bool) -> Iterator[None]:
+    """On Metal, while it is entered: bounds the buffers that MLX keeps for reuse, which ragged steps would otherwise
+    collect without end; and, only if asked to `wire`, keeps weights and KV pools resident, which macOS unwires when
+    idle. Puts both limits back. MLX thread.
+
+    Wiring the working set under concurrent requests is what kernel panics of macOS were reproduced with (mlx#3186).
+    """
     if not mx.metal.is_available():
         yield
         return
-    wired = _set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+    wired = _set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"])) if wire else None
     cached = mx.set_cache_limit(_CACHE_LIMIT_BYTES)
     try:
         yield
