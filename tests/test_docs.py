@@ -142,7 +142,7 @@ def test_defaults_in_tables_are_the_defaults(page: Path) -> None:
     by_flag = {setting.flag: setting.default for setting in settings()}
     for flag, shown in re.findall(r"^\| `(--[\w-]+)` \| `?([^|`]+?)`? \|", text_of(page), re.MULTILINE):
         default = by_flag[flag]
-        assert shown == ("none" if default is None else str(default)), flag
+        assert shown == {None: "none", False: "off", True: "on"}.get(default, str(default)), flag
 
 
 def test_every_limit_of_a_tier_is_explained() -> None:

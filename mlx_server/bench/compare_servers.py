@@ -28,7 +28,8 @@ _NUM_LOG_LINES = 12
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
     """One side of a comparison. With a `command`, each session has a process of its own; `{port}`, `{model}` and
-    `{python}` in it are replaced. Without one, `url` names a server that others started.
+    `{python}` in it are replaced; its environment is `environ`, or ours. Without one, `url` names a server that others
+    started.
 
     It is ready when one of `ready_paths` answers 200.
     """
@@ -37,6 +38,7 @@ class Server:
     command: str | None = None
     url: str | None = None
     ready_paths: tuple[str, ...] = READY_PATHS
+    environ: Mapping[str, str] | None = None
 
     @contextmanager
     def session(self, *, model: str | None, log_path: Path, start_timeout_s: float) -> Iterator[str]:
@@ -63,7 +65,12 @@ class Server:
         arguments = [_replace(argument, words) for argument in shlex.split(self.command)]
         try:
             return subprocess.Popen(
-                arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=self.environ,
             )
         except OSError as error:
             raise ServeError(f"{self.name}: cannot run {arguments[0]}: {error.strerror}.") from error

@@ -1,5 +1,6 @@
 """Shows what this machine offers: processor, memory, MLX and its devices, BLAS, compiler, attention backends,
-the port, and the models that are here. Nothing is changed, and nothing is fetched.
+the port, and the models that are here. Nothing is changed, and nothing is fetched, but for the model that a report
+is made with.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import shlex
 import socket
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 
 import psutil
 
+from mlx_server.bench.arguments import above_0
 from mlx_server.cli.settings_flags import add_config_flag, config_from
 from mlx_server.cli.table import size
 from mlx_server.config import Config, MemoryConfig, ServerConfig
 from mlx_server.engine.memory_budget import MemoryBudget
 from mlx_server.engine.model_store import stored_models
+from mlx_server.errors import ConfigError
 from mlx_server.runtime.backends import available_backends
 from mlx_server.runtime.kernels.native_build import NativeBuildError, find_compiler
 from mlx_server.runtime.machine import METAL, inspect_machine
@@ -32,15 +36,48 @@ _WIRED = (
 )
 
 
+REPORT = Path("mlx-serve-report.md")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_flag(parser)
+    parser.add_argument(
+        *("--report", "--mac-report"),
+        nargs="?",
+        type=Path,
+        const=REPORT,
+        metavar="FILE",
+        help="also test and time the kernels, ask a server, soak an engine, and write all of it for an issue; default: "
+        f"{REPORT}",
+    )
+    parser.add_argument(
+        "--seconds", type=above_0, default=120.0, metavar="N", help="length of the report's soak; default: 120"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    for topic, describe in _topics(config_from(args)).items():
+    config = config_from(args)
+    if args.report is not None:
+        return _report(config, args.report, args.seconds)
+    for topic, describe in _topics(config).items():
         for index, line in enumerate(describe()):
             print(f"{topic if index == 0 else '':<10} {line}", flush=True)
     return 0
+
+
+def _report(config: Config, path: Path, seconds: float) -> int:
+    """0 if every stage has passed, else 1. Raises `ConfigError` at once for a file that cannot be written."""
+    from mlx_server.bench.machine_report import Task, make_report  # loads all of the engine
+
+    try:
+        path.touch()
+    except OSError as error:
+        raise ConfigError(f"--report: cannot write {path}: {error.strerror}.") from error
+    task = Task(config, config.model.model, seconds)
+    text, is_ok = make_report(task, lambda title: print(f"{title} ...", flush=True))
+    path.write_text(text, encoding="utf-8")
+    print(f"{'All stages have passed' if is_ok else 'Some stages have failed'}: see {path}, and attach it to an issue.")
+    return 0 if is_ok else 1
 
 
 def _topics(config: Config) -> dict[str, Callable[[], list[str]]]:

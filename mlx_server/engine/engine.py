@@ -223,6 +223,12 @@ class AsyncEngine:
         """Forgets all cached prefixes; False, and nothing done, while requests hold blocks."""
         return self._loaded_parts().scheduler.blocks.reset_prefix_cache()
 
+    async def check_pool_moves(self) -> int:
+        """How many K or V buffers of the pools MLX has copied between two calls of this, since the first: 0 where
+        kernels write in place, as they should. Waits for launched steps."""
+        cache = self._loaded_parts().runner.cache
+        return await asyncio.wrap_future(self._around.thread.call(cache.check_moves))
+
     @property
     def idle_kv_bytes(self) -> int:
         """What `give_memory` could give."""

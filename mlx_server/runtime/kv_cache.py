@@ -341,6 +341,10 @@ class PagedKVCache:
             for states in self.recurrent:
                 states.copy(*places)
 
+    def check_moves(self) -> int:
+        """How many K or V buffers MLX has copied, since the first call, between two calls. Waits for launched steps."""
+        return sum(pool.check_moves() for pool in self._pools)
+
     def state(self) -> list[mx.array]:
         """What must be evaluated with a step for what it keeps to be written."""
         return [array for store in self._stores for array in store.state()]

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import AttentionBackend, LayerSpec, ReferenceBackend
+from mlx_server.runtime.kernels.gpu_pool import GpuPool
 from mlx_server.runtime.row_pool import RowPool
 
 
@@ -72,6 +73,11 @@ class LayerPool:
     def state(self) -> list[mx.array]:
         """What must be evaluated with a step for its K/V to be written."""
         return self.backend.state(self.contents[0])
+
+    def check_moves(self) -> int:
+        """As `GpuPool.check_moves`; 0 for pools that no kernel writes."""
+        content = self.contents[0]
+        return content.check_moves() if isinstance(content, GpuPool) else 0
 
     def _show(self, content: Any) -> None:
         views = [

@@ -1,0 +1,292 @@
+"""`mlx-serve doctor --report`: everything that an issue about this machine needs, found out and written to one file.
+
+Each stage runs whatever became of those before it; one that fails is in the report with its traceback. Paths of the
+user's, names of user and host, and secrets are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import json
+import logging
+import os
+import platform
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+import psutil
+
+from mlx_server.bench.compare_servers import Server
+from mlx_server.bench.environment import describe_environment
+from mlx_server.bench.kernels import measure_case
+from mlx_server.bench.kernels_cases import Case
+from mlx_server.bench.kernels_report import render_results
+from mlx_server.bench.kernels_timing import measure_copy
+from mlx_server.bench.soak import SoakResult, memory_before_and_after, soak
+from mlx_server.bench.tables import format_bytes, format_rate, render_table
+from mlx_server.config import DEFAULT_MODEL, Config, settings
+from mlx_server.errors import ServeError
+from mlx_server.runtime.attention import LayerSpec
+from mlx_server.runtime.backends import choose_backend
+from mlx_server.runtime.kernels.gpu_backend import GpuBackend
+from mlx_server.runtime.kernels.gpu_variant import HEAD_DIMS, DecodeShape
+
+_QUESTION, _ANSWER = "What is the capital of France?", "Paris"
+_START_S = 300.0
+_NUM_LOG_LINES = 60
+_NUM_HEADS, _NUM_KV_HEADS = 8, 2
+_REPEATS = 3
+_COPY_BYTES = 128 * 2**20
+_VARIABLES = re.compile(r"MLX_(?!SERVE_).*|MTL_.*|METAL_.*")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is asked for: the model that is served, and for how long."""
+
+    config: Config
+    model: str = DEFAULT_MODEL
+    soak_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a stage has found, in Markdown, and what is wrong with it."""
+
+    text: str
+    problems: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage that has run. `problems` is empty if it passed."""
+
+    title: str
+    elapsed_s: float
+    finding: Finding
+
+
+def make_report(task: Task, on_stage: Callable[[str], None] = lambda title: None) -> tuple[str, bool]:
+    """Runs all stages, which takes the soak's time and a minute or two; the report, and whether all have passed."""
+    with tempfile.TemporaryDirectory(prefix="mlx-serve-report-") as folder:
+        log = Path(folder) / "server.log"
+        stages: dict[str, Callable[[], Finding]] = {
+            "Machine": lambda: _machine(task.config),
+            "Self-tests of the kernels": self_tests,
+            "Timings of attention": _timings,
+            "A chat over HTTP": lambda: _chat(task, log),
+            "Soak": lambda: _soak(task),
+        }
+        with _LogTail() as tail:
+            done = []
+            for title, run in stages.items():
+                on_stage(title)
+                done.append(_run(title, run))
+        texts = {"in this process": tail.lines, "of the server": _last_lines(log)}
+    logs = "\n\n".join(f"### {where}\n{_block(lines)}" for where, lines in texts.items())
+    return redact(_render(done, logs)), not any(stage.finding.problems for stage in done)
+
+
+def redact(text: str) -> str:
+    """Without the user's paths, and without the names of user and host."""
+    folders = {str(Path.home()): "~", os.getcwd(): ".", sys.prefix: "<python>", tempfile.gettempdir(): "<tmp>"}
+    folders["/private" + tempfile.gettempdir()] = "<tmp>"
+    for folder, shown in sorted(folders.items(), key=lambda item: -len(item[0])):
+        if len(folder) > 1:
+            text = text.replace(folder, shown)
+    for name in {getpass.getuser(), socket.gethostname(), socket.gethostname().partition(".")[0]} - {"", "root"}:
+        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "<name>", text)
+    return text
+
+
+def _run(title: str, run: Callable[[], Finding]) -> Stage:
+    start_s = time.perf_counter()
+    try:
+        finding = run()
+    except Exception as error:  # whatever it is belongs into the report
+        finding = Finding(_block(traceback.format_exc().splitlines()), [f"{type(error).__name__}: {error}"])
+    return Stage(title, time.perf_counter() - start_s, finding)
+
+
+def _machine(config: Config) -> Finding:
+    """Versions, chip, system, memory; the settings that are not the defaults, but for texts, which may be secrets."""
+    facts: dict[str, object] = {
+        **describe_environment(),
+        "macos": platform.mac_ver()[0] or f"none: {platform.system()}",
+        "device_info": {name: value for name, value in mx.device_info().items() if not isinstance(value, bytes)},
+        "memory": {"active": mx.get_active_memory(), "cache": mx.get_cache_memory(), "peak": mx.get_peak_memory()},
+        "variables": {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)},
+        "wired": {"setting": config.memory.wire_memory, **_wired_by_the_system()},
+        "settings": _changed_settings(config),
+    }
+    return Finding(_block(json.dumps(facts, indent=2, default=str).splitlines(), "json"))
+
+
+def _wired_by_the_system() -> dict[str, object]:
+    """On a Mac: bytes wired by everybody, and the GPU's limit in MB, where 0 is the system's own."""
+    if not hasattr(psutil.virtual_memory(), "wired"):
+        return {}
+    limit = subprocess.run(["sysctl", "-n", "iogpu.wired_limit_mb"], capture_output=True, text=True, check=False)
+    return {"bytes": psutil.virtual_memory().wired, "iogpu.wired_limit_mb": limit.stdout.strip()}
+
+
+def _changed_settings(config: Config) -> dict[str, object]:
+    found = {}
+    for setting in settings():
+        value = getattr(getattr(config, setting.section), setting.name)
+        if value != setting.default:
+            is_shown = setting.type is not str or setting.choices is not None
+            found[setting.name] = value if is_shown else "<another>"
+    return found
+
+
+def self_tests() -> Finding:
+    """The chosen backend's for every size of heads and every type that it has a kernel for."""
+    is_cpu = mx.default_device() == mx.cpu
+    rows, problems = [], []
+    for spec in _specs(is_cpu):
+        backend = choose_backend("auto", [spec])
+        backend.warm_up(spec, _NUM_HEADS)
+        reason = None
+        if isinstance(backend, GpuBackend):
+            reason = backend.supports(spec, _NUM_HEADS) or (
+                "K/V is written by scatter" if backend.needs_synchronous_steps else None
+            )
+        elif not is_cpu:
+            reason = f"the {backend.name} backend is used on a GPU"
+        name = f"{spec.dtype} {spec.key_dim}" + ("" if spec.bits is None else f" in {spec.bits} bits")
+        rows.append((name.removeprefix("mlx.core."), backend.name, reason or "passed"))
+        if reason is not None:
+            problems.append(f"{name}: {reason}")
+    return Finding(render_table(("type and head size", "backend", "result"), rows), problems)
+
+
+def _specs(is_cpu: bool) -> Iterable[LayerSpec]:
+    dtypes = (mx.float32,) if is_cpu else (mx.float16, mx.bfloat16, mx.float32)
+    for dtype in dtypes:
+        for dim in HEAD_DIMS:
+            yield LayerSpec(_NUM_KV_HEADS, dim, dim, dtype)
+        for bits in (8, 4):
+            yield LayerSpec(_NUM_KV_HEADS, 128, 128, dtype, bits)
+
+
+def _timings() -> Finding:
+    dtype = mx.float32 if mx.default_device() == mx.cpu else mx.float16
+    shape = DecodeShape(16, 8, 128, 128, dtype)
+    backend = choose_backend("auto", [shape.spec])
+    backend.warm_up(shape.spec, shape.num_query_heads)
+    cases = [Case(shape, 1, 1, 2048), Case(shape, 8, 1, 512), Case(shape, 1, 256, 1024)]
+    copy = measure_copy(_COPY_BYTES)
+    return Finding(render_results([measure_case(case, backend, 8, _REPEATS) for case in cases], copy))
+
+
+def _chat(task: Task, log: Path) -> Finding:
+    """One question to a server in a process of its own, with settings of its own, which has a key in case that there
+    are others."""
+    key = secrets.token_hex(16)
+    environ = {name: value for name, value in os.environ.items() if name not in {setting.env for setting in settings()}}
+    environ["MLX_SERVE_SERVER_API_KEY"] = key
+    wire = "--wire-memory" if task.config.memory.wire_memory else "--no-wire-memory"
+    command = f"{{python}} -m mlx_server serve --model {{model}} --port {{port}} {wire}"
+    body = {"messages": [{"role": "user", "content": _QUESTION}], "temperature": 0, "max_completion_tokens": 40}
+    server = Server(name="mlx-serve", command=command, environ=environ, ready_paths=("/health",))
+    with server.session(model=task.model, log_path=log, start_timeout_s=_START_S) as url:
+        start_s = time.perf_counter()
+        headers = {"authorization": f"Bearer {key}"}
+        response = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=_START_S)
+        elapsed_s = time.perf_counter() - start_s
+    if response.status_code != httpx.codes.OK:
+        raise ServeError(f"The server answered {response.status_code}: {response.text}")
+    answer = str(response.json()["choices"][0]["message"]["content"])
+    num_tokens = int(response.json()["usage"]["completion_tokens"])
+    problems = [] if num_tokens and answer.strip() else ["the answer is empty"]
+    if task.model == DEFAULT_MODEL and _ANSWER not in answer:
+        problems.append(f"the answer does not have the word {_ANSWER}")
+    quoted = "> " + answer.replace("\n", "\n> ")
+    return Finding(f"{_QUESTION}\n\n{quoted}\n\n{num_tokens} tokens in {elapsed_s:.2f} s", problems)
+
+
+def _soak(task: Task) -> Finding:
+    result = asyncio.run(soak(task.model, task.soak_s, wire_memory=task.config.memory.wire_memory))
+    return Finding(render_table(("what", "found"), _soak_rows(result)), result.problems)
+
+
+def _soak_rows(result: SoakResult) -> list[tuple[str, str]]:
+    stats, (before, after) = result.stats, memory_before_and_after(result.samples)
+    num_tokens = stats.num_generated_tokens + stats.num_prompt_tokens_computed
+    return [
+        ("backend", result.backend),
+        ("seconds of load", f"{result.elapsed_s:.1f}"),
+        ("requests answered, aborted", f"{result.num_whole}, {result.num_aborted}"),
+        ("answers that were those given alone", f"{result.num_equal} of {result.num_whole}"),
+        ("tokens a second, prompts included", format_rate(num_tokens / stats.busy_time_s if stats.busy_time_s else 0)),
+        ("prompt tokens found in the prefix cache", f"{stats.num_prefix_hit_tokens:,}"),
+        ("preemptions, blocks evicted", f"{stats.num_preemptions}, {stats.num_block_evictions}"),
+        ("blocks free at the end", f"{stats.num_free_blocks} of {stats.num_blocks}"),
+        ("copies of pools", f"{result.num_pool_moves}"),
+        ("MLX's memory, second and last quarter", f"{format_bytes(int(before))}, {format_bytes(int(after))}"),
+        ("MLX's memory, peak", format_bytes(int(mx.get_peak_memory()))),
+        ("MLX's memory, kept for reuse", format_bytes(int(mx.get_cache_memory()))),
+        ("process, first and last", ", ".join(format_bytes(s.resident_bytes) for s in _ends(result.samples))),
+    ]
+
+
+def _ends(samples: Sequence[Any]) -> Sequence[Any]:
+    return samples[:1] + samples[-1:]
+
+
+class _LogTail(logging.Handler):
+    """Keeps the last lines of what our loggers say while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+        self.lines: list[str] = []
+        self._logger = logging.getLogger("mlx_server")
+        self._level = self._logger.level
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines = [*self.lines, *self.format(record).splitlines()][-_NUM_LOG_LINES:]
+
+    def __enter__(self) -> _LogTail:
+        self._level = self._logger.level
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level)
+
+
+def _last_lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()[-_NUM_LOG_LINES:] if path.exists() else []
+
+
+def _render(stages: Sequence[Stage], logs: str) -> str:
+    rows = [
+        (stage.title, "; ".join(stage.finding.problems).replace("|", "/") or "passed", f"{stage.elapsed_s:.1f}")
+        for stage in stages
+    ]
+    kind = "a Mac" if sys.platform == "darwin" else f"{platform.system()}, not a Mac"
+    summary = render_table(("stage", "result", "s"), rows)
+    parts = [f"# Report of mlx-serve on {kind}", summary]
+    parts += [f"## {stage.title}\n{stage.finding.text}" for stage in stages]
+    return "\n\n".join([*parts, f"## Logs\n{logs}"]) + "\n"
+
+
+def _block(lines: Sequence[str], language: str = "") -> str:
+    return "\n".join([f"```{language}", *lines, "```"])
