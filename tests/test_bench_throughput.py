@@ -81,6 +81,12 @@ def test_name_vocabulary_and_seed_decide_every_token(name):
     assert len(ids) > 400
 
 
+def test_a_workload_of_decodes_has_enough_streams_for_the_largest_batch():
+    workload = make_workload("decode", 500, seed=0)
+    assert len(workload.requests) == 64
+    assert workload.num_output_tokens == 8 * workload.num_prompt_tokens
+
+
 def test_published_figures_can_be_repeated_with_the_same_tokens():
     assert make_workload("mixed", 16_384, seed=0).num_prompt_tokens == 34_398
     assert make_workload("uniform", 16_384, seed=0).requests[0].prompt_token_ids[:3] == (5999, 3346, 2136)
@@ -369,9 +375,11 @@ def test_what_a_model_keeps_beside_its_weights_reaches_the_thread_of_the_engine(
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config = {**tiny_model("llama").config, "rope_scaling": {**scaling, "original_max_position_embeddings": 1024}}
     folder = save_model_folder(build_random(config, seed=0), config, tmp_path / "model", byte_tokenizer())
-    options = "--systems engine --num-requests 1 --repeat 1 --attention-backend reference --kv-cache-memory 8MiB"
+    options = "--systems engine --num-requests 1 2 --repeat 1 --attention-backend reference --kv-cache-memory 8MiB"
     assert throughput.run(parse("--model", str(folder), *options.split())) == 0
-    assert "mlx-serve, reference" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "mlx-serve, reference" in printed
+    assert [f"uniform: {count} requests" in printed for count in (1, 2, 16)] == [True, True, False]
 
 
 def test_an_unknown_model_is_refused():

@@ -14,6 +14,7 @@ from mlx_server.bench import machine_report, soak
 from mlx_server.bench.machine_report import redact, self_tests
 from mlx_server.cli.main import main
 from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.runtime.attention import ReferenceBackend
 from mlx_server.runtime.kernels.gpu_variant import HEAD_DIMS
 from mlx_server.runtime.kv_cache import PagedKVCache
@@ -128,16 +129,13 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_cases = soak.make_cases
-    unseeded = {"seed": None, "temperature": 1.0}
-    monkeypatch.setattr(
-        soak,
-        "make_cases",
-        lambda seed: [
-            dataclasses.replace(case, sampling=dataclasses.replace(case.sampling, **unseeded))
-            for case in make_cases(seed)
-        ],
-    )
+    submit, seeds = AsyncEngine.submit, itertools.count()
+
+    def reseeded(engine: AsyncEngine, generation: GenerationRequest) -> RequestStream:
+        sampling = dataclasses.replace(generation.sampling, seed=next(seeds), temperature=1.0)
+        return submit(engine, dataclasses.replace(generation, sampling=sampling))
+
+    monkeypatch.setattr(AsyncEngine, "submit", reseeded)
 
 
 @pytest.mark.parametrize(

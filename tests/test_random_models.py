@@ -1,7 +1,7 @@
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm import load
+from mlx_lm import load as load_by_mlx_lm
 from mlx_lm.utils import load_model
 from tiny_models import (
     ARCHITECTURES,
@@ -13,7 +13,11 @@ from tiny_models import (
     tiny_model,
 )
 
+from mlx_server.config import Config, ModelConfig
+from mlx_server.engine.footprint import estimate_need
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime import random_models
+from mlx_server.runtime.loader import load
 from mlx_server.runtime.random_models import build, build_random, config_of, is_random
 
 
@@ -62,6 +66,35 @@ def test_qwen3_has_the_size_of_the_real_one():
     assert config["vocab_size"] == 151_936
 
 
+def test_llama_3_has_the_size_of_the_real_one():
+    config = config_of("random:llama-3-8b-4bit")
+    per_layer = 4096 * 128 * (32 + 8 + 8) + 32 * 128 * 4096 + 3 * 4096 * 14_336 + 2 * 4096
+    assert 2 * 128_256 * 4096 + 32 * per_layer + 4096 == 8_030_261_248  # the published checkpoint
+    assert (config["num_hidden_layers"], config["vocab_size"]) == (32, 128_256)
+    need = estimate_need(Config(model=ModelConfig(model="random:llama-3-8b-4bit", dtype="bfloat16")))
+    assert need.weights_bytes == pytest.approx(8_030_261_248 * 4.5 / 8, rel=0.001)
+
+
+def test_a_quantised_random_model_is_the_rounded_noise_in_its_type_and_takes_what_is_foreseen(monkeypatch):
+    name = "random:llama-3-8b-4bit"
+    small = {"num_hidden_layers": 2, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    monkeypatch.setattr(random_models, "_SHAPES", {name: {**config_of(name), **small}})
+    model, config = build(name)
+    found = weights(model)
+    assert {array.dtype for array in found.values()} == {mx.uint32, mx.bfloat16}
+    projection = model.layers[1].mlp.up_proj
+    assert projection.weight.shape == (512, 256 * 4 // 32)
+    rows = mx.dequantize(projection.weight, projection.scales, projection.biases, group_size=64, bits=4)
+    whole = build_random(config, seed=random_models._SEED).layers[1].mlp.up_proj.weight
+    reach = 2 * 3**0.5 / 256**0.5
+    assert float(mx.abs(rows - whole).max()) < 1.5 * reach / 15
+    assert len(set(reference_generate(model, list(range(50)), 30).token_ids)) > 10
+
+    need = estimate_need(Config(model=ModelConfig(model=name)))
+    assert need.weights_bytes == pytest.approx(load(name).weight_bytes, rel=0.01)
+
+
 def test_the_same_seed_gives_the_same_weights_whatever_came_before():
     first = weights(tiny_model("gpt_oss", seed=3).model)
     mx.random.normal((7,))  # moves the global generator, which must not matter
@@ -103,7 +136,7 @@ def test_a_tiny_model_survives_its_folder(architecture, tmp_path):
 def test_the_byte_tokenizer_survives_its_folder_and_fits_the_vocabulary(tmp_path):
     model, config = tiny_model("llama")
     path = save_model_folder(model, config, tmp_path / "llama", byte_tokenizer())
-    _, tokenizer = load(str(path))
+    _, tokenizer = load_by_mlx_lm(str(path))
     ids = tokenizer.encode("héllo <|im_end|>")
     assert len(ids) == len("héllo ".encode()) + 1
     assert ids[-1] == config["eos_token_id"]

@@ -24,7 +24,7 @@ _SPECIAL = ("<unk>", "<eos>")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("name", help="random:mini or random:qwen3-0.6b")
+    parser.add_argument("name", help="random:mini, random:qwen3-0.6b or random:llama-3-8b-4bit")
     parser.add_argument("folder", type=Path, help="where to write it; must not exist")
 
 

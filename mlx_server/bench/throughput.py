@@ -8,6 +8,7 @@ calls and the positions run through the model are counted at the model itself, i
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -36,9 +37,20 @@ PREFILL_SETTINGS = ("2048x8", "512x8", "512x1")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `mlx-serve bench throughput`."""
     add = parser.add_argument
-    add("--model", default="random:mini", help="random:mini, random:qwen3-0.6b, or any model that is served")
+    add(
+        "--model",
+        default="random:mini",
+        help="any model that is served, also random ones like random:llama-3-8b-4bit",
+    )
     add("--workload", nargs="+", default=["uniform"], choices=tuple(WORKLOADS), help="one table each")
-    add("--num-requests", type=_positive, metavar="N", help="only the first N requests of the workload")
+    add(
+        "--num-requests",
+        nargs="+",
+        type=_positive,
+        default=[None],
+        metavar="N",
+        help="only the first N requests of the workload; several make a table each",
+    )
     add("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS, help="which to compare; default: all")
     add("--repeat", type=_positive, default=3, metavar="N", help="turns of each system; medians are shown")
     add("--seed", type=int, default=0, help="of the prompts and lengths")
@@ -68,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     warm_up = make_warm_up(loaded.vocab_size)
     environment = describe_environment()
     documents = []
-    for name in args.workload:
-        workload = make_workload(name, loaded.vocab_size, args.seed).first(args.num_requests)
+    for name, count in itertools.product(args.workload, args.num_requests):
+        workload = make_workload(name, loaded.vocab_size, args.seed).first(count)
         rows = compare(systems, workload, warm_up, type(loaded.model), num_turns=args.repeat, on_turn=_report_turn)
         print(f"\n{_title(args.model, workload)}\n\n{render_rows(rows)}", flush=True)
         profiles = _profiles(systems, workload, warm_up) if args.profile else {}

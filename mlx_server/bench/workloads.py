@@ -75,8 +75,12 @@ def _mixed(draw: _Draw) -> list[WorkloadRequest]:
     return [WorkloadRequest(draw.tokens(draw.length(16, 2048)), draw.length(8, 256)) for _ in range(32)]
 
 
+def _decode(draw: _Draw) -> list[WorkloadRequest]:
+    return [WorkloadRequest(draw.tokens(32), 256) for _ in range(64)]
+
+
 WORKLOADS: MappingProxyType[str, Callable[[_Draw], list[WorkloadRequest]]] = MappingProxyType(
-    {"uniform": _uniform, "shared-prefix": _shared_prefix, "mixed": _mixed}
+    {"uniform": _uniform, "shared-prefix": _shared_prefix, "mixed": _mixed, "decode": _decode}
 )
 """uniform: 16 x 128 in, 128 out. shared-prefix: 16 x (1,024 shared + 32) in, 32 out. mixed: 32 requests of
-16 to 2,048 in and 8 to 256 out, both uniform."""
+16 to 2,048 in and 8 to 256 out, both uniform. decode: 64 x 32 in, 256 out, so that nearly all steps decode."""

@@ -41,8 +41,10 @@ def estimate_need(config: Config) -> MemoryNeed:
     settings = config.model
     if folder is None:
         described: Mapping[str, Any] = random_models.config_of(settings.model)
-        weights = _num_parameters(described) * _item_bytes(settings, 4)
-        stored = {"F32"}
+        kind = next(kind for kind, name in _STORED_DTYPES.items() if name == described["torch_dtype"])
+        item_bytes = _item_bytes(settings, _ITEM_BYTES[kind])
+        weights = int(_num_parameters(described) * _parameter_bytes(described, item_bytes))
+        stored = {kind}
     else:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         paths = sorted(folder.glob("model*.safetensors"))
@@ -101,6 +103,12 @@ def _activation_bytes(config: Config, described: Mapping[str, Any]) -> int:
     tokens = config.scheduler.max_num_batched_tokens * 4 * (hidden + widest)
     logits = config.scheduler.max_num_seqs * described.get("vocab_size", 1) * 4
     return int(4 * (tokens + logits))
+
+
+def _parameter_bytes(described: Mapping[str, Any], item_bytes: int) -> float:
+    """Of one weight; a group of packed ones has a scale and a bias."""
+    packed = described.get("quantization")
+    return item_bytes if packed is None else packed["bits"] / 8 + 2 * item_bytes / packed["group_size"]
 
 
 def _num_parameters(described: Mapping[str, Any]) -> int:

@@ -1,6 +1,7 @@
 """Models with random weights by name, so that figures compare across machines without a download.
 
-`random:mini` is small enough for a quick run on any CPU; `random:qwen3-0.6b` has the real shape of Qwen3-0.6B.
+`random:mini` is small enough for a quick run on any CPU; `random:qwen3-0.6b` has the real shape of Qwen3-0.6B, and
+`random:llama-3-8b-4bit` that of Llama 3 8B in 4 bits, which takes 4.6 GB and a GPU.
 They speak token ids only: no tokenizer belongs to them.
 """
 
@@ -53,6 +54,23 @@ _SHAPES = MappingProxyType(
             "vocab_size": 151_936,
             "tie_word_embeddings": True,
         },
+        "random:llama-3-8b-4bit": {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "max_position_embeddings": 8192,
+            "torch_dtype": "bfloat16",
+            "quantization": {"group_size": 64, "bits": 4},
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 14_336,
+            "vocab_size": 128_256,
+            "tie_word_embeddings": False,
+        },
     }
 )
 _SEED = 20
@@ -72,22 +90,35 @@ def config_of(name: str) -> Config:
 
 
 def build(name: str) -> tuple[nn.Module, Config]:
-    """The float32 mlx-lm model of that name, evaluated, and its configuration.
+    """The mlx-lm model of that name, evaluated, and its configuration: in float32, or in the type and bits that this
+    says.
 
     The same name gives the same weights on every machine. Raises `ModelLoadError` for an unknown one. Runs
     on the MLX thread.
     """
     config = config_of(name)
-    return build_random(config, seed=_SEED), config
+    model = _made(config)
+    _draw_all(model, _SEED)
+    if "quantization" in config:
+        model.set_dtype(getattr(mx, config["torch_dtype"]))
+        nn.quantize(model, **config["quantization"])
+    for _, array in tree_flatten(model.parameters()):  # one by one: whole matrices are there for their turn only
+        mx.eval(array)
+    return model.eval(), config
 
 
 def build_random(config: Config, seed: int) -> nn.Module:
     """An mlx-lm model of any `model_type`, from its configuration, with `randomize`d weights."""
+    model = _made(config)
+    randomize(model, seed)
+    return model.eval()
+
+
+def _made(config: Config) -> nn.Module:
     # Imported here and by name, as mlx-lm does: only one of its hundred architectures is needed.
     architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model: nn.Module = architecture.Model(architecture.ModelArgs.from_dict(config))
-    randomize(model, seed)
-    return model.eval()
+    return model
 
 
 def randomize(model: nn.Module, seed: int) -> None:
@@ -98,10 +129,15 @@ def randomize(model: nn.Module, seed: int) -> None:
     Its scales make greedy outputs vary: weights of twice the variance-keeping gain make what a layer adds
     depend on the whole context, and an embedding smaller than that keeps a tied head from repeating its input.
     """
+    _draw_all(model, seed)
+    mx.eval(model.parameters())
+
+
+def _draw_all(model: nn.Module, seed: int) -> None:
+    """`randomize`, not evaluated."""
     parameters = sorted(tree_flatten(model.parameters()), key=lambda item: item[0])
     keys = mx.random.split(mx.random.key(seed), len(parameters))
     model.load_weights([(name, _draw(name, old, keys[rank])) for rank, (name, old) in enumerate(parameters)])
-    mx.eval(model.parameters())
 
 
 def _draw(name: str, old: mx.array, key: mx.array) -> mx.array:
