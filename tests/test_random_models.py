@@ -88,7 +88,7 @@ def test_a_quantised_random_model_is_the_rounded_noise_in_its_type_and_takes_wha
     rows = mx.dequantize(projection.weight, projection.scales, projection.biases, group_size=64, bits=4)
     whole = build_random(config, seed=random_models._SEED).layers[1].mlp.up_proj.weight
     reach = 2 * 3**0.5 / 256**0.5
-    assert float(mx.abs(rows - whole).max()) < 1.5 * reach / 15
+    assert float(mx.abs(rows - whole).max()) < 2.1 * reach / 15  # a step is 2 / 15
     assert len(set(reference_generate(model, list(range(50)), 30).token_ids)) > 10
 
     need = estimate_need(Config(model=ModelConfig(model=name)))

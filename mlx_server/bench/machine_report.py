@@ -23,7 +23,6 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import mlx.core as mx
@@ -126,7 +125,7 @@ def _machine(config: Config) -> Finding:
     facts: dict[str, object] = {
         **describe_environment(),
         "macos": platform.mac_ver()[0] or f"none: {platform.system()}",
-        "device_info": {name: value for name, value in mx.device_info().items() if not isinstance(value, bytes)},
+        "device_info": mx.device_info(),
         "memory": {"active": mx.get_active_memory(), "cache": mx.get_cache_memory(), "peak": mx.get_peak_memory()},
         "variables": {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)},
         "wired": {"setting": config.memory.wire_memory, **_wired_by_the_system()},
@@ -137,10 +136,11 @@ def _machine(config: Config) -> Finding:
 
 def _wired_by_the_system() -> dict[str, object]:
     """On a Mac: bytes wired by everybody, and the GPU's limit in MB, where 0 is the system's own."""
-    if not hasattr(psutil.virtual_memory(), "wired"):
+    wired = getattr(psutil.virtual_memory(), "wired", None)
+    if wired is None:
         return {}
     limit = subprocess.run(["sysctl", "-n", "iogpu.wired_limit_mb"], capture_output=True, text=True, check=False)
-    return {"bytes": psutil.virtual_memory().wired, "iogpu.wired_limit_mb": limit.stdout.strip()}
+    return {"bytes": wired, "iogpu.wired_limit_mb": limit.stdout.strip()}
 
 
 def _changed_settings(config: Config) -> dict[str, object]:
@@ -226,6 +226,7 @@ def _soak(task: Task) -> Finding:
 
 def _soak_rows(result: SoakResult) -> list[tuple[str, str]]:
     stats, (before, after) = result.stats, memory_before_and_after(result.samples)
+    first, last = result.samples[0], result.samples[-1]
     num_tokens = stats.num_generated_tokens + stats.num_prompt_tokens_computed
     return [
         ("backend", result.backend),
@@ -240,12 +241,8 @@ def _soak_rows(result: SoakResult) -> list[tuple[str, str]]:
         ("MLX's memory, second and last quarter", f"{format_bytes(int(before))}, {format_bytes(int(after))}"),
         ("MLX's memory, peak", format_bytes(int(mx.get_peak_memory()))),
         ("MLX's memory, kept for reuse", format_bytes(int(mx.get_cache_memory()))),
-        ("process, first and last", ", ".join(format_bytes(s.resident_bytes) for s in _ends(result.samples))),
+        ("process, first and last", f"{format_bytes(first.resident_bytes)}, {format_bytes(last.resident_bytes)}"),
     ]
-
-
-def _ends(samples: Sequence[Any]) -> Sequence[Any]:
-    return samples[:1] + samples[-1:]
 
 
 class _LogTail(logging.Handler):

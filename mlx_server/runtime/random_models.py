@@ -32,7 +32,7 @@ _QWEN3 = MappingProxyType(
         "torch_dtype": "float32",
     }
 )
-_SHAPES = MappingProxyType(
+_SHAPES: MappingProxyType[str, Config] = MappingProxyType(
     {
         "random:mini": {
             "hidden_size": 384,
