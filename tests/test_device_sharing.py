@@ -3,94 +3,96 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from mlx_server.errors import EngineDeadError
-from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
+from mlx_server.outputs import ModelRunnerOutput, ScheduledChunk, SchedulerOutput
+from mlx_server.runtime import device_queue, executor
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.fair_share import FairShare
-
-
-class Clock:
-    """Stands still unless somebody works."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.is_broken = False
-
-    def __call__(self) -> float:
-        if self.is_broken:
-            raise OSError("no clock")
-        return self.now_s
+from tests.virtual_threads import VirtualThreads
 
 
 class TimedRunner:
-    """Steps that take `step_s` on the device, which runs them in the order of launch; `log` has who was launched
+    """Steps that take `step_s` on the device, which runs them in the order of launch; `bench.log` has who was launched
     and who was fetched."""
 
-    def __init__(self, name: str, step_s: float, clock: Clock, log: list[str], *, is_eager: bool = True) -> None:
+    def __init__(self, name: str, step_s: float, bench: Bench, *, is_eager: bool) -> None:
         self.is_eager = is_eager
         self.is_launch_beside = not is_eager
         self.num_model_calls = 0
-        self._name, self._step_s, self._clock, self._log = name, step_s, clock, log
+        self._name, self._step_s, self._bench = name, step_s, bench
 
-    def launch(self, step: SchedulerOutput) -> int:
+    def launch(self, step: SchedulerOutput) -> tuple[int, float]:
         self.num_model_calls += 1
-        self._log.append(self._name)
+        self._bench.log.append(self._name)
         if step.step_id == 99:
             raise RuntimeError("no memory")
-        return step.step_id
+        return step.step_id, self._bench.compute(self._step_s)
 
-    def fetch(self, launched: int) -> ModelRunnerOutput:
-        self._log.append(f"{self._name} done")
-        self._clock.now_s += self._step_s
-        return ModelRunnerOutput(launched, {})
+    def wait(self, launched: tuple[int, float]) -> None:
+        self._bench.threads.sleep_until(launched[1])
+        if launched[0] == 98:
+            raise RuntimeError("the device has lost it")
+
+    def fetch(self, launched: tuple[int, float]) -> ModelRunnerOutput:
+        self._bench.log.append(f"{self._name} done")
+        return ModelRunnerOutput(launched[0], {})
 
 
 class Bench:
-    """A thread that is held until `run`, so that the order of all that was submitted is its own choice."""
+    """The MLX thread in virtual time. It begins when `run` has submitted all there is."""
 
-    def __init__(self) -> None:
-        self.clock = Clock()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads = VirtualThreads()
+        for module in (device_queue, executor):
+            self.threads.patch(module, monkeypatch)
         self.log: list[str] = []
-        self.thread = MLXThread(self.clock)
-        self._gate = threading.Event()
-        self._taken = threading.Event()
-        self.thread.call(self._hold)
-        self._taken.wait()
+        self.is_broken = False
+        self.thread = MLXThread(self._clock)
+        self._free_s = 0.0
 
-    def _hold(self) -> None:
-        self._taken.set()
-        self._gate.wait()
+    def _clock(self) -> float:
+        if self.is_broken:
+            raise OSError("no clock")
+        return self.threads.now_s
+
+    def compute(self, seconds: float) -> float:
+        """Behind what the device has to do; when it will be over."""
+        self._free_s = max(self._free_s, self.threads.now_s) + seconds
+        return self._free_s
 
     def executor(self, name: str, step_s: float, weight: float = 1.0, *, is_eager: bool = True) -> MLXExecutor:
-        runner = TimedRunner(name, step_s, self.clock, self.log, is_eager=is_eager)
+        runner = TimedRunner(name, step_s, self, is_eager=is_eager)
         return MLXExecutor(self.thread, runner, weight)  # type: ignore[arg-type]
 
     def piece(self, name: str, seconds: float) -> asyncio.Future[None]:
         def work() -> None:
             self.log.append(name)
-            self.clock.now_s += seconds
+            self.threads.sleep(seconds)
 
         return asyncio.wrap_future(self.thread.call(work))
 
-    async def run(self, work: list[asyncio.Future[ModelRunnerOutput]]) -> list[ModelRunnerOutput]:
-        self._gate.set()
-        return await asyncio.gather(*work)
+    def run(self, submit_all: Callable[[], Sequence[asyncio.Future[Any]]]) -> list[Any]:
+        """Results and exceptions of all of it."""
+
+        async def main() -> list[Any]:
+            return await asyncio.gather(*submit_all(), return_exceptions=True)
+
+        return self.threads.run(main())
 
     def launched(self) -> list[str]:
         return [name for name in self.log if not name.endswith(" done")]
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    made = Bench()
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    made = Bench(monkeypatch)
     yield made
-    made._gate.set()
     made.thread.stop()
 
 
@@ -98,30 +100,32 @@ def submit(executor: MLXExecutor, num_steps: int) -> list[asyncio.Future[ModelRu
     return [executor.submit(SchedulerOutput(step, ())) for step in range(num_steps)]
 
 
-async def test_equal_models_take_turns(bench: Bench):
+def test_equal_models_take_turns(bench: Bench):
     a, b = bench.executor("a", 1.0), bench.executor("b", 1.0)
-    await bench.run(submit(a, 3) + submit(b, 3))
+    bench.run(lambda: submit(a, 3) + submit(b, 3))
     assert bench.launched() == ["a", "b"] * 3
 
 
-async def test_long_steps_of_one_leave_the_other_its_time(bench: Bench):
+def test_long_steps_of_one_leave_the_other_its_time(bench: Bench):
     """Ten short steps for each long one, so that streams wait for one long step in ten, not in every second."""
     long, short = bench.executor("long", 10.0), bench.executor("short", 1.0)
-    await bench.run(submit(long, 3) + submit(short, 20))
+    bench.run(lambda: submit(long, 3) + submit(short, 20))
     assert bench.launched()[:22] == ["long", *["short"] * 10, "long", *["short"] * 10]
 
 
-async def test_weights_are_shares_of_the_time(bench: Bench):
+def test_weights_are_shares_of_the_time(bench: Bench):
     a, b = bench.executor("a", 1.0, weight=3.0), bench.executor("b", 1.0)
-    await bench.run(submit(a, 60) + submit(b, 60))
+    bench.run(lambda: submit(a, 60) + submit(b, 60))
     assert Counter(bench.launched()[:40]) == {"a": 30, "b": 10}
 
 
-async def test_pieces_of_a_load_and_steps_take_turns(bench: Bench):
+def test_pieces_of_a_load_and_steps_take_turns(bench: Bench):
     a = bench.executor("a", 1.0)
-    pieces = [bench.piece("piece", 5.0) for _ in range(4)]
-    await bench.run(submit(a, 20))
-    await asyncio.gather(*pieces)
+
+    def submit_all() -> list[asyncio.Future[Any]]:
+        return [*(bench.piece("piece", 5.0) for _ in range(4)), *submit(a, 20)]
+
+    bench.run(submit_all)
     order = bench.launched()
     between = [sum(name == "a" for name in part) for part in _split(order, "piece")]
     assert between == [0, 5, 5, 5, 5]
@@ -162,12 +166,9 @@ def test_nobody_goes_when_nobody_has_work_and_who_left_pays_nothing():
     assert share.next(lambda member: True) is None
 
 
-async def test_the_device_has_one_step_ahead_whoever_it_is_from(bench: Bench):
+def test_the_device_has_one_step_ahead_whoever_it_is_from(bench: Bench):
     a, b = (bench.executor(name, 1.0, is_eager=False) for name in "ab")
-    work = submit(a, 3) + submit(b, 3)
-    a.flush()
-    b.flush()
-    results = await bench.run(work)
+    results = bench.run(lambda: submit(a, 3) + submit(b, 3))
     # The second turn is b's again: what its first step costs is not known yet.
     order = ["a", "b", "b", "a", "b", "a"]
     assert bench.launched() == order
@@ -178,38 +179,47 @@ async def test_the_device_has_one_step_ahead_whoever_it_is_from(bench: Bench):
     assert [result.step_time_s for result in results] == [1.0] * 6
 
 
-async def test_each_model_pays_for_its_own_steps_only(bench: Bench):
+def test_each_model_pays_for_its_own_steps_only(bench: Bench):
     """The long step is waited for while the short model's next one is launched; it counts as the long model's."""
     long, short = bench.executor("long", 10.0, is_eager=False), bench.executor("short", 1.0, is_eager=False)
-    work = submit(long, 2) + submit(short, 8)
-    long.flush()
-    short.flush()
-    results = await bench.run(work)
+    results = bench.run(lambda: submit(long, 2) + submit(short, 8))
     assert [result.step_time_s for result in results] == [10.0] * 2 + [1.0] * 8
 
 
-async def test_a_failed_step_of_one_model_fails_no_other(bench: Bench, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(("step_s", "idle_s"), [(0.1, 0.1), (0.5, 0.0)], ids=["over", "busy"])
+def test_idle_time_is_what_the_device_waited_for_a_step_that_somebody_waited_for(
+    step_s: float, idle_s: float, bench: Bench
+):
+    """The second step comes 0.2 s after the first. A device that is still busy with that then was never idle."""
+    executor = bench.executor("a", step_s, is_eager=False)
+    chunk = ScheduledChunk("a", 3, 1, (1,), (), True, 1)
+
+    async def submit_in_time(step: int) -> ModelRunnerOutput:
+        await asyncio.sleep(0.2 * step)
+        return await executor.submit(SchedulerOutput(step, (chunk,)))
+
+    _, second = results = bench.run(lambda: [asyncio.ensure_future(submit_in_time(step)) for step in range(2)])
+    assert second.idle_time_s == pytest.approx(idle_s)
+    assert [result.step_time_s for result in results] == pytest.approx([step_s] * 2)
+
+
+@pytest.mark.parametrize(("bad_step", "message"), [(99, "no memory"), (98, "the device has lost it")])
+def test_a_failed_step_of_one_model_fails_no_other(
+    bad_step: int, message: str, bench: Bench, caplog: pytest.LogCaptureFixture
+):
     a, b = (bench.executor(name, 1.0, is_eager=False) for name in "ab")
-    bad = a.submit(SchedulerOutput(99, ()))
-    good = submit(b, 3)
-    a.flush()
-    b.flush()
-    await bench.run(good)
-    with pytest.raises(RuntimeError, match="no memory"):
-        await bad
-    assert "A step failed: no memory" in caplog.text
+    bad, *good = bench.run(lambda: [a.submit(SchedulerOutput(bad_step, ())), *submit(b, 3)])
+    assert str(bad) == message
+    assert [result.step_id for result in good] == [0, 1, 2]
+    assert f"A step failed: {message}" in caplog.text
 
 
-async def test_nobody_waits_for_a_thread_that_has_died(bench: Bench, caplog: pytest.LogCaptureFixture):
+def test_nobody_waits_for_a_thread_that_has_died(bench: Bench, caplog: pytest.LogCaptureFixture):
     executor = bench.executor("a", 1.0)
-    waiting = [*submit(executor, 3), bench.piece("piece", 1.0)]
-    bench.clock.is_broken = True
-    bench._gate.set()
-    for future in waiting:
-        with pytest.raises(EngineDeadError, match="no clock"):
-            await future
-    for future in (executor.submit(SchedulerOutput(3, ())), bench.piece("late", 1.0)):
-        with pytest.raises(EngineDeadError):
-            await future
+    bench.is_broken = True
+    ends = bench.run(lambda: [*submit(executor, 3), bench.piece("piece", 1.0)])
+    ends += bench.run(lambda: [executor.submit(SchedulerOutput(3, ())), bench.piece("late", 1.0)])
+    assert [type(end) for end in ends] == [EngineDeadError] * 6
+    assert all("no clock" in str(end) for end in ends[:4])
     assert bench.log == []
     assert "The MLX thread has died" in caplog.text

@@ -210,18 +210,22 @@ class _FakeRunner:
         self.is_launch_beside = not is_eager
         self.num_model_calls = 0
         self.events: list[str] = []
-        self.threads: set[str] = set()
+        self.threads: dict[str, set[str]] = {"launch": set(), "wait": set(), "fetch": set()}
 
     def launch(self, step: SchedulerOutput) -> int:
         self.num_model_calls += 1
         self.events.append(f"launch {step.step_id}")
-        self.threads.add(threading.current_thread().name)
+        self.threads["launch"].add(threading.current_thread().name)
         if step.step_id == 99:
             raise RuntimeError("no memory")
         return step.step_id
 
+    def wait(self, launched: int) -> None:
+        self.threads["wait"].add(threading.current_thread().name)
+
     def fetch(self, launched: int) -> ModelRunnerOutput:
         self.events.append(f"fetch {launched}")
+        self.threads["fetch"].add(threading.current_thread().name)
         return ModelRunnerOutput(launched, {})
 
 
@@ -233,16 +237,13 @@ def thread():
     assert not made.is_alive
 
 
-async def test_steps_are_launched_one_ahead_and_fetched_on_flush(thread):
+async def test_results_come_without_a_next_step(thread):
+    """Another thread waits for the device; all else is the MLX thread's."""
     runner = _FakeRunner()
     executor = MLXExecutor(thread, runner)
-    futures = [executor.submit(SchedulerOutput(step, ())) for step in range(3)]
-    assert (await futures[1]).step_id == 1
-    assert not futures[2].done()
-    executor.flush()
-    assert (await futures[2]).num_model_calls == 1
-    assert runner.events == ["launch 0", "launch 1", "fetch 0", "launch 2", "fetch 1", "fetch 2"]
-    assert runner.threads == {"mlx"}
+    for step in range(3):
+        assert (await executor.submit(SchedulerOutput(step, ()))).num_model_calls == 1
+    assert runner.threads == {"launch": {"mlx"}, "wait": {"mlx-device"}, "fetch": {"mlx"}}
 
 
 async def test_an_eager_runner_is_fetched_at_once(thread):
@@ -251,49 +252,7 @@ async def test_an_eager_runner_is_fetched_at_once(thread):
     for step in range(2):
         assert (await executor.submit(SchedulerOutput(step, ()))).step_id == step
     assert runner.events == ["launch 0", "fetch 0", "launch 1", "fetch 1"]
-
-
-class _HandClock:
-    """Moves when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.mark.parametrize("is_device_busy", [False, True])
-async def test_idle_time_is_the_wait_for_a_step_while_the_device_has_none(is_device_busy):
-    """Steps 0 and 1 go on while one is ahead; step 1 comes 0.2 s late. A device that is still busy with step 0
-    then was never idle."""
-    clock, runner, is_launched = _HandClock(), _FakeRunner(), threading.Event()
-    thread = MLXThread(clock)
-    plain_launch, plain_fetch = runner.launch, runner.fetch
-
-    def launch(step: SchedulerOutput) -> int:
-        is_launched.set()
-        return plain_launch(step)
-
-    def fetch(launched: int) -> ModelRunnerOutput:
-        clock.now += 0.01 if is_device_busy else 0.0
-        return plain_fetch(launched)
-
-    runner.launch, runner.fetch = launch, fetch
-    executor = MLXExecutor(thread, runner)
-    chunk = ScheduledChunk("a", 3, 1, (1,), (), True, 1)
-    try:
-        first = executor.submit(SchedulerOutput(0, (chunk,)))
-        await asyncio.to_thread(is_launched.wait)
-        await asyncio.wrap_future(thread.call(lambda: None))  # behind the launch, whatever follows it
-        clock.now += 0.2
-        second = executor.submit(SchedulerOutput(1, (chunk,)))
-        executor.flush()
-        results = [await first, await second]
-    finally:
-        thread.stop()
-    assert results[1].idle_time_s == pytest.approx(0.0 if is_device_busy else 0.2)
-    assert results[0].step_time_s == pytest.approx(0.21 if is_device_busy else 0.0)
+    assert runner.threads == {"launch": {"mlx"}, "wait": {"mlx"}, "fetch": {"mlx"}}
 
 
 async def test_a_failed_step_fails_what_is_in_flight_and_all_that_follows(thread, caplog):

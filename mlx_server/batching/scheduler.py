@@ -16,7 +16,7 @@ from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits, check
 from mlx_server.batching.progress import append_token
 from mlx_server.batching.request_table import Rank, RequestTable
 from mlx_server.batching.step import Executor
-from mlx_server.batching.step_budget import PromptBudget
+from mlx_server.batching.step_budget import PromptBudget, StepShape
 from mlx_server.batching.step_composer import StepComposer
 from mlx_server.errors import ContextLengthError, InvalidRequestError, OverloadedError, QueueTimeoutError, ServeError
 from mlx_server.outputs import ModelRunnerOutput, PositionLogprobs, RequestOutput, SampledToken, SchedulerOutput
@@ -25,9 +25,11 @@ from mlx_server.request import FinishReason, Request
 _LONG_STEP_S = 0.05
 _LATE_SHARE = 0.9
 _LATE_MARGIN_S = 0.01
-"""The step behind a long one is composed after this share of it, less the margin and what a launch takes."""
+"""The step behind a long one is composed after this share of it, less the margin and what a launch takes; after less
+for a while where steps have ended earlier than foretold, so that the device does not wait for the host."""
 
 _LAUNCH_DECAY = 0.98
+_EARLY_DECAY = 0.8
 
 
 class ContinuousBatchingScheduler:
@@ -58,6 +60,7 @@ class ContinuousBatchingScheduler:
         self._budget = PromptBudget(limits.context_doubling_tokens)
         self._composer = StepComposer(self._table, limits, self.counters, self._budget, is_device_shared)
         self._launch_s = 0.0  # the longest of late
+        self._early_share = 1.0  # the least of late that a step took of what was foretold
         self._wake = asyncio.Event()
         self._is_stopping = False
 
@@ -172,7 +175,8 @@ class ContinuousBatchingScheduler:
         foretold_s = self._budget.foretold_s(self._table.submitted[0].shape)
         if foretold_s < _LONG_STEP_S or self._is_device_shared():
             return began_s
-        return began_s + _LATE_SHARE * foretold_s - _LATE_MARGIN_S - self._launch_s
+        share = min(self._early_share, _LATE_SHARE) if self._launch_s else _LATE_SHARE
+        return began_s + share * foretold_s - _LATE_MARGIN_S - self._launch_s
 
     def take_starved(self) -> list[RequestOutput]:
         """Ends of requests that waited in vain for the memory of their next block, although nobody else ran."""
@@ -214,10 +218,9 @@ class ContinuousBatchingScheduler:
         assert submitted.step_id == output.step_id, "results come in the order of submission"
         assert submitted.num_sampling == len(output.sampled), "a step samples what it was asked to"
         if submitted.pool_change is None:
-            self._budget.observe(submitted.shape, output.step_time_s)
+            self._observe(submitted.shape, output)
         else:
             self.blocks.on_changed(submitted.pool_change)
-        self._launch_s = max(output.launch_time_s, _LAUNCH_DECAY * self._launch_s)
         requests = submitted.requests
         if output.prompt_logprobs:
             self._collect_prompt_logprobs(requests, output.prompt_logprobs)
@@ -254,6 +257,14 @@ class ContinuousBatchingScheduler:
             () if sampled.logprobs is None else (sampled.logprobs,),
             prompt_logprobs,
         )
+
+    def _observe(self, shape: StepShape, output: ModelRunnerOutput) -> None:
+        """Learns how long steps and their launches take."""
+        foretold_s = self._budget.foretold_s(shape)
+        if foretold_s >= _LONG_STEP_S:
+            self._early_share = min(output.step_time_s / foretold_s, 1.0 - _EARLY_DECAY * (1.0 - self._early_share))
+        self._budget.observe(shape, output.step_time_s)
+        self._launch_s = max(output.launch_time_s, _LAUNCH_DECAY * self._launch_s)
 
     def _starvation(self, request: Request) -> ServeError:
         most_tokens = self.blocks.groups.max_tokens(self.blocks.num_blocks)
@@ -304,13 +315,10 @@ class ContinuousBatchingScheduler:
                     if not results:
                         await self._wake.wait()
                         continue
-                    if output is None or not self._is_async:
-                        executor.flush()
                     is_result_here = len(results) == max_submitted or await self._is_result_first(results[0])
                 if is_result_here:
                     deliver(self.update(await results.popleft()))
                     began_s = clock()
-            executor.flush()
             while results:
                 deliver(self.update(await results.popleft()))
         finally:

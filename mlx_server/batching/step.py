@@ -16,12 +16,7 @@ class Executor(Protocol):
     """Runs submitted steps in order, on the MLX thread."""
 
     def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
-        """Queues a step; the future belongs to the running loop."""
-        ...
-
-    def flush(self) -> None:
-        """There is no next step to submit for now: finish those that are submitted without waiting for one.
-        May be called again and again; a step may still be submitted afterwards."""
+        """Queues a step; the future belongs to the running loop, and is resolved when the step is over."""
         ...
 
 

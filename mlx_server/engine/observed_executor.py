@@ -30,9 +30,6 @@ class ObservedExecutor:
         result.add_done_callback(partial(self._on_done, output))
         return result
 
-    def flush(self) -> None:
-        self.executor.flush()
-
     def _on_done(self, output: SchedulerOutput, future: asyncio.Future[ModelRunnerOutput]) -> None:
         if future.cancelled() or future.exception() is not None:
             return

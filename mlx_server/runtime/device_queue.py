@@ -1,100 +1,107 @@
-"""The steps that the device has been given and that nobody has waited for yet, of all models together."""
+"""The steps that the device has been given and whose results are not settled yet, of all models together."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from queue import SimpleQueue
+from typing import Protocol
 
-from mlx_server.outputs import ModelRunnerOutput
-
-_OVER_BEFORE_S = 0.0005
-"""A fetch that takes less than this found its step finished: the device had been waiting for the next one."""
+_MAX_STEPS = 2
+"""One that runs and one behind it, so that the device need not wait for the host."""
 
 
-class _Owner(Protocol):
-    """One model's launched steps, oldest first."""
+class StepOwner(Protocol):
+    """One model's launched steps, oldest first. Called on the MLX thread."""
 
-    def fetch(self) -> ModelRunnerOutput | None:
-        """Waits for the oldest; None if it has failed, and then the owner has been dropped."""
+    def settle(self, step_time_s: float, idle_time_s: float) -> None:
+        """The oldest is over."""
         ...
 
-    def settle(self, output: ModelRunnerOutput, step_time_s: float, idle_time_s: float) -> None:
-        """Takes the result of the oldest."""
+    def fail(self, error: BaseException) -> None:
+        """The oldest has failed. The owner drops its steps."""
         ...
 
 
-OwnerT = TypeVar("OwnerT", bound=_Owner)
+@dataclass(slots=True, eq=False)
+class DeviceStep:
+    """A step on the device. `is_awaited`: somebody has waited for it, so idle time before it counts. `outcome` is when
+    it was over, or what it failed with; None while it runs."""
 
-
-@dataclass(slots=True)
-class StepTiming:
-    """When a step was started, and for how long the device was idle before, as far as that is known yet."""
-
+    owner: StepOwner
+    wait: Callable[[], None]
     started_s: float
-    idle_s: float
+    is_awaited: bool
+    outcome: float | BaseException | None = None
 
 
-class DeviceQueue(Generic[OwnerT]):
-    """The device runs steps in the order of launch, so they are fetched in that order, whichever model's turn it
-    is: each model then pays for its own time, and no result lies around. MLX thread only.
+class DeviceQueue:
+    """The device runs steps in the order of launch, so they are settled in that order, whichever model's turn it is:
+    each model then pays for its own time.
+
+    A device that computes by itself tells nobody when it has finished. So a thread of the queue's own waits for each
+    step and notes the time; the MLX thread is free meanwhile, and no end is booked that was not seen. Everything else
+    is for the MLX thread only.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], notify: Callable[[], None]) -> None:
+        """`notify` is called on the queue's thread when a step is over."""
         self._clock = clock
-        self._steps: deque[tuple[OwnerT, StepTiming]] = deque()
+        self._notify = notify
+        self._steps: deque[DeviceStep] = deque()
+        self._unwatched: SimpleQueue[DeviceStep | None] = SimpleQueue()
         self._last_end_s = 0.0
-        self._last_active_s = 0.0
+        self._thread = threading.Thread(target=self._watch, name="mlx-device", daemon=True)
+        self._thread.start()
 
-    def start(self, *, is_awaited: bool) -> StepTiming:
-        """A step is about to be launched. `is_awaited`: somebody has waited for it, so idle time counts."""
-        now = self._clock()
-        idle_from_s = self._last_active_s if self._steps else self._last_end_s
-        return StepTiming(now, now - idle_from_s if is_awaited else 0.0)
+    @property
+    def has_room(self) -> bool:
+        """Whether the device may be given another step now."""
+        return len(self._steps) < _MAX_STEPS
 
-    def push(self, owner: OwnerT, timing: StepTiming) -> None:
-        """The step that was started is launched."""
-        self._steps.append((owner, timing))
+    @property
+    def is_oldest_over(self) -> bool:
+        return bool(self._steps) and self._steps[0].outcome is not None
 
-    def touch(self) -> None:
-        """The host has done something for the device just now."""
-        self._last_active_s = self._clock()
+    def push(self, step: DeviceStep) -> None:
+        """The step is launched. `step.wait` is called on the queue's thread."""
+        self._steps.append(step)
+        self._unwatched.put(step)
 
-    def drop(self, owner: OwnerT) -> None:
-        """Forgets an owner's steps: one has failed."""
-        self._steps = deque(step for step in self._steps if step[0] is not owner)
-
-    def fetch_but_newest(self) -> None:
-        """Waits for all steps but the newest, so that the device always has one ahead."""
-        while len(self._steps) > 1:
-            self._fetch_oldest()
-
-    def fetch_all_of(self, owner: OwnerT) -> None:
-        """Waits until none of the owner's steps is left, and so for those launched before them."""
-        while any(step[0] is owner for step in self._steps):
-            self._fetch_oldest()
-
-    def _fetch_oldest(self) -> None:
-        owner, timing = self._steps[0]
-        start_s = self._clock()
-        output = owner.fetch()
-        if output is None:
+    def book(self, step: DeviceStep) -> None:
+        """Settles a step whose outcome is known."""
+        if not isinstance(step.outcome, float):
+            assert step.outcome is not None, "its end has not been seen"
+            step.owner.fail(step.outcome)
             return
-        self._steps.popleft()
-        end_s = self._clock()
-        if self._steps:
-            end_s = self._settle_idle_time(end_s, was_over=end_s - start_s < _OVER_BEFORE_S)
-        step_time_s = end_s - max(timing.started_s, self._last_end_s)
-        self._last_end_s = end_s
-        owner.settle(output, step_time_s, timing.idle_s)
+        idle_s = max(step.started_s - self._last_end_s, 0.0) if step.is_awaited else 0.0
+        step_time_s = step.outcome - max(step.started_s, self._last_end_s)
+        self._last_end_s = step.outcome
+        step.owner.settle(step_time_s, idle_s)
 
-    def _settle_idle_time(self, end_s: float, *, was_over: bool) -> float:
-        """Whether the wait for the newest step was idle depends on the step before it, fetched at `end_s`: if
-        that was still running, the device was busy; if it was over, it ended no later than the wait began.
-        When that step ended."""
-        newest = self._steps[-1][1]
-        if was_over:
-            return newest.started_s - newest.idle_s
-        newest.idle_s = 0.0
-        return end_s
+    def settle_oldest(self) -> None:
+        self.book(self._steps.popleft())
+
+    def observe(self, step: DeviceStep) -> None:
+        """Waits until a step is over."""
+        try:
+            step.wait()
+            step.outcome = self._clock()
+        except BaseException as error:  # its owner's to handle, whatever it is
+            step.outcome = error
+
+    def drop(self, owner: StepOwner) -> None:
+        """Forgets an owner's steps: one has failed."""
+        self._steps = deque(step for step in self._steps if step.owner is not owner)
+
+    def stop(self) -> None:
+        """Ends the queue's thread behind the steps that it has, and waits for it. Any thread."""
+        self._unwatched.put(None)
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while (step := self._unwatched.get()) is not None:
+            self.observe(step)
+            self._notify()

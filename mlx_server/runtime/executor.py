@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
 from mlx_server.errors import EngineDeadError
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
-from mlx_server.runtime.device_queue import DeviceQueue
+from mlx_server.runtime.device_queue import DeviceQueue, DeviceStep
 from mlx_server.runtime.fair_share import FairShare
 from mlx_server.runtime.memory import resident_memory
 from mlx_server.runtime.model_runner import LaunchedStep, ModelRunner
@@ -93,7 +94,7 @@ class MLXThread:
         """`wire_memory` is for `resident_memory`, as long as the thread runs."""
         self.clock = clock
         self._wires_memory = wire_memory
-        self.device: DeviceQueue[MLXExecutor] = DeviceQueue(clock)
+        self.device = DeviceQueue(clock, self.notify)
         self._condition = threading.Condition()
         self._calls = _Calls(lambda seconds: self.charge(self._calls, seconds), clock)
         self._workers: FairShare[_Worker] = FairShare()
@@ -131,7 +132,7 @@ class MLXThread:
             self._workers.charge(worker, seconds)
 
     def notify(self) -> None:
-        """An executor has new work."""
+        """An executor has new work, or the device has finished a step."""
         with self._condition:
             self._condition.notify()
 
@@ -141,12 +142,13 @@ class MLXThread:
             self._is_stopping = True
             self._condition.notify()
         self._thread.join()
+        self.device.stop()
 
     def _main(self) -> None:
         try:
             with resident_memory(wire=self._wires_memory):
-                while (worker := self._wait_for_work()) is not None:
-                    worker.advance()
+                while (work := self._wait_for_work()) is not None:
+                    work()
         except BaseException as error:
             logger.critical("The MLX thread has died: %s", error, exc_info=error)
             self._abandon(EngineDeadError(f"The MLX thread has died: {type(error).__name__}: {error}"))
@@ -162,11 +164,17 @@ class MLXThread:
         for worker in workers:
             worker.abandon(error)
 
-    def _wait_for_work(self) -> _Worker | None:
+    def _wait_for_work(self) -> Callable[[], None] | None:
+        """What to do next: results first, since somebody waits for them. None at the end."""
         with self._condition:
-            while (worker := self._workers.next(lambda worker: worker.has_work)) is None and not self._is_stopping:
+            while True:
+                if self.device.is_oldest_over:
+                    return self.device.settle_oldest
+                if (worker := self._workers.next(lambda worker: worker.has_work)) is not None:
+                    return worker.advance
+                if self._is_stopping:
+                    return None
                 self._condition.wait()
-            return worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +194,11 @@ class _Launched:
 
 
 class MLXExecutor:
-    """Runs one model's steps on the MLX thread; `submit` and `flush` are called on the event loop's.
+    """Runs one model's steps on the MLX thread; `submit` is called on the event loop's.
 
-    One step ahead: a step is fetched when the next one, of whichever model, has been launched, or on `flush`.
-    An eager runner, whose `launch` does the work, is fetched at once. An exception in a step is handed to every
-    future that waits and to all later ones: the state of the pools is unknown then.
+    One step ahead: a step may be launched while another one, of whichever model, runs. Results are handed out when
+    the device has finished. An eager runner's `launch` does the work, so its result is there behind it. An exception
+    in a step is handed to every future that waits and to all later ones: the state of the pools is unknown then.
     """
 
     def __init__(self, thread: MLXThread, runner: ModelRunner, weight: float = 1.0) -> None:
@@ -198,7 +206,7 @@ class MLXExecutor:
         self._thread = thread
         self._device = thread.device
         self._runner = runner
-        self._items: deque[_Submission | None] = deque()  # None: a flush
+        self._submissions: deque[_Submission] = deque()
         self._launched: deque[_Launched] = deque()
         self._error: BaseException | None = None
         self._last_step_s = 0.0
@@ -206,7 +214,7 @@ class MLXExecutor:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._items)
+        return bool(self._submissions) and self._device.has_room
 
     def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
         """Queues a step; the result comes in a future of the running loop."""
@@ -215,67 +223,58 @@ class MLXExecutor:
         if self._error is not None or not self._thread.is_alive:
             future.set_exception(self._error or EngineDeadError("The MLX thread has stopped; restart the server."))
             return future
-        self._items.append(_Submission(output, loop, future))
+        self._submissions.append(_Submission(output, loop, future))
         self._thread.notify()
         return future
-
-    def flush(self) -> None:
-        """There is nothing to submit for now: finish what is submitted. More may still come meanwhile."""
-        self._items.append(None)
-        self._thread.notify()
 
     def close(self) -> None:
         """Takes the executor off the thread; nothing may be in flight."""
         self._thread.detach(self)
 
     def advance(self) -> None:
-        """Does one item of work; called on the MLX thread."""
-        item = self._items.popleft()
-        if item is not None:
-            try:
-                self._launch(item)
-            except BaseException as error:
-                self._fail(error, item)
-        if item is None or self._runner.is_eager:
-            self._device.fetch_all_of(self)
-        else:
-            self._device.fetch_but_newest()
-        self._device.touch()
+        """Launches a step; called on the MLX thread."""
+        submission = self._submissions.popleft()
+        try:
+            if self._error is not None:
+                raise self._error
+            self._launch(submission)
+        except BaseException as error:
+            self._fail(error, submission)
 
     def abandon(self, error: BaseException) -> None:
         """Fails what is launched and what waits; called on the MLX thread, at its end."""
-        self._fail(error, None)
-        while self._items:
-            item = self._items.popleft()
-            if item is not None:
-                _settle(item, error)
+        self.fail(error)
+        while self._submissions:
+            _settle(self._submissions.popleft(), error)
 
     def _launch(self, submission: _Submission) -> None:
-        if self._error is not None:
-            raise self._error
         step = submission.step
-        # Nobody waited for this step if all of its requests are new.
-        timing = self._device.start(is_awaited=len(step.new_requests) < len(step.chunks))
+        started_s = self._thread.clock()
         num_calls = self._runner.num_model_calls
         launched = self._runner.launch(step)
-        launch_s = self._thread.clock() - timing.started_s if self._runner.is_launch_beside else 0.0
+        launch_s = self._thread.clock() - started_s if self._runner.is_launch_beside else 0.0
         num_calls = self._runner.num_model_calls - num_calls
         self._launched.append(_Launched(launched, submission, num_calls, self._last_step_s, launch_s))
-        self._device.push(self, timing)
         self._thread.charge(self, self._last_step_s)
+        # Nobody waited for this step if all of its requests are new.
+        is_awaited = len(step.new_requests) < len(step.chunks)
+        on_device = DeviceStep(self, partial(self._runner.wait, launched), started_s, is_awaited)
+        if self._runner.is_eager:
+            self._device.observe(on_device)
+            self._device.book(on_device)
+        else:
+            self._device.push(on_device)
 
-    def fetch(self) -> ModelRunnerOutput | None:
-        """Waits for this model's oldest launched step; None if it has failed. For `DeviceQueue`."""
+    def settle(self, step_time_s: float, idle_time_s: float) -> None:
+        """Hands out the oldest launched step's result and pays for it: at launch, only as much as for the step before
+        was paid. For `DeviceQueue`."""
+        entry = self._launched[0]
         try:
-            return self._runner.fetch(self._launched[0].step)
+            output = self._runner.fetch(entry.step)
         except BaseException as error:
-            self._fail(error, None)
-            return None
-
-    def settle(self, output: ModelRunnerOutput, step_time_s: float, idle_time_s: float) -> None:
-        """Hands out what `fetch` has returned, and pays for it: at launch, only as much as for the step before was
-        paid. For `DeviceQueue`."""
-        entry = self._launched.popleft()
+            self.fail(error)
+            return
+        self._launched.popleft()
         self._thread.charge(self, step_time_s - entry.paid_s)
         self._last_step_s = step_time_s
         result = ModelRunnerOutput(
@@ -288,6 +287,10 @@ class MLXExecutor:
             num_model_calls=entry.num_calls,
         )
         _settle(entry.submission, result)
+
+    def fail(self, error: BaseException) -> None:
+        """Fails all that is launched. For `DeviceQueue`."""
+        self._fail(error, None)
 
     def _fail(self, error: BaseException, item: _Submission | None) -> None:
         if self._error is None:

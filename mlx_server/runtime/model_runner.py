@@ -48,6 +48,9 @@ class LaunchedStep:
     scored: ScoredTokens | None
     prompt_scores: tuple[PromptScores, ...]
     arrays: list[mx.array]
+    end: mx.array
+    """Evaluated with the step, and nobody's but for whoever waits for it on another thread: two threads must not wait
+    for one array, since MLX marks it as available without a lock."""
 
     def wait(self) -> None:
         """Returns when the device has finished the step. Lets go of its arrays: a pool that is referred to
@@ -59,9 +62,9 @@ class LaunchedStep:
 class ModelRunner:
     """One model's forward passes, and the little that it must remember of each running request.
 
-    MLX thread only. `launch` submits a step without waiting for it, its decode inputs taken from the step
-    before while they are still on the device; `fetch` waits. Steps are launched and fetched in order, with
-    at most one launched beyond the one being fetched. What is remembered of a request goes with the first
+    MLX thread only, but for `wait`. `launch` submits a step without waiting for it, its decode inputs taken from
+    the step before while they are still on the device; `fetch` waits. Steps are launched and fetched in order,
+    with at most one launched beyond the one being fetched. What is remembered of a request goes with the first
     step after its end.
     """
 
@@ -113,7 +116,7 @@ class ModelRunner:
         if step.pool_change is not None:
             self._change_pools(step.pool_change)
         if not step.chunks:
-            return LaunchedStep(step.step_id, (), None, None, (), [])
+            return LaunchedStep(step.step_id, (), None, None, (), [], mx.array(0))
         for chunk in step.chunks:
             if chunk.token_ids is not None:
                 self._sampler.observe(chunk.request_id, chunk.token_ids, chunk.start + chunk.num_tokens)
@@ -133,10 +136,16 @@ class ModelRunner:
             arrays += scored.arrays()
         if self.cache.needs_synchronous_steps and self._previous is not None:
             self._previous.wait()
-        mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
+        end = mx.stop_gradient(mx.array(0))  # costs the device nothing
+        mx.async_eval(*arrays, end)  # type: ignore[no-untyped-call]
         names = tuple(sample.request_id for sample in samples)
-        self._previous = LaunchedStep(step.step_id, names, sampled, scored, tuple(prompt_scores), arrays)
+        self._previous = LaunchedStep(step.step_id, names, sampled, scored, tuple(prompt_scores), arrays, end)
         return self._previous
+
+    def wait(self, launched: LaunchedStep) -> None:
+        """Returns when the device has finished a launched step. For one thread, whichever it is: it only waits for the
+        event behind the step, and makes no stream of its own."""
+        launched.end.item()
 
     def fetch(self, launched: LaunchedStep) -> ModelRunnerOutput:
         """Waits for a launched step and reads its results."""

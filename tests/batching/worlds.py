@@ -424,14 +424,13 @@ def count_held(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 class FakeExecutor:
-    """An executor like the real one: one step stays unfetched until there is another, or a flush.
+    """An executor whose steps are over at the loop's next turn.
 
     While it `is_held` no step comes to its end. Steps from number `fails_at` on fail.
     """
 
     def __init__(self, runner: FakeRunner) -> None:
         self.runner = runner
-        self.num_flushes = 0
         self.num_most_submitted = 0
         self.is_held = False
         self.fails_at: int | None = None
@@ -442,23 +441,20 @@ class FakeExecutor:
         self.runner.submit(output)
         self._futures.append(future)
         self.num_most_submitted = max(self.num_most_submitted, len(self._futures))
-        asyncio.get_running_loop().call_soon(self._fetch, 1)
+        asyncio.get_running_loop().call_soon(self._fetch)
         return future
-
-    def flush(self) -> None:
-        self.num_flushes += 1
-        asyncio.get_running_loop().call_soon(self._fetch, 0)
 
     def release(self) -> None:
         self.is_held = False
-        self._fetch(0)
+        for _ in range(len(self._futures)):
+            self._fetch()
 
     def cancel(self) -> None:
         for future in self._futures:
             future.cancel()
 
-    def _fetch(self, num_ahead: int) -> None:
-        while len(self._futures) > num_ahead and not self.is_held:
+    def _fetch(self) -> None:
+        if self._futures and not self.is_held:
             future = self._futures.popleft()
             result = self.runner.fetch()
             if self.fails_at is not None and result.step_id >= self.fails_at:
