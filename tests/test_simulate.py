@@ -55,6 +55,15 @@ def test_a_request_alone_takes_what_the_model_says() -> None:
     assert metrics.elapsed_s == pytest.approx(5.0 + tier.e2e_s[0])
 
 
+@pytest.mark.parametrize("is_self_running", [False, True])
+def test_a_late_step_leaves_a_self_running_device_the_time_of_its_launch(is_self_running: bool) -> None:
+    """20 ms of the host behind 0.9 of 50 ms less 10 would be too late by 5 ms in each step."""
+    cost = dataclasses.replace(COST, base_s=0.049, host_s=0.02, is_self_running=is_self_running)
+    metrics = simulate([arrival(0.0, 100, 40)], cost=cost)
+    idle_s = metrics.elapsed_s - metrics.busy_s - 0.02  # but for the first launch
+    assert idle_s <= 0.016 if is_self_running else idle_s >= 35 * 0.005
+
+
 def test_without_a_step_ahead_the_host_is_waited_for() -> None:
     metrics = simulate([arrival(0.0, 100, 4)], is_async=False)
     tier = metrics.tiers[Priority.NORMAL]

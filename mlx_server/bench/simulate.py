@@ -79,6 +79,9 @@ def _add_device(group: _Group) -> None:
     _add(group, "--prompt-ms", float, 1000 * cost.prompt_s, "PROMPT: of a prompt token")
     _add(group, "--context-doubling-tokens", above_0, cost.context_doubling_tokens, "CONTEXT")
     _add(group, "--host-ms", float, 1000 * cost.host_s, "of the host for a step; hidden by the step ahead")
+    group.add_argument(
+        "--self-running", action="store_true", help="it computes by itself, as a GPU does, not while it is given a step"
+    )
     _add(group, "--num-blocks", from_1, 4096, "KV blocks of 32 tokens")
 
 
@@ -147,6 +150,7 @@ def _replay(variant: _Variant, arrivals: Iterable[TracedRequest], args: argparse
         prompt_s=args.prompt_ms / 1000,
         context_doubling_tokens=args.context_doubling_tokens,
         host_s=args.host_ms / 1000,
+        is_self_running=args.self_running,
     )
     simulation = Simulation(
         variant.limits,

@@ -27,7 +27,8 @@ _SAMPLING = SamplingParams()
 class CostModel:
     """A step takes `base_s + decode_s * decodes + prompt_s * cost` seconds of the device, where a prompt token
     at position p has the cost `1 + p / context_doubling_tokens`; and `host_s` of the host, beside the device
-    if the step is submitted ahead and before it otherwise.
+    if the step is submitted ahead and before it otherwise. A device that `is_self_running` does not compute while it
+    is given a step, so the scheduler is told what that takes.
 
     The defaults are a fit to steps of the `random:mini` model on two cores of an AMD EPYC, in float32, with
     OpenBLAS.
@@ -38,6 +39,7 @@ class CostModel:
     prompt_s: float = 0.00026
     context_doubling_tokens: float = 3265.0
     host_s: float = 0.002
+    is_self_running: bool = False
 
     def seconds(self, step: SchedulerOutput) -> float:
         """Device time of a step."""
@@ -169,7 +171,9 @@ class Simulation:
         if not self._submitted:
             self._began_s = self._now
         sampled = {chunk.request_id: _TOKEN for chunk in output.chunks if chunk.is_sampling}
-        self._submitted.append((ModelRunnerOutput(output.step_id, sampled, step_time_s=step_time_s), end_s))
+        launch_s = self._cost.host_s if self._cost.is_self_running else 0.0
+        result = ModelRunnerOutput(output.step_id, sampled, step_time_s=step_time_s, launch_time_s=launch_s)
+        self._submitted.append((result, end_s))
         if self._check_every and output.step_id % self._check_every == 0:
             self.scheduler.check_integrity()
             self.metrics.num_checks += 1
