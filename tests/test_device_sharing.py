@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -212,6 +214,17 @@ def test_a_failed_step_of_one_model_fails_no_other(
     assert str(bad) == message
     assert [result.step_id for result in good] == [0, 1, 2]
     assert f"A step failed: {message}" in caplog.text
+
+
+def test_nobody_holds_a_model_whose_steps_are_over(bench: Bench):
+    runner = TimedRunner("a", 1.0, bench, is_eager=False)
+    executor = MLXExecutor(bench.thread, runner)  # type: ignore[arg-type]
+    bench.run(lambda: submit(executor, 3))
+    executor.close()
+    held = weakref.ref(runner)
+    del runner, executor
+    gc.collect()
+    assert held() is None
 
 
 def test_nobody_waits_for_a_thread_that_has_died(bench: Bench, caplog: pytest.LogCaptureFixture):

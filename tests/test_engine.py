@@ -34,7 +34,7 @@ from mlx_server.observability.tracing import Tracing
 from mlx_server.outputs import CompletionDelta
 from mlx_server.request import FinishReason, Priority
 from mlx_server.runtime.executor import MLXThread
-from mlx_server.runtime.model_runner import ModelRunner
+from mlx_server.runtime.model_runner import LaunchedStep, ModelRunner
 from mlx_server.sampling_params import (
     MAX_REPETITION_PENALTY,
     MAX_TOP_K,
@@ -42,7 +42,7 @@ from mlx_server.sampling_params import (
     SamplingParams,
 )
 from mlx_server.tiers import Tier
-from tests.engine_worlds import greedy, make_folder, random_prompts
+from tests.engine_worlds import answers, greedy, make_folder, make_llm, plain_greedy, random_prompts
 from tests.tiny_models import VOCAB_SIZE, save_model_folder, tiny_model
 
 MAX_MODEL_LEN = 256
@@ -566,3 +566,22 @@ async def test_no_parameters_break_the_engine(folder):
             assert all(0 <= token_id < VOCAB_SIZE for token_id in ids), chosen
             assert chosen["allowed_token_ids"] is None or set(ids) <= set(chosen["allowed_token_ids"]), chosen
         assert engine.state is EngineState.READY
+
+
+@pytest.mark.parametrize(("backend", "waiter"), [("reference", "mlx-device"), ("cpu", "mlx")])
+def test_who_waits_for_a_step_depends_on_who_computes_it(
+    backend: str, waiter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where MLX computes by itself, a thread of its own waits, and finds the step finished and its tokens right."""
+    waiters: set[str] = set()
+    wait = ModelRunner.wait
+
+    def watched(self: ModelRunner, launched: LaunchedStep) -> None:
+        wait(self, launched)
+        waiters.add(threading.current_thread().name)
+
+    monkeypatch.setattr(ModelRunner, "wait", watched)
+    prompts = random_prompts([9, 40])
+    with make_llm("llama", attention_backend=backend) as llm:
+        assert answers(llm, prompts, [8, 8]) == plain_greedy("llama", prompts, [8, 8])
+    assert waiters == {waiter}

@@ -97,7 +97,7 @@ class DeviceQueue:
         self._steps = deque(step for step in self._steps if step.owner is not owner)
 
     def stop(self) -> None:
-        """Ends the queue's thread behind the steps that it has, and waits for it. Any thread."""
+        """Ends the queue's thread behind the steps that it has, and waits for it."""
         self._unwatched.put(None)
         self._thread.join()
 
@@ -105,3 +105,4 @@ class DeviceQueue:
         while (step := self._unwatched.get()) is not None:
             self.observe(step)
             self._notify()
+            del step  # it holds a model, which may be unloaded before another step comes

@@ -142,7 +142,6 @@ class MLXThread:
             self._is_stopping = True
             self._condition.notify()
         self._thread.join()
-        self.device.stop()
 
     def _main(self) -> None:
         try:
@@ -153,6 +152,7 @@ class MLXThread:
             logger.critical("The MLX thread has died: %s", error, exc_info=error)
             self._abandon(EngineDeadError(f"The MLX thread has died: {type(error).__name__}: {error}"))
         finally:
+            self.device.stop()
             # A thread that ends with streams left makes MLX abort the process at its exit, some of the time.
             mx.clear_streams()
 
