@@ -217,12 +217,14 @@ def test_a_failed_step_of_one_model_fails_no_other(
 
 
 def test_nobody_holds_a_model_whose_steps_are_over(bench: Bench):
-    runner = TimedRunner("a", 1.0, bench, is_eager=False)
-    executor = MLXExecutor(bench.thread, runner)  # type: ignore[arg-type]
-    bench.run(lambda: submit(executor, 3))
-    executor.close()
-    held = weakref.ref(runner)
-    del runner, executor
+    def serve() -> weakref.ref[TimedRunner]:
+        runner = TimedRunner("a", 1.0, bench, is_eager=False)
+        executor = MLXExecutor(bench.thread, runner)  # type: ignore[arg-type]
+        bench.run(lambda: submit(executor, 3))
+        executor.close()
+        return weakref.ref(runner)
+
+    held = serve()
     gc.collect()
     assert held() is None
 

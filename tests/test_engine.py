@@ -582,6 +582,7 @@ def test_who_waits_for_a_step_depends_on_who_computes_it(
 
     monkeypatch.setattr(ModelRunner, "wait", watched)
     prompts = random_prompts([9, 40])
+    expected = plain_greedy("llama", prompts, [8, 8])
     with make_llm("llama", attention_backend=backend) as llm:
-        assert answers(llm, prompts, [8, 8]) == plain_greedy("llama", prompts, [8, 8])
+        assert answers(llm, prompts, [8, 8]) == expected
     assert waiters == {waiter}
