@@ -87,8 +87,9 @@ class CacheConfig:
     )
     prefix_caching: bool = _setting(True, "reuse the blocks of shared prompt prefixes")
     isolation: str = _setting(
-        "none",
-        "whose prefixes are shared: everyone's, those of a tier, those of one key; hit times tell what others asked",
+        "key",
+        "whose prefixes are shared: those of one `key`, those of a `tier`, or everyone's (`none`); hit times tell "
+        "what others asked",
         choices=("none", "tier", "key"),
     )
 
@@ -169,7 +170,7 @@ class ServerConfig:
         DEFAULT_TIER, "tier of whoever uses the shared key, and of all callers where no key is asked for"
     )
     admin_key: str | None = _setting(
-        None, "key for the routes that change the server; without one, only local clients may use them", secret=True
+        None, "key for the routes that change the server; without any key, local clients may use them", secret=True
     )
     admin_key_file: str | None = _setting(None, "file with the admin key in it")
     key_file: str | None = _setting(
@@ -257,8 +258,8 @@ def settings() -> tuple[Setting, ...]:
 
 
 def _model_settings() -> tuple[Setting, ...]:
-    """What each of several models may have of its own."""
-    return tuple(setting for setting in settings() if setting.section in ("model", "cache"))
+    """What each of several models may have of its own. Whose prefixes are shared is one promise to all callers."""
+    return tuple(s for s in settings() if s.section in ("model", "cache") and s.name != "isolation")
 
 
 def load_config(

@@ -24,12 +24,13 @@ class Tier:
     """One tier. None is no limit.
 
     The limits hold for each key by itself, but for the last two, which bound the queue of the whole tier.
-    `models` are names as clients write them, or served names. `floors` are the best priorities of some paths:
+    `is_admin` keys may change the server. `models` are names as clients write them, or served names. `floors` are the best priorities of some paths:
     `{"/v1/completions": LOW}` makes whatever comes by that path low, whoever sends it.
     """
 
     name: str = DEFAULT_TIER
     priority: Priority = Priority.NORMAL
+    is_admin: bool = False
     max_concurrent_requests: int | None = declare(None, "most answers that are generated or wait at a time", minimum=1)
     requests_per_minute: int | None = declare(None, "most requests in any 60 seconds", minimum=1)
     tokens_per_minute: int | None = declare(None, "most prompt and output tokens in any 60 seconds", minimum=1)
@@ -53,7 +54,7 @@ class Tier:
 
 
 _LIMITS: Mapping[str, Setting] = {setting.name: setting for setting in declared("tiers", Tier)}
-_KEYS = ("priority", *_LIMITS, "models", "floors")
+_KEYS = ("priority", "admin", *_LIMITS, "models", "floors")
 
 
 def default_tiers() -> dict[str, Tier]:
@@ -78,6 +79,8 @@ def _parse_tier(name: str, table: Mapping[str, Any], source: str) -> Tier:
             values[key] = _LIMITS[key].parse(value, where)
         elif key == "priority":
             values[key] = _priority(key, value, where)
+        elif key == "admin":
+            values["is_admin"] = _flag(key, value, where)
         else:
             values[key] = _models(value, where) if key == "models" else _floors(value, where)
     return Tier(name=name, **values)
@@ -87,6 +90,12 @@ def _priority(name: str, value: Any, where: str) -> Priority:
     if not isinstance(value, str) or value not in _PRIORITIES:
         raise ConfigError(f"{where}: {name} is {value!r}; it must be one of {', '.join(_PRIORITIES)}.")
     return _PRIORITIES[value]
+
+
+def _flag(name: str, value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be true or false.")
+    return value
 
 
 def _models(value: Any, where: str) -> tuple[str, ...]:

@@ -34,13 +34,14 @@ def test_a_tier_is_what_its_section_says(tmp_path):
     tiers = load(
         tmp_path,
         '[tiers.gold]\npriority = "high"\nrequests_per_minute = 60\nmodels = ["a", "b/c"]\n'
-        'floors = { "/v1/completions" = "low" }\n[tiers.free]\nmax_num_waiting = 3\n',
+        'admin = true\nfloors = { "/v1/completions" = "low" }\n[tiers.free]\nmax_num_waiting = 3\n',
     ).tiers
     assert tiers == {
         "default": Tier(),
         "gold": Tier(
             name="gold",
             priority=Priority.HIGH,
+            is_admin=True,
             requests_per_minute=60,
             models=("a", "b/c"),
             floors={"/v1/completions": Priority.LOW},
@@ -62,7 +63,7 @@ def test_the_default_tier_can_be_declared(tmp_path):
         ("[tiers]\ngold = 3\n", "tiers must be sections"),
         ("[[tiers]]\n", "tiers must be sections"),
         ("[tiers.gold]\nrequest_per_minute = 3\n", "unknown key request_per_minute in [tiers.gold]; did you mean"),
-        ("[tiers.gold]\nzzz = 3\n", "known are floors, max_concurrent_requests"),
+        ("[tiers.gold]\nzzz = 3\n", "known are admin, floors, max_concurrent_requests"),
         ('[tiers.gold]\nname = "x"\n', "unknown key name in [tiers.gold]"),
         ("[tiers.gold]\nrequests_per_minute = 0\n", "[tiers.gold]: requests_per_minute is 0; the least is 1."),
         ('[tiers.gold]\ntokens_per_minute = "many"\n', "tokens_per_minute is 'many'; it must be a whole number"),
@@ -73,6 +74,7 @@ def test_the_default_tier_can_be_declared(tmp_path):
         ("[tiers.gold]\nmodels = []\n", "it must be a list of models' names, with at least one"),
         ('[tiers.gold]\nmodels = "a"\n', "it must be a list of models' names"),
         ("[tiers.gold]\nmodels = [1]\n", "it must be a list of models' names"),
+        ('[tiers.gold]\nadmin = "yes"\n', "admin is 'yes'; it must be true or false."),
         ('[tiers.gold]\nfloors = "low"\n', "it must be a table like"),
         ('[tiers.gold.floors]\n"/v1/completion" = "low"\n', "the path '/v1/completion'; did you mean /v1/completions?"),
         ('[tiers.gold.floors]\n"/v1/completions" = "lowest"\n', "the floor of /v1/completions is 'lowest'"),
@@ -96,7 +98,7 @@ def test_the_shared_key_s_tier_may_come_from_anywhere(tmp_path):
 
 def test_the_example_reads_back_as_itself(tmp_path):
     loaded = load_config(EXAMPLE, environ={})
-    assert set(loaded.tiers) == {"interactive", "default", "batch", "mixed"}
+    assert set(loaded.tiers) == {"interactive", "default", "batch", "mixed", "staff"}
     assert load(tmp_path, effective_document(loaded)) == loaded
 
 
@@ -111,8 +113,9 @@ def test_config_check_shows_the_tiers_and_refuses_what_serve_would(tmp_path, cap
 def test_the_example_shows_every_key_of_a_tier():
     tiers = load_config(EXAMPLE, environ={}).tiers.values()
     shown = {name for tier in tiers for name, _ in tier.limits()}
-    assert shown == {name for name in Tier.__slots__ if name not in ("name", "priority", "models", "floors")}
+    assert shown == {name for name in Tier.__slots__ if name not in ("name", "priority", "is_admin", "models", "floors")}
     assert any(tier.models for tier in tiers)
+    assert any(tier.is_admin for tier in tiers)
     assert any(tier.floors for tier in tiers)
 
 

@@ -1,4 +1,5 @@
-"""Who may change the server: whoever has the admin key, or, where none is configured, someone at this machine."""
+"""Who may change the server: whoever has the admin key or a key of a tier that says so; where no key of any kind is
+asked for, whoever is at this machine."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from mlx_server.api.auth import caller_of, sent_key
+from mlx_server.api.keys import ADMIN_REMEDY
 from mlx_server.errors import AuthenticationError, PermissionDeniedError
 
 
@@ -14,8 +16,9 @@ async def require_admin(request: Request) -> None:
     if caller_of(request).is_admin:
         return
     message = (
-        "This route is for admins. Send the admin key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`; a server "
-        "without one (MLX_SERVE_SERVER_ADMIN_KEY) lets only clients on its own machine use it."
+        "This route is for admins. Send the admin key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`, or a key of "
+        f"a tier with `admin = true`. Where there is neither, {ADMIN_REMEDY}; only a server that asks for no key at all "
+        "lets clients on its own machine use it."
     )
     raise AuthenticationError(message) if sent_key(request.scope) is None else PermissionDeniedError(message)
 

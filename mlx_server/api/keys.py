@@ -7,7 +7,7 @@ import hmac
 import logging
 import os
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from mlx_server.tiers import Tier
 logger = logging.getLogger(__name__)
 
 _LOOKUP_TIMEOUT_S = 0.1
+ADMIN_REMEDY = "set MLX_SERVE_SERVER_ADMIN_KEY, or declare a tier with `admin = true` and give its keys to admins"
 _HOW = "send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`"
 
 
@@ -49,15 +50,15 @@ class KeyRing:
         return self._api_digest is not None or self._file.was_seen()
 
     def identify(self, key: str | None, *, is_local: bool) -> Caller:
-        """The caller that a sent key stands for. `is_local` makes an admin of one where no key does. Raises
+        """The caller that a sent key stands for. Keys of a tier with `admin` are admins; where no key of any kind is
+        asked for, whoever `is_local` is one. Raises
         `AuthenticationError` and, for a key whose tier is not declared, `PermissionDeniedError`."""
         if _is_equal(key, self._admin_digest):
             return Caller(ADMIN, self._shared_tier, is_admin=True)
-        is_admin = is_local and not self.has_admin_key
         if _is_equal(key, self._api_digest):
-            return Caller(SHARED, self._shared_tier, is_admin=is_admin)
+            return Caller(SHARED, self._shared_tier, is_admin=self._shared_tier.is_admin)
         if not self.asks_for_keys:
-            return Caller(ANONYMOUS, self._shared_tier, is_admin=is_admin)
+            return Caller(ANONYMOUS, self._shared_tier, is_admin=is_local and not self.has_admin_key)
         parsed = None if key is None else parse_key(key)
         tier_name = None if parsed is None else self._file.tier_of(parsed)
         if parsed is None or tier_name is None:
@@ -68,7 +69,20 @@ class KeyRing:
                 f"The key {parsed.key_id} is of the tier {tier_name}, which this server does not have."
             )
         self.usage.add(parsed.key_id)
-        return Caller(parsed.key_id, tier, is_admin=is_admin)
+        return Caller(parsed.key_id, tier, is_admin=tier.is_admin)
+
+    def revoked(self, key_ids: Iterable[str]) -> frozenset[str]:
+        """Those that were let in and would not be now. None while the file cannot be read, or is not there."""
+        return frozenset(key_id for key_id in key_ids if self._file.is_revoked(key_id))
+
+    def admins(self) -> str:
+        """Who may use the routes that change the server, as a sentence."""
+        who = ["the admin key"] if self.has_admin_key else []
+        if self.asks_for_keys:
+            who += [f"keys of the tier {tier.name}" for tier in self._tiers.values() if tier.is_admin]
+        elif not self.has_admin_key:
+            who = ["every program on this machine, until there is a key"]
+        return f"The routes for admins are open to {' and '.join(who) or f'nobody: {ADMIN_REMEDY}'}."
 
 
 class _WatchedFile:
@@ -100,8 +114,19 @@ class _WatchedFile:
         if secret is None or not secret.matches(key.secret):
             return None
         if secret.is_revoked:
-            raise AuthenticationError(f"The key {key.key_id} has been revoked; ask for a new one.")
+            raise revocation(key.key_id)
         return secret.tier
+
+    def is_revoked(self, key_id: str) -> bool:
+        """Whether a key that was once in the file is revoked there, or gone from it."""
+        try:
+            file = self._current()
+            if file is None:
+                return False
+            secret = file.secret(key_id)
+        except (ConfigError, OSError, sqlite3.Error):
+            return False  # whoever asks next is told, and the log
+        return secret is None or secret.is_revoked
 
     def _current(self) -> KeyFile | None:
         """The file that is at the path now."""
@@ -122,6 +147,11 @@ class _WatchedFile:
 class _Opened:
     identity: tuple[int, int]
     file: KeyFile
+
+
+def revocation(key_id: str) -> AuthenticationError:
+    """What the owner of a revoked key is told."""
+    return AuthenticationError(f"The key {key_id} has been revoked; ask for a new one.")
 
 
 def key_file_path(server: ServerConfig) -> Path:

@@ -1,6 +1,6 @@
 """Shows what this machine offers: processor, memory, MLX and its devices, BLAS, compiler, attention backends,
-the port, and the models that are here. Nothing is changed, and nothing is fetched, but for the model that a report
-is made with.
+the port, who may use the server, and the models that are here. Nothing is changed, and nothing is fetched, but for the
+model that a report is made with.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from mlx_server.api.keys import build_key_ring
 from mlx_server.bench.arguments import above_0
 from mlx_server.cli.settings_flags import add_config_flag, config_from
 from mlx_server.cli.table import size
@@ -89,6 +90,7 @@ def _topics(config: Config) -> dict[str, Callable[[], list[str]]]:
         "compiler": _compiler,
         "attention": _attention,
         "port": lambda: [_port(config.server)],
+        "admins": lambda: [build_key_ring(config).admins()],
         "models": _models,
     }
 

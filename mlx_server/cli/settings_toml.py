@@ -51,6 +51,8 @@ def effective_document(config: Config) -> str:
 def _tier_lines(tier: Tier) -> Iterator[str]:
     yield f"[tiers.{toml_value(tier.name)}]"
     yield f"priority = {toml_value(tier.priority.name.lower())}"
+    if tier.is_admin:
+        yield "admin = true"
     for name, value in tier.limits():
         yield f"{name} = {value}"
     if tier.models is not None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from mlx_server.api.key_file import KeyFile
+from mlx_server.tiers import Tier
 from tests.api.worlds import World
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -56,15 +60,79 @@ async def test_proxies_and_web_pages_are_not_local_programs(world: World, header
     ids=str,
 )
 async def test_nor_are_those_who_call_it_by_another_name(world: World, headers: dict[str, str]):
-    world.configure_server(api_key="sesame")
-    assert await status(world, {**headers, "x-api-key": "sesame"}) == 403
-    assert await status(world, {"x-api-key": "sesame"}) == 200
+    """Even where the operator lets such names and pages use the server."""
+    world.configure_server(allowed_hosts="mac.example", allowed_origins="*")
+    refusal = 403 if headers.get("host") == "[::1" else 401
+    assert await status(world, headers) == refusal
+    assert await status(world, {}) == 200
     assert world.engine.num_resets == 1
 
 
 @pytest.mark.parametrize("headers", [{"host": "[::1]:8000"}, {"origin": "http://localhost:8000"}], ids=str)
 async def test_names_of_this_machine_are_local(world: World, headers: dict[str, str]):
     assert await status(world, headers) == 200
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_a_key_is_no_admin_however_near_it_is_used(world: World, method: str, path: str):
+    """Behind a proxy that names no client, whoever is far away looks like this."""
+    world.configure_server(api_key="sesame")
+    assert await status(world, {}, method, path) == 401
+    assert await status(world, {"x-api-key": "sesame"}, method, path) == 403
+    assert world.engine.num_resets == 0
+
+
+async def test_a_refusal_says_what_to_do(world: World):
+    world.configure_server(api_key="sesame")
+    refusal = (await world.http.post("/flush_cache", headers={"x-api-key": "sesame"})).json()["error"]["message"]
+    assert "MLX_SERVE_SERVER_ADMIN_KEY" in refusal
+    assert "`admin = true`" in refusal
+    assert "sesame" not in refusal
+
+
+@pytest.mark.parametrize("admin_key", [None, "master"])
+async def test_keys_of_a_tier_that_says_so_are_admins_and_others_are_not(
+    world: World, tmp_path: Path, admin_key: str | None
+):
+    tiers = (Tier(name="staff", is_admin=True), Tier(name="users"))
+    with KeyFile.create(tmp_path / "keys.sqlite") as file:
+        keys = {tier.name: file.add(tier.name, "").text for tier in tiers}
+    world.configure_server(*tiers, key_file=str(tmp_path / "keys.sqlite"), admin_key=admin_key)
+    assert await status(world, {"x-api-key": keys["staff"], "x-forwarded-for": "10.0.0.7"}) == 200
+    assert await status(world, {"x-api-key": keys["users"]}) == 403
+    assert await status(world, {}) == 401
+
+
+async def test_a_tier_of_admins_makes_none_of_those_without_a_key(world: World):
+    world.configure_server(Tier(name="default", is_admin=True))
+    assert await status(world, {"x-forwarded-for": "10.0.0.7"}) == 401
+
+
+async def test_the_first_key_closes_the_routes_for_admins(world: World, tmp_path: Path):
+    world.configure_server()
+    assert await status(world, {}) == 200
+    with KeyFile.create(tmp_path / "home" / "keys.sqlite") as file:
+        key = file.add("default", "").text
+    assert await status(world, {"x-api-key": key}) == 403
+
+
+@pytest.mark.parametrize(
+    ("settings", "tiers", "expected"),
+    [
+        ({}, (), "open to every program on this machine, until there is a key."),
+        ({"admin_key": "master"}, (), "open to the admin key."),
+        ({"api_key": "sesame"}, (), "open to nobody: set MLX_SERVE_SERVER_ADMIN_KEY, or declare"),
+        ({"api_key": "sesame"}, (Tier(name="staff", is_admin=True),), "open to keys of the tier staff."),
+        (
+            {"api_key": "sesame", "admin_key": "master"},
+            (Tier(name="staff", is_admin=True),),
+            "open to the admin key and keys of the tier staff.",
+        ),
+    ],
+)
+async def test_who_is_an_admin_is_told(world: World, settings: dict[str, str], tiers: tuple[Tier, ...], expected: str):
+    world.configure_server(*tiers, **settings)
+    assert expected in world.context.keys.admins()
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)

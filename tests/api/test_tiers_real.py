@@ -153,25 +153,26 @@ async def pool(folder: Path) -> AsyncIterator[ModelPool]:
 @pytest.mark.parametrize(
     ("isolation", "hits"),
     [
+        (None, {"ada": 64, "bea": 0, "cleo": 0, "nobody's": 0}),
         ("none", {"ada": 64, "bea": 64, "cleo": 64, "nobody's": 64}),
         ("tier", {"ada": 64, "bea": 64, "cleo": 0, "nobody's": 0}),
         ("key", {"ada": 64, "bea": 0, "cleo": 0, "nobody's": 0}),
     ],
 )
 async def test_prefixes_are_shared_as_widely_as_configured(
-    site: Site, pool: ModelPool, tmp_path: Path, isolation: str, hits: dict[str, int]
+    site: Site, pool: ModelPool, tmp_path: Path, isolation: str | None, hits: dict[str, int]
 ):
     """What Ada has asked, others ask after her: cached tokens of each one's first request."""
     with KeyFile.create(tmp_path / "keys") as file:
         tiers = {"ada": "high", "bea": "high", "cleo": "low"}
         keys = {name: file.add(tier, name).text for name, tier in tiers.items()}
     config = Config(
-        cache=CacheConfig(isolation=isolation),
+        cache=CacheConfig() if isolation is None else CacheConfig(isolation=isolation),
         server=ServerConfig(key_file=str(tmp_path / "keys"), api_key="nobody's"),
         tiers={**default_tiers(), **TIERS},
     )
     site.serve(pool, config)
-    (prompt,) = random_prompts([80], seed=len(isolation))
+    (prompt,) = random_prompts([80], seed=len(isolation or ""))
 
     async def num_cached(key: str) -> int:
         body = {"prompt": prompt, "max_tokens": 1}
@@ -182,3 +183,28 @@ async def test_prefixes_are_shared_as_widely_as_configured(
 
     assert await num_cached(keys["ada"]) == 0
     assert {name: await num_cached(keys.get(name, name)) for name in hits} == hits
+
+
+async def test_probing_tells_nothing_of_another_key_s_prompt(site: Site, pool: ModelPool, tmp_path: Path):
+    """The attack: guess a prompt block by block, and see by `cached_tokens`, or by the time to the first token, which
+    guesses somebody else has sent. With the settings that a key file brings, every probe misses, and what the two
+    hold are blocks of their own."""
+    with KeyFile.create(tmp_path / "keys") as file:
+        victim, attacker = (file.add("default", "").text for _ in range(2))
+    site.serve(pool, Config(server=ServerConfig(key_file=str(tmp_path / "keys"))))
+    (secret,) = random_prompts([160], seed=99)
+    engine = pool.engines()[0]
+
+    async def send(key: str, prompt: list[int]) -> int:
+        body = {"prompt": prompt, "max_tokens": 1}
+        answer = (await site.http.post("/v1/completions", json=body, headers={"x-api-key": key})).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    before = engine.stats()
+    assert await send(victim, secret) == 0
+    blocks_of_victim = engine.stats().num_cached_blocks - before.num_cached_blocks
+    probes = [await send(attacker, secret[: 32 * size] + [size]) for size in range(1, 6)]
+    # Later probes may find what the attacker's own earlier ones have left, and no more than that.
+    assert probes == [32 * size for size in range(5)]
+    assert engine.stats().num_cached_blocks - before.num_cached_blocks >= 2 * blocks_of_victim
+    assert await send(victim, secret) == 128
