@@ -18,6 +18,7 @@ from mlx_server.api.prompts import Prompt
 from mlx_server.api.quotas import Grant
 from mlx_server.engine.engine import RequestStream
 from mlx_server.engine.tools import ToolCallDelta
+from mlx_server.errors import ServeError
 from mlx_server.observability.request_summary import RequestSummary
 from mlx_server.outputs import CompletionDelta, PositionLogprobs, RequestTimings
 from mlx_server.request import FinishReason, Priority, TokenConstraint
@@ -123,10 +124,10 @@ class Generation:
         summaries = (choice.stream.summary for choice in self._choices)
         return [summary for summary in summaries if summary is not None]
 
-    def abort(self) -> None:
-        """Ends every choice with the reason `abort`; the client still gets its last events."""
+    def abort(self, new_error: Callable[[], ServeError] | None = None) -> None:
+        """Ends every choice with the reason `abort`, or with an error; the client still gets its last events."""
         for choice in self._choices:
-            choice.stream.abort()
+            choice.stream.abort(None if new_error is None else new_error())
 
     def close(self) -> None:
         """Aborts what is unfinished, gives the caller's seats back, and forgets the job. Idempotent."""

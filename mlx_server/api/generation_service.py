@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import uuid
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 from mlx_server.api.generation import Generation, GenerationJob
+from mlx_server.api.keys import KeyRing, revocation
 from mlx_server.api.quotas import Demand, Quotas, bounded
 from mlx_server.api.request_log import log_end, log_refusal
 from mlx_server.engine.engine import AsyncEngine, GenerationRequest, RequestStream
 from mlx_server.errors import OverloadedError, ServeError
 from mlx_server.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+REVOCATION_S = 0.5
+"""How long a revoked key's open streams may go on."""
 
 _DRAIN_RETRY_S = 5.0
 _SEED_SPAN = 2**63
@@ -75,6 +83,15 @@ class GenerationService:
         """Aborts everything in progress; how much there was."""
         return self._abort(list(self._open))
 
+    def revoke(self, keys: KeyRing) -> int:
+        """Ends the generations of keys that are revoked, with an error; how many there were."""
+        callers = {generation.job.caller.key_id for generation in self._open}
+        revoked = keys.revoked(key_id for key_id in callers if key_id is not None)
+        generations = [generation for generation in self._open if generation.job.caller.key_id in revoked]
+        for generation in generations:
+            generation.abort(partial(revocation, generation.job.caller.identity))
+        return len(generations)
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new work from now on and waits for the end of what is in progress; False after `timeout_s`."""
         self._is_draining = True
@@ -96,6 +113,15 @@ class GenerationService:
         if not self._open:
             self._is_idle.set()
         log_end(generation.job, generation.model_name, generation.summaries())
+
+
+async def watch_revocations(keys: KeyRing, generations: GenerationService) -> None:
+    """Ends, for as long as it runs, what revoked keys have in progress."""
+    while True:
+        await asyncio.sleep(REVOCATION_S)
+        num_ended = generations.revoke(keys)
+        if num_ended:
+            logger.warning("%d requests in progress were ended: their keys are revoked", num_ended)
 
 
 def _requests(job: GenerationJob) -> list[GenerationRequest]:

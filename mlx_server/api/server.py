@@ -26,6 +26,7 @@ from mlx_server.api.app import create_app
 from mlx_server.api.auth import FREE_PATHS, exposure_warning
 from mlx_server.api.client_timeouts import bounded_protocol
 from mlx_server.api.context import ServerContext
+from mlx_server.api.generation_service import watch_revocations
 from mlx_server.api.locality import local_url
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError, ServeError
@@ -118,11 +119,14 @@ class _Server:
         warning = exposure_warning(self._config.host, self._context.keys)
         if warning is not None:
             logger.warning("%s", warning)
+        logger.info("%s", self._context.keys.admins())
         with self._signals():
             serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+            watching = asyncio.create_task(watch_revocations(self._context.keys, self._context.generations))
             try:
                 return await self._live()
             finally:
+                watching.cancel()
                 http.should_exit = True
                 await serving
                 await self._context.keys.usage.flush()

@@ -132,11 +132,16 @@ class RequestStream:
         if not self._deltas and self._error is not None:
             raise self._error
 
-    def abort(self) -> None:
-        """Ends the request; its blocks are back within one step. Does nothing if it has ended."""
-        if not self._is_complete:
-            self._end(self.request_id, FinishReason.ABORT)
+    def abort(self, error: ServeError | None = None) -> None:
+        """Ends the request, with an error if one is given; its blocks are back within one step. Does nothing if it has
+        ended."""
+        if self._is_complete:
+            return
+        self._end(self.request_id, FinishReason.ABORT if error is None else FinishReason.ERROR)
+        if error is None:
             self._complete(CompletionDelta("", (), FinishReason.ABORT))
+        else:
+            self.fail(error)
 
     async def aclose(self) -> None:
         """Aborts the request if it is unfinished."""

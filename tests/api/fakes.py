@@ -200,6 +200,7 @@ class FakeStream:
         self._aborting = asyncio.Event()
         self._progress = _Progress(request, engine.num_cached_tokens)
         self._reason: FinishReason | None = None
+        self._error: ServeError | None = None
         self._rest = self._generate()
         self._first: asyncio.Future[CompletionDelta] | None = None
 
@@ -218,10 +219,11 @@ class FakeStream:
         self._first = self._first or asyncio.ensure_future(anext(self._rest))
         await asyncio.shield(self._first)
 
-    def abort(self) -> None:
+    def abort(self, error: ServeError | None = None) -> None:
         if self._engine.open.pop(self.request_id, None) is not None:
             self._engine.aborted.append(self.request_id)
-            self._reason = FinishReason.ABORT
+            self._reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+            self._error = error
             self._aborting.set()
 
     @property
@@ -255,6 +257,8 @@ class FakeStream:
             await asyncio.sleep(0)
             if progress.num_output_tokens == self._engine.pause_after:
                 await self._first_of(self._engine.pause(), self._aborting.wait())
+            if self._error is not None:
+                raise self._error
             if self._aborting.is_set():
                 yield CompletionDelta("", (), FinishReason.ABORT)
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import sqlite3
@@ -11,16 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from mlx_server.api import key_file, keys
 from mlx_server.api.key_file import KeyFile, KeyRecord, NewKey
+from mlx_server.api.generation_service import watch_revocations
 from mlx_server.api.keys import build_key_ring
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError, InvalidRequestError
 from mlx_server.request import Priority
 from mlx_server.tiers import Tier
-from tests.api.worlds import World
+from tests.api.sse import bodies
+from tests.api.worlds import World, until, user
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -101,6 +105,68 @@ async def test_a_revoked_key_is_refused_on_the_next_request(keyed: Keyed):
     assert await keyed.status(key.text) == 401
     assert await keyed.status(other(key)) == 401
     assert await keyed.status(kept.text) == 200
+
+
+STREAMS = {
+    "/v1/chat/completions": {"messages": user("Hi")},
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/messages": {"messages": user("Hi"), "max_tokens": 50},
+    "/v1/responses": {"input": "Hi"},
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_revoking_a_key_ends_its_open_requests_with_an_error(keyed: Keyed, path: str):
+    """The streams of others go on."""
+    world, key, kept = keyed.world, keyed.new(), keyed.new()
+    world.engine.pause_after = 2
+
+    def ask(owner: NewKey, stream: bool) -> asyncio.Task[httpx.Response]:
+        body = {**STREAMS[path], "model": "fake", "stream": stream}
+        return asyncio.create_task(world.http.post(path, json=body, headers={"x-api-key": owner.text}))
+
+    revoked, whole, others = ask(key, True), ask(key, False), ask(kept, True)
+    watching = asyncio.create_task(watch_revocations(world.context.keys, world.context.generations))
+    try:
+        await until(lambda: world.engine.num_paused == 3)
+        keyed.file.revoke(key.key_id)
+        text, refusal = (await revoked).text, await whole
+    finally:
+        watching.cancel()
+    last = bodies(text)[-1]
+    error = last["response"]["error"] if path == "/v1/responses" else last["error"]
+    assert error["message"] == f"The key {key.key_id} has been revoked; ask for a new one."
+    assert refusal.status_code == 401
+    assert refusal.json()["error"]["message"] == error["message"]
+    assert not others.done()
+    world.engine.resume()
+    assert "revoked" not in (await others).text
+
+
+async def test_a_key_that_is_gone_from_the_file_is_revoked_and_a_lost_file_revokes_none(keyed: Keyed):
+    keys, key = keyed.world.context.keys, keyed.new()
+    assert await keyed.status(key.text) == 200
+    assert keys.revoked([key.key_id, "0" * 12]) == {"0" * 12}
+    keyed.file.rotate(key.key_id)
+    assert keys.revoked([key.key_id]) == set()
+    keyed.path.unlink()
+    assert keys.revoked([key.key_id]) == set()
+    with KeyFile.create(keyed.path):
+        assert keys.revoked([key.key_id]) == {key.key_id}
+
+
+async def test_revoking_an_admin_s_key_ends_its_live_page(keyed: Keyed, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mlx_server.api.dashboard.routes.PERIOD_S", 0.01)
+    monkeypatch.setattr("mlx_server.api.dashboard.routes.snapshot", lambda pool: {"models": []})
+    keyed.world.configure_server(Tier(name="staff", is_admin=True), key_file=str(keyed.path))
+    key = keyed.new("staff")
+    async with keyed.world.http.stream("GET", "/dashboard/events", headers={"x-api-key": key.text}) as page:
+        lines = page.aiter_lines()
+        assert (await anext(lines)).startswith("data:")
+        keyed.file.revoke(key.key_id)
+        async with asyncio.timeout(5):
+            async for _ in lines:
+                pass
 
 
 async def test_a_rotated_key_is_the_same_with_another_secret(keyed: Keyed):

@@ -81,6 +81,20 @@ async def test_keys_come_and_go_while_the_server_runs_and_their_usage_outlives_i
         assert key.split("_")[2] not in log.decode()
 
 
+async def test_revoking_a_key_ends_what_it_has_open(tmp_path: Path):
+    """By the command line, while the answer is 20,000 tokens away."""
+    key = await cli(tmp_path, "keys", "create")
+    async with serving(tmp_path, "--num-kv-blocks", "640") as (_, http):
+        body = {"prompt": [5], "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body, headers={"x-api-key": key}) as response:
+            lines = response.aiter_lines()
+            assert '"choices"' in await anext(lines)
+            await cli(tmp_path, "keys", "revoke", key.split("_")[1])
+            data = [line.removeprefix("data: ") async for line in lines if line.startswith("data: ")]
+    assert json.loads(data[-2])["error"]["code"] == 401
+    assert data[-1] == "[DONE]"
+
+
 async def test_keys_of_the_environment_and_of_files_are_in_no_list_of_processes_and_no_log(tmp_path: Path):
     (tmp_path / "admin").write_text(ADMIN)
     flags = ("--admin-key-file", str(tmp_path / "admin"), "--log-level", "debug")

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
 
 from mlx_server.api import sse
 from mlx_server.api.admin_auth import RequireAdmin
+from mlx_server.api.auth import caller_of
+from mlx_server.api.caller import Caller
 from mlx_server.api.context import Context, ServerContext
 from mlx_server.api.dashboard.reading import snapshot
 
@@ -45,13 +47,15 @@ async def script() -> Response:
 
 
 @router.get("/dashboard/events", dependencies=[RequireAdmin])
-async def events(context: Context) -> Response:
-    """One snapshot of all models a second, as server-sent events, until the client leaves or the server ends."""
-    return sse.event_stream(_snapshots(context), 0, on_close=lambda: None)
+async def events(request: Request, context: Context) -> Response:
+    """One snapshot of all models a second, as server-sent events, until the client leaves, its key is revoked or the
+    server ends."""
+    return sse.event_stream(_snapshots(context, caller_of(request)), 0, on_close=lambda: None)
 
 
-async def _snapshots(context: ServerContext) -> AsyncIterator[bytes]:
-    while True:
+async def _snapshots(context: ServerContext, caller: Caller) -> AsyncIterator[bytes]:
+    own_key = () if caller.key_id is None else (caller.key_id,)
+    while not context.keys.revoked(own_key):
         yield sse.data(snapshot(context.pool))
         if context.generations.is_draining or context.pool.death() is not None:
             return  # the process is about to end, and waits for open streams
