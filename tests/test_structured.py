@@ -386,11 +386,25 @@ async def test_the_deepest_schemas_are_compiled_on_a_stack_that_holds_them() -> 
     assert is_whole(grammar.start(), "[[[]]]")
 
 
-async def test_what_takes_too_long_to_compile_is_refused_and_keeps_its_thread_until_it_is_done() -> None:
-    threads, gate = GrammarThreads(num_threads=1, timeout_s=0.05), threading.Event()
-    with pytest.raises(InvalidRequestError, match=r"regex takes longer than 0\.05 s to compile") as caught:
-        await threads.run(gate.wait, "regex")
+async def test_what_takes_too_much_processor_time_to_compile_is_refused_for_good() -> None:
+    threads, is_over = GrammarThreads(cpu_limit_s=0.05, patience_s=60.0), threading.Event()
+
+    def spin() -> None:
+        while not is_over.is_set():
+            pass
+
+    with pytest.raises(InvalidRequestError, match=r"regex takes more than 0\.05 s of processor time") as caught:
+        await threads.run(spin, "regex")
     assert caught.value.param == "regex"
+    is_over.set()
+
+
+async def test_what_gets_no_processor_time_is_told_to_try_again_and_keeps_its_thread_until_it_is_done() -> None:
+    """A machine that is busy with other things is no fault of the grammar's."""
+    threads, gate = GrammarThreads(num_threads=1, cpu_limit_s=0.05, patience_s=0.1), threading.Event()
+    with pytest.raises(OverloadedError, match="busy with other things. Try again") as busy:
+        await threads.run(gate.wait, "regex")
+    assert busy.value.retry_after_s > 0
     with pytest.raises(OverloadedError, match="try again"):
         await threads.run(gate.wait, "regex")
     gate.set()
