@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import types
@@ -142,8 +143,10 @@ def served(monkeypatch):
     """What `serve` was called with, instead of serving."""
     calls: list[Config] = []
     server = types.ModuleType("mlx_server.api.server")
-    server.serve = lambda loaded: (calls.append(loaded), 5)[1]
+    server.serve = lambda loaded, listener: (calls.append(loaded), 5)[1]
     monkeypatch.setitem(sys.modules, "mlx_server.api.server", server)
+    monkeypatch.setattr("mlx_server.cli.serve.listen", lambda server: contextlib.nullcontext())
+    monkeypatch.setattr("mlx_server.cli.serve.forgive_lost_streams", lambda: None)
     return calls
 
 

@@ -1,15 +1,17 @@
 """The server's life: port first, then the model, then requests, then an orderly end.
 
-bind -> listen (health 503) -> load -> ready -> signal -> drain (health 503) -> stop -> exit 0
-                                         |
-                                         `-> an engine dies: open streams get an error event -> exit 1
+port (`listener`) -> health 503 -> load -> ready -> signal -> drain (health 503) -> stop -> exit 0
+                                             |
+                                             `-> an engine dies: open streams get an error event -> exit 1
+
+SIGTERM, SIGINT and SIGHUP (the terminal was closed) end it so; SIGQUIT writes all threads' stacks to standard error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
+import faulthandler
 import logging
 import os
 import signal
@@ -29,7 +31,7 @@ from mlx_server.api.context import ServerContext
 from mlx_server.api.generation_service import watch_revocations
 from mlx_server.api.locality import local_url
 from mlx_server.config import Config, ServerConfig
-from mlx_server.errors import ConfigError, ServeError
+from mlx_server.errors import ServeError
 from mlx_server.observability.logs import set_up_logging
 from mlx_server.observability.tracing import open_tracing
 from mlx_server.pool.model_pool import ModelPool, build_pool
@@ -49,17 +51,18 @@ _MAX_HEADER_BYTES = 16 * 1024
 _WATCH_S = 0.25
 
 
-def serve(config: Config, make_pool: Callable[[Config], ModelPool] = build_pool) -> int:
-    """Serves until a signal ends it. The exit code: 0 after a signal, 1 when it could not start or an engine died.
+def serve(config: Config, listener: socket.socket, make_pool: Callable[[Config], ModelPool] = build_pool) -> int:
+    """Serves at `listener` until a signal ends it. The exit code: 0 after a signal, 1 when it could not start or an
+    engine died.
 
     Call it on the process's main thread, which gets the signals.
     """
     _set_up_logging(config.server)
+    _dump_stacks_on_request()
     # Streams end by draining; sse-starlette would cut them when uvicorn begins to stop.
     AppStatus.enable_automatic_graceful_drain = False
     try:
-        with bind(config.server) as listener:
-            return asyncio.run(_run(config, listener, make_pool))
+        return asyncio.run(_run(config, listener, make_pool))
     except ServeError as error:
         logger.error("%s", error.message)
         return 1
@@ -69,30 +72,6 @@ def serve(config: Config, make_pool: Callable[[Config], ModelPool] = build_pool)
 
 async def _run(config: Config, listener: socket.socket, make_pool: Callable[[Config], ModelPool]) -> int:
     return await _Server(config, listener, make_pool(config)).run()
-
-
-def bind(server: ServerConfig) -> socket.socket:
-    """A socket at the configured address, so that a port in use is known before a model is loaded.
-
-    It names its protocol: asyncio turns Nagle's algorithm off only then, and else each answer on a kept connection
-    is 40 ms late. Raises `ConfigError` with the remedy."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        remedy = (
-            "Stop what listens there, or choose another port with --port (0 takes a free one)"
-            if error.errno == errno.EADDRINUSE
-            else "Give an address of this machine with --host, like 127.0.0.1, and a port that you may use with --port"
-        )
-        raise ConfigError(
-            f"Cannot listen on {server.host}:{server.port}: {error.strerror or error}. {remedy}."
-        ) from error
-    return listener
 
 
 class _Uvicorn(uvicorn.Server):
@@ -199,16 +178,20 @@ class _Server:
     @contextlib.contextmanager
     def _signals(self) -> Generator[None, None, None]:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup wants it to outlive the terminal
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
             yield
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: int) -> None:
-        if self._stop_asked.is_set():
+        # Of a terminal that is closed, the shell tells and the system, too: that is nobody's impatience.
+        if self._stop_asked.is_set() and number != signal.SIGHUP:
             _leave(128 + number)
         self._stop_asked.set()
 
@@ -222,6 +205,12 @@ def _described(model: PooledModel) -> str:
     if stats.max_num_blocks > stats.num_blocks:
         pool += f", up to {stats.max_tokens} as memory allows"
     return f"model {names}: context of {model.engine.max_model_len} tokens, {pool}"
+
+
+def _dump_stacks_on_request() -> None:
+    """Has SIGQUIT write the stacks of all threads to standard error, and the process go on."""
+    with contextlib.suppress(OSError, ValueError):  # a standard error that is no file
+        faulthandler.register(signal.SIGQUIT, file=sys.__stderr__ or sys.stderr, all_threads=True)
 
 
 def _leave(code: int) -> NoReturn:

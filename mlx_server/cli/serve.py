@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from mlx_server.api.listener import listen
 from mlx_server.cli.settings_flags import add_serve_arguments, config_from
+from mlx_server.observability.standard_streams import forgive_lost_streams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
                 f"{flag}-file or MLX_SERVE_SERVER_{name.upper()} instead.",
                 file=sys.stderr,
             )
-    from mlx_server.api.server import serve  # takes a second: after a wrong setting has been refused
+    forgive_lost_streams()
+    with listen(config.server) as listener:
+        from mlx_server.api.server import serve  # takes seconds: whoever connects meanwhile waits
 
-    return serve(config)
+        return serve(config, listener)

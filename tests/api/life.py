@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 
+from mlx_server.api.listener import listen
 from mlx_server.api.server import serve
 from mlx_server.config import Config, ServerConfig
 from mlx_server.engine.engine import EngineState
@@ -48,7 +49,8 @@ def main() -> int:
         engine.scenario = scenario
         return fake_pool(engine)
 
-    return serve(config, make_pool)
+    with listen(config.server) as listener:
+        return serve(config, listener, make_pool)
 
 
 if __name__ == "__main__":

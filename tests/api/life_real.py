@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mlx_server.api.listener import listen
 from mlx_server.api.server import serve
 from mlx_server.config import load_config
 from mlx_server.runtime.model_runner import ModelRunner
@@ -28,7 +29,9 @@ def main() -> int:
 
     ModelRunner.launch = launch  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, break_down)
-    return serve(load_config(Path(sys.argv[1]), environ={}))
+    config = load_config(Path(sys.argv[1]), environ={})
+    with listen(config.server) as listener:
+        return serve(config, listener)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 import pytest
@@ -50,10 +50,14 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def server(
-    scenario: str = "ready", port: int = 0, drain_timeout_s: float = 5, log_format: str = "text"
+    scenario: str = "ready",
+    port: int = 0,
+    drain_timeout_s: float = 5,
+    log_format: str = "text",
+    before: Callable[[], object] | None = None,
 ) -> AsyncIterator[Server]:
     arguments = ["-m", "tests.api.life", scenario, str(port), str(drain_timeout_s), log_format]
-    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=PIPE, stderr=PIPE)
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=PIPE, stderr=PIPE, preexec_fn=before)
     try:
         yield Server(process)
     finally:
@@ -77,8 +81,9 @@ async def in_progress(http: httpx.AsyncClient, num: int) -> None:
     await until(http, "/load", {"server_load": num})
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_a_signal_lets_streams_finish_and_exits_0(number: int):
+    """A terminal that is closed sends its own twice: the shell, and then the system."""
     async with server() as running:
         await running.ready()
         async with httpx.AsyncClient(base_url=running.url, timeout=20) as http:
@@ -86,12 +91,42 @@ async def test_a_signal_lets_streams_finish_and_exits_0(number: int):
             await in_progress(http, 3)
             running.signal(number)
             await until(http, "/health", {"status": "draining"})
+            if number == signal.SIGHUP:
+                running.signal(number)
             assert (await complete(http)).status_code == 503
             running.signal(signal.SIGUSR1)  # lets them go on
             for response in await asyncio.gather(*streams):
                 text = "".join(body["choices"][0]["text"] for body in bodies(response.text))
                 assert text == "Hello world"
         assert (await running.ended())[0] == 0
+
+
+async def test_nohup_keeps_it_alive():
+    async with server(before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as running:
+        await running.ready()
+        running.signal(signal.SIGHUP)
+        async with httpx.AsyncClient(base_url=running.url, timeout=20) as http:
+            running.signal(signal.SIGUSR1)
+            assert (await complete(http)).status_code == 200
+        running.signal(signal.SIGTERM)
+        assert (await running.ended())[0] == 0
+
+
+async def test_quit_writes_all_stacks_and_the_streams_go_on():
+    async with server() as running:
+        await running.ready()
+        async with httpx.AsyncClient(base_url=running.url, timeout=20) as http:
+            stream = asyncio.create_task(complete(http, stream=True))
+            await in_progress(http, 1)
+            running.signal(signal.SIGQUIT)
+            assert (await http.get("/health")).status_code == 200
+            running.signal(signal.SIGUSR1)
+            assert "[DONE]" in (await stream).text
+        running.signal(signal.SIGTERM)
+        code, errors = await running.ended()
+    assert code == 0
+    assert "(most recent call first)" in errors
+    assert "in run_forever" in errors
 
 
 async def test_streams_that_take_too_long_get_an_error_event():
@@ -137,17 +172,6 @@ async def test_a_dead_engine_fails_its_streams_and_the_process():
         code, errors = await running.ended()
         assert code == 1
         assert "The engine of fake has died" in errors
-
-
-async def test_a_port_in_use_is_told_before_anything_is_loaded():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        async with server("loading", port) as running:
-            code, errors = await running.ended()
-    assert code == 1
-    assert f"Cannot listen on 127.0.0.1:{port}" in errors
-    assert "--port" in errors
-    assert "Traceback" not in errors
 
 
 async def test_a_model_that_cannot_be_loaded_ends_the_process():

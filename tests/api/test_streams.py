@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from mlx_server.api import sse
-from mlx_server.api.server import bind
+from mlx_server.api.listener import listen
 from mlx_server.config import ServerConfig
 from tests.api.fakes import say
 from tests.api.sse import bodies
@@ -75,7 +75,7 @@ async def test_load_headers_come_on_request(world: World):
 
 async def test_answers_are_not_held_back_by_the_network_stack():
     """Nagle's algorithm is off on accepted connections."""
-    with bind(ServerConfig(port=0)) as listener:
+    with listen(ServerConfig(port=0)) as listener:
         listener.listen()
         accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 

@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlx_server import errors
 from mlx_server.api.app import create_app
 from mlx_server.api.context import ServerContext
-from mlx_server.api.server import bind, uvicorn_config
+from mlx_server.api.listener import listen
+from mlx_server.api.server import uvicorn_config
 from mlx_server.config import Config, ServerConfig
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.tiers import Tier, default_tiers
@@ -62,7 +63,7 @@ class Site:
 @contextlib.asynccontextmanager
 async def running(app: Any, **settings: Any) -> AsyncIterator[str]:
     """Serves `app` on a free port of the loopback address."""
-    with bind(ServerConfig(port=0)) as listener:
+    with listen(ServerConfig(port=0)) as listener:
         server = uvicorn.Server(uvicorn_config(app, ServerConfig(**settings)))
         serving = asyncio.create_task(server._serve([listener]))
         await until(lambda: server.started)

@@ -1,0 +1,134 @@
+"""`mlx-serve serve` as a process, before it serves anything and after whoever read its output has left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.slow
+
+MODEL = ("random:mini", "--num-kv-blocks", "16", "--attention-backend", "reference")
+
+SLOW_IMPORTS = """
+    import sys
+
+    class Gate:
+        # Stands for libraries that take long to import.
+        def find_spec(self, name, path=None, target=None):
+            if name == "uvicorn":
+                print("importing", flush=True)
+                sys.stdin.readline()
+
+    sys.meta_path.insert(0, Gate())
+    from mlx_server.cli.main import main
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@contextlib.asynccontextmanager
+async def python(home: Path, *arguments: str, stdin: int = DEVNULL) -> AsyncIterator[Process]:
+    environment = {**os.environ, "MLX_SERVE_HOME": str(home)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, env=environment, stdin=stdin, stdout=PIPE, stderr=PIPE
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def line_of(process: Process) -> str:
+    assert process.stdout is not None
+    return (await process.stdout.readline()).decode().strip()
+
+
+async def test_the_port_is_taken_before_what_takes_long_is_imported(tmp_path: Path):
+    """Clients that come meanwhile are answered later; a second server is told at once."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    program = textwrap.dedent(SLOW_IMPORTS)
+    arguments = ("-c", program, "serve", *MODEL, "--port", port)
+    async with python(tmp_path, *arguments, stdin=PIPE) as process:
+        assert await line_of(process) == "importing"
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            asking = asyncio.create_task(http.get("/health"))
+            async with python(tmp_path, *arguments) as second:
+                out, errors = await second.communicate()
+            assert (second.returncode, out) == (1, b"")
+            assert f"Cannot listen on 127.0.0.1:{port}: Address already in use. Stop what listens there" in (
+                errors.decode()
+            )
+            assert b"Traceback" not in errors
+            assert not asking.done()
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+            assert (await asking).status_code in (200, 503)
+        process.send_signal(signal.SIGTERM)
+        await process.communicate()
+        assert process.returncode == 0
+
+
+async def test_a_server_whose_output_nobody_reads_any_more_goes_on(tmp_path: Path):
+    """As after `mlx-serve serve 2>&1 | head -1`, or in a terminal that was closed."""
+    async with python(tmp_path, "-m", "mlx_server", "serve", *MODEL, "--port", "0") as process:
+        url = re.search(r"http://[^/]+", await line_of(process))
+        assert url is not None
+        for number in (1, 2):
+            transport = process._transport.get_pipe_transport(number)  # type: ignore[attr-defined]
+            transport.close()
+        async with httpx.AsyncClient(base_url=url[0], timeout=20) as http:
+            for _ in range(3):
+                response = await http.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 2})
+                assert response.status_code == 200  # each has left a line in the log, which leads nowhere
+            process.send_signal(signal.SIGQUIT)
+            assert (await http.get("/health")).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
+
+
+@pytest.mark.parametrize("lost", ["closed", "unread", "full"])
+def test_what_cannot_be_written_is_dropped(lost: str):
+    """And no socket gets the number of a standard stream."""
+    program = """
+        import logging, os, socket, sys
+        from mlx_server.observability.standard_streams import forgive_lost_streams
+
+        forgive_lost_streams()
+        assert socket.socket().fileno() > 2
+        for stream in (sys.stdout, sys.stderr):
+            for _ in range(3):
+                print("a line " * 2000, file=stream, flush=True)
+        logging.warning("a record")
+        sys.exit(7)
+    """
+    reader, writer = os.pipe()
+    os.close(reader)
+    if lost == "full":
+        os.dup2(os.open("/dev/full", os.O_WRONLY) if os.path.exists("/dev/full") else writer, writer)
+
+    def close() -> None:
+        for number in (0, 1, 2) if lost == "closed" else ():
+            os.close(number)
+
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    try:
+        status = subprocess.run(command, stdout=writer, stderr=writer, preexec_fn=close, check=False, timeout=60)
+    finally:
+        os.close(writer)
+    assert status.returncode == 7
