@@ -63,8 +63,11 @@ class MemoryBudget:
         return max(0, min(self.limit_bytes - self.held_bytes, self.read().available_bytes - self.reserve_bytes))
 
     def missing_bytes(self, need: MemoryNeed) -> int:
-        """How much must be given back before `need` fits; 0 if it fits."""
-        return max(0, need.total_bytes - self.free_bytes)
+        """How much must be given back before `need` fits; 0 if it fits. What is being loaded for others is not yet
+        seen in the system's memory, and is not free all the same."""
+        pending = sum(share.num_bytes for share in self._shares if not share.is_settled)
+        unused = self.read().available_bytes - self.reserve_bytes - pending
+        return max(0, need.total_bytes - max(0, min(self.limit_bytes - self.held_bytes, unused)))
 
     def take(self, owner: str, need: MemoryNeed) -> MemoryShare:
         """Books what loading `owner` will take. Raises `InsufficientMemoryError`, with the numbers."""
@@ -98,6 +101,7 @@ class MemoryShare:
         self.owner = owner
         self.need = need
         self.kv_bytes = need.kv_bytes
+        self.is_settled = False
         self._budget = budget
 
     @property
@@ -126,6 +130,7 @@ class MemoryShare:
         """The model is loaded: books what it really took instead of what was estimated."""
         self.need = need
         self.kv_bytes = need.kv_bytes
+        self.is_settled = True
 
     def grow(self, num_bytes: int) -> bool:
         """Books more for the KV pool; False, and nothing booked, if that much is not free."""

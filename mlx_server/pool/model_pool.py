@@ -13,7 +13,7 @@ from mlx_server.engine.background import in_daemon_thread
 from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.factory import EngineFactory
 from mlx_server.engine.footprint import estimate_need
-from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShare
+from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed
 from mlx_server.engine.memory_watch import MemoryWatch
 from mlx_server.errors import EngineDeadError, InsufficientMemoryError, OverloadedError, ServeError
 from mlx_server.pool.catalog import Catalog, Offer
@@ -76,6 +76,7 @@ class ModelPool:
         self._models = {spec.name: PooledModel(spec) for spec in catalog.configured}
         self._loads: dict[str, asyncio.Task[Exception | None]] = {}
         self._unloads: set[asyncio.Task[None]] = set()
+        self._room_turn = asyncio.Lock()
         self._load_turn = asyncio.Lock()
         self._changes = Changes()
         self._watch = MemoryWatch(budget.read)
@@ -103,16 +104,16 @@ class ModelPool:
     def find(self, name: str | None) -> PooledModel:
         """The model of that name or alias, in whatever state; the default one for None or an empty name. Raises
         `ModelNotFoundError`."""
-        spec = self._catalog.find(name)
+        spec = self.offer(name).spec
         return self._models.get(spec.name) or self._models.setdefault(spec.name, PooledModel(spec))
 
     def offer(self, name: str | None) -> Offer:
         """What a name stands for: a model, or a model with one of its adapters. Raises `ModelNotFoundError`."""
-        return self._catalog.offer(name)
+        return self._held(name) or self._catalog.offer(name)
 
     def look_up(self, name: str) -> Offer | None:
         """The same for a name that may stand for nothing."""
-        return self._catalog.look_up(name)
+        return self._held(name) or self._catalog.look_up(name)
 
     def offered(self) -> Iterator[Offer]:
         """Everything that clients may ask for. Looks at the disk."""
@@ -201,6 +202,11 @@ class ModelPool:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
+    def _held(self, name: str | None) -> Offer | None:
+        """A model that has an engine is there as long as it has, even if its folder has gone."""
+        model = self._models.get(name or "")
+        return None if model is None or model.engine is None else Offer(model.spec)
+
     async def _load_at_start(self, model: PooledModel) -> None:
         try:
             await self._wait_for_load(model)
@@ -239,9 +245,9 @@ class ModelPool:
         logger.info("Loading %s", model.name)
         try:
             need = await in_daemon_thread(lambda: self._estimate(model.spec.config))
+            await self._take_room(model, need)
             async with self._load_turn:
-                await self._room.make(model.name, need)
-                await self._start_engine(model, self.budget.take(model.name, need))
+                await self._start_engine(model)
         except asyncio.CancelledError:
             model.give_up_load(LoadResult.GIVEN_UP)
             return OverloadedError(f"Loading the model `{model.name}` was given up; try again.", _SHUTDOWN_RETRY_S)
@@ -258,14 +264,25 @@ class ModelPool:
             self._changes.tell()
         return None
 
-    async def _start_engine(self, model: PooledModel, share: MemoryShare) -> None:
+    async def _take_room(self, model: PooledModel, need: MemoryNeed) -> None:
+        """Books the model's memory. Those that must wait for models in use do so one after another; others do not
+        wait for them."""
+        if await self._room.make_at_once(model.name, need):
+            model.share = self.budget.take(model.name, need)
+            return
+        async with self._room_turn:
+            await self._room.make(model.name, need)
+            model.share = self.budget.take(model.name, need)
+
+    async def _start_engine(self, model: PooledModel) -> None:
+        assert model.share is not None, "memory is booked before it is used"
+
         def on_progress(part: float) -> None:
             model.load_progress = part
 
-        model.share = share
         model.engine = self._factory.make(
             model.spec.config,
-            share,
+            model.share,
             watch=self._watch,
             past=model.past,
             is_shared=lambda: self._others_work(model),

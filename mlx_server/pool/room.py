@@ -39,7 +39,12 @@ class RoomMaker:
     Models in use are never unloaded for another. With `when_full = wait`, a model that has been used for
     `residency_s` since it was loaded yields, the one loaded first before others: its open requests go on, its new
     ones wait until it has been unloaded and it is its turn to be loaded again. So with any load on any number of
-    models, every request is served. Event-loop thread only; one call of `make` at a time.
+    models, every request is served.
+
+    A model for which nobody in use has to go does not wait behind one that searches (`make_at_once`). Those that
+    yield stay for the one they yield to, and those that have gone for it wait until it has its room: so what goes
+    ahead of a search delays it by so many turns at most as there are models. Event-loop thread only; one call of
+    `make` at a time.
     """
 
     def __init__(
@@ -57,6 +62,18 @@ class RoomMaker:
         self._unload = unload
         self._changes = changes
         self._clock = clock
+        self._gave_way: set[str] = set()
+
+    async def make_at_once(self, name: str, need: MemoryNeed) -> bool:
+        """Makes room without waiting for models in use; whether `need` fits now."""
+        while name not in self._gave_way and self._budget.missing_bytes(need):
+            idle = [model for model in self._idle() if not model.is_yielding]
+            if await self._cut_pools(need):
+                continue
+            if not self._is_enough(idle, need):
+                return False
+            await self._unload(min(idle, key=lambda model: model.last_used_s))
+        return name not in self._gave_way
 
     async def make(self, name: str, need: MemoryNeed) -> None:
         """Returns when `need` fits, or when no waiting would make it fit: the budget then says why not. Raises
@@ -66,17 +83,20 @@ class RoomMaker:
             while self._budget.missing_bytes(need) and self._can_fit_ever(need):
                 if await self._cut_pools(need):
                     continue
-                idle = [model for model in self._loaded() if model.is_evictable]
+                idle = self._idle()
                 if self._is_enough(idle, need) or not self._in_use():
                     if not idle:
                         return
-                    await self._unload(min(idle, key=lambda model: model.last_used_s))
+                    oldest = min(idle, key=lambda model: model.last_used_s)
+                    self._gave_way.add(oldest.name)
+                    await self._unload(oldest)
                     continue
                 now = self._clock()
                 if self._settings.when_full == "fail" or now >= deadline_s:
                     raise OverloadedError(self._refusal(name, need), _BUSY_RETRY_S)
                 await self._changes.next(self._next_turn_s(now, deadline_s) - now)
         finally:
+            self._gave_way.clear()
             for model in self._loaded():
                 model.is_yielding = False
             self._changes.tell()
@@ -102,9 +122,13 @@ class RoomMaker:
     def _loaded(self) -> list[PooledModel]:
         return [model for model in self._models() if model.state in (ModelState.READY, ModelState.DRAINING)]
 
+    def _idle(self) -> list[PooledModel]:
+        return [model for model in self._loaded() if model.is_evictable]
+
     def _in_use(self) -> list[PooledModel]:
-        """Models that may become evictable."""
-        return [model for model in self._loaded() if not model.spec.is_pinned and not model.is_idle]
+        """Models that may become evictable, those included that are being loaded."""
+        holders = (model for model in self._models() if model.share is not None)
+        return [model for model in holders if not model.spec.is_pinned and not model.is_idle]
 
     def _can_fit_ever(self, need: MemoryNeed) -> bool:
         pinned = [model for model in self._loaded() if model.spec.is_pinned]

@@ -406,6 +406,82 @@ async def test_with_wait_it_is_loaded_as_soon_as_one_is_idle():
         leases[0].end()
 
 
+def own_names(*names: str) -> tuple[ModelEntry, ...]:
+    """Models that lie where their names say, so that tests can give each a size."""
+    return tuple(ModelEntry(id=name, model=name) for name in names)
+
+
+async def test_a_small_model_does_not_wait_behind_the_search_of_a_large_one():
+    """c needs the room of a, which is in use; b fits beside a."""
+    async with world_of(entries=own_names("a", "b", "c")) as world:
+        world.need_mib |= {"b": 50, "c": 150}
+        busy = await world.pool.acquire("a")
+        waiting = asyncio.create_task(world.pool.acquire("c"))
+        await until(lambda: world.states()["c"] == "loading")
+        await asyncio.sleep(0.02)
+        async with asyncio.timeout(5):
+            await world.use("b")
+        assert world.states() == {"a": "ready", "b": "ready", "c": "loading"}
+        busy.end()
+        (await waiting).end()
+        assert world.loaded() == {"b", "c"}
+
+
+async def test_a_model_that_may_take_the_place_of_an_idle_one_does_not_wait_either():
+    async with world_of(entries=own_names("a", "b", "c", "d")) as world:
+        world.need_mib |= {"d": 200}
+        await world.use("b")
+        busy = await world.pool.acquire("a")
+        waiting = asyncio.create_task(world.pool.acquire("d"))
+        await until(lambda: world.states()["d"] == "loading")
+        await asyncio.sleep(0.02)
+        async with asyncio.timeout(5):
+            await world.use("c")
+        assert world.loaded() == {"a", "c"}
+        busy.end()
+        (await waiting).end()
+        assert world.loaded() == {"d"}
+
+
+async def test_small_models_that_go_ahead_starve_no_large_one():
+    """Each is always wanted; the large one gets its room all the same, and the others theirs after it."""
+    async with world_of(entries=own_names("a", "b", "large"), residency_s=0.0) as world:
+        world.need_mib |= {"large": 200}
+        served = {"a": 0, "b": 0}
+        is_over = False
+
+        async def keep_asking(name: str) -> None:
+            while not is_over:
+                world.now_s += 0.01
+                with await world.pool.acquire(name):
+                    await asyncio.sleep(0.001)
+                served[name] += 1
+
+        asking = [asyncio.create_task(keep_asking(name)) for name in ("a", "b") * 2]
+        await until(lambda: min(served.values()) > 5)
+        async with asyncio.timeout(5):
+            (await world.pool.acquire("large")).end()
+        before = dict(served)
+        await until(lambda: min(served[name] - before[name] for name in served) > 5)
+        is_over = True
+        await asyncio.gather(*asking)
+
+
+async def test_a_search_waits_for_a_model_that_is_being_loaded_beside_it():
+    async with world_of(entries=own_names("a", "b", "c")) as world:
+        world.need_mib |= {"c": 200}
+        world.factory.gate.clear()
+        loading = asyncio.create_task(world.pool.acquire("a"))
+        await until(lambda: world.factory.made)
+        waiting = asyncio.create_task(world.pool.acquire("c"))
+        await asyncio.sleep(0.02)
+        assert world.states()["c"] == "loading"
+        world.factory.gate.set()
+        (await loading).end()
+        (await waiting).end()
+        assert world.loaded() == {"c"}
+
+
 async def test_waiting_has_an_end():
     async with world_of("a", "b", "c", room_timeout_s=0.05) as world:
         leases = [await world.pool.acquire(name) for name in ("a", "b")]
@@ -511,6 +587,19 @@ async def test_idle_models_go_after_their_time_and_pinned_or_busy_ones_never():
         world.now_s += 1000.0
         await world.pool.expire_idle()
         assert world.loaded() == {"a", "d"}
+
+
+async def test_a_loaded_model_whose_folder_has_gone_is_used_and_unloaded_by_its_name(tmp_path: Path):
+    folder = model_folder(tmp_path / "folder" / "inside")
+    async with world_of("a", model_folders=str(tmp_path / "folder")) as world:
+        await world.use("inside")
+        (folder / "config.json").unlink()
+        folder.rmdir()
+        await world.use("inside")
+        assert world.pool.look_up("inside") is not None
+        assert (await world.pool.unload("inside", 0.0)).state is ModelState.UNLOADED
+        with pytest.raises(ModelNotFoundError):
+            await world.use("inside")
 
 
 # --- what engines are told and keep --------------------------------------------------------------------------------
