@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mlx_server.config import ModelConfig
 from mlx_server.engine.chat import ChatFormatter
+from mlx_server.engine.chat_template_check import check_chat_templates
 from mlx_server.engine.generation_config import read_default_sampling
 from mlx_server.engine.structured import GrammarCompiler
 from mlx_server.engine.tokenizer import Tokenizer
@@ -35,9 +36,12 @@ class TextTools:
         reads_defaults = settings.generation_config == "auto"
         default_sampling = read_default_sampling(folder) if reads_defaults else SamplingParams()
         tokenizer = Tokenizer.from_folder(folder, trust_remote_code=settings.trust_remote_code)
+        renderer = find_chat_renderer(tokenizer.hf)
+        if renderer is None:
+            check_chat_templates(tokenizer.hf, folder)
         grammars = GrammarCompiler(tokenizer, vocab_size)
         try:
             grammars.warm_up()
         except UnsupportedError as error:  # it answers all requests but those with a grammar
             logger.warning("%s", error.message)
-        return cls(tokenizer, ChatFormatter(tokenizer, find_chat_renderer(tokenizer.hf)), grammars, default_sampling)
+        return cls(tokenizer, ChatFormatter(tokenizer, renderer), grammars, default_sampling)
