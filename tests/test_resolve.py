@@ -21,7 +21,7 @@ def write_folder(folder: Path) -> Path:
     """The least that looks like a model from outside."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
@@ -29,6 +29,29 @@ def write_folder(folder: Path) -> Path:
 def test_a_complete_folder_is_itself(tmp_path):
     folder = write_folder(tmp_path / "model")
     assert resolve_model(str(folder)) == folder
+
+
+def write_weights(path: Path, num_bytes: int) -> None:
+    """A file of 16 bytes of weights, or its beginning."""
+    header = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    path.write_bytes((len(header).to_bytes(8, "little") + header + bytes(16))[:num_bytes])
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [
+        (80, "lacks the rest of model.safetensors, of which 80 of 86 bytes are there (fetch it again)"),
+        (40, "lacks readable weights in model.safetensors, which is broken"),
+        (0, "lacks readable weights in model.safetensors, which is broken"),
+    ],
+)
+def test_weights_that_were_cut_short_are_named(tmp_path, num_bytes, words):
+    folder = write_folder(tmp_path / "model")
+    write_weights(folder / "model.safetensors", 1000)
+    assert resolve_model(str(folder)) == folder
+    write_weights(folder / "model.safetensors", num_bytes)
+    with pytest.raises(ModelLoadError, match=re.escape(words)):
+        resolve_model(str(folder))
 
 
 def test_a_folder_under_the_home_sign(tmp_path, monkeypatch):
@@ -79,7 +102,7 @@ def test_a_missing_shard_is_named(tmp_path):
     index = {"weight_map": dict(zip("abc", [*shards, shards[0]]))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert missing_parts(folder) == [f"the weights {shards[1]}"]
-    (folder / shards[1]).write_bytes(b"")
+    write_weights(folder / shards[1], 1000)
     assert missing_parts(folder) == []
 
 

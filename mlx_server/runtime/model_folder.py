@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.tensor_headers import whole_bytes
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "*.tiktoken", "vocab.json", "vocab.txt")
 _OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
@@ -32,7 +35,20 @@ def _weight_faults(folder: Path) -> list[str]:
         others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern))
         hint = f" (it has {others[0]}; `mlx_lm.convert` turns such weights into this format)" if others else ""
         return [f"weights, model*.safetensors{hint}"]
-    return [f"the weights {name}" for name in _indexed_files(folder) if name not in present]
+    lacking = [f"the weights {name}" for name in _indexed_files(folder) if name not in present]
+    return lacking + [fault for name in sorted(present) if (fault := _file_fault(folder / name)) is not None]
+
+
+def _file_fault(path: Path) -> str | None:
+    """What is wrong with a file of weights, as far as its header and its length tell: a copy or a download that was cut
+    short."""
+    try:
+        wanted, there = whole_bytes(path), path.stat().st_size
+    except (ModelLoadError, OSError):
+        return f"readable weights in {path.name}, which is broken (fetch it again)"
+    if there >= wanted:
+        return None
+    return f"the rest of {path.name}, of which {there:,} of {wanted:,} bytes are there (fetch it again)"
 
 
 def _indexed_files(folder: Path) -> list[str]:
