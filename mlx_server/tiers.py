@@ -24,8 +24,8 @@ class Tier:
     """One tier. None is no limit.
 
     The limits hold for each key by itself, but for the last two, which bound the queue of the whole tier.
-    `is_admin` keys may change the server. `models` are names as clients write them, or served names. `floors` are the best priorities of some paths:
-    `{"/v1/completions": LOW}` makes whatever comes by that path low, whoever sends it.
+    `is_admin` keys may change the server. `models` are names as clients write them, or served names. `floors` are the
+    best priorities of some paths: `{"/v1/completions": LOW}` makes whatever comes by that path low, whoever sends it.
     """
 
     name: str = DEFAULT_TIER

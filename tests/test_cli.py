@@ -234,7 +234,8 @@ def test_doctor_tells_what_is_there(capsys, monkeypatch, tmp_path):
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     topics = [line.split()[0] for line in shown.splitlines() if not line.startswith(" ")]
-    assert topics == ["system", "memory", "python", "mlx", "compiler", "attention", "port", "models"]
+    assert topics == ["system", "memory", "python", "mlx", "compiler", "attention", "port", "admins", "models"]
+    assert "open to every program on this machine, until there is a key." in shown
     assert "GFLOP/s" in shown
     assert "reference: yes" in shown
     assert "mine: 0.01 GB" in shown

@@ -113,7 +113,9 @@ def test_config_check_shows_the_tiers_and_refuses_what_serve_would(tmp_path, cap
 def test_the_example_shows_every_key_of_a_tier():
     tiers = load_config(EXAMPLE, environ={}).tiers.values()
     shown = {name for tier in tiers for name, _ in tier.limits()}
-    assert shown == {name for name in Tier.__slots__ if name not in ("name", "priority", "is_admin", "models", "floors")}
+    assert shown == {
+        name for name in Tier.__slots__ if name not in ("name", "priority", "is_admin", "models", "floors")
+    }
     assert any(tier.models for tier in tiers)
     assert any(tier.is_admin for tier in tiers)
     assert any(tier.floors for tier in tiers)

@@ -17,8 +17,8 @@ async def require_admin(request: Request) -> None:
         return
     message = (
         "This route is for admins. Send the admin key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`, or a key of "
-        f"a tier with `admin = true`. Where there is neither, {ADMIN_REMEDY}; only a server that asks for no key at all "
-        "lets clients on its own machine use it."
+        f"a tier with `admin = true`. Where there is neither, {ADMIN_REMEDY}; only a server that asks for no key at "
+        "all lets clients on its own machine use it."
     )
     raise AuthenticationError(message) if sent_key(request.scope) is None else PermissionDeniedError(message)
 

@@ -50,7 +50,7 @@ def _is_as_marked(path: Path, mark: Mapping[str, Any]) -> bool:
         return False
     if status.st_size != mark["bytes"]:
         return False
-    return status.st_mtime_ns == mark["mtime_ns"] or sha256_of(path) == mark["sha256"]
+    return bool(status.st_mtime_ns == mark["mtime_ns"] or sha256_of(path) == mark["sha256"])
 
 
 def _sync(path: Path) -> None:

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from mlx_server.api import key_file, keys
-from mlx_server.api.key_file import KeyFile, KeyRecord, NewKey
 from mlx_server.api.generation_service import watch_revocations
+from mlx_server.api.key_file import KeyFile, KeyRecord, NewKey
 from mlx_server.api.keys import build_key_ring
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError, InvalidRequestError

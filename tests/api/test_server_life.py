@@ -57,7 +57,9 @@ async def server(
     before: Callable[[], object] | None = None,
 ) -> AsyncIterator[Server]:
     arguments = ["-m", "tests.api.life", scenario, str(port), str(drain_timeout_s), log_format]
-    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=PIPE, stderr=PIPE, preexec_fn=before)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, stdout=PIPE, stderr=PIPE, preexec_fn=before
+    )
     try:
         yield Server(process)
     finally:

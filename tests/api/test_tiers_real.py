@@ -203,7 +203,7 @@ async def test_probing_tells_nothing_of_another_key_s_prompt(site: Site, pool: M
     before = engine.stats()
     assert await send(victim, secret) == 0
     blocks_of_victim = engine.stats().num_cached_blocks - before.num_cached_blocks
-    probes = [await send(attacker, secret[: 32 * size] + [size]) for size in range(1, 6)]
+    probes = [await send(attacker, [*secret[: 32 * size], size]) for size in range(1, 6)]
     # Later probes may find what the attacker's own earlier ones have left, and no more than that.
     assert probes == [32 * size for size in range(5)]
     assert engine.stats().num_cached_blocks - before.num_cached_blocks >= 2 * blocks_of_victim
