@@ -20,7 +20,7 @@ from mlx_server.config import Config, load_config, settings
 from mlx_server.tiers import Tier
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = {"./scripts/serve": "serve", "./scripts/bench-peers": "bench peers"}
 VARIABLES = {setting.env for setting in settings()} | {"MLX_SERVE_HOME", KEY_VARIABLE, URL_VARIABLE}
 FOREIGN_FLAGS = {"--reload", "--user"}
@@ -149,7 +149,7 @@ def test_every_limit_of_a_tier_is_explained() -> None:
     text = text_of(ROOT / "docs" / "keys-and-tiers.md")
     table = set(re.findall(r"^\| .*", text, re.MULTILINE))
     named = {name for row in table for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert {name for name in Tier.__dataclass_fields__ if name != "name"} <= named
+    assert {name.removeprefix("is_") for name in Tier.__dataclass_fields__ if name != "name"} <= named
 
 
 def test_free_paths_are_those_that_are_told() -> None:

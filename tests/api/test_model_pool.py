@@ -458,13 +458,15 @@ async def test_small_models_that_go_ahead_starve_no_large_one():
                 served[name] += 1
 
         asking = [asyncio.create_task(keep_asking(name)) for name in ("a", "b") * 2]
-        await until(lambda: min(served.values()) > 5)
-        async with asyncio.timeout(5):
-            (await world.pool.acquire("large")).end()
-        before = dict(served)
-        await until(lambda: min(served[name] - before[name] for name in served) > 5)
-        is_over = True
-        await asyncio.gather(*asking)
+        try:
+            await until(lambda: min(served.values()) > 5)
+            async with asyncio.timeout(5):
+                (await world.pool.acquire("large")).end()
+            before = dict(served)
+            await until(lambda: min(served[name] - before[name] for name in served) > 5)
+        finally:
+            is_over = True
+            await asyncio.gather(*asking)
 
 
 async def test_a_search_waits_for_a_model_that_is_being_loaded_beside_it():
