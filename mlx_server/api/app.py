@@ -24,6 +24,7 @@ from mlx_server.api.openai import chat, completions, embeddings, models, render,
 from mlx_server.api.openai.responses_store import ResponseStore
 from mlx_server.api.quota_headers import QuotaHeadersMiddleware
 from mlx_server.api.quotas import Quotas
+from mlx_server.api.request_ids import RequestIdMiddleware
 from mlx_server.config import Config
 from mlx_server.observability.tracing import Tracing, open_tracing
 from mlx_server.pool.model_pool import ModelPool
@@ -65,11 +66,12 @@ def create_app(
     install_error_handlers(app)
     # The last one added is the outermost: who may not ask has no body read.
     app.add_middleware(LeaseMiddleware)
-    app.add_middleware(BodyLimitMiddleware)
+    app.add_middleware(BodyLimitMiddleware, reader=context.bodies)
     app.add_middleware(QuotaHeadersMiddleware, quotas=quotas)
     app.add_middleware(ApiKeyMiddleware, keys=keys)
     app.add_middleware(HostMiddleware, server=config.server, keys=keys)
     allow_origins(app, config.server)
+    app.add_middleware(RequestIdMiddleware)
     app.add_middleware(HttpMetricsMiddleware, metrics=context.http_metrics)
     (tracing or open_tracing(config.observability)).instrument(app)
     return app

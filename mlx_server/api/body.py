@@ -1,34 +1,48 @@
-"""What a request's body may be: at most so large, and text that is text."""
+"""A request's body on its way from the connection to a route: counted as it comes, then parsed and validated."""
 
 from __future__ import annotations
 
+import email.message
 import json
-import re
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
-"""Room for a prompt of several million tokens; far below what could hurt the host."""
+from mlx_server.api.auth import caller_of
+from mlx_server.api.body_reader import MAX_BODY_BYTES, BodyReader, HeldBody
+from mlx_server.api.context import ServerContext
+from mlx_server.api.errors import ClientDisconnectedError, error_info
+from mlx_server.api.json_reading import parse_json
+from mlx_server.api.quotas import Demand
+from mlx_server.errors import QuotaExceededError, ServeError
+from mlx_server.tiers import GENERATING_PATHS
+
+SMALL_BYTES = 16 * 1024
+"""What is read at once: another thread would cost more."""
 
 
 class BodyLimitMiddleware:
-    """Answers 413 as soon as the declared or received body passes the limit, without reading the rest."""
+    """Answers 413 as soon as the declared or received body passes the limit, without reading the rest, and 429 while
+    too much of the caller's waits to be read."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int = MAX_BODY_BYTES) -> None:
+    def __init__(self, app: ASGIApp, reader: BodyReader, max_bytes: int = MAX_BODY_BYTES) -> None:
         self._app = app
+        self._reader = reader
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         declared = Headers(scope=scope).get("content-length", "")
+        held = scope["state"]["held_body"] = self._reader.hold(scope["state"]["caller"])
         num_bytes = 0
 
         async def limited() -> Message:
@@ -36,64 +50,108 @@ class BodyLimitMiddleware:
             if declared.isdecimal() and int(declared) > self._max_bytes:
                 raise self._too_large(int(declared))
             message = await receive()
-            num_bytes += len(message.get("body", b""))
+            piece = len(message.get("body", b""))
+            num_bytes += piece
             if num_bytes > self._max_bytes:
                 raise self._too_large(num_bytes)
+            held.add(piece)
             return message
 
-        return await self._app(scope, limited, send)
+        try:
+            return await self._app(scope, limited, send)
+        finally:
+            held.release()
 
     def _too_large(self, num_bytes: int) -> HTTPException:
-        # An HTTPException is the only one that FastAPI lets through while it reads a body.
         return HTTPException(
             413, f"The body has {num_bytes} bytes or more; this server reads at most {self._max_bytes}."
         )
 
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+class _Field(Protocol):
+    """A route's body as FastAPI knows it. `validate` returns the model, or what is wrong at which places."""
+
+    def validate(self, value: Any, values: dict[str, Any], *, loc: tuple[str, ...]) -> tuple[Any, Any]: ...
 
 
 class _JsonRequest(Request):
-    """Reads JSON whose strings can be encoded again: a lone surrogate would fail far from here."""
+    """A request whose body has become the route's model before FastAPI asks for it, and is kept as nothing else."""
+
+    async def take(self, field: _Field, reader: BodyReader) -> None:
+        """Reads the body. One that is not said to be JSON is left to FastAPI to refuse. Raises
+        `RequestValidationError` for a body that the route's schema refuses, and what `parse_json` raises."""
+        try:
+            body = await self.body()
+        except ClientDisconnect:
+            raise ClientDisconnectedError from None
+        held = self.state.held_body
+        assert isinstance(held, HeldBody)
+        if body and _is_json(self.headers.get("content-type", "")):
+            if len(body) <= SMALL_BYTES:
+                self._json = _validated(body, field)
+            else:
+                self._json = await reader.read(caller_of(self), lambda: _validated(body, field))
+            self._body = b"{}"
+        held.release()
 
     async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            body = await self.body()
-            self._json = _parsed(body)
-            if _ESCAPED_SURROGATE.search(body):
-                _refuse_surrogates(self._json, body)
         return self._json
 
 
-def _parsed(body: bytes) -> Any:
+def _is_json(content_type: str) -> bool:
+    """As FastAPI decides."""
+    message = email.message.Message()
+    message["content-type"] = content_type
+    subtype = message.get_content_subtype()
+    return message.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
+
+
+def _validated(body: bytes, field: _Field) -> Any:
+    """The route's model. FastAPI lets one pass that is an instance already."""
     try:
-        return json.loads(body)
-    except json.JSONDecodeError:
-        raise
-    except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, nested too deeply
-        raise json.JSONDecodeError(str(error), "", 0) from error
-
-
-def _refuse_surrogates(value: Any, body: bytes) -> None:
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, str) and _SURROGATE.search(item):
-            raise json.JSONDecodeError("a string has half of a surrogate pair", body.decode(errors="replace"), 0)
-        if isinstance(item, dict):
-            pending += [*item.keys(), *item.values()]
-        elif isinstance(item, list):
-            pending += item
+        parsed = parse_json(body)
+    except json.JSONDecodeError as error:
+        problem = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error", "input": {}}
+        raise RequestValidationError([{**problem, "ctx": {"error": error.msg}}]) from error
+    value, problems = field.validate(parsed, {}, loc=("body",))
+    if problems:
+        raise RequestValidationError(problems)
+    return value
 
 
 class JsonRoute(APIRoute):
-    """A route that reads its body with `_JsonRequest`; for `APIRouter(route_class=JsonRoute)`."""
+    """A route that reads its body with `_JsonRequest`; for `APIRouter(route_class=JsonRoute)`.
+
+    A request that would generate must be within its caller's rates before its body is read, and counts against them
+    when it is refused for what it says."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        field = self.body_field
+        if field is None:
+            return handle
 
         async def checked(request: Request) -> Response:
-            return await handle(_JsonRequest(request.scope, request.receive))
+            context = request.app.state.context
+            assert isinstance(context, ServerContext)
+            reading = _JsonRequest(request.scope, request.receive)
+            if request.url.path not in GENERATING_PATHS:
+                await reading.take(field, context.bodies)
+                return await handle(reading)
+            context.quotas.check(caller_of(request), Demand())
+            try:
+                await reading.take(field, context.bodies)
+                return await handle(reading)
+            except (ServeError, RequestValidationError, HTTPException) as error:
+                if _is_refusal(error):
+                    context.quotas.refuse(caller_of(request))
+                raise
 
         return checked
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether it is the request that is wrong, rather than too much for now."""
+    if isinstance(error, QuotaExceededError):
+        return False
+    return not isinstance(error, ServeError) or error_info(error).status < 500

@@ -98,20 +98,29 @@ class ChatPlanner:
     def __init__(self) -> None:
         self._dialects: weakref.WeakKeyDictionary[Tokenizer, Dialect] = weakref.WeakKeyDictionary()
 
-    async def plan(self, engine: AsyncEngine, call: ChatCall) -> ChatPlan:
-        """Raises `InvalidRequestError` and `UnsupportedError`. What runs in the thread goes on when cancelled."""
+    async def plan(self, engine: AsyncEngine, read: Callable[[], ChatCall]) -> ChatPlan:
+        """`read` makes the call of the request, in a worker thread, since a chat may have thousands of messages. Raises
+        `InvalidRequestError` and `UnsupportedError`. What runs in the thread goes on when cancelled."""
         model = _Model(engine.tokenizer, engine.grammars, await self._dialect(engine.tokenizer))
-        write, max_model_len = _writing(engine, call), engine.max_model_len
-        param = call.grammar_param
-        if param is None:
-            return await asyncio.to_thread(lambda: _plan(model, call, write(), max_model_len))
-        prompt = await asyncio.to_thread(write)
-        return await model.grammars.beside(lambda: _plan(model, call, prompt, max_model_len), param)
+        write, max_model_len = _writing(engine, read), engine.max_model_len
 
-    async def render(self, engine: AsyncEngine, call: ChatCall) -> Prompt:
-        """The prompt alone; raises as `plan` does."""
+        def begin() -> _Written | ChatPlan:
+            written = write()
+            if written.call.grammar_param is not None:
+                return written
+            return _plan(model, written.call, written.prompt, max_model_len)
+
+        begun = await asyncio.to_thread(begin)
+        if isinstance(begun, ChatPlan):
+            return begun
+        call, prompt = begun.call, begun.prompt
+        return await model.grammars.beside(lambda: _plan(model, call, prompt, max_model_len), call.grammar_param or "")
+
+    async def render(self, engine: AsyncEngine, read: Callable[[], ChatCall]) -> Prompt:
+        """The prompt alone; `read` and what is raised are those of `plan`."""
         max_model_len = engine.max_model_len
-        return _truncated(await asyncio.to_thread(_writing(engine, call)), call, max_model_len)
+        written = await asyncio.to_thread(_writing(engine, read))
+        return _truncated(written.prompt, written.call, max_model_len)
 
     async def _dialect(self, tokenizer: Tokenizer) -> Dialect:
         known = self._dialects.get(tokenizer)
@@ -120,14 +129,26 @@ class ChatPlanner:
         return known
 
 
-def _writing(engine: AsyncEngine, call: ChatCall) -> Callable[[], ChatPrompt]:
-    """Writes the prompt, in a worker thread. What is far too long for the context is not tokenized as a whole."""
+@dataclass(frozen=True, slots=True)
+class _Written:
+    call: ChatCall
+    prompt: ChatPrompt
+
+
+def _writing(engine: AsyncEngine, read: Callable[[], ChatCall]) -> Callable[[], _Written]:
+    """Reads the call and writes the prompt, in a worker thread. What is far too long for the context is not tokenized
+    as a whole."""
     chat, tokenizer, max_model_len = engine.chat, engine.tokenizer, engine.max_model_len
 
-    def cut(text: str) -> str:
-        return call.truncation.part(text, tokenizer, max_model_len)
+    def write() -> _Written:
+        call = read()
 
-    return lambda: chat.format(call.messages, call.tool_use.shown, call.options, cut)
+        def cut(text: str) -> str:
+            return call.truncation.part(text, tokenizer, max_model_len)
+
+        return _Written(call, chat.format(call.messages, call.tool_use.shown, call.options, cut))
+
+    return write
 
 
 @dataclass(frozen=True, slots=True)

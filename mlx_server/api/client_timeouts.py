@@ -6,20 +6,21 @@ import asyncio
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mlx_server.api.http_protocol import BoundedReading
 
 MIN_BYTES_PER_S = 4096
 """A request may take longer than the timeout for as long as its bytes come this fast."""
 
 
-def bounded_protocol(timeout_s: float) -> type[H11Protocol]:
-    """uvicorn's protocol with an end to waiting; 0 is uvicorn's own, which waits for ever."""
+def bounded_protocol(timeout_s: float) -> type[BoundedReading]:
+    """The protocol with an end to waiting; 0 is one that waits for ever."""
     if timeout_s == 0:
-        return H11Protocol
+        return BoundedReading
     return type("BoundedProtocol", (_BoundedProtocol,), {"timeout_s": timeout_s})
 
 
-class _BoundedProtocol(H11Protocol):
+class _BoundedProtocol(BoundedReading):
     """Closes its connection when a client that owes the rest of a request (or a first one) is late, or has not taken
     what was written for `timeout_s`."""
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from mlx_server.api.body_reader import BodyReader
 from mlx_server.api.chat_plan import ChatPlanner
 from mlx_server.api.generation_service import GenerationService
 from mlx_server.api.keys import KeyRing
@@ -31,6 +32,7 @@ class ServerContext:
     quotas: Quotas
     generations: GenerationService
     chats: ChatPlanner = field(default_factory=ChatPlanner)
+    bodies: BodyReader = field(default_factory=BodyReader)
     http_metrics: HttpMetrics = field(default_factory=HttpMetrics)
     process_metrics: ProcessMetrics = field(default_factory=ProcessMetrics)
     sleep_metrics: SleepMetrics = field(default_factory=SleepMetrics)

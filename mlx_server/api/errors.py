@@ -29,6 +29,8 @@ ANTHROPIC_PREFIX = "/v1/messages"
 CLIENT_CLOSED_REQUEST = 499
 _MAX_LISTED_ERRORS = 10
 _MAX_MESSAGE_CHARS = 1000
+_MAX_ECHO_CHARS = 4000
+_MAX_PARAM_CHARS = 200
 _MAX_SHOWN_CHARS = 40
 
 
@@ -82,6 +84,12 @@ class ErrorInfo:
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Names and values of clients stand in it, as long as a body may be."""
+        object.__setattr__(self, "message", _cut(self.message, _MAX_ECHO_CHARS))
+        if self.param is not None:
+            object.__setattr__(self, "param", _cut(self.param, _MAX_PARAM_CHARS))
+
     def openai_body(self) -> dict[str, Any]:
         return {
             "error": {"message": self.message, "type": self.type, "param": self.param, "code": self.status},
@@ -99,6 +107,10 @@ class ErrorInfo:
     def response(self, path: str) -> Response:
         content = json.dumps(self.body(path)).encode()
         return Response(content, self.status, dict(self.headers), media_type="application/json")
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def error_info(error: Exception) -> ErrorInfo:
@@ -199,7 +211,8 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Makes every exception of a route an answer in its protocol's shape."""
+    """Makes every exception of a route an answer in its protocol's shape; what is none of ours is left to
+    `RequestIdMiddleware`."""
 
     async def on_serve_error(request: Request, error: Exception) -> Response:
         return error_info(error).response(request.url.path)
@@ -216,14 +229,10 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_gone(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    async def on_fault(request: Request, error: Exception) -> Response:
-        return error_info(error).response(request.url.path)
-
     app.add_exception_handler(errors.ServeError, on_serve_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(ClientDisconnectedError, on_gone)
-    app.add_exception_handler(Exception, on_fault)
 
 
 _HTTP_TYPES = {

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlx_server.api.auth import caller_of
 from mlx_server.api.disconnect import until_disconnect
 from mlx_server.api.model_access import check_model_access
+from mlx_server.api.sizes import check_name
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.pool.model_pool import ModelPool
 
@@ -30,6 +31,7 @@ async def lease_engine(request: Request, pool: ModelPool, name: str | None) -> A
     """The engine of a model, which is loaded first if need be, for as long as the request lasts. Raises what
     `ModelPool.acquire` raises, `PermissionDeniedError` for a model that the caller's tier may not use, and
     `ClientDisconnectedError`."""
+    check_name(name, "model")
     check_model_access(pool, caller_of(request).tier, name)
     leases = request.state.leases
     assert isinstance(leases, contextlib.ExitStack)

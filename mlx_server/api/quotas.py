@@ -1,6 +1,7 @@
 """What each caller may still do: the limits of its tier, held against what it does.
 
     Quotas.check(caller, demand)     raises what refuses it, and changes nothing
+    Quotas.refuse(caller)            counts a request that was wrong
     Quotas.open(caller, demand)      -> Grant: takes it; the grant counts output as it comes, and gives seats back
 
 Everything that generates passes here, right before it is queued. All limits but the scheduler's queue bounds hold
@@ -118,6 +119,10 @@ class Quotas:
                 )
         if tier.tokens_per_minute is not None:
             _check_tokens(tier, tier.tokens_per_minute, meter.tokens, demand.num_prompt_tokens, now)
+
+    def refuse(self, caller: Caller) -> None:
+        """A request was wrong: it counts as one, since reading it has cost as much as others."""
+        self._meter(caller).requests.add(1, self._clock())
 
     def open(self, caller: Caller, demand: Demand) -> Grant:
         """Takes what `check` has let pass."""

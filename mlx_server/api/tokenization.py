@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
@@ -14,8 +15,9 @@ from mlx_server.api.context import Context
 from mlx_server.api.disconnect import until_disconnect
 from mlx_server.api.leases import lease_engine
 from mlx_server.api.openai.chat_request import Message, ReasoningEffort, ToolDefinition, template_kwargs, tool_use
-from mlx_server.api.openai.fields import Bool, Int
+from mlx_server.api.openai.fields import Bool, Ints
 from mlx_server.api.prompts import Truncation
+from mlx_server.api.sizes import FIRST_ERROR, MESSAGES, TOOLS, Objects
 from mlx_server.engine.chat import ChatOptions
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.errors import InvalidRequestError
@@ -42,13 +44,13 @@ class TokenizeBody(BaseModel):
     prompt: str | None = None
     add_special_tokens: Bool | None = None
     return_token_strs: Bool | None = None
-    messages: list[Message] | None = None
-    tools: list[ToolDefinition] | None = None
+    messages: Annotated[list[Message], FIRST_ERROR, MESSAGES] | None = None
+    tools: Annotated[list[ToolDefinition], FIRST_ERROR, TOOLS] | None = None
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
     chat_template: str | None = None
 
     def call(self, messages: list[Message]) -> ChatCall:
@@ -72,7 +74,8 @@ async def tokenize(body: TokenizeBody, request: Request, context: Context) -> di
     """The ids that a completion of `prompt`, or a chat of `messages`, begins with."""
     engine = await lease_engine(request, context.pool, body.model)
     if body.messages is not None and body.prompt is None:
-        tokenizing = _tokens_of_chat(context.chats, engine, body.call(body.messages))
+        messages = body.messages
+        tokenizing = _tokens_of_chat(context.chats, engine, lambda: body.call(messages))
     elif body.prompt is not None and body.messages is None:
         tokenizing = asyncio.to_thread(_tokens_of_text, engine, body.prompt, body.add_special_tokens is not False)
     else:
@@ -89,8 +92,8 @@ async def tokenize(body: TokenizeBody, request: Request, context: Context) -> di
     }
 
 
-async def _tokens_of_chat(chats: ChatPlanner, engine: AsyncEngine, call: ChatCall) -> list[int]:
-    return list((await chats.render(engine, call)).token_ids)
+async def _tokens_of_chat(chats: ChatPlanner, engine: AsyncEngine, read: Callable[[], ChatCall]) -> list[int]:
+    return list((await chats.render(engine, read)).token_ids)
 
 
 def _tokens_of_text(engine: AsyncEngine, text: str, add_special_tokens: bool) -> list[int]:
@@ -100,7 +103,7 @@ def _tokens_of_text(engine: AsyncEngine, text: str, add_special_tokens: bool) ->
 
 class DetokenizeBody(BaseModel):
     model: str | None = None
-    tokens: list[Int]
+    tokens: Ints
 
 
 @router.post("/detokenize")

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 from typing import Any
 
+_TEXTS = ("content", "reasoning")
+
 
 class Turns:
     """Joins pieces of one role that follow each other into one message, texts by line breaks."""
 
     def __init__(self) -> None:
+        # Texts are lists of pieces here: thousands of them would be copied as often if each were joined as it comes.
         self._messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
 
     def messages(self) -> list[dict[str, Any]]:
         """OpenAI's messages, as `ChatCall` takes them."""
-        return self._messages
+        return [
+            {**message, **{field: "\n".join(message[field]) for field in _TEXTS if field in message}}
+            for message in self._messages
+        ]
 
     @property
     def ends_with_answer(self) -> bool:
@@ -47,8 +53,7 @@ class Turns:
 
     def think(self, text: str) -> None:
         """What the assistant thought; whether the model is shown it is for the template to say."""
-        turn = self._turn("assistant")
-        turn["reasoning"] = _joined(turn.get("reasoning", ""), text)
+        _append(self._turn("assistant").setdefault("reasoning", []), text)
 
     def call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
         """A call of a tool."""
@@ -58,20 +63,20 @@ class Turns:
 
     def result(self, call_id: str, text: str) -> None:
         """What a tool returned. Some templates need the tool's name, too."""
-        message = {"role": "tool", "tool_call_id": call_id, "content": text}
+        message = {"role": "tool", "tool_call_id": call_id, "content": [text]}
         if call_id in self._names:
             message["name"] = self._names[call_id]
         self._messages.append(message)
 
     def _append_text(self, role: str, text: str) -> None:
-        turn = self._turn(role)
-        turn["content"] = _joined(turn["content"], text)
+        _append(self._turn(role)["content"], text)
 
     def _turn(self, role: str) -> dict[str, Any]:
         if not self._messages or self._messages[-1]["role"] != role:
-            self._messages.append({"role": role, "content": ""})
+            self._messages.append({"role": role, "content": []})
         return self._messages[-1]
 
 
-def _joined(first: str, second: str) -> str:
-    return f"{first}\n{second}" if first and second else first or second
+def _append(pieces: list[str], text: str) -> None:
+    if text:
+        pieces.append(text)

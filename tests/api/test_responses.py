@@ -12,7 +12,7 @@ from openai.types.responses import Response
 
 from mlx_server.api.app import create_app
 from mlx_server.api.errors import NotFoundError
-from mlx_server.api.openai.responses_store import ResponseStore, StoredResponse
+from mlx_server.api.openai.responses_store import KeptItem, ResponseStore, StoredResponse
 from mlx_server.config import Config
 from tests.api.fakes import say
 from tests.api.worlds import World
@@ -324,12 +324,17 @@ async def test_what_is_wrong_is_named(world: World, body: dict[str, Any], status
     assert not world.engine.requests
 
 
+def stored(response_id: str, num_items: int = 0) -> StoredResponse:
+    items = [KeptItem.of({"id": f"{response_id}{index}", "text": "x" * 100}) for index in range(num_items)]
+    return StoredResponse.of({"id": response_id, "status": "completed", "output": []}, tuple(items))
+
+
 async def test_the_store_forgets_what_was_not_used_for_longest():
     store = ResponseStore(max_responses=2)
     for response_id in ("a", "b"):
-        store.put(StoredResponse({"id": response_id, "status": "completed", "output": []}, ()))
+        store.put(stored(response_id))
     assert store.find("a") is not None
-    store.put(StoredResponse({"id": "c", "status": "completed", "output": []}, ()))
+    store.put(stored("c"))
     assert [store.find(response_id) is not None for response_id in ("a", "b", "c")] == [True, False, True]
     store.update({"id": "b", "status": "completed", "output": []})
     with pytest.raises(NotFoundError):
@@ -339,7 +344,7 @@ async def test_the_store_forgets_what_was_not_used_for_longest():
 @pytest.mark.parametrize("is_referenced", [False, True])
 async def test_the_store_is_bounded_by_size_too(world: World, is_referenced: bool):
     app = create_app(world.pool, Config())
-    app.state.responses = ResponseStore(max_bytes=700)
+    app.state.responses = ResponseStore(max_bytes=6000)
     ids: list[str] = []
     text = "x" * 200
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:

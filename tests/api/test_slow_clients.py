@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_server.api.client_timeouts import bounded_protocol
+from mlx_server.api.http_protocol import BoundedReading
 from tests.api.worlds import running, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -168,5 +168,5 @@ async def test_a_head_that_is_too_large_is_refused(app: App):
     writer.close()
 
 
-async def test_without_a_timeout_it_is_uvicorn_s_own():
-    assert bounded_protocol(0) is H11Protocol
+async def test_without_a_timeout_nothing_is_timed():
+    assert bounded_protocol(0) is BoundedReading

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
+from mlx_server.api.sizes import FIRST_ERROR
 from mlx_server.api.turns import Turns
 from mlx_server.engine.content import string_in, unreadable_part
 from mlx_server.errors import InvalidRequestError
@@ -47,10 +48,13 @@ def _message(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
 
 Block = dict[str, Any]
 TextBlock = Annotated[Block, WithJsonSchema(_TEXT_BLOCK)]
-Content = str | list[Block]
+Content = str | Annotated[list[Block], FIRST_ERROR]
 
 _VOLATILE = re.compile(r"^x-anthropic-billing-header:.*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
 """A line that some agents write at the head of the system prompt, different in every request."""
+
+_HEAD_CHARS = 16_384
+"""How far it is looked for: the search holds the interpreter for as long as it lasts."""
 
 
 class MessageParam(BaseModel):
@@ -125,7 +129,7 @@ _READERS = {"user": _read_user, "assistant": _read_assistant, "system": _read_sy
 
 
 def _instruct(turns: Turns, text: str) -> None:
-    stable = _VOLATILE.sub("", text)
+    stable = _VOLATILE.sub("", text[:_HEAD_CHARS]) + text[_HEAD_CHARS:]
     if stable:
         turns.instruct(stable)
 

@@ -45,7 +45,7 @@ async def create_message(body: MessagesRequest, request: Request, context: Conte
     """A message, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
     sampling = body.sampling(exchange.engine.default_sampling)
-    plan = await until_disconnect(request, context.chats.plan(exchange.engine, body.call()))
+    plan = await until_disconnect(request, context.chats.plan(exchange.engine, body.call))
     shape = MessageShape(
         message_id=f"msg_{exchange.request_id}",
         model=exchange.model_name,
@@ -68,5 +68,5 @@ async def create_message(body: MessagesRequest, request: Request, context: Conte
 async def count_tokens(body: CountTokensRequest, request: Request, context: Context) -> dict[str, int]:
     """How many tokens a message's prompt has, without generating."""
     exchange = await open_exchange(body, request, context, generates=False)
-    prompt = await until_disconnect(request, context.chats.render(exchange.engine, body.call()))
+    prompt = await until_disconnect(request, context.chats.render(exchange.engine, body.call))
     return {"input_tokens": len(prompt.token_ids)}

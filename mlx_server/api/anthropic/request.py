@@ -6,13 +6,14 @@ Beside Anthropic's own fields, those of sampling that OpenAI's routes take are h
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, Field
 
 from mlx_server.api.anthropic.conversation import MessageParam, TextBlock, read_conversation
 from mlx_server.api.chat_plan import ChatCall, ToolUse
 from mlx_server.api.openai.fields import ONE_ANSWER_OF_TEXT, Bool, GenerationFields, Int, StringOrList
+from mlx_server.api.sizes import FIRST_ERROR, MESSAGES, TOOLS
 from mlx_server.engine.chat import ChatOptions
 from mlx_server.engine.structured_spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
 from mlx_server.errors import InvalidRequestError
@@ -64,9 +65,9 @@ class OutputConfig(BaseModel):
 class MessagesFields(GenerationFields):
     """What makes the prompt, in both bodies."""
 
-    messages: list[MessageParam] = Field(min_length=1)
-    system: str | list[TextBlock] | None = None
-    tools: list[ToolParam] | None = None
+    messages: Annotated[list[MessageParam], FIRST_ERROR, MESSAGES] = Field(min_length=1)
+    system: str | Annotated[list[TextBlock], FIRST_ERROR] | None = None
+    tools: Annotated[list[ToolParam], FIRST_ERROR, TOOLS] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -27,7 +27,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     """A chat completion, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
     sampling = body.sampling(exchange.engine.default_sampling)
-    plan = await until_disconnect(request, context.chats.plan(exchange.engine, body.call()))
+    plan = await until_disconnect(request, context.chats.plan(exchange.engine, body.call))
     shape = _shape(body, exchange, plan)
     job = exchange.chat_job(plan, body, sampling, shape.response_id, body.num_samples)
     if body.stream:

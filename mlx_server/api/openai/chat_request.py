@@ -8,6 +8,7 @@ from pydantic import Field, WithJsonSchema
 
 from mlx_server.api.chat_plan import ChatCall, ToolUse
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int
+from mlx_server.api.sizes import FIRST_ERROR, MESSAGES, TOOLS, Objects, Strings
 from mlx_server.engine.chat import ChatOptions
 from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import MAX_LOGPROBS
@@ -162,13 +163,13 @@ def _named_function(choice: str | dict[str, Any]) -> str:
 class ChatCompletionRequest(GenerationFields):
     """All fields of a chat completion that mean something here."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FIRST_ERROR, MESSAGES] = Field(min_length=1)
     max_completion_tokens: Int | None = Field(None, ge=1)
     max_tokens: Int | None = Field(None, json_schema_extra={"minimum": 1})
     logprobs: Bool | None = None
     top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
-    tools: list[ToolDefinition] | None = None
+    tools: Annotated[list[ToolDefinition], FIRST_ERROR, TOOLS] | None = None
     tool_choice: Annotated[str | dict[str, Any], WithJsonSchema(_TOOL_CHOICE)] | None = None
     parallel_tool_calls: Bool | None = None
 
@@ -180,13 +181,13 @@ class ChatCompletionRequest(GenerationFields):
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
 
     chat_template: str | None = None
     echo: Bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
-    modalities: list[str] | None = None
+    modalities: Strings | None = None
     audio: Any = None
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {

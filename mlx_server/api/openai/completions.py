@@ -21,6 +21,7 @@ from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.prompts import Prompt
 from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.structured_spec import StructuredSpec
 from mlx_server.request import TokenConstraint
 
 router = APIRouter(tags=["completions"], route_class=JsonRoute)
@@ -61,8 +62,11 @@ class TextPlan:
 
 async def plan_text(engine: AsyncEngine, body: CompletionRequest) -> TextPlan:
     """Tokenizes and compiles in a worker thread. Raises `InvalidRequestError`."""
-    spec = body.structured()
-    prompts = await asyncio.to_thread(lambda: tuple(_prompt(engine, body, prompt) for prompt in body.prompt))
+
+    def read() -> tuple[StructuredSpec | None, tuple[Prompt, ...]]:
+        return body.structured(), tuple(_prompt(engine, body, prompt) for prompt in body.prompt)
+
+    spec, prompts = await asyncio.to_thread(read)
     if spec is None:
         return TextPlan(prompts, None)
     grammars = engine.grammars

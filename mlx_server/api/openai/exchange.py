@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,16 +19,15 @@ from mlx_server.api.context import ServerContext
 from mlx_server.api.disconnect import until_disconnect
 from mlx_server.api.generation import Generation, GenerationJob
 from mlx_server.api.leases import lease_engine
-from mlx_server.api.openai.fields import GenerationFields, is_request_id
+from mlx_server.api.openai.fields import GenerationFields
 from mlx_server.api.openai.logprobs import TokenNames
 from mlx_server.api.orca import load_headers
 from mlx_server.api.quotas import Demand
+from mlx_server.api.request_ids import REQUEST_ID_HEADER
 from mlx_server.api.sse import event_stream, openai_stream
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.request import Priority
 from mlx_server.sampling_params import SamplingParams
-
-REQUEST_ID_HEADER = "x-request-id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +122,10 @@ async def open_exchange(
     """Checks the body and finds the engine, which is loaded first if need be. Raises `ServeError`; if the request
     `generates`, also for a caller whose quota is used up, before anything is done for it."""
     body.check()
+    if body.client_id is not None:
+        request.state.request_id = body.client_id
     caller = caller_of(request)
     if generates:
         context.quotas.check(caller, Demand())
     engine = await lease_engine(request, context.pool, body.model)
-    sent = request.headers.get(REQUEST_ID_HEADER, "")
-    request_id = body.client_id or (sent if is_request_id(sent) else uuid.uuid4().hex)
-    return Exchange(request, context, engine, context.pool.offer(body.model).adapter, caller, request_id)
+    return Exchange(request, context, engine, context.pool.offer(body.model).adapter, caller, request.state.request_id)

@@ -8,7 +8,6 @@ docs/parameters.md lists all of them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,9 +16,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
 from mlx_server.api.openai.document import describe
 from mlx_server.api.prompts import Truncation
+from mlx_server.api.request_ids import MAX_ID_CHARS, is_request_id
+from mlx_server.api.sizes import FIRST_ERROR, Strings, at_most
 from mlx_server.engine.structured_spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
 from mlx_server.errors import InvalidRequestError
-from mlx_server.sampling_params import SamplingParams
+from mlx_server.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 Int = Annotated[int, Strict()]
 Number = Annotated[float, Strict()]
@@ -30,11 +31,14 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-StringOrList = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
+StringOrList = Annotated[
+    Strings,
+    at_most(MAX_STOP_STRINGS, "strings"),
+    BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
+]
+Ints = Annotated[list[Int], FIRST_ERROR]
 
 MAX_CHOICES = 128
-_MAX_ID_CHARS = 128
-_REQUEST_ID = re.compile(r"[!-~]+")
 _MAX_SALT_CHARS = 128
 _SALT_FORBIDDEN = frozenset("@/\\\0")
 
@@ -67,12 +71,12 @@ class GenerationFields(BaseModel):
     repetition_penalty: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
-    allowed_token_ids: list[Int] | None = None
+    logit_bias: Annotated[dict[str, Number], at_most(MAX_LOGIT_BIAS, "tokens")] | None = None
+    allowed_token_ids: Ints | None = None
     seed: Int | None = None
 
     stop: StringOrList | None = None
-    stop_token_ids: list[Int] | None = None
+    stop_token_ids: Annotated[Ints, at_most(MAX_STOP_TOKEN_IDS, "ids")] | None = None
     include_stop_str_in_output: Bool | None = None
     no_stop_trim: Bool | None = None
     ignore_eos: Bool | None = None
@@ -102,8 +106,8 @@ class GenerationFields(BaseModel):
     regex: Any = None
     ebnf: Any = None
 
-    bad_words: list[str] | None = None
-    logprob_token_ids: list[Int] | None = None
+    bad_words: Strings | None = None
+    logprob_token_ids: Ints | None = None
     use_beam_search: Bool | None = None
     length_penalty: Number | None = None
     stop_regex: Any = None
@@ -134,7 +138,7 @@ class GenerationFields(BaseModel):
             _check_salt(self.cache_salt)
         if self.client_id is not None and not is_request_id(self.client_id):
             raise InvalidRequestError(
-                f"request_id must have 1 to {_MAX_ID_CHARS} printable ASCII characters and no space.", "request_id"
+                f"request_id must have 1 to {MAX_ID_CHARS} printable ASCII characters and no space.", "request_id"
             )
 
     def refuse_unsupported(self) -> None:
@@ -239,11 +243,6 @@ def _bias_by_id(bias: dict[str, float]) -> dict[int, float]:
         return {int(token_id): value for token_id, value in bias.items()}
     except ValueError:
         raise InvalidRequestError("logit_bias must map token ids, as text, to numbers.", "logit_bias") from None
-
-
-def is_request_id(text: str) -> bool:
-    """Whether a client's id can stand in headers and logs as it is."""
-    return len(text) <= _MAX_ID_CHARS and _REQUEST_ID.fullmatch(text) is not None
 
 
 def _check_salt(salt: str) -> None:

@@ -29,7 +29,7 @@ async def render_chat_completion(body: ChatCompletionRequest, request: Request, 
     """The prompt of a chat as token ids, with the parameters that would sample its answer."""
     exchange = await open_exchange(body, request, context, generates=False)
     sampling = body.sampling(exchange.engine.default_sampling)
-    prompt = await until_disconnect(request, context.chats.render(exchange.engine, body.call()))
+    prompt = await until_disconnect(request, context.chats.render(exchange.engine, body.call))
     return _rendered(exchange, body, prompt, sampling)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -15,14 +16,16 @@ from starlette.responses import Response
 
 from mlx_server.api.auth import caller_of
 from mlx_server.api.body import JsonRoute
+from mlx_server.api.body_reader import MAX_BODY_BYTES
+from mlx_server.api.chat_plan import ChatCall
 from mlx_server.api.collect import Answer
 from mlx_server.api.context import Context
 from mlx_server.api.disconnect import until_disconnect
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.openai.responses_input import normalise_input, referenced_ids
-from mlx_server.api.openai.responses_output import ResponseShape, whole_output
+from mlx_server.api.openai.responses_output import ResponseShape, check_echo, whole_output
 from mlx_server.api.openai.responses_request import ResponsesRequest
-from mlx_server.api.openai.responses_store import Keeping, ResponseStore, StoredResponse
+from mlx_server.api.openai.responses_store import Keeping, KeptItem, ResponseStore, StoredResponse, total_bytes
 from mlx_server.api.openai.responses_stream import ResponseStream
 from mlx_server.api.sse import event_stream, whole_or_streamed
 from mlx_server.errors import InvalidRequestError
@@ -44,10 +47,8 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
     """A response, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
     sampling = body.sampling(exchange.engine.default_sampling)
-    previous, kept = _previous(body, store), store.find_items(referenced_ids(body.input))
-    items = normalise_input(body.input, kept.items)
-    earlier = () if previous is None else previous.items
-    plan = await until_disconnect(request, context.chats.plan(exchange.engine, body.call(items, earlier)))
+    reading = _reading(body, store)
+    plan = await until_disconnect(request, context.chats.plan(exchange.engine, reading.call))
     # The id is a key to what is kept, so it is never one that a client has chosen.
     shape = ResponseShape(
         response_id=f"resp_{uuid.uuid4().hex}",
@@ -57,12 +58,47 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
         sampling=sampling,
     )
     job = exchange.chat_job(plan, body, sampling, shape.response_id)
-    num_bytes = len(await request.body()) + kept.num_bytes + (0 if previous is None else previous.num_bytes)
-    keeping = Keeping(store if body.store is not False else None, (*earlier, *items), num_bytes)
+    keeping = Keeping(store if body.store is not False else None, reading.input_items)
     if not body.stream:
         return await exchange.whole(job, partial(_whole_body, shape, keeping))
     stream = ResponseStream(shape, await exchange.begin(job), keeping)
     return event_stream(stream.events(), exchange.keep_alive_s, stream.close, exchange.headers)
+
+
+class _Reading:
+    """A request's input, with what it goes on from and refers to. `call` reads it, in the thread that plans the chat;
+    `input_items` are there when it is done."""
+
+    def __init__(self, body: ResponsesRequest, earlier: Sequence[KeptItem], referenced: Mapping[str, KeptItem]) -> None:
+        self.input_items: tuple[KeptItem, ...] = ()
+        self._body = body
+        self._earlier = earlier
+        self._referenced = referenced
+
+    def call(self) -> ChatCall:
+        """Raises `InvalidRequestError`."""
+        body, earlier = self._body, self._earlier
+        check_echo(body)
+        referenced = {item_id: item.read() for item_id, item in self._referenced.items()}
+        items = normalise_input(body.input, referenced)
+        if body.store is not False:
+            known = {id(item): self._referenced[item_id] for item_id, item in referenced.items()}
+            self.input_items = (*earlier, *(known.get(id(item)) or KeptItem.of(item) for item in items))
+        return body.call(items, [item.read() for item in earlier])
+
+
+def _reading(body: ResponsesRequest, store: ResponseStore) -> _Reading:
+    previous = _previous(body, store)
+    earlier = () if previous is None else previous.items
+    referenced = store.find_items(referenced_ids(body.input))
+    num_bytes = total_bytes(earlier) + total_bytes(referenced.values())
+    if num_bytes > MAX_BODY_BYTES:
+        raise InvalidRequestError(
+            f"What the input goes on from has {num_bytes} bytes; at most {MAX_BODY_BYTES} are read. Send the items that "
+            "still matter.",
+            "previous_response_id" if earlier else "input",
+        )
+    return _Reading(body, earlier, referenced)
 
 
 def _previous(body: ResponsesRequest, store: ResponseStore) -> StoredResponse | None:
@@ -88,7 +124,7 @@ async def retrieve_response(response_id: str, store: Store, stream: bool = False
     """A kept response as it is now."""
     if stream:
         raise InvalidRequestError("A kept response cannot be streamed again; leave stream out.", "stream")
-    return dict(store.get(response_id).body)
+    return store.get(response_id).body()
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -104,9 +140,9 @@ async def cancel_response(response_id: str, context: Context, store: Store) -> d
     response = store.get(response_id)
     if response.is_in_progress:
         context.generations.abort({response_id})
-    elif response.body["status"] != "cancelled":
-        raise InvalidRequestError(f"The response {response_id} has ended already: {response.body['status']}.")
-    return {**response.body, "status": "cancelled"}
+    elif response.status != "cancelled":
+        raise InvalidRequestError(f"The response {response_id} has ended already: {response.status}.")
+    return {**response.body(), "status": "cancelled"}
 
 
 @router.get("/v1/responses/{response_id}/input_items")
@@ -121,15 +157,15 @@ async def list_input_items(
     items = list(store.get(response_id).input_items)
     if order == "desc":
         items.reverse()
-    ids = [item["id"] for item in items]
+    ids = [item.id for item in items]
     if after is not None and after not in ids:
         raise InvalidRequestError(f"after names {after}, which is not an input item of this response.", "after")
     start = 0 if after is None else ids.index(after) + 1
     page = items[start : start + limit]
     return {
         "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
+        "data": [item.read() for item in page],
+        "first_id": page[0].id if page else None,
+        "last_id": page[-1].id if page else None,
         "has_more": start + limit < len(items),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from mlx_server.api.openai.responses_store import Item
 from mlx_server.api.turns import Turns
@@ -12,6 +13,13 @@ from mlx_server.engine.messages import parse_arguments
 from mlx_server.errors import InvalidRequestError
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_FIELDS = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": ("summary", "content"),
+}
+_PART_FIELDS = ("type", "text", "refusal")
 ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -22,11 +30,13 @@ def referenced_ids(value: str | Sequence[Item]) -> set[str]:
 
 
 def normalise_input(value: str | Sequence[Item], referenced: Mapping[str, Item]) -> list[Item]:
-    """The items with a type and an id each, and content as parts, as they are handed out again; `referenced`, by id, in
-    the place of references. Raises `InvalidRequestError` for references to others."""
+    """The items with a type and an id each, and content as parts, as they are handed out again, without fields that
+    are not read; `referenced`, by id, in the place of references. Raises `InvalidRequestError` for references to
+    others, and for a second one to the same."""
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    unused = dict(referenced)
     return [
-        _referenced(item, referenced, where) if _is_reference(item) else _normalised(item, where)
+        _referenced(item, unused, where) if _is_reference(item) else _normalised(item, where)
         for where, item in ((f"input[{index}]", item) for index, item in enumerate(items))
     ]
 
@@ -37,26 +47,41 @@ def _is_reference(item: Item) -> bool:
     return kind == "item_reference" or (kind is None and "id" in item and not item.keys() & {"role", "content"})
 
 
-def _referenced(item: Item, referenced: Mapping[str, Item], where: str) -> Item:
+def _referenced(item: Item, unused: dict[str, Item], where: str) -> Item:
     item_id = string_in(item, "id", where)
-    if item_id not in referenced:
+    if item_id not in unused:
         raise InvalidRequestError(
-            f"{where} refers to the item {item_id}, which is not kept here; send the item itself.", f"{where}.id"
+            f"{where} refers to the item {item_id}, which is not kept here, or was referred to before; send the item "
+            "itself.",
+            f"{where}.id",
         )
-    return referenced[item_id]
+    return unused.pop(item_id)
 
 
 def _normalised(item: Item, where: str) -> Item:
-    given = {key: value for key, value in item.items() if value is not None}
+    kind = str(item.get("type") or "message")
+    fields = ("id", "status", *_FIELDS.get(kind, ()))
+    given = {field: _known_parts(item[field]) for field in fields if item.get(field) is not None}
     if "id" in given:
         string_in(given, "id", where)  # others may refer to it
-    kind = str(given.get("type", "message"))
     whole = {"id": f"{_ID_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}", **given, "type": kind}
     if kind == "message" and isinstance(whole.get("content"), str):
         is_output = whole.get("role") == "assistant"
         part = {"type": "output_text", "annotations": []} if is_output else {"type": "input_text"}
         whole["content"] = [{**part, "text": whole["content"]}]
     return {"status": "completed", **whole} if kind != "reasoning" else whole
+
+
+def _known_parts(value: Any) -> Any:
+    """Content without what nobody reads."""
+    if not isinstance(value, list):
+        return value
+    return [_known_part(part) if isinstance(part, dict) else part for part in value]
+
+
+def _known_part(part: Item) -> Item:
+    known = {field: part[field] for field in _PART_FIELDS if field in part}
+    return {**known, "annotations": []} if part.get("type") == "output_text" else known
 
 
 def read_items(turns: Turns, items: Iterable[Item], field: str = "input") -> None:

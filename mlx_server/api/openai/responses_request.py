@@ -17,6 +17,7 @@ from mlx_server.api.openai.chat_request import ReasoningEffort, tool_use
 from mlx_server.api.openai.fields import ONE_ANSWER_OF_TEXT, Bool, GenerationFields, Int
 from mlx_server.api.openai.responses_input import ROLES, read_items
 from mlx_server.api.openai.responses_store import Item
+from mlx_server.api.sizes import FIRST_ERROR, ITEMS, TOOLS, Strings
 from mlx_server.api.turns import Turns
 from mlx_server.engine.chat import ChatOptions
 from mlx_server.engine.structured_spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
@@ -91,7 +92,7 @@ class TextOptions(BaseModel):
 class ResponsesRequest(GenerationFields):
     """All fields of a response that mean something here."""
 
-    input: str | list[InputItem]
+    input: Annotated[str | Annotated[list[InputItem], FIRST_ERROR], ITEMS]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: Bool | None = None
@@ -99,7 +100,7 @@ class ResponsesRequest(GenerationFields):
     metadata: dict[str, Any] | None = None
     user: str | None = None
 
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], FIRST_ERROR, TOOLS] | None = None
     tool_choice: Annotated[str | dict[str, Any], WithJsonSchema(_TOOL_CHOICE)] | None = None
     parallel_tool_calls: Bool | None = None
     text: TextOptions | None = None
@@ -111,7 +112,7 @@ class ResponsesRequest(GenerationFields):
     prompt: Any = None
     truncation_strategy: str | None = Field(None, alias="truncation", json_schema_extra={"enum": ["disabled", None]})
     top_logprobs: Int | None = None
-    include: list[str] | None = None
+    include: Strings | None = None
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationFields.refused,

@@ -1,10 +1,15 @@
-"""Responses that clients may ask for again, or go on from."""
+"""Responses that clients may ask for again, or go on from.
+
+They are kept as JSON, so that what they hold is known: parsed, small items would have thirty times the bytes.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_server.api.errors import NotFoundError
@@ -13,87 +18,156 @@ Item = Mapping[str, Any]
 """A piece of a conversation: a message, a call, a call's output, reasoning."""
 
 MAX_RESPONSES = 256
+"""Of each owner."""
+
 MAX_BYTES = 256 * 1024 * 1024
-"""Of the items that are kept; those that several responses share count for each."""
+"""Of all owners; items that several responses share count for each."""
+
+_POINTER_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class KeptItem:
+    """One item, written as `text`."""
+
+    id: str
+    text: bytes
+
+    @classmethod
+    def of(cls, item: Item) -> KeptItem:
+        return cls(item["id"], _written(item))
+
+    def read(self) -> dict[str, Any]:
+        """The item itself; takes time in proportion to it."""
+        item: dict[str, Any] = json.loads(self.text)
+        return item
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes of memory."""
+        return sys.getsizeof(self) + sys.getsizeof(self.id) + sys.getsizeof(self.text) + _POINTER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response's body, and all items that its prompt was made of, those of earlier responses included.
-    `num_bytes` is what these items had in the requests that sent them."""
+    """A response's body, and all items that its prompt was made of, those of earlier responses included."""
 
-    body: Mapping[str, Any]
-    input_items: tuple[Item, ...]
-    num_bytes: int = 0
+    id: str
+    status: str
+    head: bytes
+    """The body without its output."""
+    input_items: tuple[KeptItem, ...]
+    output: tuple[KeptItem, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], input_items: tuple[KeptItem, ...]) -> StoredResponse:
+        head = _written({**body, "output": []})
+        output = tuple(KeptItem.of(item) for item in body["output"])
+        num_bytes = sys.getsizeof(head) + total_bytes(input_items) + total_bytes(output)
+        return cls(body["id"], body["status"], head, input_items, output, num_bytes)
 
     @property
     def is_in_progress(self) -> bool:
-        return bool(self.body["status"] == "in_progress")
+        return self.status == "in_progress"
 
     @property
-    def items(self) -> tuple[Item, ...]:
+    def items(self) -> tuple[KeptItem, ...]:
         """The conversation with the answer, from which the next response goes on."""
-        return (*self.input_items, *self.body["output"])
+        return (*self.input_items, *self.output)
+
+    def body(self) -> dict[str, Any]:
+        return {**json.loads(self.head), "output": [item.read() for item in self.output]}
 
 
-@dataclass(frozen=True, slots=True)
-class KeptItems:
-    """Items by their ids, and what the requests had that sent them, at most."""
+def total_bytes(items: Iterable[KeptItem]) -> int:
+    """What the items take of memory."""
+    return sum(item.num_bytes for item in items)
 
-    items: Mapping[str, Item]
-    num_bytes: int
+
+def _written(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """One owner's responses, those used last at the end."""
+
+    responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
+
+    def put(self, response: StoredResponse) -> None:
+        known = self.responses.get(response.id)
+        self.num_bytes += response.num_bytes - (0 if known is None else known.num_bytes)
+        self.responses[response.id] = response
+
+    def drop(self, response_id: str) -> None:
+        self.num_bytes -= self.responses.pop(response_id).num_bytes
 
 
 class ResponseStore:
-    """The responses used last, in memory only, as one owner sees them: their own. On the event loop's thread."""
+    """The responses used last, in memory only, as one owner sees them: their own. On the event loop's thread.
+
+    Who keeps most gives way first, so that no owner can push out what others keep within an equal share."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._owner = ""
-        self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self._shelves: dict[str, _Shelf] = {}
 
     def of(self, owner: str) -> ResponseStore:
         """The same store as `owner` sees it."""
         view = ResponseStore(self._max_responses, self._max_bytes)
-        view._owner, view._responses = owner, self._responses
+        view._owner, view._shelves = owner, self._shelves
         return view
+
+    @property
+    def _own(self) -> _Shelf:
+        return self._shelves.setdefault(self._owner, _Shelf())
 
     def put(self, response: StoredResponse) -> None:
         """Keeps a new response; those that were not used for longest go while there is no room."""
-        self._responses[self._owner, response.body["id"]] = response
-        num_bytes = sum(kept.num_bytes for kept in self._responses.values())
-        while len(self._responses) > self._max_responses or num_bytes > self._max_bytes:
-            num_bytes -= self._responses.popitem(last=False)[1].num_bytes
+        shelf = self._own
+        shelf.put(response)
+        while len(shelf.responses) > self._max_responses:
+            shelf.drop(next(iter(shelf.responses)))
+        self._make_room()
+
+    def _make_room(self) -> None:
+        num_bytes = sum(shelf.num_bytes for shelf in self._shelves.values())
+        while num_bytes > self._max_bytes:
+            largest = max(self._shelves.values(), key=lambda shelf: shelf.num_bytes)
+            before = largest.num_bytes
+            largest.drop(next(iter(largest.responses)))
+            num_bytes += largest.num_bytes - before
 
     def update(self, body: Mapping[str, Any]) -> None:
         """Replaces the body of a response that is still kept; one that was deleted stays so."""
-        key = (self._owner, body["id"])
-        known = self._responses.get(key)
+        known = self._own.responses.get(body["id"])
         if known is not None:
-            self._responses[key] = replace(known, body=body)
+            self._own.put(StoredResponse.of(body, known.input_items))
+            self._make_room()
 
     def find(self, response_id: str) -> StoredResponse | None:
         """The response, which counts as a use; None if it is not kept."""
-        key = (self._owner, response_id)
-        found = self._responses.get(key)
+        found = self._own.responses.get(response_id)
         if found is not None:
-            self._responses.move_to_end(key)
+            self._own.responses.move_to_end(response_id)
         return found
 
-    def find_items(self, ids: Collection[str]) -> KeptItems:
+    def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
         """Those items of kept responses that have these ids; it counts as a use of their responses."""
-        found: dict[str, Item] = {}
-        num_bytes = 0
-        own = [key for key in reversed(self._responses) if key[0] == self._owner]
-        for key in own if ids else ():
-            response = self._responses[key]
-            new = {item["id"]: item for item in response.items if item["id"] in ids and item["id"] not in found}
+        found: dict[str, KeptItem] = {}
+        responses = self._own.responses
+        for response in list(reversed(responses.values())) if ids else ():
+            new = {item.id: item for item in response.items if item.id in ids and item.id not in found}
             if new:
                 found.update(new)
-                num_bytes += response.num_bytes
-                self._responses.move_to_end(key)
-        return KeptItems(found, num_bytes)
+                responses.move_to_end(response.id)
+            if len(found) == len(ids):
+                break
+        return found
 
     def get(self, response_id: str) -> StoredResponse:
         """Like `find`; raises `NotFoundError`."""
@@ -108,7 +182,7 @@ class ResponseStore:
     def delete(self, response_id: str) -> None:
         """Raises `NotFoundError`."""
         self.get(response_id)
-        del self._responses[self._owner, response_id]
+        self._own.drop(response_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +190,11 @@ class Keeping:
     """What is kept of one response beside its body, and where: `store` is None if nothing is to be."""
 
     store: ResponseStore | None
-    input_items: tuple[Item, ...]
-    num_bytes: int
+    input_items: tuple[KeptItem, ...]
 
     def put(self, body: Mapping[str, Any]) -> None:
         if self.store is not None:
-            self.store.put(StoredResponse(body, self.input_items, self.num_bytes))
+            self.store.put(StoredResponse.of(body, self.input_items))
 
     def update(self, body: Mapping[str, Any]) -> None:
         if self.store is not None:
