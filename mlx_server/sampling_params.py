@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import SupportsIndex
 
 from mlx_server.errors import InvalidRequestError
 
@@ -25,6 +27,9 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 16_384
 """Tokens with a bias. All of them go to the device in every step; `allowed_token_ids` costs nothing there."""
+
+_INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        self._take_plain_numbers()
         check = _check
         if self.max_tokens is not None:
             check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
@@ -102,6 +108,22 @@ class SamplingParams:
             if value is not None:
                 check(0 <= value <= MAX_LOGPROBS, name, value, f"between 0 and {MAX_LOGPROBS}")
 
+    def _take_plain_numbers(self) -> None:
+        """Numbers of other libraries become Python's: what reads them later knows no others."""
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                object.__setattr__(self, name, plain_ints((value,), name)[0])
+        for name in _FLOATS:
+            if type(getattr(self, name)) not in (int, float):
+                object.__setattr__(self, name, float(getattr(self, name)))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, plain_ints(getattr(self, name), name))
+        if self.logit_bias:
+            ids = plain_ints(self.logit_bias, "logit_bias")
+            object.__setattr__(self, "logit_bias", dict(zip(ids, map(float, self.logit_bias.values()), strict=True)))
+
     @property
     def is_greedy(self) -> bool:
         """Whether the token is the arg max and no randomness is used."""
@@ -111,6 +133,14 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether the sampler must know which tokens this request has seen."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def plain_ints(values: Iterable[SupportsIndex], name: str) -> tuple[int, ...]:
+    """Python's integers for any, NumPy's too. Raises `InvalidRequestError` for what is none."""
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError as error:
+        raise InvalidRequestError(f"{name} must be made of integers: {error}.", name) from error
 
 
 def _check_size(name: str, size: int, limit: int, what: str) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_worlds import CHAT_TEMPLATE, EOS, make_tokenizer
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlx_server.engine.chat import ChatFormatter, ChatOptions
 from mlx_server.engine.tokenizer import Tokenizer
@@ -168,11 +172,29 @@ def test_variables_reach_the_template() -> None:
     assert chat.render([USER], options=options) == "hello|False|high|"
 
 
-@pytest.mark.parametrize("name", ["tools", "messages", "tokenize", "add_generation_prompt", "chat_template"])
+@pytest.mark.parametrize("name", ["tools", "messages", "tokenize", "chat_template", "self"])
 def test_variables_may_not_replace_request_fields(name: str) -> None:
     with pytest.raises(InvalidRequestError, match=name) as caught:
         formatter().render([USER], options=ChatOptions(template_kwargs={name: 1}))
     assert caught.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("renderer", [None, lambda messages, **variables: "".join(sorted(variables))])
+def test_variables_may_have_the_names_of_our_own_arguments(renderer: Any) -> None:
+    """Of every function on the way; a name that transformers has for itself is refused."""
+    names = {"self", "render", "chat", "template", "variables", "options", "messages", "kwargs", "args", "key"}
+    functions = (PreTrainedTokenizerFast.apply_chat_template, render_jinja_template, jinja2.Template.render)
+    names |= {name for function in functions for name in inspect.signature(function).parameters}
+    taken = 0
+    for name in names:
+        chat = ChatFormatter(make_tokenizer(chat_template=f"{{{{ {name} }}}}"), renderer)
+        try:
+            text = chat.render([USER], options=ChatOptions(template_kwargs={name: "mine"}))
+        except InvalidRequestError:
+            continue
+        assert text == "mine" if renderer is None else name in text
+        taken += 1
+    assert taken >= 6
 
 
 def test_tools_go_to_templates_that_know_them() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from text_worlds import make_tokenizer
 from tool_worlds import LLAMA_TEMPLATE, parser_named
 
+from mlx_server.engine.dialect import find_dialect
 from mlx_server.engine.reasoning import find_reasoning_markers
 from mlx_server.engine.tool_formats import JsonTagParser, ToolParser
 from mlx_server.engine.tools import ToolCallDelta, ToolCallExtractor
@@ -289,6 +290,14 @@ def test_the_configuration_may_name_the_parser() -> None:
     assert parser_named("gemma4").markers == ("<|tool_call>", "<tool_call|>", '<|"|>')
     with pytest.raises(ModelLoadError, match="no_such_parser"):
         parser_named("no_such_parser")
+
+
+def test_a_parser_that_is_not_there_leaves_json_between_tags(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.hf.init_kwargs["tool_parser_type"] = "no_such_parser"
+    dialect = find_dialect(tokenizer)
+    assert isinstance(dialect.tool_parser, JsonTagParser)
+    assert "no_such_parser" in caplog.text
 
 
 def test_the_configuration_may_name_a_template_in_python() -> None:

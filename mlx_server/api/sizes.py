@@ -50,5 +50,6 @@ def check_name(name: str | None, param: str) -> None:
     """Raises `InvalidRequestError` for a name that nothing can have."""
     if name is not None and len(name) > MAX_NAME_CHARS:
         raise InvalidRequestError(
-            f"{param} has {len(name)} characters; a name has at most {MAX_NAME_CHARS}. GET /v1/models lists them.", param
+            f"{param} has {len(name)} characters; a name has at most {MAX_NAME_CHARS}. GET /v1/models lists them.",
+            param,
         )

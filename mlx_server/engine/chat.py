@@ -22,6 +22,7 @@ _RESERVED_KWARGS = frozenset(
         "chat_template",
         "continue_final_message",
         "conversation",
+        "conversations",
         "max_length",
         "messages",
         "padding",
@@ -29,6 +30,7 @@ _RESERVED_KWARGS = frozenset(
         "return_dict",
         "return_tensors",
         "sanitize_control_tokens",
+        "self",
         "tokenize",
         "tokenizer_kwargs",
         "tools",
@@ -98,14 +100,14 @@ class ChatFormatter:
         variables = _template_variables(options)
         if self._renderer is not None and options.chat_template is None:
             chat = normalise_messages(messages, parses_arguments=False)
-            return _guarded(self._renderer, chat, tools=tools, **variables)
+            return _guarded(self._renderer, chat, {"tools": tools, **variables})
         template = self._template(options, tools)
         chat = normalise_messages(messages, knows_developer="developer" in template)
         if tools and "tools" not in template:
             chat, tools = write_tools_into_messages(chat, tools), None
         if self._wants_parts(options, template):
             chat = [_with_parts(message) for message in chat]
-        return self._apply(chat, template, tools=tools, **variables)
+        return self._apply(chat, template, {"tools": tools, **variables})
 
     def _template(self, options: ChatOptions, tools: Sequence[Tool] | None) -> str:
         if options.chat_template is not None:
@@ -119,10 +121,9 @@ class ChatFormatter:
         template: str = self._tokenizer.hf.get_chat_template(None, tools)  # some models have several
         return template
 
-    def _apply(self, chat: list[Message], template: str, **variables: Any) -> str:
-        return _guarded(
-            self._tokenizer.hf.apply_chat_template, chat, chat_template=template, tokenize=False, **variables
-        )
+    def _apply(self, chat: list[Message], template: str, variables: Mapping[str, Any]) -> str:
+        own = {"chat_template": template, "tokenize": False}
+        return _guarded(self._tokenizer.hf.apply_chat_template, chat, {**variables, **own})
 
     def _wants_parts(self, options: ChatOptions, template: str) -> bool:
         """Whether the template drops content that is a plain string, and shows lists of parts. Found by trying."""
@@ -138,7 +139,7 @@ class ChatFormatter:
 
     def _shows_probe(self, message: Message, template: str) -> bool:
         try:
-            return _PROBE in self._apply([message], template, add_generation_prompt=True)
+            return _PROBE in self._apply([message], template, {"add_generation_prompt": True})
         except InvalidRequestError:
             return False
 
@@ -165,7 +166,7 @@ def _template_variables(options: ChatOptions) -> dict[str, Any]:
     return variables
 
 
-def _guarded(render: Callable[..., str], chat: list[Message], **variables: Any) -> str:
+def _guarded(render: Callable[..., str], chat: list[Message], variables: Mapping[str, Any]) -> str:
     """Renders; whatever a template raises was caused by the messages, the variables or the request's template."""
     try:
         return render(chat, **variables)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlx_server.engine.reasoning import ReasoningMarkers, find_reasoning_markers
 from mlx_server.engine.tokenizer import Tokenizer
 from mlx_server.engine.tool_formats import JsonTagParser, ToolParser
+from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.tool_parsers import find_tool_parser
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +33,13 @@ class Dialect:
 
 
 def find_dialect(tokenizer: Tokenizer) -> Dialect:
-    """The dialect of a tokenizer's model. Raises `ModelLoadError` for a tool parser that does not exist."""
-    found = find_tool_parser(tokenizer.hf)
+    """The dialect of a tokenizer's model. A folder that asks for a tool parser that is not there is warned of, and read
+    as one that asks for none: all but its own format of calls works."""
+    found = None
+    try:
+        found = find_tool_parser(tokenizer.hf)
+    except ModelLoadError as error:
+        logger.warning("Tool calls are read as JSON between tags. %s", error.message)
     reasoning = find_reasoning_markers(tokenizer)
     if found is None:
         default = JsonTagParser()

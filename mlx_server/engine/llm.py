@@ -21,7 +21,7 @@ from mlx_server.outputs import EngineStats, PositionLogprobs
 from mlx_server.request import FinishReason, Priority
 from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.loader import LoadedModel, RunnerInfo
-from mlx_server.sampling_params import SamplingParams
+from mlx_server.sampling_params import SamplingParams, plain_ints
 from mlx_server.setting import joined
 
 Prompt = str | Sequence[int]
@@ -138,7 +138,7 @@ class LLM:
         requests = [
             GenerationRequest(
                 request_id=f"llm-{next(self._ids)}",
-                prompt_token_ids=self._engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt),
+                prompt_token_ids=self._token_ids(prompt),
                 sampling=sampling,
                 priority=Priority.NORMAL if priorities is None else priorities[index],
                 adapter=named[index],
@@ -146,6 +146,9 @@ class LLM:
             for index, (prompt, sampling) in enumerate(zip(prompts, each, strict=True))
         ]
         return self._runner.run(self._generate(requests, progress))
+
+    def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+        return self._engine.tokenizer.encode(prompt) if isinstance(prompt, str) else plain_ints(prompt, "prompt")
 
     def stats(self) -> EngineStats:
         """Totals since the model was loaded."""

@@ -97,10 +97,17 @@ async def test_a_burst_cannot_pass_all_at_once(world: World, keys: Any):
     assert sorted(answer.status_code for answer in answers) == [200] * 4 + [429] * 8
 
 
-async def test_what_is_refused_or_only_counts_tokens_is_free(world: World, keys: Any):
+async def test_what_is_wrong_counts_and_is_not_read_any_more(world: World, keys: Any):
+    (key,) = keys(requests_per_minute=3)
+    assert await statuses(world, key, 2, temperature=-1) == [400, 400]
+    assert await statuses(world, key, 1, prompt=None) == [400]
+    refused = await world.http.post("/v1/completions", content=b"{", headers={"x-api-key": key})
+    assert refused.status_code == 429
+
+
+async def test_what_the_server_refuses_or_only_counts_tokens_is_free(world: World, keys: Any):
     (key,) = keys(requests_per_minute=1)
     headers = {"x-api-key": key}
-    assert await statuses(world, key, 2, temperature=-1) == [400, 400]
     world.engine.max_open = 0
     assert await statuses(world, key, 2) == [503, 503]
     world.engine.max_open = 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import httpx
@@ -341,10 +342,84 @@ async def test_the_store_forgets_what_was_not_used_for_longest():
         store.get("b")
 
 
+async def test_what_is_counted_is_what_is_held():
+    store = ResponseStore()
+    tracemalloc.start()
+    try:
+        for index in range(20):
+            store.put(stored(f"{index:03}", num_items=500))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.8 * held < store._own.num_bytes < 1.2 * held
+
+
+async def test_one_owner_cannot_push_out_what_another_keeps():
+    one = stored("a", num_items=10).num_bytes
+    store = ResponseStore(max_responses=100, max_bytes=10 * one)
+    modest, greedy = store.of("modest"), store.of("greedy")
+    for name in "abc":
+        modest.put(stored(name, num_items=10))
+    for index in range(50):
+        greedy.put(stored(f"g{index}", num_items=10))
+    assert all(modest.find(name) is not None for name in "abc")
+    assert sum(greedy.find(f"g{index}") is not None for index in range(50)) == 7
+    assert greedy.find("g49") is not None
+    for name in "defgh":  # more than a half: its own go first
+        modest.put(stored(name, num_items=10))
+    assert [modest.find(name) is not None for name in "abcdefgh"] == [False] * 3 + [True] * 5
+
+
+async def test_a_response_that_grows_is_counted_again():
+    store = ResponseStore()
+    store.put(stored("a"))
+    before = store._own.num_bytes
+    store.update({"id": "a", "status": "completed", "output": [{"id": "m", "text": "x" * 5000}]})
+    assert store._own.num_bytes > before + 5000
+    store.delete("a")
+    assert store._own.num_bytes == 0
+
+
+async def test_fields_that_nobody_reads_are_not_kept(world: World):
+    junk = {"junk": ["x"] * 10}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "One", **junk}], **junk},
+        {"type": "reasoning", "summary": [], "encrypted_content": "secret", **junk},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", **junk},
+        {"type": "function_call_output", "call_id": "c", "output": "done", **junk},
+    ]
+    response = await create(world, input=items)
+    kept = (await world.http.get(f"/v1/responses/{response['id']}/input_items?order=asc")).json()["data"]
+    assert [item["type"] for item in kept] == ["message", "reasoning", "function_call", "function_call_output"]
+    assert "junk" not in json.dumps(kept)
+    assert "secret" not in json.dumps(kept)
+    assert kept[0]["content"] == [{"type": "input_text", "text": "One"}]
+
+
+async def test_an_item_is_referred_to_once(world: World):
+    first = await create(world, input="One")
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    assert (await post(world, input=[reference])).status_code == 200
+    twice = await post(world, input=[reference, reference])
+    assert (twice.status_code, twice.json()["error"]["param"]) == (400, "input[1].id")
+
+
+async def test_what_a_response_goes_on_from_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch):
+    first = await create(world, input="One")
+    monkeypatch.setattr("mlx_server.api.openai.responses.MAX_BODY_BYTES", 300)
+    for body in (
+        {"input": "Two", "previous_response_id": first["id"]},
+        {"input": [{"type": "item_reference", "id": first["output"][0]["id"]}]},
+    ):
+        refused = await post(world, **body)
+        assert refused.status_code == 400
+        assert "at most 300" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("is_referenced", [False, True])
 async def test_the_store_is_bounded_by_size_too(world: World, is_referenced: bool):
     app = create_app(world.pool, Config())
-    app.state.responses = ResponseStore(max_bytes=6000)
+    app.state.responses = ResponseStore(max_bytes=4500)
     ids: list[str] = []
     text = "x" * 200
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:

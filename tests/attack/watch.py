@@ -42,7 +42,7 @@ class Gap:
 
 async def stream(port: int, gap: Gap) -> None:
     body = json.dumps(_BODY).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
     while True:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)

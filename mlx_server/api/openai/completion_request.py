@@ -20,7 +20,7 @@ DEFAULT_MAX_TOKENS = 16
 def _as_prompts(value: Any) -> Any:
     """One prompt or several, as text or token ids, becomes a list of prompts."""
     if isinstance(value, list) and len(value) > MAX_SEQUENCES and type(value[0]) is not int:
-        raise ValueError(f"has {len(value)} prompts; at most {MAX_SEQUENCES} are taken at a time, send several requests")
+        raise ValueError(f"has {len(value)} prompts; at most {MAX_SEQUENCES} are taken at a time, send several")
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value and all(type(item) is int for item in value):

@@ -94,8 +94,8 @@ def _reading(body: ResponsesRequest, store: ResponseStore) -> _Reading:
     num_bytes = total_bytes(earlier) + total_bytes(referenced.values())
     if num_bytes > MAX_BODY_BYTES:
         raise InvalidRequestError(
-            f"What the input goes on from has {num_bytes} bytes; at most {MAX_BODY_BYTES} are read. Send the items that "
-            "still matter.",
+            f"What the input goes on from has {num_bytes} bytes; at most {MAX_BODY_BYTES} are read. Send "
+            "the items that still matter.",
             "previous_response_id" if earlier else "input",
         )
     return _Reading(body, earlier, referenced)

@@ -1,0 +1,248 @@
+"""One request cannot hold the event loop: what is too much is refused before it is parsed, and what is much is read
+beside the loop, one body at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_server.api import body_reader, json_reading
+from mlx_server.api.body_reader import BodyReader
+from mlx_server.api.caller import Caller
+from mlx_server.api.http_protocol import MAX_HEADERS, MAX_SMALL_CHUNKS
+from mlx_server.api.json_reading import MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES
+from mlx_server.api.openai.completion_request import MAX_SEQUENCES
+from mlx_server.api.sizes import MAX_ECHO_BYTES, MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
+from mlx_server.errors import QuotaExceededError
+from mlx_server.request import Priority
+from mlx_server.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS
+from mlx_server.tiers import Tier
+from tests.api.worlds import World, user
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+JSON = {"content-type": "application/json"}
+MESSAGE = user("x")[0]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The name of the thread of each parse."""
+    threads: list[str] = []
+    parse = json_reading.from_json
+
+    def recorded(body: bytes, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return parse(body, **options)
+
+    monkeypatch.setattr(json_reading, "from_json", recorded)
+    return threads
+
+
+@pytest.mark.parametrize(
+    ("field", "limit"),
+    [
+        ("[" + "[]," * MAX_CONTAINERS + "[]]", f"{MAX_CONTAINERS} lists and objects"),
+        ("[" + "{}," * MAX_CONTAINERS + "{}]", f"{MAX_CONTAINERS} lists and objects"),
+        ("[" * (MAX_CONTAINERS + 1), f"{MAX_CONTAINERS} lists and objects"),
+        ("{" + '"":1,' * MAX_MEMBERS + '"a":1}', f"{MAX_MEMBERS} members"),
+        ("[" + "1," * MAX_VALUES + "1]", f"{MAX_VALUES} values"),
+    ],
+    ids=["lists", "objects", "nested", "members", "values"],
+)
+async def test_too_many_values_are_refused_before_they_are_parsed(
+    world: World, parsed: list[str], field: str, limit: str
+):
+    answer = await world.http.post("/v1/completions", content=f'{{"prompt":"a","x":{field}}}', headers=JSON)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "BadRequestError")
+    assert limit in answer.json()["error"]["message"]
+    assert parsed == []
+
+
+async def test_what_stands_in_strings_does_not_count(world: World, parsed: list[str]):
+    text = '[{":,"}]\\"' * (MAX_CONTAINERS // 2)
+    answer = await world.complete(user=text)
+    assert answer.status_code == 200, answer.text
+    assert len(parsed) == 1
+
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text('"\\[]{},: ué', max_size=12),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('"\\[,:a', max_size=5), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(value=VALUES, slice_bytes=st.integers(1, 9), is_ascii=st.booleans())
+@settings(max_examples=200, deadline=None)
+async def test_the_count_is_exact_wherever_the_slices_end(value: Any, slice_bytes: int, is_ascii: bool):
+    body = json.dumps(value, ensure_ascii=is_ascii).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_reading, "_SLICE_BYTES", slice_bytes)
+        outside = b"".join(json_reading._outside_strings(body))
+    assert outside.count(b"[") + outside.count(b"{") == num_containers(value)
+    assert outside.count(b":") == num_members(value)
+
+
+def num_containers(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, dict | list) + sum(map(num_containers, inner))
+
+
+def num_members(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (len(value) if isinstance(value, dict) else 0) + sum(map(num_members, inner))
+
+
+@pytest.mark.parametrize(("depth", "status"), [(150, 200), (250, 400)])
+async def test_nesting_is_bounded(world: World, depth: int, status: int):
+    field = "[" * depth + "]" * depth
+    answer = await world.http.post("/v1/completions", content=f'{{"prompt":"a","x":{field}}}', headers=JSON)
+    assert answer.status_code == status
+
+
+MESSAGES = [MESSAGE] * (MAX_MESSAGES + 1)
+CAPS: list[tuple[str, dict[str, Any], str, int]] = [
+    ("/v1/chat/completions", {"messages": MESSAGES}, "messages", MAX_MESSAGES),
+    ("/v1/messages", {"max_tokens": 1, "messages": MESSAGES}, "messages", MAX_MESSAGES),
+    ("/v1/messages/count_tokens", {"messages": MESSAGES}, "messages", MAX_MESSAGES),
+    ("/tokenize", {"messages": MESSAGES}, "messages", MAX_MESSAGES),
+    ("/v1/responses", {"input": MESSAGES}, "input", MAX_MESSAGES),
+    ("/v1/chat/completions", {"messages": [MESSAGE], "tools": [TOOL] * (MAX_TOOLS + 1)}, "tools", MAX_TOOLS),
+    ("/v1/completions", {"prompt": ["a"] * (MAX_SEQUENCES + 1)}, "prompt", MAX_SEQUENCES),
+    ("/v1/completions", {"prompt": "a", "stop": ["a"] * (MAX_STOP_STRINGS + 1)}, "stop", MAX_STOP_STRINGS),
+    (
+        "/v1/completions",
+        {"prompt": "a", "logit_bias": {str(i): "x" for i in range(MAX_LOGIT_BIAS + 1)}},
+        "logit_bias",
+        MAX_LOGIT_BIAS,
+    ),
+    ("/v1/completions", {"prompt": "a", "model": "n" * (MAX_NAME_CHARS + 1)}, "model", MAX_NAME_CHARS),
+    ("/tokenize", {"prompt": "a", "model": "n" * (MAX_NAME_CHARS + 1)}, "model", MAX_NAME_CHARS),
+    (
+        "/v1/responses",
+        {"input": "a", "metadata": {"a": "x" * MAX_ECHO_BYTES}},
+        "metadata",
+        MAX_ECHO_BYTES,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "limit"), CAPS, ids=[f"{path} {field}" for path, _, field, _ in CAPS]
+)
+async def test_counts_and_names_are_bounded(world: World, path: str, body: dict[str, Any], field: str, limit: int):
+    answer = await world.http.post(path, json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert field in error["message"]
+    assert str(limit) in error["message"]
+    assert len(answer.content) < 5000
+
+
+async def test_a_million_wrong_entries_are_one_error(world: World):
+    answer = await world.complete(prompt="a", allowed_token_ids=["x"] * 100_000)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].count("valid integer") == 1
+
+
+@pytest.mark.parametrize("name", ["n" * 12_000, "n" * 12_000 + "/x"])
+async def test_long_names_in_paths_are_not_repeated_whole(world: World, name: str):
+    answer = await world.http.get(f"/v1/models/{name}")
+    assert answer.status_code == 404
+    assert len(answer.content) < 5000
+
+
+async def test_large_bodies_are_read_beside_the_loop(world: World, parsed: list[str]):
+    assert (await world.complete(user="x")).status_code == 200
+    assert (await world.complete(user="x" * 20_000)).status_code == 200
+    small, large = parsed
+    assert small == threading.current_thread().name
+    assert large.startswith("bodies")
+
+
+def caller(identity: str, priority: Priority) -> Caller:
+    return Caller(identity, Tier(name=priority.name.lower(), priority=priority))
+
+
+async def test_bodies_are_read_one_at_a_time_by_priority_and_key_in_turn():
+    reader, done, may_go = BodyReader(), [], threading.Event()
+    greedy, modest, high = caller("greedy", Priority.LOW), caller("modest", Priority.LOW), caller("vip", Priority.HIGH)
+
+    def work(name: str) -> None:
+        may_go.wait(5)
+        done.append(name)
+
+    reads = [asyncio.create_task(reader.read(greedy, lambda n=f"greedy {i}": work(n))) for i in range(4)]
+    await asyncio.sleep(0)
+    reads.append(asyncio.create_task(reader.read(modest, lambda: work("modest"))))
+    reads.append(asyncio.create_task(reader.read(high, lambda: work("high"))))
+    gone = asyncio.create_task(reader.read(high, lambda: work("gone")))
+    await asyncio.sleep(0)
+    gone.cancel()
+    may_go.set()
+    await asyncio.gather(*reads)
+    assert done == ["greedy 0", "high", "greedy 1", "modest", "greedy 2", "greedy 3"]
+
+
+async def test_bytes_that_wait_to_be_read_are_bounded_by_key_and_tier(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(body_reader, "MAX_HELD_BYTES", 100)
+    reader = BodyReader()
+    first, second, third = (reader.hold(caller(name, Priority.LOW)) for name in "abc")
+    first.add(60)
+    with pytest.raises(QuotaExceededError, match="60 bytes of bodies from the key a .* at most 100"):
+        first.add(60)
+    second.add(100)
+    with pytest.raises(QuotaExceededError, match="160 bytes of bodies from the tier low .* at most 200"):
+        third.add(60)
+    second.release()
+    second.release()
+    third.add(60)
+    for held in (first, third):
+        held.release()
+    assert not reader._held
+
+
+async def test_a_caller_s_bodies_in_waiting_are_refused_with_429(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(body_reader, "MAX_HELD_BYTES", 1000)
+    world.configure_server()
+    answer = await world.complete(user="x" * 2000)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert (await world.complete(user="x" * 200)).status_code == 200
+    assert (await world.complete(user="x" * 700)).status_code == 200
+
+
+async def test_too_many_header_fields_are_refused_before_they_are_parsed(world: World):
+    for number, status in ((MAX_HEADERS, b"200"), (MAX_HEADERS + 1, b"400")):
+        reader, writer = await world.connect()
+        fields = b"".join(b"x-%d: a\r\n" % index for index in range(number - 2))
+        writer.write(b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + fields + b"\r\n")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 " + status), answer
+        writer.close()
+
+
+@pytest.mark.parametrize(("number", "is_read"), [(MAX_SMALL_CHUNKS, True), (MAX_SMALL_CHUNKS + 10, False)])
+async def test_a_body_in_crumbs_is_refused(world: World, number: int, is_read: bool):
+    reader, writer = await world.connect()
+    text = json.dumps({"prompt": "a", "user": ""}).encode()
+    body = text[:-2] + b"x" * (number - len(text)) + text[-2:]
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    )
+    writer.write(head + b"transfer-encoding: chunked\r\n\r\n")
+    writer.write(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):  # what is not read any more may cost the client the answer
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 200") == is_read
+    assert len(world.engine.requests) == is_read
+    writer.close()
