@@ -198,10 +198,10 @@ async def test_bytes_that_wait_to_be_read_are_bounded_by_key_and_tier(monkeypatc
     reader = BodyReader()
     first, second, third = (reader.hold(caller(name, Priority.LOW)) for name in "abc")
     first.add(60)
-    with pytest.raises(QuotaExceededError, match="60 bytes of bodies from the key a .* at most 100"):
+    with pytest.raises(QuotaExceededError, match=r"60 bytes of bodies from the key a .* at most 100"):
         first.add(60)
     second.add(100)
-    with pytest.raises(QuotaExceededError, match="160 bytes of bodies from the tier low .* at most 200"):
+    with pytest.raises(QuotaExceededError, match=r"160 bytes of bodies from the tier low .* at most 200"):
         third.add(60)
     second.release()
     second.release()

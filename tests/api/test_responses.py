@@ -356,7 +356,7 @@ async def test_what_is_counted_is_what_is_held():
 
 async def test_one_owner_cannot_push_out_what_another_keeps():
     one = stored("a", num_items=10).num_bytes
-    store = ResponseStore(max_responses=100, max_bytes=10 * one)
+    store = ResponseStore(max_responses=100, max_bytes=10 * one + one // 2)
     modest, greedy = store.of("modest"), store.of("greedy")
     for name in "abc":
         modest.put(stored(name, num_items=10))
