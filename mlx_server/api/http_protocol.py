@@ -14,7 +14,7 @@ MAX_HEADERS = 128
 MAX_SMALL_CHUNKS = 4096
 """Chunks of a body whose chunks have less than a kibibyte on average."""
 
-_READ_BYTES = 16 * 1024
+_READ_BYTES = 8 * 1024
 """What is parsed at a time: other connections have their turn between."""
 
 

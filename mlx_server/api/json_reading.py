@@ -4,7 +4,7 @@ done, and what it makes of `[[],[],...]` has thirty times the bytes."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic_core import from_json
@@ -19,6 +19,9 @@ MAX_CONTAINERS = 128 * 1024
 
 MAX_MEMBERS = 256 * 1024
 """Members of all objects together; a new name for each is what costs a parser most."""
+
+MAX_BACKSLASHES = 2 * 1024 * 1024
+"""In strings: all characters of a prompt of a million tokens may be escapes."""
 
 _SLICE_BYTES = 64 * 1024
 
@@ -35,38 +38,44 @@ def parse_json(body: bytes) -> Any:
 
 
 def _check(body: bytes) -> None:
-    """Counts in strings, too, before it looks more closely: a pass in C for most bodies."""
-    if _excess(_counted(body)) is None:
-        return
-    totals = [0, 0, 0]
-    for outside in _outside_strings(body):
-        totals = [total + number for total, number in zip(totals, _counted(outside), strict=True)]
-        excess = _excess(totals)
-        if excess is not None:
-            raise InvalidRequestError(
-                f"The body has more than {excess}, which is all that is read of one request. Send less at a time."
-            )
+    """Counts in strings, too, before it looks more closely: most bodies need no more."""
+    excess = None
+    if sum(piece.count(b"\\") for piece in _slices(body)) > MAX_BACKSLASHES:
+        excess = f"{MAX_BACKSLASHES} backslashes"
+    elif _excess(_slices(body)) is not None:
+        excess = _excess(_outside_strings(body))
+    if excess is not None:
+        raise InvalidRequestError(
+            f"The body has more than {excess}, which is all that is read of one request. Send less at a time."
+        )
 
 
-def _counted(text: bytes) -> list[int]:
-    return [text.count(b","), text.count(b"[") + text.count(b"{"), text.count(b":")]
+def _excess(pieces: Iterable[bytes]) -> str | None:
+    """What there is too much of. Ends as soon as it is known."""
+    num_values = num_containers = num_members = 0
+    for piece in pieces:
+        num_values += piece.count(b",")
+        num_containers += piece.count(b"[") + piece.count(b"{")
+        num_members += piece.count(b":")
+        if num_containers > MAX_CONTAINERS:
+            return f"{MAX_CONTAINERS} lists and objects"
+        if num_members > MAX_MEMBERS:
+            return f"{MAX_MEMBERS} members of objects"
+        if num_values > MAX_VALUES:
+            return f"{MAX_VALUES} values"
+    return None
 
 
-def _excess(totals: list[int]) -> str | None:
-    num_values, num_containers, num_members = totals
-    if num_containers > MAX_CONTAINERS:
-        return f"{MAX_CONTAINERS} lists and objects"
-    if num_members > MAX_MEMBERS:
-        return f"{MAX_MEMBERS} members of objects"
-    return f"{MAX_VALUES} values" if num_values > MAX_VALUES else None
+def _slices(body: bytes) -> Iterator[bytes]:
+    for start in range(0, len(body), _SLICE_BYTES):
+        yield body[start : start + _SLICE_BYTES]
 
 
 def _outside_strings(body: bytes) -> Iterator[bytes]:
     """What stands between the strings, a slice at a time."""
     is_inside, carried = False, b""
-    for start in range(0, len(body), _SLICE_BYTES):
-        piece = carried + body[start : start + _SLICE_BYTES]
-        carried = b""
+    for slice_ in _slices(body):
+        piece, carried = carried + slice_, b""
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the next slice begins with what it escapes
             piece, carried = piece[:-1], b"\\"
         if b"\\" in piece:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -143,8 +144,12 @@ class _Server:
             await asyncio.gather(working, stopping, return_exceptions=True)
 
     async def _death(self) -> None:
-        """Returns when nothing can be generated any more."""
+        """Returns when nothing can be generated any more. Meanwhile the garbage collector passes over what was there
+        when the models were loaded: a look at all of it takes longer than streams may stand still. (Unloading a model
+        thaws it for a moment.)"""
         while True:
+            if not gc.get_freeze_count():
+                gc.freeze()
             death = self._pool.death()
             if death is not None:
                 logger.error("%s", death)

@@ -20,7 +20,7 @@ MAX_TOOLS = 2048
 MAX_NAME_CHARS = 1024
 """Of a model's or a tool's name: the longest path that a model could be configured by."""
 
-MAX_ECHO_BYTES = 4 * 1024 * 1024
+MAX_ECHO_CHARS = 4 * 1024 * 1024
 """Of what an answer repeats of its request: tools, metadata, instructions."""
 
 

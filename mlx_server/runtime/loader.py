@@ -286,6 +286,7 @@ def release(last_references: list[object]) -> None:
     """Drops a model's last references here, where its arrays' streams live, and gives MLX's cached memory back
     to the system. MLX thread."""
     last_references.clear()
+    gc.unfreeze()  # a server freezes what it has loaded
     gc.collect()
     mx.clear_cache()
 

@@ -17,9 +17,9 @@ from mlx_server.api import body_reader, json_reading
 from mlx_server.api.body_reader import BodyReader
 from mlx_server.api.caller import Caller
 from mlx_server.api.http_protocol import MAX_HEADERS, MAX_SMALL_CHUNKS
-from mlx_server.api.json_reading import MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES
+from mlx_server.api.json_reading import MAX_BACKSLASHES, MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES
 from mlx_server.api.openai.completion_request import MAX_SEQUENCES
-from mlx_server.api.sizes import MAX_ECHO_BYTES, MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
+from mlx_server.api.sizes import MAX_ECHO_CHARS, MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
 from mlx_server.errors import QuotaExceededError
 from mlx_server.request import Priority
 from mlx_server.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS
@@ -55,8 +55,9 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("[" * (MAX_CONTAINERS + 1), f"{MAX_CONTAINERS} lists and objects"),
         ("{" + '"":1,' * MAX_MEMBERS + '"a":1}', f"{MAX_MEMBERS} members"),
         ("[" + "1," * MAX_VALUES + "1]", f"{MAX_VALUES} values"),
+        ('"' + r"\n" * (MAX_BACKSLASHES + 1) + '"', f"{MAX_BACKSLASHES} backslashes"),
     ],
-    ids=["lists", "objects", "nested", "members", "values"],
+    ids=["lists", "objects", "nested", "members", "values", "escapes"],
 )
 async def test_too_many_values_are_refused_before_they_are_parsed(
     world: World, parsed: list[str], field: str, limit: str
@@ -129,9 +130,9 @@ CAPS: list[tuple[str, dict[str, Any], str, int]] = [
     ("/tokenize", {"prompt": "a", "model": "n" * (MAX_NAME_CHARS + 1)}, "model", MAX_NAME_CHARS),
     (
         "/v1/responses",
-        {"input": "a", "metadata": {"a": "x" * MAX_ECHO_BYTES}},
+        {"input": "a", "metadata": {"a": "x" * MAX_ECHO_CHARS}},
         "metadata",
-        MAX_ECHO_BYTES,
+        MAX_ECHO_CHARS,
     ),
 ]
 

@@ -52,11 +52,18 @@ ATTACKS: Mapping[str, Attack] = {
     "two million biases": Attack(_TEXT, biases(2_000_000)),
     "3 MB of 100,000 items": Attack(_RESPONSES, many(b'{"input":[', _MESSAGE, b"]}", 100_000)),
     "100,000 messages": Attack(_CHAT, many(b'{"messages":[', _MESSAGE, b"]}", 100_000)),
+    "as many messages as are read": Attack(_MESSAGES, many(_HEAD, _MESSAGE, b"]}", 32_768), 200),
+    "as many items as are read": Attack(
+        _RESPONSES, many(b'{"max_output_tokens":1,"input":[', _MESSAGE, b"]}", 32_768), 200
+    ),
+    "as many lists as are read": Attack(_TEXT, many(b'{"prompt":"a","x":[', b"[]", b"]}", 131_000), 200),
+    "a prompt of two million tokens": Attack(_TEXT, many(b'{"prompt":[', b"5", b"]}", 2_000_000)),
     "stop strings": Attack(_TEXT, many(b'{"prompt":"a","stop":[', b'"x"', b"]}")),
     "deeply nested lists": Attack(_TEXT, lambda: b'{"prompt":"a","x":' + b"[" * 16_000_000 + b"]" * 16_000_000 + b"}"),
     "a prompt of 31 MB": Attack(_TEXT, long(b'{"prompt":', b"word ", b"}")),
     "a prompt of 31 MB of escapes": Attack(_TEXT, long(b'{"prompt":', b"\\n", b"}")),
-    "instructions of 31 MB": Attack(_RESPONSES, long(b'{"input":"a","instructions":', b"word\\n", b"}")),
-    "a system prompt of 31 MB": Attack(_MESSAGES, long(_HEAD + _MESSAGE + b'],"system":', b"word\\n", b"}")),
+    "a prompt of two million escapes": Attack(_TEXT, long(b'{"prompt":', b"\\u00e9 a text ", b"}")),
+    "instructions of 31 MB": Attack(_RESPONSES, long(b'{"input":"a","instructions":', b"words \\n", b"}")),
+    "a system prompt of 31 MB": Attack(_MESSAGES, long(_HEAD + _MESSAGE + b'],"system":', b"words \\n", b"}")),
     "metadata of 31 MB": Attack(_RESPONSES, long(b'{"input":"a","metadata":{"a":', b"\\u00e9", b"}}")),
 }

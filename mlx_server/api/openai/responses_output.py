@@ -12,7 +12,7 @@ from mlx_server.api.collect import Choice, Usage
 from mlx_server.api.errors import error_info
 from mlx_server.api.generation import Finish, OutputEvent
 from mlx_server.api.openai.responses_request import ResponsesRequest
-from mlx_server.api.sizes import MAX_ECHO_BYTES
+from mlx_server.api.sizes import MAX_ECHO_CHARS
 from mlx_server.engine.tools import ToolCallDelta
 from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import SamplingParams
@@ -85,11 +85,11 @@ def check_echo(request: ResponsesRequest) -> None:
     """Raises `InvalidRequestError` for a request of which each answer and several events would repeat too much."""
     text = request.text and request.text.format
     repeated = [request.instructions, request.metadata, request.tools, request.tool_choice, request.user, text]
-    num_bytes = len(json.dumps(repeated))
-    if num_bytes > MAX_ECHO_BYTES:
+    num_chars = len(json.dumps(repeated, ensure_ascii=False))
+    if num_chars > MAX_ECHO_CHARS:
         raise InvalidRequestError(
-            f"instructions, metadata, tools, tool_choice, user and text have {num_bytes} bytes together, as JSON; "
-            f"answers repeat them, up to {MAX_ECHO_BYTES}. Shorten them."
+            f"instructions, metadata, tools, tool_choice, user and text have {num_chars} characters together, as JSON; "
+            f"answers repeat them, up to {MAX_ECHO_CHARS}. Shorten them."
         )
 
 
