@@ -79,10 +79,13 @@ class BodyReader:
         """Runs `work` in the thread when it is the caller's turn: by priority, then by how many bodies of the same
         caller wait already, so that many of one key do not keep others out."""
         await self._turn(caller)
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await loop.run_in_executor(self._thread, work)
         finally:
-            self._pass_on()
+            # Half of the time is the streams', however many bodies wait.
+            loop.call_later(loop.time() - start_s, self._pass_on)
 
     async def _turn(self, caller: Caller) -> None:
         if not self._is_reading:
