@@ -15,7 +15,7 @@ MAX_VALUES = 2 * 1024 * 1024
 """Values between commas: a prompt of two million token ids."""
 
 MAX_CONTAINERS = 128 * 1024
-"""Lists and objects: some thirty thousand messages with a part of text each, beside all tools of an agent."""
+"""Lists and objects: sixteen thousand messages of several parts each, beside all tools of an agent."""
 
 MAX_MEMBERS = 256 * 1024
 """Members of all objects together; a new name for each is what costs a parser most."""

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from mlx_server.errors import InvalidRequestError
 
-MAX_MESSAGES = 32_768
+MAX_MESSAGES = 16_384
 """Of a chat; and items of a response's input."""
 
 MAX_TOOLS = 2048

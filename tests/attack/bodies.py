@@ -52,9 +52,9 @@ ATTACKS: Mapping[str, Attack] = {
     "two million biases": Attack(_TEXT, biases(2_000_000)),
     "3 MB of 100,000 items": Attack(_RESPONSES, many(b'{"input":[', _MESSAGE, b"]}", 100_000)),
     "100,000 messages": Attack(_CHAT, many(b'{"messages":[', _MESSAGE, b"]}", 100_000)),
-    "as many messages as are read": Attack(_MESSAGES, many(_HEAD, _MESSAGE, b"]}", 32_768), 200),
+    "as many messages as are read": Attack(_MESSAGES, many(_HEAD, _MESSAGE, b"]}", 16_384), 200),
     "as many items as are read": Attack(
-        _RESPONSES, many(b'{"max_output_tokens":1,"input":[', _MESSAGE, b"]}", 32_768), 200
+        _RESPONSES, many(b'{"max_output_tokens":1,"input":[', _MESSAGE, b"]}", 16_384), 200
     ),
     "as many lists as are read": Attack(_TEXT, many(b'{"prompt":"a","x":[', b"[]", b"]}", 131_000), 200),
     "a prompt of two million tokens": Attack(_TEXT, many(b'{"prompt":[', b"5", b"]}", 2_000_000)),

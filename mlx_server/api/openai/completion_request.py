@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, SkipValidation, WithJsonSchema
 
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int
 from mlx_server.errors import InvalidRequestError
@@ -23,7 +23,7 @@ def _as_prompts(value: Any) -> Any:
         raise ValueError(f"has {len(value)} prompts; at most {MAX_SEQUENCES} are taken at a time, send several")
     if isinstance(value, str):
         return [value]
-    if isinstance(value, list) and value and all(type(item) is int for item in value):
+    if isinstance(value, list) and value and _are_ids(value):
         return [value]
     if isinstance(value, list) and value and all(_is_prompt(item) for item in value):
         return value
@@ -31,13 +31,19 @@ def _as_prompts(value: Any) -> Any:
 
 
 def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(type(item) is int for item in value))
+    return isinstance(value, str) or (isinstance(value, list) and _are_ids(value))
+
+
+def _are_ids(values: list[Any]) -> bool:
+    """In C: there may be millions."""
+    return set(map(type, values)) <= {int}
 
 
 _TEXT = {"type": "string", "minLength": 1}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 Prompts = Annotated[
     list[str | list[int]],
+    SkipValidation,  # of what `_as_prompts` has looked at: once for each of millions of ids is enough
     BeforeValidator(_as_prompts),
     WithJsonSchema(
         {
