@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -12,7 +13,9 @@ from emulator.errors import EmulatorError
 from emulator.kernel import Emulator
 from emulator.worlds import Chunk, gpu, kernel_maker, make_backend, step_of, step_rows, toolchain
 
+from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
+from mlx_server.runtime.kernels.gpu_pool import GpuPool, buffer_address
 from mlx_server.runtime.kernels.gpu_variant import DTYPES, HEAD_DIMS, DecodeShape, KernelVariant
 from mlx_server.runtime.kernels.metal import MetalBackend
 
@@ -170,7 +173,47 @@ def test_state_holds_every_write() -> None:
     assert backend.state(pool) == [pool.keys, pool.values, pool.token]
 
 
-# ---- pools are never copied
+# ---- pools are never copied, nor counted
+
+
+def handles_of(recorder: Recorder) -> list[tuple[int, int]]:
+    """Blocks of K that each kernel call got of the pool, and where they lie."""
+    pools = [inputs["key_pool"] for _, inputs, _ in recorder.calls if "key_pool" in inputs]
+    return [(pool.shape[0], buffer_address(pool)) for pool in pools]
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_kernels_get_one_block_of_a_pool_and_reach_all_of_it(bits: int | None) -> None:
+    """MLX counts an input's elements toward the end of a command buffer. A pool's own layers, those of another shape,
+    and what was moved: all in the same memory."""
+    recorder = Recorder()
+    backend = MetalBackend(recorder, num_cores=4)
+    spec = dataclasses.replace(SPEC, bits=bits)
+    pool = backend.make_pool(spec.times(2), NUM_BLOCKS // 2)
+    views = [backend.view_pool(pool, spec, 2)]
+    for change in (None, PoolChange(NUM_BLOCKS)):
+        if change is not None:
+            backend.change_pool(pool, change)
+            views = [backend.view_pool(pool, spec, 2)]
+        recorder.calls.clear()
+        for num_decodes, chunks in STEPS:
+            step = step_of(chunks, num_decodes)
+            rows = step_rows(0, spec, NUM_HEADS, step.num_tokens)
+            backend.attend(views[0], *rows, backend.plan(step), scale=0.2)
+        assert set(handles_of(recorder)) == {(1, buffer_address(pool.keys))}
+        recorder.calls.clear()
+        plan = backend.plan(step_of([Chunk((5,), 3)], 1))
+        backend.attend(pool, *step_rows(0, pool.spec, 2 * NUM_HEADS, 1), plan, scale=0.2)
+        assert set(handles_of(recorder)) == {(1, buffer_address(pool.keys))}
+
+
+def test_where_mlx_writes_kernels_get_the_arrays_that_it_made() -> None:
+    pool = GpuPool.make(SPEC, NUM_BLOCKS)
+    pool.scatter()
+    assert pool.handles == (pool.keys, pool.values)
+    pool.change(PoolChange(4))
+    assert pool.is_scattered
+    assert pool.handles == (pool.keys, pool.values)
 
 
 def test_pools_stay_where_they_are_over_a_thousand_steps_one_ahead() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -21,6 +22,8 @@ MAX_THREADS = 256
 WRITTEN_INPUTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     dict.fromkeys(("kv_write", "kv_write_quantized"), ("key_pool", "value_pool"))
 )
+POOLS = ("key_pool", "value_pool")
+"""Inputs that may be the first part of a buffer: a kernel reaches all of it, as on a GPU, and nothing beyond."""
 
 _NUMPY_TYPES = {
     mx.float32: np.dtype(np.float32),
@@ -104,10 +107,11 @@ class EmulatedKernel:
     ) -> list[mx.array]:
         _check_grid(grid, threadgroup)
         mx.eval(inputs)
-        views = dict(zip(self._input_names, (_view(array) for array in inputs), strict=True))
+        views = {name: _view(array) for name, array in zip(self._input_names, inputs, strict=True)}
         for name, view in views.items():
             if not view.flags.c_contiguous:
                 raise EmulatorError("launch", f"{self._name}: {name} is not row contiguous and is passed as it lies")
+        views |= {name: _whole_buffer(views[name]) for name in POOLS if name in views}
         source = self._source(inputs, output_shapes, output_dtypes, grid, threadgroup, template)
         built = self._build(source)
         names = buffer_names(source)
@@ -182,6 +186,19 @@ def _check_grid(grid: tuple[int, int, int], threadgroup: tuple[int, int, int]) -
 def _view(array: mx.array) -> np.ndarray:
     """The array's own memory, bfloat16 as uint16."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
+
+
+def _whole_buffer(view: np.ndarray) -> np.ndarray:
+    """The bytes of all memory that the view is the beginning of. MLX's host allocator keeps their number before them."""
+    allocated = view.ctypes.data - ctypes.sizeof(ctypes.c_size_t)
+    size = ctypes.c_size_t.from_address(allocated).value
+    assert view.nbytes <= size < _usable_size(allocated), "an input that does not begin its buffer"
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(view.ctypes.data))
+
+
+def _usable_size(address: int) -> int:
+    """What the C library gave there."""
+    return int(ctypes.CDLL(None).malloc_usable_size(ctypes.c_void_p(address)))
 
 
 def _array(values: np.ndarray, dtype: mx.Dtype) -> mx.array:

@@ -101,7 +101,8 @@ class GpuBackend:
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> GpuPool:
         """Raises `RuntimeError` for quantised K/V where kernels cannot write them: nothing scatters those."""
         pool = GpuPool.make(spec, num_blocks)
-        pool.is_scattered = not self._writes(spec)
+        if not self._writes(spec):
+            pool.scatter()
         return pool
 
     def change_pool(self, pool: GpuPool, change: PoolChange) -> GpuPool:
@@ -111,7 +112,8 @@ class GpuBackend:
     def view_pool(self, pool: GpuPool, spec: LayerSpec, num_parts: int) -> GpuPoolView:
         """If kernels cannot write for such layers, MLX writes for all that share the pool. So the first views of a pool
         come before anything is written."""
-        pool.is_scattered = pool.is_scattered or not self._writes(spec)
+        if not self._writes(spec):
+            pool.scatter()
         return GpuPoolView(spec, pool, num_parts)
 
     def plan(self, step: StepPlan) -> GpuMetadata:

@@ -114,7 +114,7 @@ class PagedKernels:
             kernel = self._write_quantized
             width = sum(dim // group_size_of(dim) for dim in (spec.key_dim, spec.value_dim))
         return kernel(
-            inputs=[keys, values, pool.keys, pool.values, slots, pool.token],
+            inputs=[keys, values, *pool.handles, slots, pool.token],
             output_shapes=[(1,)],
             output_dtypes=[mx.int32],
             grid=(width, spec.num_kv_heads, keys.shape[0]),
@@ -130,7 +130,7 @@ class PagedKernels:
         flat = rows.reshape(-1)
         tokens = rows.shape[-1] * BLOCK_SIZE
         keys, values, token = self._widen(
-            inputs=[pool.keys, pool.values, mx.pad(flat, (0, max(0, SMALL_ARRAY - flat.size))), pool.token],
+            inputs=[*pool.handles, mx.pad(flat, (0, max(0, SMALL_ARRAY - flat.size))), pool.token],
             output_shapes=[(*rows.shape[:2], tokens, dim) for dim in (spec.key_dim, spec.value_dim)] + [(1,)],
             output_dtypes=[spec.dtype, spec.dtype, mx.int32],
             grid=(flat.size * width, BLOCK_SIZE, 1),
@@ -156,8 +156,7 @@ class PagedKernels:
         out, stats, token = self._decode(
             inputs=[
                 queries,
-                pool.keys,
-                pool.values,
+                *pool.handles,
                 indices.block_tables,
                 indices.work_items,
                 *self._factors(scores),

@@ -20,25 +20,47 @@ class GpuPool:
 
     MLX cannot see that a kernel writes into `keys` and `values`, so whatever reads or writes them takes `token`
     as an input and replaces it: the tokens are a chain through all uses of the pool and its views, across steps. Its
-    value is 0. If it `is_scattered`, MLX writes here, since kernels could not for some layer that uses it.
+    value is 0.
+
+    Kernels get `handles`: the first blocks of K and V, in the same memory. MLX ends a command buffer by the number of
+    elements that its inputs have, and a whole pool's would end one at every kernel; of what a kernel reaches from
+    there, MLX keeps no count.
     """
 
     spec: LayerSpec
     keys: mx.array
     values: mx.array
     token: mx.array
-    is_scattered: bool = False
     num_moves: int = 0
     num_copies: int = 0
+    _heads: tuple[mx.array, mx.array] | None = None
     _addresses: tuple[int, int] | None = None
 
     @classmethod
     def make(cls, spec: LayerSpec, num_blocks: int) -> GpuPool:
         """Allocates and zeroes; the arrays exist when it returns."""
-        keys, values = (_zeros(spec, num_blocks, dim) for dim in (spec.key_dim, spec.value_dim))
+        return cls.of(spec, *(_zeros(spec, num_blocks, dim) for dim in (spec.key_dim, spec.value_dim)))
+
+    @classmethod
+    def of(cls, spec: LayerSpec, keys: mx.array, values: mx.array) -> GpuPool:
+        """A pool of these blocks."""
         token = mx.zeros((1,), mx.int32)
         mx.eval(keys, values, token)
-        return cls(spec, keys, values, token)
+        return cls(spec, keys, values, token, _heads=(_head(keys), _head(values)))
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether MLX writes here, since kernels could not for some layer that uses the pool."""
+        return self._heads is None
+
+    @property
+    def handles(self) -> tuple[mx.array, mx.array]:
+        """K and V for kernels: one block of each, but whole where MLX writes, whose arrays are others each time."""
+        return self._heads or (self.keys, self.values)
+
+    def scatter(self) -> None:
+        """From now on MLX writes here. It writes in place only if nobody else has the memory, so the handles go."""
+        self._heads = None
 
     @property
     def num_blocks(self) -> int:
@@ -48,10 +70,12 @@ class GpuPool:
         """Moves, cuts or grows: one copy of what stays, counted in `num_copies`. The memory of the old arrays is
         free when it returns. All work that uses them must have finished."""
         sources = mx.array(block_sources(self.num_blocks, change))
+        has_heads, self._heads = self._heads is not None, None  # which hold the memory
         self.keys = self.keys[sources]
         mx.eval(self.keys)  # before values, so that not both are there twice
         self.values = self.values[sources]
         mx.eval(self.values)
+        self._heads = (_head(self.keys), _head(self.values)) if has_heads else None
         self._addresses = None
         self.num_copies += 1
 
@@ -109,6 +133,11 @@ class GpuPoolView:
     def is_scattered(self) -> bool:
         return self.pool.is_scattered
 
+    @property
+    def handles(self) -> tuple[mx.array, mx.array]:
+        """The pool's: a kernel takes shapes from its template."""
+        return self.pool.handles
+
     def _shaped(self, array: mx.array, dim: int) -> mx.array:
         """No copy: the arrays of a pool are contiguous."""
         return array.reshape(_shape(self.spec, self.num_parts * self.pool.num_blocks, dim))
@@ -125,6 +154,13 @@ def _shape(spec: LayerSpec, num_blocks: int, dim: int) -> tuple[int, ...]:
 
 def _zeros(spec: LayerSpec, num_blocks: int, dim: int) -> mx.array:
     return mx.zeros(_shape(spec, num_blocks, dim), spec.dtype if spec.bits is None else mx.uint32)
+
+
+def _head(array: mx.array) -> mx.array:
+    """The first block of evaluated ones, in the same memory; nothing refers to what it was made of."""
+    head = array[:1]
+    mx.eval(head)
+    return head
 
 
 def buffer_address(array: mx.array) -> int:

@@ -91,17 +91,17 @@ def _pattern(spec: LayerSpec, dim: int, step: int) -> mx.array:
 
 
 def _random_pool(kernels: PagedKernels, shape: DecodeShape, num_blocks: int) -> GpuPool:
-    pool = GpuPool.make(shape.spec, num_blocks)
     if shape.bits is not None:
+        pool = GpuPool.make(shape.spec, num_blocks)
         rng, rows = np.random.default_rng(0), (num_blocks * BLOCK_SIZE, shape.num_kv_heads, 1)
         keys, values = (
             exact_rows(rng, (*rows, dim), shape.dtype, shape.bits) for dim in (shape.key_dim, shape.value_dim)
         )
         pool.token = kernels.write(pool, keys, values, mx.arange(num_blocks * BLOCK_SIZE, dtype=mx.int32))
         return pool
-    pool.keys = _random(11, pool.keys.shape, shape.dtype)
-    pool.values = _random(12, pool.values.shape, shape.dtype)
-    return pool
+    rows = num_blocks, shape.num_kv_heads, BLOCK_SIZE
+    keys, values = (_random(seed, (*rows, dim), shape.dtype) for seed, dim in ((11, shape.key_dim), (12, shape.value_dim)))
+    return GpuPool.of(shape.spec, keys, values)
 
 
 def _random(seed: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
