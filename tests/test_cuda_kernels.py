@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
+from emulator.kernel import text_name
 from emulator.worlds import Chunk, gpu, kernel_maker, make_backend, step_of, step_rows, toolchain
 
 from mlx_server.runtime.attention import LayerSpec
@@ -66,7 +67,7 @@ class RecordedKernels:
         def call(**launch: Any) -> list[mx.array]:
             name = "_".join([definition["name"], *(str(value).rpartition(".")[2] for _, value in launch["template"])])
             self.functions[name] = cuda_function(name, definition, launch)
-            self.launched.add(definition["name"])
+            self.launched.add(text_name(definition["name"]))
             return [mx.zeros(*kind) for kind in zip(launch["output_shapes"], launch["output_dtypes"])]
 
         return call
@@ -169,6 +170,9 @@ def compile_cuda(source: str, folder: Path) -> str | None:
         (LayerSpec(8, 64, 64, mx.bfloat16), 64, 32, True),
         (LayerSpec(2, 80, 96, mx.float32), 2, 32, True),
         (LayerSpec(8, 128, 128, mx.float16, 8), 32, None, False),
+        (LayerSpec(2, 512, 512, mx.bfloat16), 16, 32, False),
+        (LayerSpec(2, 112, 160, mx.float16), 8, 32, False),
+        (LayerSpec(2, 32, 32, mx.bfloat16), 8, None, True),
         (LayerSpec(2, 64, 96, mx.bfloat16, 4), 6, 32, True),
     ],
     ids=str,
@@ -178,7 +182,7 @@ def test_every_kernel_compiles(
 ) -> None:
     kernels = recorded(spec, num_heads, partition_tokens, has_sinks)
     others = {"paged_reduce"} if partition_tokens is None else set()
-    others |= {"kv_write_quantized", "kv_widen"} if spec.bits is None else {"kv_write", "order_after"}
+    others |= {"kv_write_quantized" if spec.bits is None else "kv_write"}
     assert kernels.launched == {text.name for text in KERNEL_TEXTS} - others
     assert compile_cuda(kernels.source(), tmp_path) is None
 

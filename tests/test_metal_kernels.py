@@ -8,6 +8,7 @@ import pytest
 from emulator.kernel import Emulator
 from emulator.worlds import check_decode, decode_world, make_backend, toolchain
 
+from mlx_server.runtime.attention import StepPlan
 from mlx_server.runtime.kernels.gpu_variant import HEAD_DIMS, DecodeShape, KernelVariant, default_variant
 from mlx_server.runtime.kernels.metal import MetalBackend
 
@@ -22,7 +23,7 @@ def shape_of(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("dim", "group"), list(zip(HEAD_DIMS, (4, 2, 3, 8, 1, 5))))
+@pytest.mark.parametrize(("dim", "group"), list(zip(HEAD_DIMS, (4, 2, 3, 8, 1, 5, 6, 2, 3, 8), strict=True)))
 def test_every_head_dim_and_type(dim: int, group: int, dtype: mx.Dtype) -> None:
     backend = make_backend()
     for contexts in BATCHES:
@@ -45,6 +46,40 @@ def test_one_kv_head_for_more_query_heads_than_a_threadgroup_takes() -> None:
 def test_keys_and_values_of_different_sizes() -> None:
     backend = make_backend()
     check_decode(backend, decode_world(backend, shape_of(2, 192, mx.bfloat16, value_dim=128), [70, 33]))
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(512, 256), (32, 64), (112, 96), (160, 128)])
+def test_keys_and_values_of_the_rarer_sizes(key_dim: int, value_dim: int) -> None:
+    backend = make_backend()
+    check_decode(backend, decode_world(backend, shape_of(4, key_dim, mx.float16, value_dim=value_dim), [70, 33]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_result_is_the_same_to_the_bit_whoever_runs_beside_it(dtype: mx.Dtype) -> None:
+    """Sequences of one and of several items, alone and among others that are split or are not."""
+    backend = make_backend(num_cores=1)
+    shape = shape_of(4, 64, dtype)
+    contexts = [40, 700, 128, 129, 300]
+    world = decode_world(backend, shape, contexts)
+
+    def decode(*sequences: int) -> np.ndarray:
+        step = world.step
+        some = StepPlan(
+            num_decodes=len(sequences),
+            positions=step.positions[list(sequences)],
+            slot_mapping=step.slot_mapping[list(sequences)],
+            query_starts=np.arange(len(sequences) + 1, dtype=np.int32),
+            context_lens=step.context_lens[list(sequences)],
+            block_tables=step.block_tables[list(sequences)],
+        )
+        queries = world.queries[mx.array(sequences)]
+        out = backend.attend(world.pool, queries, None, None, backend.plan(some), scale=0.125)
+        return np.array(out.astype(mx.float32))
+
+    alone = [decode(sequence)[0] for sequence in range(len(contexts))]
+    for sequences in ([0, 1, 2, 3, 4], [2, 0], [1, 2], [4, 3, 0]):
+        for out, sequence in zip(decode(*sequences), sequences, strict=True):
+            np.testing.assert_array_equal(out, alone[sequence])
 
 
 @pytest.mark.parametrize("window", [1, 5, 32, 33, 100, 1000])
@@ -123,7 +158,9 @@ def test_the_largest_batch_of_the_longest_context() -> None:
 def test_random_shapes(seed: int) -> None:
     rng = np.random.default_rng(seed)
     dtype = DTYPES[seed % 3]
-    shape = shape_of(int(rng.integers(1, 17)), HEAD_DIMS[seed % 6], dtype, num_kv_heads=int(rng.integers(1, 4)))
+    shape = shape_of(
+        int(rng.integers(1, 17)), HEAD_DIMS[seed % len(HEAD_DIMS)], dtype, num_kv_heads=int(rng.integers(1, 4))
+    )
     batch = int(2 ** rng.uniform(0, 6.02))
     longest = int(2 ** rng.uniform(5, 13.01))
     contexts = rng.integers(0, longest, batch).tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from typing import Any
 
@@ -10,11 +11,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from emulator.errors import EmulatorError
-from emulator.kernel import Emulator
+from emulator.kernel import Emulator, text_name
 from emulator.worlds import Chunk, gpu, kernel_maker, make_backend, step_of, step_rows, toolchain
 
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
+from mlx_server.runtime.kernels import gpu_plan
 from mlx_server.runtime.kernels.gpu_pool import GpuPool, buffer_address
 from mlx_server.runtime.kernels.gpu_variant import DTYPES, HEAD_DIMS, DecodeShape, KernelVariant
 from mlx_server.runtime.kernels.metal import MetalBackend
@@ -22,6 +24,7 @@ from mlx_server.runtime.kernels.metal import MetalBackend
 SPEC = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
 NUM_BLOCKS = 12
 NUM_HEADS = 6
+KNOWN_DIMS = "32, 64, 80, 96, 112, 128, 160, 192, 256, 512"
 
 STEPS = (
     (0, [Chunk((3, 7), 0, 40), Chunk((1,), 0, 5)]),
@@ -123,7 +126,7 @@ class Recorder:
         def call(**launch: Any) -> list[mx.array]:
             outputs = kernel(**launch)
             inputs = dict(zip(definition["input_names"], launch["inputs"]))
-            self.calls.append((definition["name"], inputs, outputs))
+            self.calls.append((text_name(definition["name"]), inputs, outputs))
             return outputs
 
         return call
@@ -145,25 +148,22 @@ def test_every_use_of_a_pool_takes_the_token_of_the_one_before() -> None:
         token = outputs[-1]
     assert pool.token is token
     assert [name for name, _, _ in recorder.calls] == [
-        *("kv_write", "order_after", "order_after"),
-        *("kv_write", "paged_decode", "order_after"),
-        *("kv_write", "paged_decode", "order_after", "order_after"),
+        *("kv_write", "kv_gather"),
+        *("kv_write", "paged_decode", "kv_gather"),
+        *("kv_write", "paged_decode", "kv_gather"),
         *("kv_write", "paged_decode"),
     ]
 
 
-def test_gathers_read_rows_that_depend_on_the_token() -> None:
-    """Shown by a token that is not 0: the rows read are then others."""
-    backend = make_backend()
-    pool = backend.make_pool(SPEC, NUM_BLOCKS)
-    plan = backend.plan(step_of([Chunk((3,), 0, 32)], 0))
-    queries, keys, values = step_rows(0, SPEC, NUM_HEADS, 32)
-    right = backend.attend(pool, queries, keys, values, plan, scale=0.2)
-    mx.eval(right, pool.token)
-    pool.token = mx.array([SPEC.num_kv_heads], mx.int32)
-    shifted = backend.attend(pool, queries, None, None, plan, scale=0.2)
-    assert not mx.allclose(right, shifted).item()
-    assert not shifted.any().item()  # block 4, which is empty
+def test_long_contexts_are_gathered_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes the token of the one before, and all give what they give together."""
+    together = attend_all(make_backend())
+    monkeypatch.setattr(gpu_plan, "GATHER_TOKENS", 64)
+    recorder = Recorder()
+    check_equal(attend_all(MetalBackend(recorder, num_cores=4)), together, atol=0)
+    gathers = [(inputs["token"], outputs[-1]) for name, inputs, outputs in recorder.calls if name == "kv_gather"]
+    steps_with_two = [(first, second) for first, second in itertools.pairwise(gathers) if second[0] is first[1]]
+    assert len(steps_with_two) == 2
 
 
 def test_state_holds_every_write() -> None:
@@ -299,14 +299,14 @@ def test_nothing_is_compiled_after_warm_up() -> None:
         backend.attend(pool, queries, None, None, backend.plan(step), scale=0.2)
     backend.attend(pool, *step_rows(0, spec, NUM_HEADS, 1), backend.plan(step_of([Chunk((0,), 0)], 0)), scale=0.2)
     assert emulator.sources == warm
-    assert len(warm) == 5  # writer, order, decode of whole and of split sequences, reduce
+    assert len(warm) == 5  # writer, gather, decode of whole and of split sequences, reduce
 
 
 @pytest.mark.parametrize(
     ("spec", "num_heads", "reason"),
     [
-        (LayerSpec(2, 72, 72, mx.float32), 4, "key head_dim 72 is none of 64, 80, 96, 128, 192, 256"),
-        (LayerSpec(2, 64, 40, mx.float32), 4, "value head_dim 40 is none of 64, 80, 96, 128, 192, 256"),
+        (LayerSpec(2, 72, 72, mx.float32), 4, f"key head_dim 72 is none of {KNOWN_DIMS}"),
+        (LayerSpec(2, 64, 40, mx.float32), 4, f"value head_dim 40 is none of {KNOWN_DIMS}"),
     ],
 )
 def test_other_head_dims_gather_and_say_so_once(
@@ -388,7 +388,7 @@ def test_a_pipeline_that_allows_fewer_threads_gets_fewer() -> None:
         kernel = kernel_maker()(**definition)
 
         def call(**launch: Any) -> list[mx.array]:
-            if definition["name"] == "paged_decode" and launch["threadgroup"][0] > 64:
+            if text_name(definition["name"]) == "paged_decode" and launch["threadgroup"][0] > 64:
                 raise ValueError("Thread group size (128) is greater than the maximum allowed")
             return kernel(**launch)
 

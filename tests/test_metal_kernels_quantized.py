@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from emulator.kernel import Emulator
+from emulator.kernel import Emulator, text_name
 from emulator.worlds import (
     Chunk,
     check_decode,
@@ -28,13 +28,13 @@ from mlx_server.runtime import backends
 from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
 from mlx_server.runtime.kernels.gpu_gather import read_rows
 from mlx_server.runtime.kernels.gpu_kernels import PagedKernels
-from mlx_server.runtime.kernels.gpu_plan import Gather
+from mlx_server.runtime.kernels.gpu_plan import Gather, Seen
 from mlx_server.runtime.kernels.gpu_pool import GpuPool
 from mlx_server.runtime.kernels.gpu_variant import DecodeShape, KernelVariant
 from mlx_server.runtime.kernels.metal import MetalBackend
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-DIMS = (64, 96, 128, 192, 256)
+DIMS = (32, 64, 96, 128, 160, 192, 256, 512)
 BATCHES = ([1], [31, 32, 33], [64, 0, 200, 5])
 NUM_BLOCKS = 12
 NUM_HEADS = 6
@@ -68,6 +68,9 @@ def shape_of(group: int, dim: int, bits: int, dtype: mx.Dtype = mx.float32, valu
         (192, 1, mx.float32, 4),
         (256, 5, mx.float16, 8),
         (64, 2, mx.bfloat16, 4),
+        (32, 4, mx.float16, 8),
+        (160, 2, mx.bfloat16, 4),
+        (512, 4, mx.float32, 8),
         *(pytest.param(*case, marks=pytest.mark.full) for case in itertools.product(DIMS, (6,), DTYPES, (8, 4))),
     ],
 )
@@ -117,7 +120,7 @@ def test_a_block_holds_what_mlx_makes_of_its_rows(dtype: mx.Dtype, bits: int) ->
     kernels, pool = PagedKernels(kernel_maker()), GpuPool.make(spec, 3)
     keys, values = random_rows(spec, 64)
     keys[3, 0, 0, :] = 0.5
-    pool.token = kernels.write(pool, keys, values, mx.array([*range(64, 96), *range(32)], mx.int32))
+    kernels.of_pool(spec).write(pool, keys, values, mx.array([*range(64, 96), *range(32)], mx.int32))
     mx.eval(pool.token)
     for array, rows in ((pool.keys, keys), (pool.values, values)):
         blocks = rows[:, :, 0].reshape(2, 32, 2, -1).swapaxes(1, 2)
@@ -125,8 +128,9 @@ def test_a_block_holds_what_mlx_makes_of_its_rows(dtype: mx.Dtype, bits: int) ->
         assert not np.array(array[1]).any()
         if gpu() is None:
             np.testing.assert_array_equal(np.array(array)[[2, 0]], wanted)
-    gather = Gather(mx.array([[[4, 0], [5, 1]]], mx.int32), 0, 64, "causal")
-    for read, rows in zip(read_rows(kernels, pool, gather), (keys, values)):
+    gather = Gather.of(Seen(slice(0, 64), np.array([[[4, 0], [5, 1]]], np.int32), 0, 64, "causal"))
+    (both,) = read_rows(kernels.of_pool(spec), pool, gather)
+    for read, rows in zip((both.keys, both.values), (keys, values)):
         parts = quantised(rows[:, :, 0].swapaxes(0, 1), bits)
         stored = mx.dequantize(*parts, group_size=rows.shape[-1] if rows.shape[-1] == 64 else 32, bits=bits)
         largest = float(mx.abs(stored).max())
@@ -142,10 +146,10 @@ FAULTS = (
     ("kv_write_quantized", "is_low_far ? low : high", "high"),
     ("kv_write_quantized", "scales[BLOCK * groups] = T(bias);", ""),
     ("kv_write_quantized", "scales[0] = T(scale);", "scales[0] = T(-scale);"),
-    ("kv_widen", "first / KEY_GROUP", "0"),
-    ("kv_widen", "first / VALUE_GROUP", "0"),
-    ("kv_widen", "(at * KEY_DIM + first) * BITS / 32", "(at * KEY_DIM) * BITS / 32"),
-    ("kv_widen", "+ KEY_GROUPS * GROUP_WORDS", ""),
+    ("kv_gather", "at * groups + first / group", "at * groups"),
+    ("kv_gather", "(at * dim + first) * BITS / 32", "(at * dim) * BITS / 32"),
+    ("kv_gather", "+ groups * GROUP_WORDS", ""),
+    ("kv_gather", "is_key ? x : x - KEY_FOURS", "x"),
 )
 
 
@@ -213,12 +217,13 @@ def test_equals_the_reference_over_mixed_steps(window: int | None, has_sinks: bo
 
 
 def test_head_dims_without_a_kernel_gather_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    spec = spec_of(8, key_dim=160, value_dim=32)
+    spec = spec_of(8, key_dim=224, value_dim=32)
     with caplog.at_level(logging.WARNING):
         outs = attend_all(make_backend(), spec, window=45)
     check_equal(outs, attend_all(ReferenceBackend(), spec, window=45))
     assert caplog.messages == [
-        "metal decodes gather K/V instead of reading it in place: key head_dim 160 is none of 64, 80, 96, 128, 192, 256"
+        "metal decodes gather K/V instead of reading it in place: key head_dim 224 is none of 32, 64, 80, 96, 112, 128,"
+        " 160, 192, 256, 512"
     ]
 
 
@@ -250,7 +255,7 @@ def test_every_use_of_a_pool_takes_the_token_of_the_one_before() -> None:
         def call(**launch: Any) -> list[mx.array]:
             outputs = kernel(**launch)
             if token is not None:
-                calls.append((definition["name"], launch["inputs"][token], outputs[-1]))
+                calls.append((text_name(definition["name"]), launch["inputs"][token], outputs[-1]))
             return outputs
 
         return call
@@ -267,9 +272,9 @@ def test_every_use_of_a_pool_takes_the_token_of_the_one_before() -> None:
         token = given
     assert pool.token is token
     assert [name for name, _, _ in calls] == [
-        *("kv_write_quantized", "kv_widen", "kv_widen"),
-        *("kv_write_quantized", "paged_decode", "kv_widen"),
-        *("kv_write_quantized", "paged_decode", "kv_widen", "kv_widen"),
+        *("kv_write_quantized", "kv_gather"),
+        *("kv_write_quantized", "paged_decode", "kv_gather"),
+        *("kv_write_quantized", "paged_decode", "kv_gather"),
         *("kv_write_quantized", "paged_decode"),
     ]
 

@@ -23,7 +23,8 @@ WRITTEN_INPUTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     dict.fromkeys(("kv_write", "kv_write_quantized"), ("key_pool", "value_pool"))
 )
 POOLS = ("key_pool", "value_pool")
-"""Inputs that may be the first part of a buffer: a kernel reaches all of it, as on a GPU, and nothing beyond."""
+"""Inputs that may be the first part of a buffer: a kernel reaches all of it, as on a GPU, and nothing beyond. They must
+lie as they are: a copy would be read, or written, in their place."""
 
 _NUMPY_TYPES = {
     mx.float32: np.dtype(np.float32),
@@ -56,13 +57,19 @@ class Emulator:
 
     def metal_kernel(self, **definition: Any) -> EmulatedKernel:
         """Same arguments as `mx.fast.metal_kernel`."""
-        for old, new in self.mutations.get(definition["name"], ()):
+        text = text_name(definition["name"])
+        for old, new in self.mutations.get(text, ()):
             assert old in definition["source"], old
             definition["source"] = definition["source"].replace(old, new, 1)
-        findings = lint(definition["source"], WRITTEN_INPUTS.get(definition["name"], ()))
+        findings = lint(definition["source"], WRITTEN_INPUTS.get(text, ()))
         if findings:
             raise EmulatorError("lint", "; ".join(findings))
         return EmulatedKernel(self, **definition)
+
+
+def text_name(kernel_name: str) -> str:
+    """What a kernel's text is called; its sizes follow in the kernel's name."""
+    return kernel_name.partition("__")[0]
 
 
 class EmulatedKernel:
@@ -79,18 +86,18 @@ class EmulatedKernel:
         header: str = "",
         ensure_row_contiguous: bool = True,
     ) -> None:
-        assert not ensure_row_contiguous, "a kernel that lets MLX copy its inputs"
         self._emulator = emulator
-        self._name = name
+        self._name = text_name(name)
         self._input_names = input_names
-        self._written = WRITTEN_INPUTS.get(name, ())
+        self._copied = [name for name in input_names if ensure_row_contiguous and name not in POOLS]
+        self._written = WRITTEN_INPUTS.get(self._name, ())
         self._recorded = mx.fast.metal_kernel(
             name=name,
             input_names=input_names,
             output_names=output_names,
             source=source,
             header=header,
-            ensure_row_contiguous=False,
+            ensure_row_contiguous=ensure_row_contiguous,
         )
         self._built: dict[str, BuiltKernel] = {}
         self._sources: dict[tuple[Any, ...], str] = {}
@@ -108,6 +115,7 @@ class EmulatedKernel:
         _check_grid(grid, threadgroup)
         mx.eval(inputs)
         views = {name: _view(array) for name, array in zip(self._input_names, inputs, strict=True)}
+        views |= {name: np.ascontiguousarray(views[name]) for name in self._copied}
         for name, view in views.items():
             if not view.flags.c_contiguous:
                 raise EmulatorError("launch", f"{self._name}: {name} is not row contiguous and is passed as it lies")
@@ -189,7 +197,7 @@ def _view(array: mx.array) -> np.ndarray:
 
 
 def _whole_buffer(view: np.ndarray) -> np.ndarray:
-    """The bytes of all memory that the view is the beginning of. MLX's host allocator keeps their number before them."""
+    """All bytes of the memory that the view begins. MLX's host allocator keeps their number before them."""
     allocated = view.ctypes.data - ctypes.sizeof(ctypes.c_size_t)
     size = ctypes.c_size_t.from_address(allocated).value
     assert view.nbytes <= size < _usable_size(allocated), "an input that does not begin its buffer"

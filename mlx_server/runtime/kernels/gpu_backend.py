@@ -14,9 +14,16 @@ import mlx.core as mx
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import LayerSpec, StepPlan
-from mlx_server.runtime.kernels.gpu_gather import attend_rows, gather_rows, read_rows
-from mlx_server.runtime.kernels.gpu_kernels import MakeKernel, PagedKernels, Scores
-from mlx_server.runtime.kernels.gpu_plan import Gather, GpuMetadata
+from mlx_server.runtime.kernels.gpu_gather import attend_rows, read_rows
+from mlx_server.runtime.kernels.gpu_kernels import (
+    DecodeKernels,
+    MakeKernel,
+    PagedKernels,
+    PoolKernels,
+    Scores,
+    score_factors,
+)
+from mlx_server.runtime.kernels.gpu_plan import GpuMetadata
 from mlx_server.runtime.kernels.gpu_pool import AnyGpuPool, GpuPool, GpuPoolView
 from mlx_server.runtime.kernels.gpu_selftest import decode_failure, write_failure
 from mlx_server.runtime.kernels.gpu_variant import (
@@ -28,6 +35,15 @@ from mlx_server.runtime.kernels.gpu_variant import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Layer:
+    """What the attention of one kind of layer launches; `decodes` is None where its decodes gather."""
+
+    pool: PoolKernels
+    decodes: DecodeKernels | None
+    factors: tuple[mx.array, mx.array]
 
 
 class GpuBackend:
@@ -56,6 +72,7 @@ class GpuBackend:
         self._variants: dict[DecodeShape, KernelVariant] = {}
         self._refusals: dict[DecodeShape, str] = {}
         self._write_failures: dict[LayerSpec, str | None] = {}
+        self._layers: dict[tuple[LayerSpec, int, float, float | None, mx.Dtype | None], _Layer] = {}
 
     @property
     def needs_synchronous_steps(self) -> bool:
@@ -97,6 +114,7 @@ class GpuBackend:
             if failure is not None:
                 self._refuse(shape, failure)
             break
+        self._layers.clear()  # which may have been made with another variant
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> GpuPool:
         """Raises `RuntimeError` for quantised K/V where kernels cannot write them: nothing scatters those."""
@@ -133,53 +151,42 @@ class GpuBackend:
         softcap: float | None = None,
     ) -> mx.array:
         """As `AttentionBackend.attend`; `softcap` c bends each logit x to c * tanh(x / c)."""
+        kind = pool.spec, queries.shape[1], scale, softcap, None if sinks is None else sinks.dtype
+        try:
+            layer = self._layers[kind]
+        except KeyError:
+            layer = self._layers[kind] = self._layer(pool.spec, queries.shape[1], Scores(scale, softcap, sinks))
         if keys is not None and values is not None:
-            self._write(pool, keys, values, metadata)
-        scores = Scores(scale, softcap, sinks)
-        step = metadata.step
+            if pool.is_scattered:
+                _scatter(pool, keys, values, metadata)
+            else:
+                layer.pool.write(pool, keys, values, metadata.slots)
         parts = []
-        if step.num_decodes:
-            parts.append(self._attend_decodes(pool, queries[: step.num_decodes], metadata, window, scores))
-        for request in range(step.num_decodes, step.num_requests):
-            first, last = int(step.query_starts[request]), int(step.query_starts[request + 1])
-            gather = metadata.chunk_gather(request, pool.spec.num_kv_heads, window)
-            rows = self._gather(pool, gather)
-            out = attend_rows(queries[first:last].transpose(2, 1, 0, 3), rows, gather, scores)
-            parts.append(out.transpose(2, 1, 0, 3))
+        if metadata.num_decodes and layer.decodes is not None:
+            indices = metadata.decode_indices(layer.decodes.cut, window)
+            decoded = layer.decodes.decode(pool, queries, indices, layer.factors, sinks)
+            if not metadata.num_chunks:
+                return decoded
+            parts.append(decoded)
+        scores = Scores(scale, softcap, sinks)
+        if metadata.num_decodes and layer.decodes is None:
+            gather = metadata.decodes_gather(pool.spec.num_kv_heads, window)
+            (rows,) = read_rows(layer.pool, pool, gather)
+            parts.append(attend_rows(queries[rows.seen.queries], rows, scores))
+        for gather in metadata.chunk_gathers(pool.spec.num_kv_heads, window):
+            for rows in read_rows(layer.pool, pool, gather):
+                out = attend_rows(queries[rows.seen.queries].transpose(2, 1, 0, 3), rows, scores)
+                parts.append(out.transpose(2, 1, 0, 3))
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
 
     def state(self, pool: GpuPool) -> list[mx.array]:
         return pool.arrays()
 
-    def _write(self, pool: AnyGpuPool, keys: mx.array, values: mx.array, metadata: GpuMetadata) -> None:
-        if not pool.is_scattered:
-            dtype = pool.spec.dtype
-            keys, values = (mx.contiguous(rows.astype(dtype)) for rows in (keys, values))
-            pool.token = self._kernels.write(pool, keys, values, metadata.slots)
-            return
-        slots = metadata.slots[: metadata.step.num_tokens]
-        blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-        stored_keys, stored_values = pool.keys, pool.values
-        stored_keys[blocks, :, offsets] = keys[:, :, 0]
-        stored_values[blocks, :, offsets] = values[:, :, 0]
-        pool.keys, pool.values = stored_keys, stored_values
-
-    def _attend_decodes(
-        self, pool: AnyGpuPool, queries: mx.array, metadata: GpuMetadata, window: int | None, scores: Scores
-    ) -> mx.array:
-        shape = DecodeShape.of(pool.spec, queries.shape[1])
+    def _layer(self, spec: LayerSpec, num_query_heads: int, scores: Scores) -> _Layer:
+        shape = DecodeShape.of(spec, num_query_heads)
         variant = self._variant(shape)
-        if variant is None:
-            gather = metadata.decodes_gather(shape.num_kv_heads, window)
-            return attend_rows(queries, self._gather(pool, gather), gather, scores)
-        indices = metadata.decode_indices(shape, variant, window)
-        rows = mx.contiguous(queries.astype(shape.dtype))
-        decoded = self._kernels.decode(pool, rows, indices, shape, variant, scores)
-        pool.token = decoded.token
-        return decoded.out.astype(queries.dtype)
-
-    def _gather(self, pool: AnyGpuPool, gather: Gather) -> tuple[mx.array, mx.array]:
-        return gather_rows(pool, gather) if pool.is_scattered else read_rows(self._kernels, pool, gather)
+        decodes = None if variant is None else DecodeKernels(self._kernels, shape, variant, scores)
+        return _Layer(self._kernels.of_pool(spec), decodes, score_factors(self._kernels, scores))
 
     def _variant(self, shape: DecodeShape) -> KernelVariant | None:
         if shape in self._refusals:
@@ -212,3 +219,13 @@ class GpuBackend:
         self._write_failures[spec] = failure
         if failure is not None:
             logger.warning("%s cannot write K/V in place, so steps are not submitted ahead: %s", self.name, failure)
+
+
+def _scatter(pool: AnyGpuPool, keys: mx.array, values: mx.array, metadata: GpuMetadata) -> None:
+    """Writes where kernels cannot."""
+    slots = metadata.slots[: metadata.step.num_tokens]
+    blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    stored = pool.keys, pool.values
+    for array, rows in zip(stored, (keys, values)):
+        array[blocks, :, offsets] = rows[:, :, 0]
+    pool.keep(*stored)

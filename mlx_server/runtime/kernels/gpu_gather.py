@@ -2,49 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import mlx.core as mx
 
-from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.kernels.gpu_kernels import PagedKernels, Scores
-from mlx_server.runtime.kernels.gpu_plan import Gather
+from mlx_server.runtime.kernels.gpu_kernels import PoolKernels, Scores
+from mlx_server.runtime.kernels.gpu_plan import Gather, Seen
 from mlx_server.runtime.kernels.gpu_pool import AnyGpuPool
 
 
-def read_rows(kernels: PagedKernels, pool: AnyGpuPool, gather: Gather) -> tuple[mx.array, mx.array]:
-    """K and V `[R, num_kv_heads, B * 32, dim]` of blocks, quantised or not. Takes the pool's next token, which later
-    writes wait for."""
-    if pool.spec.bits is not None:
-        widened = kernels.widen(pool, gather.rows)
-        pool.token = widened.token
-        return widened.keys, widened.values
-    rows = gather_rows(pool, gather)
-    pool.token = kernels.order_after(pool.token, *rows)
-    return rows
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """K and V `[R, num_kv_heads, B * 32, dim]` that some queries see."""
+
+    seen: Seen
+    keys: mx.array
+    values: mx.array
 
 
-def gather_rows(pool: AnyGpuPool, gather: Gather) -> tuple[mx.array, mx.array]:
-    """The same of a pool of whole rows, with no order among later uses but MLX's own.
-
-    The token is part of the indices, not only of the graph: a native operation's order follows from the buffers
-    that it really reads.
-    """
-    rows = gather.rows + pool.token
-    keys, values = (_take(array, rows) for array in (pool.keys, pool.values))
-    return keys, values
-
-
-def _take(array: mx.array, rows: mx.array) -> mx.array:
-    tiles = array.reshape(-1, BLOCK_SIZE, array.shape[-1])[rows]
-    return tiles.reshape(*rows.shape[:2], -1, array.shape[-1])
+def read_rows(kernels: PoolKernels, pool: AnyGpuPool, gather: Gather) -> Iterator[Rows]:
+    """What each of the gather's queries see. Takes the pool's next token, which later writes wait for; of a pool that
+    is scattered, MLX gathers, and knows the order itself."""
+    if pool.is_scattered:
+        rows = gather.rows[: gather.num_rows]
+        keys, values = (array.reshape(-1, *array.shape[2:])[rows] for array in (pool.keys, pool.values))
+    else:
+        keys, values = kernels.gather(pool, gather.rows, gather.num_rows)
+    return (Rows(*part) for part in gather.parts(keys, values))
 
 
-def attend_rows(queries: mx.array, rows: tuple[mx.array, mx.array], gather: Gather, scores: Scores) -> mx.array:
-    """Attention of queries `[R, H, L, key_dim]` over the gather's tokens in `rows`: `[R, H, L, value_dim]`."""
-    keys, values = (array[:, :, gather.first : gather.end] for array in rows)
+def attend_rows(queries: mx.array, rows: Rows, scores: Scores) -> mx.array:
+    """Attention of queries `[R, H, L, key_dim]` over what they see: `[R, H, L, value_dim]`."""
+    seen = rows.seen
+    keys, values = (array[:, :, seen.first : seen.end] for array in (rows.keys, rows.values))
     if scores.softcap is not None:
-        return _attend_capped(queries, keys, values, gather.mask, scores, scores.softcap)
+        return _attend_capped(queries, keys, values, seen.mask, scores, scores.softcap)
     return mx.fast.scaled_dot_product_attention(
-        queries, keys, values, scale=scores.scale, mask=gather.mask, sinks=scores.sinks
+        queries, keys, values, scale=scores.scale, mask=seen.mask, sinks=scores.sinks
     )
 
 

@@ -1,4 +1,4 @@
-"""The kernels of paged attention as MLX calls: their texts, template arguments, grids and outputs.
+"""The kernels of paged attention as MLX calls: their texts, and each made for the sizes of a kind of layer.
 
 `make_kernel` is `mx.fast.metal_kernel`, `mx.fast.cuda_kernel`, or anything of the same signature: tests pass one
 that runs the generated Metal source on the host. The texts are bodies in a dialect that Metal and CUDA share.
@@ -7,16 +7,15 @@ that runs the generated Metal source on the host. The texts are bodies in a dial
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
 import mlx.core as mx
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention import LayerSpec
-from mlx_server.runtime.kernels.gpu_plan import SMALL_ARRAY, DecodeIndices
+from mlx_server.runtime.kernels.gpu_plan import Cut, DecodeIndices
 from mlx_server.runtime.kernels.gpu_pool import AnyGpuPool
 from mlx_server.runtime.kernels.gpu_variant import MAX_SIMDGROUPS, SIMD_WIDTH, DecodeShape, KernelVariant
 from mlx_server.runtime.row_pool import group_size_of
@@ -25,6 +24,8 @@ Kernel = Callable[..., list[mx.array]]
 MakeKernel = Callable[..., Kernel]
 
 _MAX_THREADS = MAX_SIMDGROUPS * SIMD_WIDTH
+_LOG2_E = 1.4426950408889634
+_TOKEN = (1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +46,14 @@ KV_WRITE = KernelText(
     "kv_write", ("new_keys", "new_values", "key_pool", "value_pool", "slots", "token"), ("token_out",)
 )
 KV_WRITE_QUANTIZED = KernelText("kv_write_quantized", KV_WRITE.inputs, KV_WRITE.outputs)
-KV_WIDEN = KernelText("kv_widen", ("key_pool", "value_pool", "rows", "token"), ("keys", "values", "token_out"))
+KV_GATHER = KernelText("kv_gather", ("key_pool", "value_pool", "rows", "token"), ("keys", "values", "token_out"))
 PAGED_DECODE = KernelText(
     "paged_decode",
     ("queries", "key_pool", "value_pool", "block_tables", "work_items", "scale", "softcap", "sinks", "token"),
     ("out", "stats", "token_out"),
 )
 PAGED_REDUCE = KernelText("paged_reduce", ("partial_out", "stats", "item_starts"), ("out",))
-ORDER_AFTER = KernelText("order_after", ("token", "seen_keys", "seen_values"), ("token_out",))
-KERNEL_TEXTS = (KV_WRITE, KV_WRITE_QUANTIZED, KV_WIDEN, PAGED_DECODE, PAGED_REDUCE, ORDER_AFTER)
+KERNEL_TEXTS = (KV_WRITE, KV_WRITE_QUANTIZED, KV_GATHER, PAGED_DECODE, PAGED_REDUCE)
 
 
 def read_text(file_name: str) -> str:
@@ -70,183 +70,187 @@ class Scores:
     sinks: mx.array | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Widened:
-    """K and V `[R, num_kv_heads, B * 32, dim]` of quantised blocks, and the token that orders later writes after the
-    reads that made them."""
-
-    keys: mx.array
-    values: mx.array
-    token: mx.array
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """Attention `[B, H, 1, value_dim]`, and the token that orders later writes after the reads that made it."""
-
-    out: mx.array
-    token: mx.array
-
-
 class PagedKernels:
-    """Builds each kernel once and launches it with the right grid. Arrays must be contiguous; on the MLX thread."""
+    """Makes the kernels of each kind of layer once. On the MLX thread."""
 
     def __init__(self, make_kernel: MakeKernel, header: str = "") -> None:
-        self._write, self._write_quantized, self._widen, self._decode, self._reduce, self._order = (
-            make_kernel(
-                name=text.name,
-                input_names=list(text.inputs),
-                output_names=list(text.outputs),
-                source=text.body,
-                header=header,
-                ensure_row_contiguous=False,  # a pool must never be copied
-            )
-            for text in KERNEL_TEXTS
-        )
+        self._make_kernel = make_kernel
+        self._header = header
+        self._pools: dict[LayerSpec, PoolKernels] = {}
         self._numbers: dict[float, mx.array] = {}
 
-    def write(self, pool: AnyGpuPool, keys: mx.array, values: mx.array, slots: mx.array) -> mx.array:
-        """Writes rows `[T, num_kv_heads, 1, dim]` into their slots of the pool; returns the pool's next token."""
-        spec = pool.spec
-        if spec.bits is None:
-            kernel, width = self._write, max(spec.key_dim, spec.value_dim) // 4
-        else:
-            kernel = self._write_quantized
-            width = sum(dim // group_size_of(dim) for dim in (spec.key_dim, spec.value_dim))
-        return kernel(
-            inputs=[keys, values, *pool.handles, slots, pool.token],
-            output_shapes=[(1,)],
-            output_dtypes=[mx.int32],
-            grid=(width, spec.num_kv_heads, keys.shape[0]),
-            threadgroup=_rows_threadgroup(width, spec.num_kv_heads),
-            template=[("T", spec.dtype), *_row_template(spec), ("KV_HEADS", spec.num_kv_heads)],
-        )[0]
-
-    def widen(self, pool: AnyGpuPool, rows: mx.array) -> Widened:
-        """Gathers the runs at `rows` `[R, num_kv_heads, B]` of a quantised pool viewed
-        `[num_blocks * num_kv_heads, words]`."""
-        spec = pool.spec
-        width = max(spec.key_dim, spec.value_dim) // 4
-        flat = rows.reshape(-1)
-        tokens = rows.shape[-1] * BLOCK_SIZE
-        keys, values, token = self._widen(
-            inputs=[*pool.handles, mx.pad(flat, (0, max(0, SMALL_ARRAY - flat.size))), pool.token],
-            output_shapes=[(*rows.shape[:2], tokens, dim) for dim in (spec.key_dim, spec.value_dim)] + [(1,)],
-            output_dtypes=[spec.dtype, spec.dtype, mx.int32],
-            grid=(flat.size * width, BLOCK_SIZE, 1),
-            threadgroup=_rows_threadgroup(width, BLOCK_SIZE),
-            template=[("T", spec.dtype), *_row_template(spec)],
+    def make(self, text: KernelText, sizes: Mapping[str, int | bool]) -> Kernel:
+        """One kernel, with its sizes as constants in its text: as template arguments, MLX would read them anew at each
+        launch. They are in its name, too: CUDA tells kernels apart by names."""
+        constants = " ".join(f"constexpr {type(size).__name__} {name} = {int(size)};" for name, size in sizes.items())
+        return self._make_kernel(
+            name="__".join([text.name, *(str(int(size)) for size in sizes.values())]),
+            input_names=list(text.inputs),
+            output_names=list(text.outputs),
+            source=f"{constants} {text.body}",  # in one line, so that compilers report the file's lines
+            header=self._header,
+            ensure_row_contiguous=True,  # rows may be strided; pools never are, and would otherwise be copied
         )
-        return Widened(keys, values, token)
 
-    def decode(
-        self,
-        pool: AnyGpuPool,
-        queries: mx.array,
-        indices: DecodeIndices,
-        shape: DecodeShape,
-        variant: KernelVariant,
-        scores: Scores,
-    ) -> Decoded:
-        """Attention of queries `[B, H, 1, key_dim]` over the pool, in two launches if a sequence is split."""
-        out_dtype = shape.dtype if indices.item_starts is None else mx.float32
-        threads = variant.threads(shape)
-        sinks = scores.sinks if scores.sinks is not None else self._number(0.0)
-        rows = (indices.num_items, shape.num_query_heads)
-        out, stats, token = self._decode(
-            inputs=[
-                queries,
-                *pool.handles,
-                indices.block_tables,
-                indices.work_items,
-                *self._factors(scores),
-                sinks,
-                pool.token,
-            ],
-            output_shapes=[(*rows, 1, shape.value_dim), (*rows, 2), (1,)],
-            output_dtypes=[out_dtype, mx.float32, mx.int32],
-            grid=(threads * shape.num_kv_heads * variant.tiles(shape), indices.num_items, 1),
-            threadgroup=(threads, 1, 1),
-            template=_decode_template(shape, variant, scores, out_dtype, sinks.dtype),
-        )
-        if indices.item_starts is not None:
-            out = self._merge(shape, queries.shape[0], out, stats, indices.item_starts)
-        return Decoded(out, token)
+    def of_pool(self, spec: LayerSpec) -> PoolKernels:
+        """What writes and gathers for layers like `spec`."""
+        if spec not in self._pools:
+            self._pools[spec] = PoolKernels(self, spec)
+        return self._pools[spec]
 
-    def order_after(self, token: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        """A token that exists only once `keys` and `values`, gathered from the pools, do."""
-        return self._order(
-            inputs=[token, keys, values],
-            output_shapes=[(1,)],
-            output_dtypes=[mx.int32],
-            grid=(1, 1, 1),
-            threadgroup=(1, 1, 1),
-            template=[("T", keys.dtype)],
-        )[0]
-
-    def _merge(
-        self, shape: DecodeShape, num_sequences: int, partial: mx.array, stats: mx.array, item_starts: mx.array
-    ) -> mx.array:
-        width = shape.value_dim // 4
-        return self._reduce(
-            inputs=[partial, stats, item_starts],
-            output_shapes=[(num_sequences, shape.num_query_heads, 1, shape.value_dim)],
-            output_dtypes=[shape.dtype],
-            grid=(width, shape.num_query_heads, num_sequences),
-            threadgroup=_rows_threadgroup(width, shape.num_query_heads),
-            template=[
-                ("T", shape.dtype),
-                ("VALUE_DIM", shape.value_dim),
-                ("QUERY_HEADS", shape.num_query_heads),
-            ],
-        )[0]
-
-    def _factors(self, scores: Scores) -> tuple[mx.array, mx.array]:
-        """What queries are multiplied by, and the cap of capped scores; log2 e makes exp(x) an exp2(x)."""
-        log2_e = 1.4426950408889634
-        if scores.softcap is None:
-            return self._number(scores.scale * log2_e), self._number(0.0)
-        return self._number(scores.scale / scores.softcap), self._number(scores.softcap * log2_e)
-
-    def _number(self, value: float) -> mx.array:
+    def number(self, value: float) -> mx.array:
         """A float as `(1,)`: MLX passes it in constant memory. A model has few, so they are kept."""
         if value not in self._numbers:
             self._numbers[value] = mx.array([value], mx.float32)
         return self._numbers[value]
 
 
-def _decode_template(
-    shape: DecodeShape, variant: KernelVariant, scores: Scores, out_dtype: mx.Dtype, sinks_dtype: mx.Dtype
-) -> list[tuple[str, Any]]:
-    """Every type and size of the decode kernel: CUDA tells kernels apart by these alone."""
-    return [
-        ("T", shape.dtype),
-        ("P", shape.dtype if shape.bits is None else mx.uint32),
-        ("OT", out_dtype),
-        ("ST", sinks_dtype),
-        *_row_template(shape.spec),
-        ("QUERY_HEADS", shape.num_query_heads),
-        ("KV_HEADS", shape.num_kv_heads),
-        ("GROUP", shape.group_size),
-        ("HEADS", variant.heads_per_simdgroup),
-        ("HEAD_SIMDGROUPS", variant.head_simdgroups(shape)),
-        ("STREAMS", variant.streams(shape)),
-        ("LANES", variant.lanes_per_row),
-        ("AHEAD", variant.rows_ahead),
-        ("SINKS", scores.sinks is not None),
-        ("SOFTCAP", scores.softcap is not None),
-    ]
+class PoolKernels:
+    """Writes into pools of one kind of layer, and gathers from them."""
+
+    def __init__(self, kernels: PagedKernels, spec: LayerSpec) -> None:
+        sizes = {**_row_sizes(spec), "KV_HEADS": spec.num_kv_heads}
+        dims = spec.key_dim, spec.value_dim
+        self._dtype = spec.dtype
+        self._dims = dims
+        if spec.bits is None:
+            self._write, width = kernels.make(KV_WRITE, sizes), max(dims) // 4
+        else:
+            self._write, width = kernels.make(KV_WRITE_QUANTIZED, sizes), sum(dim // group_size_of(dim) for dim in dims)
+        self._write_grid = width, spec.num_kv_heads
+        self._write_threads = _rows_threadgroup(width, spec.num_kv_heads)
+        self._gather = kernels.make(KV_GATHER, _row_sizes(spec))
+        self._gather_width = sum(dims) // 4
+        self._gather_threads = _rows_threadgroup(self._gather_width, BLOCK_SIZE)
+        self._template = [("T", spec.dtype)]
+
+    def write(self, pool: AnyGpuPool, keys: mx.array, values: mx.array, slots: mx.array) -> None:
+        """Writes rows `[T, num_kv_heads, 1, dim]` into their slots. Takes the pool's next token."""
+        if keys.dtype != self._dtype:
+            keys, values = keys.astype(self._dtype), values.astype(self._dtype)
+        (pool.token,) = self._write(
+            inputs=[keys, values, *pool.handles, slots, pool.token],
+            output_shapes=[_TOKEN],
+            output_dtypes=[mx.int32],
+            grid=(*self._write_grid, keys.shape[0]),
+            threadgroup=self._write_threads,
+            template=self._template,
+        )
+
+    def gather(self, pool: AnyGpuPool, rows: mx.array, num_rows: int) -> tuple[mx.array, mx.array]:
+        """K and V `[num_rows, 32, dim]` at the first `num_rows` of `rows`, which are block * num_kv_heads + head. Takes
+        the pool's next token, which later writes wait for."""
+        keys, values, pool.token = self._gather(
+            inputs=[*pool.handles, rows, pool.token],
+            output_shapes=[*((num_rows, BLOCK_SIZE, dim) for dim in self._dims), _TOKEN],
+            output_dtypes=[self._dtype, self._dtype, mx.int32],
+            grid=(num_rows * self._gather_width, BLOCK_SIZE, 1),
+            threadgroup=self._gather_threads,
+            template=self._template,
+        )
+        return keys, values
 
 
-def _row_template(spec: LayerSpec) -> list[tuple[str, int]]:
+class DecodeKernels:
+    """Attends from decodes of one kind of layer, in one launch or, if a sequence is split, two."""
+
+    def __init__(self, kernels: PagedKernels, shape: DecodeShape, variant: KernelVariant, scores: Scores) -> None:
+        """`scores` as far as layers of a kind have them alike: whether they have sinks, whose type, and a cap."""
+        self.cut = Cut(shape, variant)
+        self._decode = kernels.make(PAGED_DECODE, _decode_sizes(shape, variant, scores))
+        self._reduce = kernels.make(PAGED_REDUCE, {"VALUE_DIM": shape.value_dim, "QUERY_HEADS": shape.num_query_heads})
+        self._no_sinks = kernels.number(0.0)
+        pool_dtype = shape.dtype if shape.bits is None else mx.uint32
+        sinks_dtype = self._no_sinks.dtype if scores.sinks is None else scores.sinks.dtype
+        types = [("T", shape.dtype), ("P", pool_dtype), ("ST", sinks_dtype)]
+        self._templates = {dtype: [*types, ("OT", dtype)] for dtype in (shape.dtype, mx.float32)}
+        threads = variant.threads(shape)
+        self._threads = threads, 1, 1
+        self._width = threads * shape.num_kv_heads * variant.tiles(shape)
+        self._reduce_grid = shape.value_dim // 4, shape.num_query_heads
+        self._reduce_threads = _rows_threadgroup(*self._reduce_grid)
+        self._reduce_template = [("T", shape.dtype)]
+
+    def decode(
+        self,
+        pool: AnyGpuPool,
+        queries: mx.array,
+        indices: DecodeIndices,
+        factors: tuple[mx.array, mx.array],
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention of the first rows of queries `[T, H, 1, key_dim]`, one a sequence, over the pool: `[B, H, 1,
+        value_dim]`. `factors` are those of `score_factors`. Takes the pool's next token, which later writes wait for.
+        """
+        shape = self.cut.shape
+        asked = queries.dtype
+        if asked != shape.dtype:
+            queries = queries.astype(shape.dtype)
+        starts = indices.item_starts
+        dtype = shape.dtype if starts is None else mx.float32
+        rows = indices.num_items, shape.num_query_heads
+        factors_and_sinks = *factors, self._no_sinks if sinks is None else sinks
+        out, stats, pool.token = self._decode(
+            inputs=[queries, *pool.handles, indices.block_tables, indices.work_items, *factors_and_sinks, pool.token],
+            output_shapes=[(*rows, 1, shape.value_dim), (*rows, 2), _TOKEN],
+            output_dtypes=[dtype, mx.float32, mx.int32],
+            grid=(self._width, indices.num_items, 1),
+            threadgroup=self._threads,
+            template=self._templates[dtype],
+        )
+        if starts is not None:
+            (out,) = self._reduce(
+                inputs=[out, stats, starts],
+                output_shapes=[(indices.num_sequences, shape.num_query_heads, 1, shape.value_dim)],
+                output_dtypes=[shape.dtype],
+                grid=(*self._reduce_grid, indices.num_sequences),
+                threadgroup=self._reduce_threads,
+                template=self._reduce_template,
+            )
+        return out if asked == shape.dtype else out.astype(asked)
+
+
+def score_factors(kernels: PagedKernels, scores: Scores) -> tuple[mx.array, mx.array]:
+    """What queries are multiplied by, and the cap of capped scores; log2 e makes exp(x) an exp2(x)."""
+    if scores.softcap is None:
+        return kernels.number(scores.scale * _LOG2_E), kernels.number(0.0)
+    return kernels.number(scores.scale / scores.softcap), kernels.number(scores.softcap * _LOG2_E)
+
+
+def _decode_sizes(shape: DecodeShape, variant: KernelVariant, scores: Scores) -> dict[str, int | bool]:
+    return {
+        **_row_sizes(shape.spec),
+        "QUERY_HEADS": shape.num_query_heads,
+        "KV_HEADS": shape.num_kv_heads,
+        "GROUP": shape.group_size,
+        "HEADS": variant.heads_per_simdgroup,
+        "HEAD_SIMDGROUPS": variant.head_simdgroups(shape),
+        "STREAMS": variant.streams(shape),
+        "LANES": variant.lanes_per_row,
+        "AHEAD": variant.rows_ahead,
+        "SINKS": scores.sinks is not None,
+        "SOFTCAP": scores.softcap is not None,
+    }
+
+
+def _row_sizes(spec: LayerSpec) -> dict[str, int | bool]:
     """How K and V rows lie in a block; BITS 0 is whole rows."""
-    sizes = [("KEY_DIM", spec.key_dim), ("VALUE_DIM", spec.value_dim), ("BLOCK", BLOCK_SIZE), ("BITS", spec.bits or 0)]
-    if spec.bits is None:
-        return [*sizes, ("KEY_GROUP", spec.key_dim), ("VALUE_GROUP", spec.value_dim)]
-    return [*sizes, ("KEY_GROUP", group_size_of(spec.key_dim)), ("VALUE_GROUP", group_size_of(spec.value_dim))]
+    groups = [dim if spec.bits is None else group_size_of(dim) for dim in (spec.key_dim, spec.value_dim)]
+    return {
+        "KEY_DIM": spec.key_dim,
+        "VALUE_DIM": spec.value_dim,
+        "BLOCK": BLOCK_SIZE,
+        "BITS": spec.bits or 0,
+        "KEY_GROUP": groups[0],
+        "VALUE_GROUP": groups[1],
+    }
 
 
 def _rows_threadgroup(width: int, heads: int) -> tuple[int, int, int]:
-    """Whole rows of `width` threads, as many heads as fit; the grid is a multiple of it."""
-    most = max(1, _MAX_THREADS // width)
-    return (width, max(n for n in range(1, most + 1) if heads % n == 0), 1)
+    """Rows of `width` threads, as many heads as fit; the grid is a multiple of it."""
+    across = _largest_divisor(width, _MAX_THREADS)
+    return across, _largest_divisor(heads, _MAX_THREADS // across), 1
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(n for n in range(1, most + 1) if number % n == 0)

@@ -20,7 +20,7 @@ class GpuPool:
 
     MLX cannot see that a kernel writes into `keys` and `values`, so whatever reads or writes them takes `token`
     as an input and replaces it: the tokens are a chain through all uses of the pool and its views, across steps. Its
-    value is 0.
+    value is 0. If it `is_scattered`, MLX writes here, since kernels could not for some layer that uses it.
 
     Kernels get `handles`: the first blocks of K and V, in the same memory. MLX ends a command buffer by the number of
     elements that its inputs have, and a whole pool's would end one at every kernel; of what a kernel reaches from
@@ -31,9 +31,10 @@ class GpuPool:
     keys: mx.array
     values: mx.array
     token: mx.array
+    handles: tuple[mx.array, mx.array]
+    is_scattered: bool = False
     num_moves: int = 0
     num_copies: int = 0
-    _heads: tuple[mx.array, mx.array] | None = None
     _addresses: tuple[int, int] | None = None
 
     @classmethod
@@ -46,21 +47,17 @@ class GpuPool:
         """A pool of these blocks."""
         token = mx.zeros((1,), mx.int32)
         mx.eval(keys, values, token)
-        return cls(spec, keys, values, token, _heads=(_head(keys), _head(values)))
-
-    @property
-    def is_scattered(self) -> bool:
-        """Whether MLX writes here, since kernels could not for some layer that uses the pool."""
-        return self._heads is None
-
-    @property
-    def handles(self) -> tuple[mx.array, mx.array]:
-        """K and V for kernels: one block of each, but whole where MLX writes, whose arrays are others each time."""
-        return self._heads or (self.keys, self.values)
+        return cls(spec, keys, values, token, (_head(keys), _head(values)))
 
     def scatter(self) -> None:
-        """From now on MLX writes here. It writes in place only if nobody else has the memory, so the handles go."""
-        self._heads = None
+        """From now on MLX writes here. It writes in place only where nobody else has the memory, so kernels get the
+        arrays themselves, which are others after each write."""
+        self.is_scattered = True
+        self.keep(self.keys, self.values)
+
+    def keep(self, keys: mx.array, values: mx.array) -> None:
+        """Takes what MLX has made of the arrays by writing into them."""
+        self.keys, self.values = self.handles = keys, values
 
     @property
     def num_blocks(self) -> int:
@@ -70,12 +67,12 @@ class GpuPool:
         """Moves, cuts or grows: one copy of what stays, counted in `num_copies`. The memory of the old arrays is
         free when it returns. All work that uses them must have finished."""
         sources = mx.array(block_sources(self.num_blocks, change))
-        has_heads, self._heads = self._heads is not None, None  # which hold the memory
+        del self.handles  # which hold the memory
         self.keys = self.keys[sources]
         mx.eval(self.keys)  # before values, so that not both are there twice
         self.values = self.values[sources]
         mx.eval(self.values)
-        self._heads = (_head(self.keys), _head(self.values)) if has_heads else None
+        self.handles = (self.keys, self.values) if self.is_scattered else (_head(self.keys), _head(self.values))
         self._addresses = None
         self.num_copies += 1
 
@@ -109,17 +106,13 @@ class GpuPoolView:
     def keys(self) -> mx.array:
         return self._shaped(self.pool.keys, self.spec.key_dim)
 
-    @keys.setter
-    def keys(self, keys: mx.array) -> None:
-        self.pool.keys = keys.reshape(self.pool.keys.shape)
-
     @property
     def values(self) -> mx.array:
         return self._shaped(self.pool.values, self.spec.value_dim)
 
-    @values.setter
-    def values(self, values: mx.array) -> None:
-        self.pool.values = values.reshape(self.pool.values.shape)
+    def keep(self, keys: mx.array, values: mx.array) -> None:
+        """As `GpuPool.keep`."""
+        self.pool.keep(keys.reshape(self.pool.keys.shape), values.reshape(self.pool.values.shape))
 
     @property
     def token(self) -> mx.array:

@@ -12,8 +12,8 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention import LayerSpec
 from mlx_server.runtime.kernels.exact_rows import exact_rows
 from mlx_server.runtime.kernels.gpu_gather import attend_rows, read_rows
-from mlx_server.runtime.kernels.gpu_kernels import PagedKernels, Scores
-from mlx_server.runtime.kernels.gpu_plan import DecodeIndices, Gather, make_work
+from mlx_server.runtime.kernels.gpu_kernels import DecodeKernels, PagedKernels, Scores, score_factors
+from mlx_server.runtime.kernels.gpu_plan import DecodeIndices, Gather, Seen, make_work
 from mlx_server.runtime.kernels.gpu_pool import GpuPool
 from mlx_server.runtime.kernels.gpu_variant import DecodeShape, KernelVariant
 
@@ -33,19 +33,19 @@ def write_failure(kernels: PagedKernels, spec: LayerSpec) -> str | None:
     """
     if spec.key_dim % 4 or spec.value_dim % 4:  # rows that can be quantised always can
         return f"rows of {spec.key_dim} and {spec.value_dim} elements cannot be moved in fours"
-    pool = GpuPool.make(spec, 2)
+    pool, writer = GpuPool.make(spec, 2), kernels.of_pool(spec)
     pool.check_moves()
     slots = mx.arange(BLOCK_SIZE, 2 * BLOCK_SIZE, dtype=mx.int32)
-    rows = mx.array(np.arange(spec.num_kv_heads, 2 * spec.num_kv_heads, dtype=np.int32)[None, :, None])
-    gather = Gather(rows, 0, BLOCK_SIZE, "causal")
+    rows = np.arange(spec.num_kv_heads, 2 * spec.num_kv_heads, dtype=np.int32)[None, :, None]
+    gather = Gather.of(Seen(slice(0, BLOCK_SIZE), rows, 0, BLOCK_SIZE, "causal"))
     readings = []
     try:
         for step in range(_STEPS):
             keys, values = (_pattern(spec, dim, step) for dim in (spec.key_dim, spec.value_dim))
-            pool.token = kernels.write(pool, keys, values, slots)
-            seen = read_rows(kernels, pool, gather)
-            mx.async_eval(*seen, pool.token)  # type: ignore[no-untyped-call]
-            readings.append(((keys, values), seen))
+            writer.write(pool, keys, values, slots)
+            (found,) = read_rows(writer, pool, gather)
+            mx.async_eval(found.keys, found.values, pool.token)  # type: ignore[no-untyped-call]
+            readings.append(((keys, values), (found.keys, found.values)))
         for step, (written, seen) in enumerate(readings):
             for name, wrote, read in zip(("keys", "values"), written, seen):
                 if not mx.allclose(wrote[:, :, 0].swapaxes(0, 1), read[0], rtol=0, atol=_ROUNDING).item():
@@ -64,17 +64,18 @@ def decode_failure(kernels: PagedKernels, shape: DecodeShape, variant: KernelVar
     """
     contexts = np.array([1, BLOCK_SIZE + 1, 3 * BLOCK_SIZE], np.int32)
     tables = np.arange(12, dtype=np.int32).reshape(3, 4)
-    pool = _random_pool(kernels, shape, tables.size)
+    pool, reader = _random_pool(kernels, shape, tables.size), kernels.of_pool(shape.spec)
     queries = _random(10, (3, shape.num_query_heads, 1, shape.key_dim), shape.dtype)
+    decodes, factors = DecodeKernels(kernels, shape, variant, scores), score_factors(kernels, scores)
     for tokens in (BLOCK_SIZE, 4 * BLOCK_SIZE):
         cut = dataclasses.replace(variant, partition_tokens=tokens)
         indices = DecodeIndices.of(make_work(contexts, None, shape, cut, num_cores=1), mx.array(tables))
-        out = kernels.decode(pool, queries, indices, shape, variant, scores).out.astype(mx.float32)
+        out = decodes.decode(pool, queries, indices, factors, scores.sinks).astype(mx.float32)
         for sequence, context in enumerate(contexts.tolist()):
             rows = tables[sequence, :3] * shape.num_kv_heads + np.arange(shape.num_kv_heads, dtype=np.int32)[:, None]
-            gather = Gather(mx.array(rows[None]), 0, context, "causal")
-            rows_seen = read_rows(kernels, pool, gather)
-            wanted = attend_rows(queries[sequence : sequence + 1], rows_seen, gather, scores)
+            gather = Gather.of(Seen(slice(sequence, sequence + 1), rows[None], 0, context, "causal"))
+            (found,) = read_rows(reader, pool, gather)
+            wanted = attend_rows(queries[sequence : sequence + 1], found, scores)
             error = float(mx.abs(out[sequence] - wanted[0].astype(mx.float32)).max())
             if not error <= _TOLERANCE[shape.dtype]:
                 return f"attention over a context of {context} is off by {error:.2g}"
@@ -97,10 +98,12 @@ def _random_pool(kernels: PagedKernels, shape: DecodeShape, num_blocks: int) -> 
         keys, values = (
             exact_rows(rng, (*rows, dim), shape.dtype, shape.bits) for dim in (shape.key_dim, shape.value_dim)
         )
-        pool.token = kernels.write(pool, keys, values, mx.arange(num_blocks * BLOCK_SIZE, dtype=mx.int32))
+        kernels.of_pool(shape.spec).write(pool, keys, values, mx.arange(num_blocks * BLOCK_SIZE, dtype=mx.int32))
         return pool
     rows = num_blocks, shape.num_kv_heads, BLOCK_SIZE
-    keys, values = (_random(seed, (*rows, dim), shape.dtype) for seed, dim in ((11, shape.key_dim), (12, shape.value_dim)))
+    keys, values = (
+        _random(seed, (*rows, dim), shape.dtype) for seed, dim in ((11, shape.key_dim), (12, shape.value_dim))
+    )
     return GpuPool.of(shape.spec, keys, values)
 
 

@@ -13,7 +13,7 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention import LayerSpec
 
 SIMD_WIDTH = 32
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 256, 512)
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 MAX_SIMDGROUPS = 8
 MAX_THREADGROUP_BYTES = 32768
