@@ -66,8 +66,11 @@ class ModelForward:
             ids = mx.pad(ids, (0, num_rows - num_tokens))
             if owners is not None:
                 owners = np.pad(owners, (0, num_rows - num_tokens), constant_values=NONE)
-        with self.adapters.step(owners):
-            return self._run(plans, ids, list(rows) or [0])
+        try:
+            with self.adapters.step(owners):
+                return self._run(plans, ids, list(rows) or [0])
+        finally:
+            self._cache.end()
 
     @property
     def _pads(self) -> bool:
@@ -104,7 +107,7 @@ class ModelForward:
         self.num_calls += 1
         if self._selector is not None:
             self._selector.rows = self._selected(rows) if self._selects_rows else None
-        with forward_pass():
+        with forward_pass(self._cache.paged):
             logits: mx.array = self._model(batch, cache=cache)
         logits = logits.reshape(-1, logits.shape[-1])
         return logits[: len(rows)] if self._selects_rows else logits[mx.array(rows, dtype=mx.int32)]

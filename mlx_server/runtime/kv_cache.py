@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -16,15 +16,7 @@ from mlx_server.runtime.cache_views import ListView, PagedView, StateView, StepM
 from mlx_server.runtime.layer_groups import LayerGroup, Place, group_layers, share_blocks
 from mlx_server.runtime.layer_pool import LayerPool
 from mlx_server.runtime.row_groups import RowGroup
-from mlx_server.runtime.seam import AttendsItself, hand_out
-
-
-@dataclass(slots=True)
-class StepContext:
-    """The step that the layers of one place are working on: set before each forward pass."""
-
-    positions: mx.array
-    metadata: Any
+from mlx_server.runtime.seam import AttendsItself
 
 
 class PagedLayerCache(AttendsItself):
@@ -32,7 +24,8 @@ class PagedLayerCache(AttendsItself):
 
     Speaks mlx-lm's cache protocol as far as attention layers use it. K/V of the step are kept until the
     layer asks for attention, so that a backend may write and attend in one call. `num_query_heads` and
-    `sinks` are those of the last call, None before the first.
+    `sinks` are those of the last call, None before the first. In a forward pass `offset` has the position of each row,
+    `[T]`, for rope, and `metadata` the backend's plan of it.
 
     A layer whose module runs on groups of rows is read through `view`.
     """
@@ -48,27 +41,17 @@ class PagedLayerCache(AttendsItself):
         self.place = 0
         self._seat = 0
         self._kept_window: int | None = None
-        self._step: StepContext | None = None
-        self._keys: mx.array | None = None
-        self._values: mx.array | None = None
-        self._handed_out: tuple[mx.array, mx.array] | None = None
+        self.offset: mx.array | None = None
+        self.metadata: Any = None
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self._is_written = False
 
     def join(self, place: int, pool: LayerPool, kept_window: int | None) -> None:
         """The layer stores its K/V in a pool that it shares with layers of other places, of which each has plans of its
         own. Of a context, no more than `kept_window` tokens are kept."""
         self.place, self.pool, self._kept_window = place, pool, kept_window
         self._seat = pool.seat_of(self.spec)
-
-    def begin(self, step: StepContext) -> None:
-        """A forward pass over `step` follows."""
-        self._step = step
-        self._keys = self._values = self._handed_out = None
-
-    @property
-    def offset(self) -> mx.array:
-        """Position of each row, `[T]`, for rope."""
-        assert self._step is not None
-        return self._step.positions
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> StepMask | None:
         """Causality is the backend's; only a window is passed on, to come back in `attend` or at a group."""
@@ -79,37 +62,39 @@ class PagedLayerCache(AttendsItself):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Takes this step's K/V, `[T, num_kv_heads, 1, dim]`; what it returns is only passed along."""
-        self._keys, self._values = keys, values
-        self._handed_out = keys, values
-        hand_out(keys, self)
+        self.keys, self.values = keys, values
+        self._is_written = False
         return keys, values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """For a layer that shares this one's K/V: what `update_and_fetch` returned in this step."""
-        if self._handed_out is None:
+        if self.keys is None or self.values is None:
             raise UnpageableError("shared K/V before they are there")
-        return self._handed_out
+        return self.keys, self.values
 
     def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         """Writes the K/V that `update_and_fetch` took, unless that is done, and attends; `[T, num_heads, 1,
         value_dim]`."""
-        assert self._step is not None
-        if mask is not None and not isinstance(mask, StepMask):
-            raise UnpageableError(f"an attention mask of its own ({type(mask).__name__})")
+        window = self.window
+        if mask is not None:
+            if not isinstance(mask, StepMask):
+                raise UnpageableError(f"an attention mask of its own ({type(mask).__name__})")
+            window = mask.window
         if self.is_chunked:
             raise UnpageableError("attention within chunks of the context")
-        if self.pool.is_viewed:
+        pool = self.pool
+        if pool.is_viewed:
             raise UnpageableError("paged attention over K/V that another module reads by group")
-        window = self._check_window(mask.window if mask is not None else self.window)
-        keys, values = self._keys, self._values
-        self._keys = self._values = None
+        if self._kept_window is not None and (window is None or window > self._kept_window):
+            raise UnpageableError(f"a window of {window or 'all'} tokens where its cache keeps {self._kept_window}")
+        is_written, self._is_written = self._is_written, True
         self.num_query_heads, self.sinks = queries.shape[1], sinks
-        return self.pool.backend.attend(
-            self.pool.contents[self._seat],
+        return pool.backend.attend(
+            pool.contents[self._seat],
             queries,
-            keys,
-            values,
-            self._step.metadata,
+            None if is_written else self.keys,
+            None if is_written else self.values,
+            self.metadata,
             scale=scale,
             window=window,
             sinks=sinks,
@@ -118,12 +103,6 @@ class PagedLayerCache(AttendsItself):
     def view(self, group: RowGroup) -> PagedView:
         """The layer's K/V as a module that runs on `group` sees them."""
         return PagedView(self.pool.rows(self._seat), self.window, group, self.place)
-
-    def _check_window(self, window: int | None) -> int | None:
-        """Raises `UnpageableError` for one that is wider than what is kept."""
-        if self._kept_window is not None and (window is None or window > self._kept_window):
-            raise UnpageableError(f"a window of {window or 'all'} tokens where its cache keeps {self._kept_window}")
-        return window
 
 
 class StateLayerCache:
@@ -322,10 +301,15 @@ class PagedKVCache:
         beyond its tokens at position 0. The plans of all places."""
         plans = tuple([place.plan(plans) for place in self.places])
         positions = mx.array(np.pad(plans[0].positions, (0, num_rows - plans[0].num_tokens)))
-        contexts = [StepContext(positions, self.backend.plan(plan)) for plan in plans]
+        metadata = [self.backend.plan(plan) for plan in plans]
         for layer in self.paged:
-            layer.begin(contexts[layer.place])
+            layer.offset, layer.metadata = positions, metadata[layer.place]
         return plans
+
+    def end(self) -> None:
+        """The forward pass is over: what it has made must not be kept alive from here while it is computed."""
+        for layer in self.paged:
+            layer.offset = layer.metadata = layer.keys = layer.values = None
 
     def resume_states(self, checkpoints: Sequence[int], slots: Sequence[int]) -> None:
         """Requests at `slots` go on from kept states."""

@@ -28,16 +28,11 @@ class LayerPool:
         self.is_viewed = False
         self._specs = list(dict.fromkeys([spec, *seen_as]))
         self._num_blocks = 0
-        self._backend: AttentionBackend | None = None
+        self.backend: AttentionBackend  # from the first allocation on
 
     @property
     def spec(self) -> LayerSpec:
         return self._specs[0]
-
-    @property
-    def backend(self) -> AttentionBackend:
-        assert self._backend is not None, "a pool is allocated before it is used"
-        return self._backend
 
     def seat_of(self, spec: LayerSpec) -> int:
         return self._specs.index(spec)
@@ -48,9 +43,9 @@ class LayerPool:
 
     def allocate(self, backend: AttentionBackend, num_blocks: int, max_blocks: int | None = None) -> None:
         """Takes memory, which may grow to `max_blocks`."""
-        self._backend = ReferenceBackend() if self.is_viewed else backend
+        self.backend = ReferenceBackend() if self.is_viewed else backend
         self._num_blocks = num_blocks
-        self._show(self._backend.make_pool(self.spec, num_blocks, max_blocks))
+        self._show(self.backend.make_pool(self.spec, num_blocks, max_blocks))
 
     def rows(self, seat: int = 0) -> RowPool:
         """What is seen from there as rows. The first call makes the pool one of rows, and loses what was in it."""

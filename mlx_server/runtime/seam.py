@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -25,46 +24,28 @@ _PARAMETERS = ("queries", "keys", "values", "cache", "scale", "mask", "sinks")
 _MARK = "_mlx_server_original"
 
 
-class _KeptKeys:
-    """Which cache has which K of the running forward pass: a layer may attend over another's without its cache."""
+class AttendsItself:
+    """A layer cache that computes its own attention. `keys` are those that it has handed to the model in the running
+    forward pass, None before."""
 
-    def __init__(self) -> None:
-        self._owners: dict[int, tuple[mx.array, AttendsItself]] = {}  # holds the arrays, so that ids are theirs
+    keys: mx.array | None = None
 
-    def add(self, keys: mx.array, owner: AttendsItself) -> None:
-        self._owners[id(keys)] = keys, owner
-
-    def owner(self, keys: mx.array) -> AttendsItself | None:
-        entry = self._owners.get(id(keys))
-        return None if entry is None else entry[1]
+    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+        """Attention of this step's queries over what the cache holds."""
+        raise NotImplementedError
 
 
-_kept_keys: ContextVar[_KeptKeys | None] = ContextVar("kept_keys", default=None)
+_caches: ContextVar[Sequence[AttendsItself]] = ContextVar("caches", default=())
 
 
 @contextmanager
-def forward_pass() -> Iterator[None]:
-    """A model is being called: attention over K that a cache has handed out in it goes to that cache."""
-    token = _kept_keys.set(_KeptKeys())
+def forward_pass(caches: Sequence[AttendsItself]) -> Iterator[None]:
+    """A model is being called with these caches: attention over K that one of them has handed out goes to that one."""
+    token = _caches.set(caches)
     try:
         yield
     finally:
-        _kept_keys.reset(token)
-
-
-def hand_out(keys: mx.array, owner: AttendsItself) -> None:
-    """The model gets `keys` from `owner`; what it later attends over with them is the owner's."""
-    kept = _kept_keys.get()
-    if kept is not None:
-        kept.add(keys, owner)
-
-
-class AttendsItself(ABC):
-    """A layer cache that computes its own attention."""
-
-    @abstractmethod
-    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
-        """Attention of this step's queries over what the cache holds."""
+        _caches.reset(token)
 
 
 def check_seam() -> None:
@@ -101,10 +82,9 @@ def _wrap(original: Any) -> Any:
         mask: Any = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        kept = _kept_keys.get()
-        owner = None if kept is None else kept.owner(keys)
-        if owner is None and isinstance(cache, AttendsItself):
-            owner = cache
+        owner = cache if isinstance(cache, AttendsItself) else None
+        if owner is None or owner.keys is not keys:  # a layer may attend over another's
+            owner = next((other for other in _caches.get() if other.keys is keys), owner)
         if owner is not None:
             return owner.attend(queries, scale, mask, sinks)
         result: mx.array = original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
