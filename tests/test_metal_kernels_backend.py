@@ -325,17 +325,29 @@ def faulty(mutations: dict[str, tuple[tuple[str, str], ...]]) -> MetalBackend:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "reason"),
+    ("kernel", "old", "new", "reason"),
     [
-        ("if (first < KEY_DIM)", "if (first < 0)", "keys of write 0 of 8 were not read back"),
-        ("slot % BLOCK", "0", "keys of write 0 of 8 were not read back"),
-        ("if (first < VALUE_DIM)", "if (first < 32)", "values of write 0 of 8 were not read back"),
+        ("kv_write", "if (first < KEY_DIM)", "if (first < 0)", "keys of write 0 of 8 were not read back"),
+        ("kv_write", "slot % BLOCK", "0", "keys of write 0 of 8 were not read back"),
+        ("kv_write", "if (first < VALUE_DIM)", "if (first < 32)", "values of write 0 of 8 were not read back"),
+        (
+            "kv_gather",
+            "(whole + (run * BLOCK + at)",
+            "(whole + (run * BLOCK)",
+            "keys of write 0 of 8 were not read back",
+        ),
+        (
+            "kv_gather",
+            "thread_position_in_grid.y)",
+            "thread_position_in_grid.y) / 2",
+            "keys of write 0 of 8 were not read back",
+        ),
     ],
 )
 def test_writes_that_fail_are_replaced_by_scatters(
-    old: str, new: str, reason: str, caplog: pytest.LogCaptureFixture
+    kernel: str, old: str, new: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend = faulty({"kv_write": ((old, new),)})
+    backend = faulty({kernel: ((old, new),)})
     with caplog.at_level(logging.WARNING):
         outs = attend_all(backend)
     check_equal(outs, attend_all(ReferenceBackend()))

@@ -149,7 +149,7 @@ FAULTS = (
     ("kv_gather", "at * groups + first / group", "at * groups"),
     ("kv_gather", "(at * dim + first) * BITS / 32", "(at * dim) * BITS / 32"),
     ("kv_gather", "+ groups * GROUP_WORDS", ""),
-    ("kv_gather", "is_key ? x : x - KEY_FOURS", "x"),
+    ("kv_gather", "float(scales[BLOCK * groups])", "float(scales[0])"),
 )
 
 

@@ -16,7 +16,7 @@ _DEFAULT_CORES = 128
 
 
 class CudaBackend(GpuBackend):
-    """The `cuda` backend. MLX raises `RuntimeError` here where it has no CUDA back-end."""
+    """The `cuda` backend. Raises `RuntimeError` where MLX has no CUDA back-end."""
 
     name = "cuda"
 
@@ -27,5 +27,8 @@ class CudaBackend(GpuBackend):
         num_cores: int = _DEFAULT_CORES,
         choose_variant: Callable[[DecodeShape], KernelVariant] = default_variant,
     ) -> None:
-        make_kernel = make_kernel or cast(MakeKernel, mx.fast.cuda_kernel)
+        if make_kernel is None:
+            if not mx.cuda.is_available():
+                raise RuntimeError("No CUDA back-end: this MLX was built without, or there is no such GPU.")
+            make_kernel = cast(MakeKernel, mx.fast.cuda_kernel)
         super().__init__(make_kernel, header=read_text(PRELUDE), num_cores=num_cores, choose_variant=choose_variant)

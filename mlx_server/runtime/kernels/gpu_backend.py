@@ -118,7 +118,7 @@ class GpuBackend:
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> GpuPool:
         """Raises `RuntimeError` for quantised K/V where kernels cannot write them: nothing scatters those."""
-        pool = GpuPool.make(spec, num_blocks)
+        pool = GpuPool.make(self._one_of(spec), num_blocks)
         if not self._writes(spec):
             pool.scatter()
         return pool
@@ -132,7 +132,7 @@ class GpuBackend:
         come before anything is written."""
         if not self._writes(spec):
             pool.scatter()
-        return GpuPoolView(spec, pool, num_parts)
+        return GpuPoolView(self._one_of(spec), pool, num_parts)
 
     def plan(self, step: StepPlan) -> GpuMetadata:
         return GpuMetadata.of(step, self._num_cores)
@@ -161,26 +161,23 @@ class GpuBackend:
                 _scatter(pool, keys, values, metadata)
             else:
                 layer.pool.write(pool, keys, values, metadata.slots)
-        parts = []
+        decoded = None
         if metadata.num_decodes and layer.decodes is not None:
             indices = metadata.decode_indices(layer.decodes.cut, window)
             decoded = layer.decodes.decode(pool, queries, indices, layer.factors, sinks)
             if not metadata.num_chunks:
                 return decoded
-            parts.append(decoded)
-        scores = Scores(scale, softcap, sinks)
-        if metadata.num_decodes and layer.decodes is None:
-            gather = metadata.decodes_gather(pool.spec.num_kv_heads, window)
-            (rows,) = read_rows(layer.pool, pool, gather)
-            parts.append(attend_rows(queries[rows.seen.queries], rows, scores))
-        for gather in metadata.chunk_gathers(pool.spec.num_kv_heads, window):
-            for rows in read_rows(layer.pool, pool, gather):
-                out = attend_rows(queries[rows.seen.queries].transpose(2, 1, 0, 3), rows, scores)
-                parts.append(out.transpose(2, 1, 0, 3))
+        parts = _attend_gathered(layer, pool, queries, metadata, window, Scores(scale, softcap, sinks))
+        if decoded is not None:
+            parts.insert(0, decoded)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
 
     def state(self, pool: GpuPool) -> list[mx.array]:
         return pool.arrays()
+
+    def _one_of(self, spec: LayerSpec) -> LayerSpec:
+        """The same for all layers like it: two objects would be compared at each layer of each step."""
+        return self._kernels.of_pool(spec).spec
 
     def _layer(self, spec: LayerSpec, num_query_heads: int, scores: Scores) -> _Layer:
         shape = DecodeShape.of(spec, num_query_heads)
@@ -229,3 +226,19 @@ def _scatter(pool: AnyGpuPool, keys: mx.array, values: mx.array, metadata: GpuMe
     for array, rows in zip(stored, (keys, values)):
         array[blocks, :, offsets] = rows[:, :, 0]
     pool.keep(*stored)
+
+
+def _attend_gathered(
+    layer: _Layer, pool: AnyGpuPool, queries: mx.array, metadata: GpuMetadata, window: int | None, scores: Scores
+) -> list[mx.array]:
+    """Attention of the prompt chunks, and first of the decodes if no kernel supports them."""
+    parts = []
+    num_kv_heads = pool.spec.num_kv_heads
+    if metadata.num_decodes and layer.decodes is None:
+        (rows,) = read_rows(layer.pool, pool, metadata.decodes_gather(num_kv_heads, window))
+        parts.append(attend_rows(queries[rows.seen.queries], rows, scores))
+    for gather in metadata.chunk_gathers(num_kv_heads, window):
+        for rows in read_rows(layer.pool, pool, gather):
+            out = attend_rows(queries[rows.seen.queries].transpose(2, 1, 0, 3), rows, scores)
+            parts.append(out.transpose(2, 1, 0, 3))
+    return parts

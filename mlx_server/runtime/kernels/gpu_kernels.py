@@ -111,6 +111,7 @@ class PoolKernels:
     def __init__(self, kernels: PagedKernels, spec: LayerSpec) -> None:
         sizes = {**_row_sizes(spec), "KV_HEADS": spec.num_kv_heads}
         dims = spec.key_dim, spec.value_dim
+        self.spec = spec
         self._dtype = spec.dtype
         self._dims = dims
         if spec.bits is None:
