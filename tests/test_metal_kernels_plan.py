@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import mlx.core as mx
 import numpy as np
@@ -266,3 +267,10 @@ def test_names_of_shapes_are_meant(text) -> None:
     assert {name for name in found if name in text.body} == (
         {"block_tables_shape"} if text.name == "paged_decode" else set()
     )
+
+
+@pytest.mark.parametrize("text", KERNEL_TEXTS, ids=lambda text: text.name)
+def test_tokens_are_bound_and_never_read(text) -> None:
+    """A GPU may fetch what is in constant memory early: a value that was read could be stale, a binding cannot."""
+    assert re.search(r"\btoken\b", text.body) is None
+    assert ("token_out[0] = 0;" in text.body) == ("token" in text.inputs)

@@ -104,7 +104,7 @@ def render_sweep(sweep: Sweep) -> str:
                 str(variant.simdgroups),
                 str(variant.lanes_per_row),
                 str(variant.rows_ahead),
-                "by load" if variant.partition_tokens is None else f"{variant.partition_tokens:,}",
+                "by length" if variant.partition_tokens is None else f"{variant.partition_tokens:,}",
                 _megabytes(moved),
                 format_rate(moved / sum(one.times_s) / 1e9),
                 f"{times[default] / one.mean_s:.2f}x" if default in times else "-",

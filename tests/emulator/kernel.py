@@ -119,7 +119,7 @@ class EmulatedKernel:
         for name, view in views.items():
             if not view.flags.c_contiguous:
                 raise EmulatorError("launch", f"{self._name}: {name} is not row contiguous and is passed as it lies")
-        views |= {name: _whole_buffer(views[name]) for name in POOLS if name in views}
+        views |= {name: _whole_buffer(views[name]) for name in POOLS if name in views and views[name].size}
         source = self._source(inputs, output_shapes, output_dtypes, grid, threadgroup, template)
         built = self._build(source)
         names = buffer_names(source)

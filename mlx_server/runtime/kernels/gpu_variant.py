@@ -57,7 +57,7 @@ class KernelVariant:
     simdgroups           of a threadgroup; those that the heads leave over read different blocks
     lanes_per_row        lanes that split one K/V row; 32 / lanes_per_row rows are read side by side
     rows_ahead           rows that each lane loads before it uses the first
-    partition_tokens     tokens of a work item, a multiple of 32; None: chosen from the grid's occupancy
+    partition_tokens     tokens of a work item, a multiple of 32; None: chosen by the sequence's own length
     """
 
     heads_per_simdgroup: int
