@@ -24,7 +24,7 @@ from mlx_server.runtime.attention import LayerSpec
 from mlx_server.runtime.kernels import gpu_backend
 from mlx_server.runtime.kernels.cuda import PRELUDE, CudaBackend
 from mlx_server.runtime.kernels.gpu_backend import GpuBackend
-from mlx_server.runtime.kernels.gpu_kernels import KERNEL_TEXTS, read_text
+from mlx_server.runtime.kernels.gpu_kernels import KERNEL_TEXTS, KV_WRITE, read_text
 from mlx_server.runtime.kernels.gpu_variant import DecodeShape, KernelVariant, default_variant
 from mlx_server.runtime.kernels.metal import MetalBackend
 
@@ -203,7 +203,10 @@ def test_the_kernels_tests_run_on_the_gpu_that_is_there(
     monkeypatch.setattr(mx.cuda, "is_available", lambda: name == "cuda")
     monkeypatch.setattr(mx.fast, f"{name}_kernel", kernels)
     assert gpu() == name
-    assert type(make_backend()) is kind
+    backend = make_backend()
+    assert type(backend) is kind
+    monkeypatch.setattr(gpu_backend, "write_failure", lambda made, spec: str(made.make(KV_WRITE, {})))
+    backend.make_pool(LayerSpec(2, 64, 64, mx.float32), 1)
     assert kernels.header == (read_text(PRELUDE) if name == "cuda" else "")
     kernel_maker()(name="alone", header="", input_names=[], output_names=[], source="")
     with pytest.raises(pytest.skip.Exception, match="where MLX computes on the CPU"):
