@@ -1,0 +1,216 @@
+"""MLX's command encoder: what a command buffer counts and holds, where barriers and fences are, when the host waits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from replay.graph import Spec
+
+MAX_ACTIVE_TASKS = 10
+
+
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """Memory. It lives as long as arrays share it (`num_arrays`) or command buffers hold it (`num_holds`)."""
+
+    num_bytes: int
+    num_arrays: int = 0
+    num_holds: int = 0
+    is_live: bool = True
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.num_arrays or self.num_holds)
+
+
+@dataclass(eq=False, slots=True)
+class Array:
+    """An array that has its memory: `data_size` elements of `buffer`, seen with `strides`. `is_row` is row contiguous;
+    `is_whole` means that there are no gaps. `num_uses` are references that operations and Python still have to it."""
+
+    name: str
+    spec: Spec
+    buffer: Buffer
+    strides: tuple[int, ...]
+    data_size: int
+    is_row: bool
+    is_whole: bool
+    num_uses: int = 0
+
+    @property
+    def is_donatable(self) -> bool:
+        return self.num_uses == 1 and self.buffer.num_arrays == 1 and not self.buffer.num_holds
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When command buffers end and the host waits. `num_elements` is what MLX calls MB: 2^20 elements of every buffer
+    that a command buffer uses, whatever their type. `splits`, asked after each operation, ends one besides."""
+
+    num_ops: int = 1000
+    num_elements: int = 200
+    memory_bytes: int | None = None
+    splits: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """A kernel's run: in which command encoder, after how many barriers there, over which buffers."""
+
+    op: str
+    encoder: int
+    epoch: int
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[Buffer, ...]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a step took. `peak_bytes` are temporaries, beside what was there before the first step."""
+
+    num_ops: int = 0
+    num_dispatches: int = 0
+    num_barriers: int = 0
+    num_command_buffers: int = 0
+    num_stalls: int = 0
+    peak_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _CommandBuffer:
+    step: int
+    is_task: bool
+    held: set[Buffer] = field(default_factory=set)
+
+
+class Encoder:
+    """One stream's encoder, and the memory that its command buffers keep. None of these ends before the host waits."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.counts = Counts()
+        self.dispatches: list[Dispatch] = []
+        self.waits: list[set[int]] = [set()]
+        self.live_bytes = 0
+        self._step = 0
+        self._held: set[Buffer] = set()
+        self._flying: deque[_CommandBuffer] = deque()
+        self._writers: dict[Buffer, int] = {}
+        self._num_ops = self._num_elements = self._epoch = 0
+        self._inputs: set[Buffer] = set()
+        self._outputs: set[Buffer] = set()
+        self._previous_inputs: set[Buffer] = set()
+        self._previous_outputs: set[Buffer] = set()
+
+    # ---- memory
+
+    def allocate(self, num_bytes: int) -> Buffer:
+        self.live_bytes += num_bytes
+        self.counts.peak_bytes = max(self.counts.peak_bytes, self.live_bytes)
+        return Buffer(num_bytes)
+
+    def free_unused(self, buffer: Buffer) -> None:
+        if buffer.is_live and not buffer.is_used:
+            buffer.is_live = False
+            self.live_bytes -= buffer.num_bytes
+
+    def hold(self, buffers: set[Buffer]) -> None:
+        """The command buffer being encoded keeps them until it has ended."""
+        for buffer in buffers - self._held:
+            buffer.num_holds += 1
+        self._held |= buffers
+
+    # ---- dispatches
+
+    def dispatch(self, op: str, inputs: Sequence[Array], outputs: Sequence[Array], *, is_concurrent: bool = False) -> None:
+        """device.cpp: set_input_array of all, register_output_array of outputs, maybeInsertBarrier."""
+        written = {array.buffer for array in outputs}
+        used = {array.buffer for array in inputs} | written
+        for array in (*inputs, *outputs):
+            if array.buffer not in self._inputs:
+                self._inputs.add(array.buffer)
+                self._num_elements += array.data_size
+        self._outputs |= written
+        needs_barrier = bool(used & self._previous_outputs)
+        if not is_concurrent:
+            needs_barrier = needs_barrier or bool(written & self._previous_inputs)
+        if needs_barrier:
+            self.counts.num_barriers += 1
+            self._epoch += 1
+            self._previous_inputs, self._previous_outputs = set(used), set()
+        self._previous_inputs |= used
+        if not is_concurrent:
+            self._previous_outputs |= written
+        self._num_ops += 1
+        self.counts.num_dispatches += 1
+        encoder = len(self.waits) - 1
+        self.dispatches.append(
+            Dispatch(op, encoder, self._epoch, tuple(array.buffer for array in inputs), tuple(written))
+        )
+
+    def end_concurrent(self, outputs: Sequence[Array]) -> None:
+        """device.h: ~ConcurrentContext."""
+        self._previous_outputs |= {array.buffer for array in outputs}
+
+    # ---- command buffers
+
+    def finish_op(self) -> None:
+        """eval.cpp: eval ends the command buffer if it is full; transforms.cpp: eval_impl lets the host wait."""
+        limits = self.limits
+        is_full = self._num_ops > limits.num_ops or self._num_elements >> 20 > limits.num_elements
+        if is_full or limits.splits():
+            self._commit(is_task=True)
+        if self._num_tasks > MAX_ACTIVE_TASKS or (self._is_too_much and self._num_tasks):
+            self._commit(is_task=False)
+            self.counts.num_stalls += 1
+            self._wait_for_one()
+            while self._is_too_much and self._num_tasks:
+                before = self._num_tasks
+                self._wait_for_one()
+                if before == 1:  # MLX does not wait for the last one
+                    break
+
+    def finish_step(self) -> None:
+        """eval_impl: the stream is finalised."""
+        self._commit(is_task=False)
+        self._step += 1
+
+    def wait_for_steps(self, num_steps: int) -> None:
+        """The host has seen the results of the first `num_steps`."""
+        while self._flying and self._flying[0].step < num_steps:
+            self._end_first()
+
+    @property
+    def _is_too_much(self) -> bool:
+        return self.limits.memory_bytes is not None and self.live_bytes > self.limits.memory_bytes
+
+    @property
+    def _num_tasks(self) -> int:
+        return sum(buffer.is_task for buffer in self._flying)
+
+    def _wait_for_one(self) -> None:
+        """scheduler.h: wait_for_one."""
+        if self._num_tasks > 1:
+            while not self._end_first().is_task:
+                pass
+
+    def _end_first(self) -> _CommandBuffer:
+        ended = self._flying.popleft()
+        for buffer in ended.held:
+            buffer.num_holds -= 1
+            self.free_unused(buffer)
+        return ended
+
+    def _commit(self, *, is_task: bool) -> None:
+        """device.cpp: end_encoding and commit."""
+        encoder = len(self.waits) - 1
+        self.waits[encoder] = {self._writers[buffer] for buffer in self._inputs if buffer in self._writers}
+        self._writers.update(dict.fromkeys(self._outputs, encoder))
+        self._flying.append(_CommandBuffer(self._step, is_task, self._held))
+        self.counts.num_command_buffers += bool(self._num_ops)
+        self.waits.append(set())
+        self._held, self._inputs, self._outputs = set(), set(), set()
+        self._previous_inputs, self._previous_outputs = set(), set()
+        self._num_ops = self._num_elements = self._epoch = 0

@@ -1,0 +1,135 @@
+"""Models in their real sizes, quantised to 4 bits, whose weights take no memory."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from mlx_server.runtime.blueprint import build_blank
+
+_COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131072}
+
+CONFIGS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
+    {
+        "llama-3-8b": {
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "tie_word_embeddings": False,
+        },
+        "llama-3.2-1b": {
+            "model_type": "llama",
+            "hidden_size": 2048,
+            "num_hidden_layers": 16,
+            "intermediate_size": 8192,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "tie_word_embeddings": True,
+        },
+        "qwen3-30b-a3b": {
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "intermediate_size": 6144,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+            "vocab_size": 151936,
+            "tie_word_embeddings": False,
+        },
+        "qwen3.5-35b-a3b": {
+            "model_type": "qwen3_5_moe",
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "intermediate_size": 512,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_value_heads": 32,
+            "linear_num_key_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "full_attention_interval": 4,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "rope_parameters": {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+            "vocab_size": 248320,
+            "tie_word_embeddings": False,
+        },
+        "gemma-3-12b": {
+            "model_type": "gemma3_text",
+            "hidden_size": 3840,
+            "num_hidden_layers": 48,
+            "intermediate_size": 15360,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+            "sliding_window": 1024,
+            "vocab_size": 262208,
+        },
+        "gemma-4-e2b": {  # the sizes that mlx-lm has as its defaults
+            "model_type": "gemma4_text",
+            "hidden_size": 1536,
+            "num_hidden_layers": 35,
+            "intermediate_size": 6144,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "num_kv_shared_layers": 20,
+            "sliding_window": 512,
+            "vocab_size": 262144,
+        },
+    }
+)
+
+
+def config_of(name: str, num_layers: int | None = None) -> dict[str, Any]:
+    """What `config.json` of the model would say, with fewer layers if asked for. Layers that share others' K/V stay in
+    proportion."""
+    config = {**_COMMON, **CONFIGS[name]}
+    if num_layers is not None:
+        shared = config.get("num_kv_shared_layers", 0) * num_layers // config["num_hidden_layers"]
+        config["num_hidden_layers"] = num_layers
+        if "num_kv_shared_layers" in config:
+            config["num_kv_shared_layers"] = shared
+    return config
+
+
+def build(config: dict[str, Any], bits: int = 4) -> nn.Module:
+    """The model with `bits` a weight in groups of 64, its activations in bfloat16. Every weight is one evaluated zero
+    that only looks as large as it should."""
+    model = build_blank(config, mx.bfloat16)
+    nn.quantize(
+        model,
+        group_size=64,
+        bits=bits,
+        class_predicate=lambda _, module: hasattr(module, "to_quantized") and module.weight.shape[-1] % 64 == 0,
+    )
+    model.update(tree_map(lambda weight: zeros(weight.shape, weight.dtype), model.parameters()))
+    return model.eval()
+
+
+def zeros(shape: tuple[int, ...], dtype: mx.Dtype = mx.float32) -> mx.array:
+    """An evaluated array of one zero, a buffer of its own."""
+    array = mx.broadcast_to(mx.array(0, dtype), shape)
+    mx.eval(array)
+    return array

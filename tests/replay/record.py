@@ -1,0 +1,210 @@
+"""Records what the product's runner gives to MLX, without computing it."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_server.outputs import SchedulerOutput
+from mlx_server.runtime.adapter_rows import AdapterRows
+from mlx_server.runtime.kernels import gpu_backend
+from mlx_server.runtime.kernels.gpu_pool import buffer_address
+from mlx_server.runtime.kernels.metal import MetalBackend
+from mlx_server.runtime.kv_cache import PagedKVCache
+from mlx_server.runtime.layers import discover_layers
+from mlx_server.runtime.model_runner import ModelRunner
+from mlx_server.runtime.regroup import possible_levels
+from mlx_server.runtime.seam import install_seam
+from replay import models, stand_ins
+from replay.graph import Graph, Op, Spec, Submission, Wait
+from replay.traffic import Traffic
+
+_NUM_CORES = 16
+_NUM_BLOCKS = 4096
+_NUM_SLOTS = 64
+_OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, str, bytes, int, float, np.ndarray, FrameType)
+"""What holds no arrays of a step, or does not hold them alive."""
+
+
+def record(
+    config: dict[str, Any], traffic: Traffic, *, num_steps: int = 1, bits: int = 4, kv_bits: int | None = None
+) -> Graph:
+    """The graph of `num_steps` steps, each launched before the one before is waited for, by a runner of its own with
+    the Metal backend for a GPU of 16 cores."""
+    install_seam()
+    with _kernel_names() as names:
+        runner = _make_runner(models.build(config, bits), config["vocab_size"], kv_bits)
+        num_groups = len(runner.cache.windows)
+        with stand_ins.installed():
+            return _trace(runner, [traffic.step(index, num_groups) for index in range(num_steps)], names)
+
+
+def _make_runner(model: Any, vocab_size: int, kv_bits: int | None) -> ModelRunner:
+    cache = PagedKVCache(discover_layers(model), MetalBackend(num_cores=_NUM_CORES))
+    if kv_bits is not None:
+        cache.quantize(kv_bits)
+    runner = ModelRunner(model, cache, vocab_size, AdapterRows())
+    runner.forward.use(next(possible_levels(cache.layers)), selects_rows=True)
+    with (
+        patch.object(mx, "zeros", models.zeros),
+        patch.object(gpu_backend, "write_failure", lambda *_: None),  # nothing can be tried here
+    ):
+        cache.allocate(_NUM_BLOCKS, num_slots=_NUM_SLOTS)
+    return runner
+
+
+@contextmanager
+def _kernel_names() -> Iterator[set[str]]:
+    """The names of all kernels that are made meanwhile; MLX adds to them."""
+    names: set[str] = set()
+    make = mx.fast.metal_kernel
+
+    def metal_kernel(*, name: str, **definition: Any) -> Any:
+        names.add(name)
+        return make(name=name, **definition)
+
+    with patch.object(mx.fast, "metal_kernel", metal_kernel):
+        stand_ins._kernel.cache_clear()
+        yield names
+
+
+@dataclass(slots=True)
+class _Submitted:
+    roots: list[mx.array]
+    held: list[mx.array]
+    held_ids: set[int]
+
+
+@dataclass(slots=True)
+class _Trace:
+    """What happens in a traced call, and what MLX tells of it afterwards."""
+
+    pools: list[mx.array]
+    weights: set[int]
+    events: list[_Submitted | Wait] = field(default_factory=list)
+    exported: list[dict[str, Any]] = field(default_factory=list)
+
+    def submit(self, *arrays: Any) -> None:
+        """Stands for `mx.async_eval`."""
+        roots = [value for _, value in tree_flatten(list(arrays))]
+        held = _reachable(inspect.currentframe())
+        constants = self.weights | {id(pool) for pool in self.pools}
+        made = [array for array in held if id(array) not in constants]
+        self.events.append(_Submitted(roots, made, {id(array) for array in held}))
+
+    def wait(self, *arrays: Any) -> None:
+        """Stands for `mx.eval`."""
+        self.events.append(Wait())
+
+    def outputs(self) -> list[mx.array]:
+        """All arrays whose names we want to know."""
+        found = list(self.pools)
+        for event in self.events:
+            if isinstance(event, _Submitted):
+                found += [*event.roots, *event.held]
+        return found
+
+
+def _trace(runner: ModelRunner, steps: Sequence[SchedulerOutput], kernel_names: set[str]) -> Graph:
+    pools = _arrays_in([runner.cache])
+    weights = {id(array) for array in _arrays_in([runner.forward])} - {id(pool) for pool in pools}
+    trace = _Trace(pools, weights)
+
+    def run(_: mx.array) -> list[mx.array]:
+        for step in steps:
+            runner.launch(step)
+        return trace.outputs()
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(mx, "async_eval", trace.submit))
+        stack.enter_context(patch.object(mx, "eval", trace.wait))
+        export: Callable[..., None] = mx.export_function
+        export(trace.exported.append, run, mx.zeros((1,)))
+    return _read(trace, kernel_names)
+
+
+def _read(trace: _Trace, kernel_names: set[str]) -> Graph:
+    specs: dict[str, Spec] = {}
+    constants: dict[str, int] = {}
+    ops: list[Op] = []
+    names: list[str] = []
+    for entry in trace.exported:
+        if entry["type"] == "outputs":
+            names = [name for name, _, _ in entry["outputs"]]
+        elif entry["type"] == "constants":
+            for name, value in entry["constants"]:
+                specs[name] = Spec(value.shape, value.itemsize)
+                constants[name] = buffer_address(value) if value.size else 0
+        elif entry["type"] == "primitive":
+            for name, shape, dtype in [*entry["inputs"], *entry["outputs"]]:
+                specs[name] = Spec(tuple(shape), dtype.size)
+            ops.append(_op(entry, kernel_names))
+    for name, array in zip(names, trace.outputs(), strict=True):
+        specs.setdefault(name, Spec(array.shape, array.itemsize))
+    return Graph(tuple(ops), specs, tuple(_events(trace, names)), constants, frozenset(names[: len(trace.pools)]))
+
+
+def _events(trace: _Trace, names: Sequence[str]) -> Iterator[Submission | Wait]:
+    pools = names[: len(trace.pools)]
+    place = len(trace.pools)
+    for event in trace.events:
+        if isinstance(event, Wait):
+            yield event
+            continue
+        roots = names[place : place + len(event.roots)]
+        place += len(event.roots)
+        held = names[place : place + len(event.held)]
+        place += len(event.held)
+        kept = [name for name, pool in zip(pools, trace.pools) if id(pool) in event.held_ids]
+        yield Submission(tuple(roots), frozenset([*held, *kept]))
+
+
+def _op(entry: dict[str, Any], kernel_names: set[str]) -> Op:
+    name, arguments = entry["name"], entry["arguments"]
+    if name == "CustomKernel":
+        full = arguments[0].removeprefix("custom_kernel_")
+        own = max((known for known in kernel_names if full.startswith(known)), key=len)
+        is_contiguous = next(value for value in arguments[8:] if isinstance(value, bool))
+        name = f"kernel {own}"
+        if own.startswith(stand_ins.PREFIX):
+            name = own.removeprefix(stand_ins.PREFIX).removesuffix("_")
+        arguments = [is_contiguous]
+    inputs, outputs = (tuple(array for array, _, _ in entry[side]) for side in ("inputs", "outputs"))
+    return Op(name, inputs, outputs, tuple(arguments))
+
+
+def _reachable(frame: FrameType | None) -> list[mx.array]:
+    """The arrays that the callers of `frame`, up to the traced call, refer to."""
+    found: list[Any] = []
+    frame = frame.f_back if frame is not None else None  # `submit` itself
+    while frame is not None and frame.f_code.co_name != "run":
+        if frame.f_code.co_name != "submit":
+            found.append(dict(frame.f_locals))
+        frame = frame.f_back
+    return _arrays_in(found)
+
+
+def _arrays_in(roots: Sequence[Any]) -> list[mx.array]:
+    seen: set[int] = set()
+    arrays: list[mx.array] = []
+    stack = list(roots)
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, _OPAQUE):
+            continue
+        seen.add(id(item))
+        if isinstance(item, mx.array):
+            arrays.append(item)
+        else:
+            stack.extend(gc.get_referents(item))
+    return arrays
