@@ -39,19 +39,32 @@ class Replay:
 def replay(graph: Graph, limits: Limits | None = None) -> Replay:
     """Runs all steps of a graph one launched ahead: the results of a step are waited for when the next is submitted."""
     metal = _Metal(graph, Encoder(limits or Limits()))
+    pools = frozenset(metal.arrays[name].buffer for name in graph.pools)
     steps: list[Counts] = []
+    tapes = tapes_of(graph)
     for event in graph.events:
         if isinstance(event, Wait):
             metal.encoder.wait_for_steps(len(steps))
             continue
         metal.encoder.wait_for_steps(len(steps) - 1)
-        steps.append(metal.run(event))
-    pools = frozenset(metal.arrays[name].buffer for name in graph.pools)
+        later = frozenset(name for ops in tapes[len(steps) + 1 :] for op in ops for name in op.inputs)
+        steps.append(metal.run(event, tapes[len(steps)], later - graph.pools))
     return Replay(steps, metal.encoder, pools, metal.pool_copies)
 
 
+def tapes_of(graph: Graph) -> list[list[Op]]:
+    """The operations of each step, in the order in which they are encoded."""
+    made: set[str] = set()
+    tapes = []
+    for event in graph.events:
+        if isinstance(event, Submission):
+            tapes.append(tape(graph, event.roots, made.__contains__))
+            made.update(name for op in tapes[-1] for name in op.outputs)
+    return tapes
+
+
 def tape(graph: Graph, roots: Sequence[str], is_done: Callable[[str], bool]) -> list[Op]:
-    """transforms.cpp: eval_impl, the operations that `roots` need in the order in which they are encoded."""
+    """transforms.cpp: eval_impl, the operations that `roots` need and that are not done."""
     producers = {name: op for op in graph.ops for name in op.outputs}
 
     def missing(names: Sequence[str]) -> list[Op]:
@@ -93,6 +106,7 @@ class _Metal:
         self.graph = graph
         self.encoder = encoder
         self.arrays: dict[str, Array] = {}
+        self._uses: Counter[str] = Counter()
         self.pool_copies: list[PoolCopy] = []
         buffers: dict[int, Buffer] = {}
         for name, address in graph.constants.items():
@@ -103,22 +117,21 @@ class _Metal:
             self.arrays[name] = dense(name, spec, buffer)
         encoder.live_bytes = 0
 
-    def run(self, step: Submission) -> Counts:
+    def run(self, step: Submission, ops: Sequence[Op], later: frozenset[str]) -> Counts:
+        """`later` are the arrays that later steps use."""
         counts = self.encoder.counts = Counts(peak_bytes=self.encoder.live_bytes)
-        ops = tape(self.graph, step.roots, self.arrays.__contains__)
-        self._count_uses(ops, step)
+        self._count_uses(ops, step.held | set(step.roots) | later)
         for op in ops:
             self._run(op)
         self.encoder.finish_step()
         counts.num_ops = len(ops)
         return counts
 
-    def _count_uses(self, ops: Sequence[Op], step: Submission) -> None:
+    def _count_uses(self, ops: Sequence[Op], held: frozenset[str]) -> None:
         """What is referred to from now on: by this step's operations, and by Python. Constants that are no pools are
         taken to be kept for ever."""
-        kept = step.held | set(step.roots) | (self.graph.constants.keys() - self.graph.pools)
         uses = Counter(name for op in ops for name in op.inputs)
-        uses.update(kept)
+        uses.update(held | (self.graph.constants.keys() - self.graph.pools))
         self._uses = uses
         for name in list(self.arrays):
             self.arrays[name].num_uses = uses[name]
@@ -137,14 +150,11 @@ class _Metal:
         for array in inputs:
             array.num_uses -= 1
         for name in {*op.inputs, *op.outputs}:
-            if name in self.arrays and not self.arrays[name].num_uses:
+            if not self.arrays[name].num_uses:
                 self._drop(name)
 
     def _drop(self, name: str) -> None:
-        array = self.arrays[name]
-        if array.num_uses < 0:
-            return
-        array.num_uses = -1  # gone; its place stays, so that it is never computed again
+        array = self.arrays.pop(name)
         array.buffer.num_arrays -= 1
         self.encoder.free_unused(array.buffer)
 
@@ -182,6 +192,8 @@ class Primitives:
             yield self._computed()
         elif name == "Split":
             yield from self._split()
+        elif name == "Depends":
+            yield from (self._shared(self._inputs[index], self._inputs[index].strides, None, index) for index in range(len(self._specs)))
         else:
             yield _OTHERS[name](self)
 

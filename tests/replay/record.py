@@ -6,6 +6,7 @@ import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -78,16 +79,16 @@ def _kernel_names() -> Iterator[set[str]]:
         yield names
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Submitted:
     roots: list[mx.array]
     held: list[mx.array]
-    held_ids: set[int]
 
 
 @dataclass(slots=True)
 class _Trace:
-    """What happens in a traced call, and what MLX tells of it afterwards."""
+    """What happens in a traced call, and what MLX tells of it afterwards. An update of a part of an array makes the
+    same Python object another array, so copies of the objects are kept."""
 
     pools: list[mx.array]
     weights: set[int]
@@ -96,11 +97,9 @@ class _Trace:
 
     def submit(self, *arrays: Any) -> None:
         """Stands for `mx.async_eval`."""
-        roots = [value for _, value in tree_flatten(list(arrays))]
+        roots = [copy(value) for _, value in tree_flatten(list(arrays))]
         held = _reachable(inspect.currentframe())
-        constants = self.weights | {id(pool) for pool in self.pools}
-        made = [array for array in held if id(array) not in constants]
-        self.events.append(_Submitted(roots, made, {id(array) for array in held}))
+        self.events.append(_Submitted(roots, [copy(array) for array in held if id(array) not in self.weights]))
 
     def wait(self, *arrays: Any) -> None:
         """Stands for `mx.eval`."""
@@ -118,7 +117,7 @@ class _Trace:
 def _trace(runner: ModelRunner, steps: Sequence[SchedulerOutput], kernel_names: set[str]) -> Graph:
     pools = _arrays_in([runner.cache])
     weights = {id(array) for array in _arrays_in([runner.forward])} - {id(pool) for pool in pools}
-    trace = _Trace(pools, weights)
+    trace = _Trace([copy(pool) for pool in pools], weights)
 
     def run(_: mx.array) -> list[mx.array]:
         for step in steps:
@@ -155,7 +154,6 @@ def _read(trace: _Trace, kernel_names: set[str]) -> Graph:
 
 
 def _events(trace: _Trace, names: Sequence[str]) -> Iterator[Submission | Wait]:
-    pools = names[: len(trace.pools)]
     place = len(trace.pools)
     for event in trace.events:
         if isinstance(event, Wait):
@@ -165,8 +163,7 @@ def _events(trace: _Trace, names: Sequence[str]) -> Iterator[Submission | Wait]:
         place += len(event.roots)
         held = names[place : place + len(event.held)]
         place += len(event.held)
-        kept = [name for name, pool in zip(pools, trace.pools) if id(pool) in event.held_ids]
-        yield Submission(tuple(roots), frozenset([*held, *kept]))
+        yield Submission(tuple(roots), frozenset(held))
 
 
 def _op(entry: dict[str, Any], kernel_names: set[str]) -> Op:
