@@ -7,11 +7,12 @@ itself says of its memory is read on each question, so that other programs count
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from mlx_server.config import MemoryConfig
 from mlx_server.errors import InsufficientMemoryError
-from mlx_server.runtime.memory import MemoryReading, read_memory
+from mlx_server.runtime.memory import MemoryReading, bounded_memory, read_memory
 from mlx_server.setting_forms import parse_share
 
 _AUTO_SHARE = 0.9
@@ -32,16 +33,19 @@ class MemoryNeed:
 
 
 class MemoryBudget:
-    """What all models of the process may hold together. Event-loop thread only."""
+    """What all models of the process may hold together. While there are any, MLX is told so, too. Event-loop thread
+    only."""
 
     def __init__(
         self, limit_bytes: int, reserve_bytes: int = 0, read: Callable[[], MemoryReading] = read_memory
     ) -> None:
-        """`limit_bytes` bounds what is held; `reserve_bytes` of the system's memory are left to others."""
+        """`limit_bytes` bounds what is held; `reserve_bytes` of the system's memory are left to others. `read` reads
+        the memory as it is at that moment."""
         self.limit_bytes = limit_bytes
         self.reserve_bytes = reserve_bytes
-        self.read = read
+        self._read = read
         self._shares: list[MemoryShare] = []
+        self._bound = ExitStack()
 
     @classmethod
     def of(cls, settings: MemoryConfig, read: Callable[[], MemoryReading] = read_memory) -> MemoryBudget:
@@ -52,6 +56,11 @@ class MemoryBudget:
         else:
             limit = parse_share(settings.memory_limit, reading.device_bytes, "--memory-limit")
         return cls(limit, parse_share(settings.memory_reserve, reading.total_bytes, "--memory-reserve"), read)
+
+    def read(self) -> MemoryReading:
+        """The memory with all that is booked for steps in use, whether one runs now or not."""
+        steps = sum(share.need.activation_bytes for share in self._shares)
+        return self._read().with_steps(self.held_bytes - steps, steps)
 
     @property
     def held_bytes(self) -> int:
@@ -73,6 +82,8 @@ class MemoryBudget:
         """Books what loading `owner` will take. Raises `InsufficientMemoryError`, with the numbers."""
         if self.missing_bytes(need):
             raise InsufficientMemoryError(self._refusal(owner, need))
+        if not self._shares:
+            self._bound.enter_context(bounded_memory(self.limit_bytes))
         share = MemoryShare(self, owner, need)
         self._shares.append(share)
         return share
@@ -80,6 +91,8 @@ class MemoryBudget:
     def forget(self, share: MemoryShare) -> None:
         """The share's owner holds nothing any more."""
         self._shares.remove(share)
+        if not self._shares:
+            self._bound.close()
 
     def _refusal(self, owner: str, need: MemoryNeed) -> str:
         reading = self.read()

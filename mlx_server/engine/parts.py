@@ -46,7 +46,7 @@ _TARGET_STEP_S = {True: 0.06, False: 0.2}
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """Of a model that is loaded."""
+    """Of a model that is loaded. `own_share` is what is booked for it in a budget that nobody shares."""
 
     loaded: LoadedModel
     runner: ModelRunner
@@ -57,6 +57,7 @@ class EngineParts:
     guard: MemoryGuard
     watch: MemoryWatch
     max_model_len: int
+    own_share: MemoryShare | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,12 @@ async def load_parts(
     """Loads the model of `config`, or takes `loaded`. On the event loop's thread, which it does not block; other
     models' steps go on meanwhile. Raises `ServeError`, and holds nothing then."""
     _check_settings(config)
+    share = around.share or await _own_share(config, loaded)
     try:
-        return await _load_parts(config, around, loaded, max_chunk_tokens)
+        return await _load_parts(config, around, share, loaded, max_chunk_tokens)
     except BaseException as error:
+        if around.share is None:
+            share.release()
         trace = error.__traceback__
         inner = None if trace is None else trace.tb_next  # not this frame, nor those that await it
         with contextlib.suppress(EngineDeadError):
@@ -96,6 +100,8 @@ async def unload_parts(parts: EngineParts, thread: MLXThread) -> None:
     """Lets go of everything loaded, the last references on the MLX thread, which then clears MLX's cache. The
     caller has dropped its own."""
     parts.executor.close()
+    if parts.own_share is not None:
+        parts.own_share.release()
     last: list[object] = [parts.loaded, parts.runner]
     runner = parts.runner
     del parts
@@ -106,10 +112,13 @@ async def unload_parts(parts: EngineParts, thread: MLXThread) -> None:
 
 
 async def _load_parts(
-    config: Config, around: Surroundings, loaded: LoadedModel | None, max_chunk_tokens: int | None
+    config: Config,
+    around: Surroundings,
+    share: MemoryShare,
+    loaded: LoadedModel | None,
+    max_chunk_tokens: int | None,
 ) -> EngineParts:
     settings = config.model
-    share = around.share or await _own_share(config, loaded)
     if loaded is None:
         folder = await asyncio.to_thread(find_folder, settings.model)
         pieces = load_in_pieces(
@@ -160,6 +169,7 @@ async def _load_parts(
         guard=MemoryGuard(scheduler, kv_memory),
         watch=around.watch or MemoryWatch(share.read),
         max_model_len=min(limit, most_tokens),
+        own_share=None if around.share is share else share,
     )
 
 

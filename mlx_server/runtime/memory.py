@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import psutil
@@ -21,6 +21,10 @@ _CHECKPOINTS_PER_SLOT = 4
 _GPU_SHARE = 0.9
 _CPU_SHARE = 0.25
 _CACHE_LIMIT_BYTES = 2**30
+"""While prompts are computed, the buffers of one command buffer go straight into a later one, so this much is only
+what is left over between them, and what comes back at the end. Mapping the rest anew takes less than a chunk's tenth,
+and happens once in a while; steps of many shapes would fill a larger one with what is never asked for again."""
+
 _FIRST_BLOCKS = 64
 MIN_BLOCKS = 8
 
@@ -31,12 +35,27 @@ class MemoryReading:
 
     total_bytes, available_bytes     of that memory: all, and what may be taken without anybody paging
     device_bytes, device_used_bytes  what the GPU should hold at most, and what MLX holds of it now
+    active_bytes                     what MLX's arrays take now; None where models have memory that is not MLX's
     """
 
     total_bytes: int
     available_bytes: int
     device_bytes: int
     device_used_bytes: int
+    active_bytes: int | None = None
+
+    def with_steps(self, kept_bytes: int, step_bytes: int) -> MemoryReading:
+        """As if a step were running that takes all of the `step_bytes` booked for it, beside `kept_bytes` that stay:
+        a reading does not depend on the moment, and what is booked is not there for others."""
+        if self.active_bytes is None:
+            return self
+        taken = min(max(0, self.active_bytes - kept_bytes), step_bytes)
+        missing = step_bytes - taken
+        return replace(
+            self,
+            available_bytes=max(0, self.available_bytes - missing),
+            device_used_bytes=self.device_used_bytes + missing,
+        )
 
     @property
     def pressure(self) -> float:
@@ -60,12 +79,29 @@ def read_memory() -> MemoryReading:
     if "free_memory" in info:  # CUDA
         total = int(info["total_memory"])
         available = int(info["free_memory"]) + int(mx.get_cache_memory())
-        available = max(0, min(available, total - int(mx.get_active_memory())))
-        return MemoryReading(total, available, total, total - available)
+        active = int(mx.get_active_memory())
+        available = max(0, min(available, total - active))
+        return MemoryReading(total, available, total, total - available, active)
     total = int(memory.total)
     available = min(total, int(memory.available) + int(mx.get_cache_memory()))
-    device = int(info.get("max_recommended_working_set_size", total))
-    return MemoryReading(total, available, device, int(mx.get_active_memory()))
+    active = int(mx.get_active_memory())
+    if not info:
+        return MemoryReading(total, available, total, active)
+    return MemoryReading(total, available, int(info["max_recommended_working_set_size"]), active, active)
+
+
+@contextmanager
+def bounded_memory(num_bytes: int) -> Iterator[None]:
+    """On a GPU, while it is entered: MLX waits for running work rather than take more than `num_bytes`, and keeps no
+    freed buffers beyond that. Puts its own limit back. Any thread."""
+    if mx.default_device() == mx.cpu:
+        yield
+        return
+    before = mx.set_memory_limit(num_bytes)
+    try:
+        yield
+    finally:
+        mx.set_memory_limit(before)
 
 
 @contextmanager

@@ -7,9 +7,16 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_server.runtime.command_buffers import max_elements
 from mlx_server.runtime.kernels.gpu_kernels import PoolKernels, Scores
 from mlx_server.runtime.kernels.gpu_plan import Gather, Seen
 from mlx_server.runtime.kernels.gpu_pool import AnyGpuPool
+
+_FUSED_DIMS = (64, 72, 80, 96, 128)
+"""Head dimensions for which MLX attends over prompts without writing the logits down."""
+
+_FEWEST_QUERIES = 32
+"""In a piece: enough for matrix products to be worth it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +40,44 @@ def read_rows(kernels: PoolKernels, pool: AnyGpuPool, gather: Gather) -> Iterato
 
 
 def attend_rows(queries: mx.array, rows: Rows, scores: Scores) -> mx.array:
-    """Attention of queries `[R, H, L, key_dim]` over what they see: `[R, H, L, value_dim]`."""
+    """Attention of queries `[R, H, L, key_dim]` over what they see: `[R, H, L, value_dim]`.
+
+    Where the logits of all queries would be in memory at once, and would be many, it is done in pieces.
+    """
     seen = rows.seen
     keys, values = (array[:, :, seen.first : seen.end] for array in (rows.keys, rows.values))
+    length, num_keys = queries.shape[2], keys.shape[2]
+    piece = _queries_at_once(queries, num_keys, scores)
+    if piece >= length:
+        return _attend(queries, keys, values, seen.mask, scores)
+    parts = []
+    for first in range(0, length, piece):
+        last = min(first + piece, length)
+        mask, end = seen.mask, num_keys
+        if isinstance(mask, str):
+            end -= length - last
+        else:
+            mask = mask[:, :, first:last]
+        parts.append(_attend(queries[:, :, first:last], keys[:, :, :end], values[:, :, :end], mask, scores))
+    return mx.concatenate(parts, axis=2)
+
+
+def _queries_at_once(queries: mx.array, num_keys: int, scores: Scores) -> int:
+    """As many as one command buffer has room for the logits of, where MLX has no kernel that keeps these to itself: of
+    a prompt's chunk at a long context there would be gigabytes."""
+    sequences, num_heads, length, key_dim = queries.shape
+    if key_dim in _FUSED_DIMS and scores.softcap is None:
+        return int(length)
+    return max(_FEWEST_QUERIES, max_elements() // (2 * sequences * num_heads * num_keys))
+
+
+def _attend(
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str, scores: Scores
+) -> mx.array:
     if scores.softcap is not None:
-        return _attend_capped(queries, keys, values, seen.mask, scores, scores.softcap)
+        return _attend_capped(queries, keys, values, mask, scores, scores.softcap)
     return mx.fast.scaled_dot_product_attention(
-        queries, keys, values, scale=scores.scale, mask=seen.mask, sinks=scores.sinks
+        queries, keys, values, scale=scores.scale, mask=mask, sinks=scores.sinks
     )
 
 
