@@ -10,10 +10,12 @@ from typing import Any
 
 from mlx_server.config import FULL_KV, Config, ModelConfig
 from mlx_server.engine.memory_budget import MemoryNeed
+from mlx_server.engine.step_memory import step_bytes
 from mlx_server.runtime import random_models
 from mlx_server.runtime.adapters import adapter_tensors
 from mlx_server.runtime.blueprint import foresee_cache
-from mlx_server.runtime.loader import find_folder, is_gpu
+from mlx_server.runtime.command_buffers import max_elements
+from mlx_server.runtime.loader import find_folder, is_gpu, is_metal
 from mlx_server.runtime.pool_plan import plan_pools
 from mlx_server.runtime.tensor_headers import TensorHeader, read_headers
 
@@ -55,7 +57,7 @@ def estimate_need(config: Config) -> MemoryNeed:
     for adapter in settings.adapters:
         weights += sum(_tensor_bytes(tensor, settings) for tensor in adapter_tensors(adapter))
     text = {**described, **(described.get("text_config") or {})}
-    return MemoryNeed(weights, _activation_bytes(config, text), _pool_bytes(config, described, stored))
+    return MemoryNeed(weights, _activation_bytes(config, text, weights), _pool_bytes(config, described, stored))
 
 
 def _pool_bytes(config: Config, described: Mapping[str, Any], stored: Set[str]) -> int:
@@ -96,12 +98,24 @@ def _tensor_bytes(tensor: TensorHeader, settings: ModelConfig) -> int:
     return int(math.prod(tensor["shape"]) * _item_bytes(settings, stored))
 
 
-def _activation_bytes(config: Config, described: Mapping[str, Any]) -> int:
-    """Of one step: hidden states in and out of the widest layer, and the logits of those that sample, in float32."""
+def _activation_bytes(config: Config, described: Mapping[str, Any], weights_bytes: int) -> int:
+    """Of the steps that are launched. Off Metal, of one: hidden states in and out of the widest layer, and the logits
+    of those that sample, in float32."""
+    settings = config.scheduler
+    if is_metal():
+        return step_bytes(
+            described,
+            weights_bytes=weights_bytes,
+            num_tokens=settings.max_num_batched_tokens,
+            num_seqs=settings.max_num_seqs,
+            context_tokens=config.model.max_model_len or described.get("max_position_embeddings") or _NO_BOUND,
+            item_bytes=_item_bytes(config.model, 2),
+            buffer_elements=max_elements(),
+        )
     hidden = described.get("hidden_size", 1)
     widest = max(described.get("intermediate_size") or 0, 4 * hidden)
-    tokens = config.scheduler.max_num_batched_tokens * 4 * (hidden + widest)
-    logits = config.scheduler.max_num_seqs * described.get("vocab_size", 1) * 4
+    tokens = settings.max_num_batched_tokens * 4 * (hidden + widest)
+    logits = settings.max_num_seqs * described.get("vocab_size", 1) * 4
     return int(4 * (tokens + logits))
 
 

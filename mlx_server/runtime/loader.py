@@ -294,3 +294,8 @@ def release(last_references: list[object]) -> None:
 def is_gpu() -> bool:
     """Whether MLX computes on a GPU here."""
     return bool(mx.default_device() != mx.cpu)
+
+
+def is_metal() -> bool:
+    """Whether that GPU is Apple's."""
+    return is_gpu() and bool(mx.metal.is_available())

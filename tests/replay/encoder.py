@@ -46,11 +46,12 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When command buffers end and the host waits. `num_elements` is what MLX calls MB: 2^20 elements of every buffer
-    that a command buffer uses, whatever their type. `splits`, asked after each operation, ends one besides."""
+    """When command buffers end and the host waits: as on a Mac with 16 GiB. `num_elements` is what MLX calls MB: 2^20
+    elements of every buffer that a command buffer uses, whatever their type. `splits`, asked after each operation, ends
+    one besides."""
 
     num_ops: int = 1000
-    num_elements: int = 200
+    num_elements: int = 96
     memory_bytes: int | None = None
     splits: Callable[[], bool] = lambda: False
 
@@ -68,7 +69,8 @@ class Dispatch:
 
 @dataclass(slots=True)
 class Counts:
-    """What a step took. `peak_bytes` are temporaries, beside what was there before the first step."""
+    """What a step took. `peak_bytes` are temporaries, beside what was there before the first step. `lead` is the share
+    of its dispatches that may still be to do when the host has submitted all of it: its time for the next one."""
 
     num_ops: int = 0
     num_dispatches: int = 0
@@ -76,12 +78,14 @@ class Counts:
     num_command_buffers: int = 0
     num_stalls: int = 0
     peak_bytes: int = 0
+    lead: float = 0.0
 
 
 @dataclass(slots=True)
 class _CommandBuffer:
     step: int
     is_task: bool
+    num_ops: int
     held: set[Buffer] = field(default_factory=set)
 
 
@@ -124,7 +128,9 @@ class Encoder:
 
     # ---- dispatches
 
-    def dispatch(self, op: str, inputs: Sequence[Array], outputs: Sequence[Array], *, is_concurrent: bool = False) -> None:
+    def dispatch(
+        self, op: str, inputs: Sequence[Array], outputs: Sequence[Array], *, is_concurrent: bool = False
+    ) -> None:
         """device.cpp: set_input_array of all, register_output_array of outputs, maybeInsertBarrier."""
         written = {array.buffer for array in outputs}
         used = {array.buffer for array in inputs} | written
@@ -166,15 +172,15 @@ class Encoder:
             self._commit(is_task=False)
             self.counts.num_stalls += 1
             self._wait_for_one()
-            while self._is_too_much and self._num_tasks:
-                before = self._num_tasks
-                self._wait_for_one()
-                if before == 1:  # MLX does not wait for the last one
-                    break
+            while self._is_too_much and self._num_tasks:  # of the last one, it asks again and again
+                while not self._end_first().is_task:
+                    pass
 
     def finish_step(self) -> None:
         """eval_impl: the stream is finalised."""
         self._commit(is_task=False)
+        flying = sum(buffer.num_ops for buffer in self._flying if buffer.step == self._step)
+        self.counts.lead = flying / max(1, self.counts.num_dispatches)
         self._step += 1
 
     def wait_for_steps(self, num_steps: int) -> None:
@@ -208,7 +214,7 @@ class Encoder:
         encoder = len(self.waits) - 1
         self.waits[encoder] = {self._writers[buffer] for buffer in self._inputs if buffer in self._writers}
         self._writers.update(dict.fromkeys(self._outputs, encoder))
-        self._flying.append(_CommandBuffer(self._step, is_task, self._held))
+        self._flying.append(_CommandBuffer(self._step, is_task, self._num_ops, self._held))
         self.counts.num_command_buffers += bool(self._num_ops)
         self.waits.append(set())
         self._held, self._inputs, self._outputs = set(), set(), set()

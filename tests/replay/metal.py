@@ -193,7 +193,10 @@ class Primitives:
         elif name == "Split":
             yield from self._split()
         elif name == "Depends":
-            yield from (self._shared(self._inputs[index], self._inputs[index].strides, None, index) for index in range(len(self._specs)))
+            yield from (
+                self._shared(self._inputs[index], self._inputs[index].strides, None, index)
+                for index in range(len(self._specs))
+            )
         else:
             yield _OTHERS[name](self)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -31,26 +32,32 @@ from replay.graph import Graph, Op, Spec, Submission, Wait
 from replay.traffic import Traffic
 
 _NUM_CORES = 16
-_NUM_BLOCKS = 4096
 _NUM_SLOTS = 64
 _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, str, bytes, int, float, np.ndarray, FrameType)
 """What holds no arrays of a step, or does not hold them alive."""
 
 
 def record(
-    config: dict[str, Any], traffic: Traffic, *, num_steps: int = 1, bits: int = 4, kv_bits: int | None = None
+    config: dict[str, Any],
+    traffic: Traffic,
+    *,
+    num_steps: int = 1,
+    num_elements: int = 96,
+    num_blocks: int = 4096,
+    kv_bits: int | None = None,
 ) -> Graph:
     """The graph of `num_steps` steps, each launched before the one before is waited for, by a runner of its own with
-    the Metal backend for a GPU of 16 cores."""
+    the Metal backend for a GPU of 16 cores. It is told of `num_elements` a command buffer, in 2^20, and has pools of
+    `num_blocks`."""
     install_seam()
-    with _kernel_names() as names:
-        runner = _make_runner(models.build(config, bits), config["vocab_size"], kv_bits)
+    with _kernel_names() as names, patch.dict(os.environ, MLX_MAX_MB_PER_BUFFER=str(num_elements)):
+        runner = _make_runner(models.build(config), config["vocab_size"], num_blocks, kv_bits)
         num_groups = len(runner.cache.windows)
         with stand_ins.installed():
             return _trace(runner, [traffic.step(index, num_groups) for index in range(num_steps)], names)
 
 
-def _make_runner(model: Any, vocab_size: int, kv_bits: int | None) -> ModelRunner:
+def _make_runner(model: Any, vocab_size: int, num_blocks: int, kv_bits: int | None) -> ModelRunner:
     cache = PagedKVCache(discover_layers(model), MetalBackend(num_cores=_NUM_CORES))
     if kv_bits is not None:
         cache.quantize(kv_bits)
@@ -60,7 +67,7 @@ def _make_runner(model: Any, vocab_size: int, kv_bits: int | None) -> ModelRunne
         patch.object(mx, "zeros", models.zeros),
         patch.object(gpu_backend, "write_failure", lambda *_: None),  # nothing can be tried here
     ):
-        cache.allocate(_NUM_BLOCKS, num_slots=_NUM_SLOTS)
+        cache.allocate(num_blocks, num_slots=_NUM_SLOTS)
     return runner
 
 

@@ -43,7 +43,9 @@ def installed() -> Iterator[None]:
         yield
 
 
-def one_op(name: str, inputs: Sequence[mx.array], outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
+def one_op(
+    name: str, inputs: Sequence[mx.array], outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]]
+) -> list[mx.array]:
     """Arrays of these shapes and types that a single operation makes of `inputs`."""
     result: list[mx.array] = _kernel(name, len(inputs), len(outputs))(
         inputs=list(inputs),

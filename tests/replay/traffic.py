@@ -53,7 +53,8 @@ KINDS = {
     "decode-1": Traffic(decodes=(1000,)),
     "decode-64": Traffic(decodes=(1000,) * 64),
     "prefill": Traffic(prompts=((0, 2048),)),
-    "prefill-late": Traffic(prompts=((6144, 2048),)),
+    "prefill-512": Traffic(prompts=((0, 512),)),
+    "prefill-at-30k": Traffic(prompts=((30720, 2048),)),
     "mixed": Traffic(decodes=(1000,) * 8, prompts=((4096, 2040),)),
     "chunks": Traffic(prompts=((512, 512),) * 4),
 }

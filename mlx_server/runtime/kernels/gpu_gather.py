@@ -71,9 +71,7 @@ def _queries_at_once(queries: mx.array, num_keys: int, scores: Scores) -> int:
     return max(_FEWEST_QUERIES, max_elements() // (2 * sequences * num_heads * num_keys))
 
 
-def _attend(
-    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str, scores: Scores
-) -> mx.array:
+def _attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str, scores: Scores) -> mx.array:
     if scores.softcap is not None:
         return _attend_capped(queries, keys, values, mask, scores, scores.softcap)
     return mx.fast.scaled_dot_product_attention(
