@@ -12,10 +12,12 @@ from mlx_server.sampling_params import SamplingParams
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """The first of some steps: requests that decode with so many tokens before them, and prompts of which so many
-    tokens come after so many. In each further step all of them go on."""
+    tokens come after so many. In each further step all of them go on; if their tokens are `known`, as forced ones
+    are, no step depends on the one before but through the pools."""
 
     decodes: tuple[int, ...] = ()
     prompts: tuple[tuple[int, int], ...] = ()
+    known: bool = False
 
     def step(self, index: int, num_groups: int) -> SchedulerOutput:
         """Step `index`, each request with new blocks in every layer group."""
@@ -28,7 +30,7 @@ class Traffic:
             known = -(-start // BLOCK_SIZE) if index else 0
             blocks = tuple(range(first_block + known, first_block + total))
             first_block += -(-(start + (8 - index) * length) // BLOCK_SIZE) + 1  # as many as the request ever takes
-            is_in_flight = index > 0 and request < len(self.decodes)
+            is_in_flight = index > 0 and request < len(self.decodes) and not self.known
             chunks.append(
                 ScheduledChunk(
                     request_id=str(request),
