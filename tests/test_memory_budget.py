@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +29,11 @@ MIB = 2**20
 def reading(available: int, total: int = 1000, device: int = 1000, device_used: int = 0) -> MemoryReading:
     """In MiB."""
     return MemoryReading(total * MIB, available * MIB, device * MIB, device_used * MIB)
+
+
+def metal_reading(available: int, active: int) -> MemoryReading:
+    """In MiB, of a Mac with 1,000 MiB, of which MLX's arrays take `active`."""
+    return MemoryReading(1000 * MIB, available * MIB, 800 * MIB, active * MIB, active * MIB)
 
 
 def need(weights: int, activations: int = 0, kv: int = 0) -> MemoryNeed:
@@ -73,6 +79,55 @@ def test_the_systems_memory_bounds_what_may_be_taken_too():
     assert budget.free_bytes == 150 * MIB
     with pytest.raises(InsufficientMemoryError, match="150 MiB may be taken"):
         budget.take("model", need(151))
+
+
+def test_a_reading_does_not_depend_on_whether_a_step_runs():
+    """400 MiB stay, and a step takes up to the 100 that are booked for it."""
+    now = [metal_reading(900, 0)]
+    budget = MemoryBudget(700 * MIB, 50 * MIB, lambda: now[0])
+    budget.take("model", need(300, 100, 100))
+    now[0] = metal_reading(500, 400)
+    idle, free = budget.read(), budget.free_bytes
+    assert (idle.available_bytes / MIB, idle.device_used_bytes / MIB) == (400, 500)
+    assert free == 200 * MIB
+    for step in (30, 100):
+        now[0] = metal_reading(500 - step, 400 + step)
+        assert (budget.read().pressure, budget.free_bytes) == (idle.pressure, free)
+
+
+def test_what_a_step_takes_beyond_its_booking_counts():
+    now = [metal_reading(900, 0)]
+    budget = MemoryBudget(700 * MIB, 0, lambda: now[0])
+    budget.take("model", need(300, 100, 100))
+    now[0] = metal_reading(350, 550)
+    assert budget.read().device_used_bytes == 550 * MIB
+    assert budget.free_bytes == 200 * MIB
+
+
+def test_memory_that_is_not_mlx_s_is_read_as_it_is():
+    budget = MemoryBudget(700 * MIB, 0, lambda: reading(600))
+    budget.take("model", need(300, 100, 100))
+    assert budget.read() == reading(600)
+
+
+def test_mlx_keeps_within_the_budget_as_long_as_there_are_models(monkeypatch):
+    limits = [7]
+
+    def set_memory_limit(limit: int) -> int:
+        limits.append(limit)
+        return limits[-2]
+
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx, "set_memory_limit", set_memory_limit)
+    budget = MemoryBudget(600, 0, lambda: reading(900))
+    first, second = budget.take("first", MemoryNeed(1, 0, 0)), budget.take("second", MemoryNeed(1, 0, 0))
+    assert limits == [7, 600]
+    first.release()
+    assert limits == [7, 600]
+    second.release()
+    assert limits == [7, 600, 7]
+    budget.take("third", MemoryNeed(1, 0, 0)).release()
+    assert limits == [7, 600, 7, 600, 7]
 
 
 def test_what_a_model_gives_back_others_may_take():

@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,11 +16,12 @@ import psutil
 import pytest
 
 from mlx_server.config import CacheConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, load_config
+from mlx_server.engine import memory_budget
 from mlx_server.engine.engine import AsyncEngine, Surroundings
 from mlx_server.engine.footprint import estimate_need
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShare
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
-from mlx_server.errors import InsufficientMemoryError
+from mlx_server.errors import ConfigError, InsufficientMemoryError
 from mlx_server.pool.model_pool import build_pool
 from mlx_server.request import FinishReason
 from mlx_server.runtime.attention import ReferenceBackend
@@ -37,6 +38,7 @@ from tests.engine_worlds import (
     built,
     greedy,
     make_folder,
+    make_llm,
     on_the_cpu,
     plain_greedy,
     random_prompts,
@@ -329,6 +331,26 @@ def test_a_server_whose_model_does_not_fit_says_so_and_ends():
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_with_a_budget_of_its_own_gives_it_back(monkeypatch, fails):
+    bounds: list[str] = []
+
+    @contextmanager
+    def bounded(num_bytes: int) -> Iterator[None]:
+        bounds.append("set")
+        yield
+        bounds.append("put back")
+
+    monkeypatch.setattr(memory_budget, "bounded_memory", bounded)
+    if fails:
+        with pytest.raises(ConfigError), make_llm("llama", max_model_len=10**6):
+            pass
+    else:
+        with make_llm("llama"):
+            assert bounds == ["set"]
+    assert bounds == ["set", "put back"]
+
+
 # --- Metal's limits -------------------------------------------------------------------------------------------------
 
 
@@ -400,4 +422,4 @@ def test_a_discrete_gpu_is_read_by_its_own_memory(monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(mx, "get_active_memory", lambda: 400)
     monkeypatch.setattr(mx, "get_cache_memory", lambda: 100)
-    assert read_memory() == MemoryReading(1000, 600, 1000, 400)
+    assert read_memory() == MemoryReading(1000, 600, 1000, 400, active_bytes=400)

@@ -504,16 +504,67 @@ def _is_row_matrix(array: Array) -> bool:
 
 
 _BINARY = frozenset(
-    "Add Subtract Multiply Divide FloorDivide Remainder Maximum Minimum Power Equal NotEqual Greater GreaterEqual Less "
-    "LessEqual LogicalAnd LogicalOr BitwiseBinary LogAddExp".split()
+    [
+        "Add",
+        "Subtract",
+        "Multiply",
+        "Divide",
+        "FloorDivide",
+        "Remainder",
+        "Maximum",
+        "Minimum",
+        "Power",
+        "Equal",
+        "NotEqual",
+        "Greater",
+        "GreaterEqual",
+        "Less",
+        "LessEqual",
+        "LogicalAnd",
+        "LogicalOr",
+        "BitwiseBinary",
+        "LogAddExp",
+    ]
 )
 _TERNARY = frozenset(("Select",))
 _UNARY = frozenset(
-    "Abs Ceil Cos Erf Exp Expm1 Floor Log Log1p LogicalNot Negative Round Sigmoid Sign Sin Sqrt Rsqrt Square Tanh "
-    "AsType".split()
+    [
+        "Abs",
+        "Ceil",
+        "Cos",
+        "Erf",
+        "Exp",
+        "Expm1",
+        "Floor",
+        "Log",
+        "Log1p",
+        "LogicalNot",
+        "Negative",
+        "Round",
+        "Sigmoid",
+        "Sign",
+        "Sin",
+        "Sqrt",
+        "Rsqrt",
+        "Square",
+        "Tanh",
+        "AsType",
+    ]
 )
 _NEW = frozenset(
-    "Arange ArgReduce Reduce Scan Gather GatherAxis RandomBits Full Convolution LogSumExp ArgReduce".split()
+    [
+        "Arange",
+        "ArgReduce",
+        "Reduce",
+        "Scan",
+        "Gather",
+        "GatherAxis",
+        "RandomBits",
+        "Full",
+        "Convolution",
+        "LogSumExp",
+        "ArgReduce",
+    ]
 )
 _OTHERS: dict[str, Callable[[Primitives], Array]] = {
     "RMSNorm": Primitives._normalised,
