@@ -103,16 +103,13 @@ def test_the_memory_limit_bounds_temporaries() -> None:
 @pytest.mark.parametrize("kind", ["decode", "mixed"])
 @pytest.mark.parametrize("model", ["llama-3-8b", "gemma-3-12b"])
 def test_python_keeps_no_temporaries_alive(model: str, kind: str) -> None:
-    """While a step is computed: only its results, which are what the sampler needs of it."""
-    num_layers = 6
-    graph = record(config_of(model, num_layers), KINDS[kind], num_steps=2)
+    """While a step is computed: nothing but the logits of the rows that sample."""
+    graph = record(config_of(model, 6), KINDS[kind], num_steps=2)
     vocab_size = config_of(model)["vocab_size"]
     for event in graph.events:
         assert isinstance(event, Submission)
-        kept = event.held - graph.pools - graph.constants.keys()
-        large = [graph.specs[name].shape for name in kept if graph.specs[name].num_bytes > 2**16]
-        assert [shape for shape in large if shape[-1] != vocab_size and len(shape) != 4] == []
-        assert [shape for shape in large if shape[-2:] == (1, 128)] == []
+        kept = [graph.specs[name] for name in event.held - graph.pools - graph.constants.keys()]
+        assert {spec.shape[-1] for spec in kept if spec.num_bytes > 2**16} <= {vocab_size}
 
 
 # ---- command buffers
