@@ -19,5 +19,6 @@ The rules, by the functions of MLX that they follow:
       fused kernel
 
 A command buffer is taken to end only when the host waits for it, which is the most memory that a step can take: a
-GPU that keeps up lets go earlier. Dispatches of matrix products that MLX splits along K are counted as one.
+GPU that keeps up lets go earlier. Dispatches of matrix products that MLX splits along K are counted as one, functions
+of `mx.compile` as one each, and equal operations on equal inputs, which MLX merges when it exports a graph, once.
 """
