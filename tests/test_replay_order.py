@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -15,7 +14,7 @@ from replay.order import Unordered, copied_updates, num_pool_uses, unordered
 from replay.record import record
 from replay.traffic import KINDS, Traffic
 
-from mlx_server.runtime.kernels.gpu_kernels import Decoded, PagedKernels
+from mlx_server.runtime.kernels.gpu_kernels import DecodeKernels, PoolKernels
 
 LAYERS = {"llama-3-8b": 3, "qwen3-30b-a3b": 2, "qwen3.5-35b-a3b": 8, "gemma-3-12b": 6, "gemma-4-e2b": 10}
 """A few of each model, of all its kinds."""
@@ -64,46 +63,36 @@ def test_every_use_of_a_pool_is_ordered_in_whole_models(model: str, kind: str) -
     assert pairs_over_splits(record(config_of(model), KINDS[kind], num_steps=NUM_STEPS), 30) == []
 
 
-def _decode_forgets_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = PagedKernels.decode
+def _leave_the_token_as_it_was(monkeypatch: pytest.MonkeyPatch, kernels: type, method: str) -> None:
+    """As if the kernel gave no token that those behind it wait for."""
+    launch = getattr(kernels, method)
 
-    def forgetful(self: PagedKernels, pool: Any, *args: Any) -> Decoded:
-        return dataclasses.replace(decode(self, pool, *args), token=pool.token)
+    def forgetful(self: Any, pool: Any, *args: Any) -> Any:
+        token = pool.token
+        result = launch(self, pool, *args)
+        pool.token = token
+        return result
 
-    monkeypatch.setattr(PagedKernels, "decode", forgetful)
-
-
-def _reads_leave_the_token_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PagedKernels, "order_after", lambda self, token, *rows: token)
-
-
-def _writes_leave_the_token_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = PagedKernels.write
-
-    def forgetful(self: PagedKernels, pool: Any, *args: Any) -> Any:
-        write(self, pool, *args)
-        return pool.token
-
-    monkeypatch.setattr(PagedKernels, "write", forgetful)
+    monkeypatch.setattr(kernels, method, forgetful)
 
 
 @pytest.mark.parametrize(
-    ("plant", "kind", "pair"),
+    ("kernels", "method", "kind", "pair"),
     [
-        (_decode_forgets_its_token, "forced decode", Unordered("kernel paged_decode", "kernel kv_write")),
-        (_reads_leave_the_token_as_it_was, "prefill", Unordered("Gather", "kernel kv_write")),
-        (_reads_leave_the_token_as_it_was, "mixed", Unordered("Gather", "kernel kv_write")),
+        (DecodeKernels, "decode", "forced decode", Unordered("kernel paged_decode", "kernel kv_write")),
+        (PoolKernels, "gather", "prefill", Unordered("kernel kv_gather", "kernel kv_write")),
+        (PoolKernels, "gather", "mixed", Unordered("kernel kv_gather", "kernel kv_write")),
     ],
 )
 def test_a_token_that_is_missing_is_found(
-    plant: Any, kind: str, pair: Unordered, monkeypatch: pytest.MonkeyPatch
+    kernels: type, method: str, kind: str, pair: Unordered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(monkeypatch)
+    _leave_the_token_as_it_was(monkeypatch, kernels, method)
     assert pair in pairs_over_splits(steps_of("llama-3-8b", kind), 8)
 
 
 def test_a_write_that_nobody_waits_for_is_not_even_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    _writes_leave_the_token_as_it_was(monkeypatch)
+    _leave_the_token_as_it_was(monkeypatch, PoolKernels, "write")
     names = {dispatch.op for dispatch in replay(steps_of("llama-3-8b", "decode")).encoder.dispatches}
     assert "kernel paged_decode" in names
     assert "kernel kv_write" not in names

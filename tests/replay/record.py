@@ -179,7 +179,7 @@ def _op(entry: dict[str, Any], kernel_names: set[str]) -> Op:
         full = arguments[0].removeprefix("custom_kernel_")
         own = max((known for known in kernel_names if full.startswith(known)), key=len)
         is_contiguous = next(value for value in arguments[8:] if isinstance(value, bool))
-        name = f"kernel {own}"
+        name = f"kernel {own.partition('__')[0]}"  # without its sizes
         if own.startswith(stand_ins.PREFIX):
             name = own.removeprefix(stand_ins.PREFIX).removesuffix("_")
         arguments = [is_contiguous]
