@@ -18,7 +18,7 @@ from mlx_server.engine.llm import Completion
 from mlx_server.outputs import SchedulerOutput
 from mlx_server.runtime.loader import LoadedModel
 from mlx_server.runtime.random_models import build_random
-from mlx_server.runtime.row_pool import PlainRows, QuantizedRows
+from mlx_server.runtime.row_pool import RowPool
 from tests.architectures import SEEDS, config_of
 from tests.engine_worlds import random_prompts
 from tests.tiny_models import Reference, reference_generate
@@ -59,8 +59,6 @@ class Row:
         calls = f"{self.calls_per_step:10.2f}"
         return f"{self.architecture:22} {self.level:35} {calls}  {cached:16}  {self.worst_error:.1e}"
 
-
-_ROWS = (PlainRows, QuantizedRows)
 
 HEADER = f"{'architecture':22} {'what runs group by group':35} calls/step  {'a cached prefix':16}  worst error"
 """The error is `worst_error`'s."""
@@ -121,8 +119,9 @@ def pool_bytes(llm: LLM) -> int:
     """What the pools of an engine take, by the arrays that are there."""
     cache = llm.engine._parts.runner.cache
     pools = {id(layer.pool): layer.pool.contents[0] for layer in cache.paged}.values()
-    sides = [side for pool in pools for side in (pool.keys, pool.values)]
-    arrays = [array for side in sides for array in (side.arrays() if isinstance(side, _ROWS) else [side])]
+    arrays = [
+        array for pool in pools for array in (pool.arrays() if isinstance(pool, RowPool) else (pool.keys, pool.values))
+    ]
     return sum(array.nbytes for array in [*arrays, *(state for states in cache.recurrent for state in states.state())])
 
 

@@ -12,6 +12,7 @@ from mlx_server.errors import ConfigError
 from mlx_server.runtime import memory
 from mlx_server.runtime.kernels.exact_rows import exact_rows
 from mlx_server.runtime.row_pool import QuantizedRows, row_bytes
+from mlx_server.runtime.slots import Slots
 from tests.architectures import config_of
 from tests.conformance import CROWDED, LENGTHS, MAX_TOKENS, Subject, answer, preempt_every
 from tests.engine_worlds import random_prompts
@@ -105,12 +106,12 @@ def test_quantised_pools_grow(architecture: str, monkeypatch: pytest.MonkeyPatch
 def test_rows_come_back_close_to_what_was_written() -> None:
     rows = QuantizedRows.zeros((64, 2, 32), mx.float32, 8)
     written = mx.random.normal((3, 2, 32))
-    slots = mx.array([5, 63, 0])
+    slots = Slots(np.array([5, 63, 0]))
     rows.write(slots, written)
     assert float(mx.abs(rows.read(slots) - written).max()) < 0.02
-    assert not rows.read(mx.array([[1, 2]])).any()
-    kept = rows.take(mx.array([63, 63, 1]))
-    assert mx.array_equal(kept.read(mx.array([0])), rows.read(mx.array([63])))
+    assert not rows.read(Slots(np.array([[1, 2]]))).any()
+    kept = rows.take(Slots(np.array([63, 63, 1])))
+    assert mx.array_equal(kept.read(Slots(np.array([0]))), rows.read(Slots(np.array([63]))))
 
 
 def test_what_cannot_be_quantised_is_refused_with_the_remedy() -> None:

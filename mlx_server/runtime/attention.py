@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
-from mlx_server.runtime.row_pool import RowPool, row_bytes
+from mlx_server.runtime.row_pool import MakeRows, PlainRows, RowPool, Rows, RowsShape, row_bytes
+from mlx_server.runtime.slots import Slots
 
 IntArray = npt.NDArray[np.int32]
 
@@ -99,10 +100,10 @@ class LayerSpec:
 class AttentionBackend(Protocol):
     """Writes K/V into pools of 32-token blocks and attends over them where they lie.
 
-    `is_eager` says that `attend` evaluates its inputs itself (host code), so that nothing of a step can be
-    submitted ahead. `needs_synchronous_steps` says that a step may be built but not submitted while another
-    runs: its writes would copy the pools. `takes_padding` says that `attend` takes more rows than the plan has
-    tokens, and gives zeros for those behind them.
+    `is_eager` says that `attend` and rows that are written evaluate their inputs themselves (host code), so that
+    nothing of a step can be submitted ahead. `needs_synchronous_steps` says that a step may be built but not
+    submitted while another runs: its writes would copy the pools. `takes_padding` says that `attend` takes more rows
+    than the plan has tokens, and gives zeros for those behind them.
     """
 
     name: str
@@ -115,6 +116,11 @@ class AttentionBackend(Protocol):
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> Any:
         """Allocates one layer's pool. K and V are `[num_blocks, num_kv_heads, BLOCK_SIZE, dim]` in effect.
         `max_blocks` is what it may grow to; without it, the size is for ever."""
+        ...
+
+    def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
+        """Zeros `[num_slots, ...]` for what is no K/V of a pool: recurrent states, and K/V that modules read by
+        group. Written in place where this backend can."""
         ...
 
     def change_pool(self, pool: Any, change: PoolChange) -> Any:
@@ -177,14 +183,15 @@ class ReferenceMetadata:
     """The step's plan, and what its gathers need on the device."""
 
     step: StepPlan
-    slots: mx.array
-    chunk_slots: tuple[mx.array, ...]
-    decode_slots: mx.array | None
+    slots: Slots
+    chunk_slots: tuple[Slots, ...]
+    decode_slots: Slots | None
     decode_positions: mx.array | None
 
 
 class ReferenceBackend:
-    """Gather and `mx.fast.scaled_dot_product_attention`; scatter to write. Slow and plain: the oracle.
+    """Gather and `mx.fast.scaled_dot_product_attention`; scatter to write, or what writes the rows that it is given.
+    Slow and plain: the oracle.
 
     All decodes go in one padded gather, each prompt chunk in its own.
     """
@@ -194,13 +201,16 @@ class ReferenceBackend:
     takes_padding = False
     needs_synchronous_steps = True
 
+    def __init__(self, make_rows: MakeRows = PlainRows.zeros) -> None:
+        self.make_rows = make_rows
+
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> RowPool:
         dims = spec.key_dim, spec.value_dim
-        return RowPool.make(num_blocks, spec.num_kv_heads, dims, spec.dtype, spec.bits)
+        return RowPool.make(num_blocks, spec.num_kv_heads, dims, spec.dtype, spec.bits, self.make_rows)
 
     def change_pool(self, pool: RowPool, change: PoolChange) -> RowPool:
         sources = block_sources(pool.num_blocks, change)
-        return pool.take(mx.array(context_slots(sources, len(sources) * BLOCK_SIZE)))
+        return pool.take(Slots(context_slots(sources, len(sources) * BLOCK_SIZE)))
 
     def view_pool(self, pool: RowPool, spec: LayerSpec, num_parts: int) -> RowPool:
         return pool.view(num_parts, spec.num_kv_heads, (spec.key_dim, spec.value_dim))
@@ -210,15 +220,15 @@ class ReferenceBackend:
 
     def plan(self, step: StepPlan) -> ReferenceMetadata:
         chunk_slots = tuple(
-            mx.array(context_slots(step.block_tables[r], int(step.context_lens[r])))
+            Slots(context_slots(step.block_tables[r], int(step.context_lens[r])))
             for r in range(step.num_decodes, step.num_requests)
         )
         decode_slots = decode_positions = None
         if step.num_decodes:
             longest = int(step.context_lens[: step.num_decodes].max())
-            decode_slots = mx.array(context_slots(step.block_tables[: step.num_decodes], longest))
+            decode_slots = Slots(context_slots(step.block_tables[: step.num_decodes], longest))
             decode_positions = mx.array(step.positions[: step.num_decodes])
-        return ReferenceMetadata(step, mx.array(step.slot_mapping), chunk_slots, decode_slots, decode_positions)
+        return ReferenceMetadata(step, Slots(step.slot_mapping), chunk_slots, decode_slots, decode_positions)
 
     def attend(
         self,
@@ -238,7 +248,7 @@ class ReferenceBackend:
         step = metadata.step
         parts = []
         if metadata.decode_slots is not None and metadata.decode_positions is not None:
-            mask = _mask(metadata.decode_positions[:, None, None, None], metadata.decode_slots.shape[1], window)
+            mask = _mask(metadata.decode_positions[:, None, None, None], metadata.decode_slots.numbers.shape[1], window)
             parts.append(
                 mx.fast.scaled_dot_product_attention(
                     queries[: step.num_decodes],
@@ -258,7 +268,7 @@ class ReferenceBackend:
                 pool.keys.read(slots).transpose(1, 0, 2)[None],
                 pool.values.read(slots).transpose(1, 0, 2)[None],
                 scale=scale,
-                mask=_mask(positions[:, None], slots.shape[0], window),
+                mask=_mask(positions[:, None], slots.numbers.size, window),
                 sinks=sinks,
             )
             parts.append(out.transpose(2, 1, 0, 3))

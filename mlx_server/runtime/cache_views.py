@@ -11,6 +11,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_server.runtime.row_groups import RowGroup, RowPlaces
 from mlx_server.runtime.row_pool import RowPool, Rows
+from mlx_server.runtime.slots import Slots
 
 
 class UnpageableError(Exception):
@@ -31,9 +32,9 @@ class StepMask:
 class StateStore(Protocol):
     """Where a recurrent layer's states lie: `entries[i]` is `[slots, ...]`, None while nothing was written."""
 
-    entries: list[mx.array | None]
+    entries: list[Rows | None]
 
-    def write(self, index: int, slots: mx.array | slice, values: mx.array) -> None: ...
+    def write(self, index: int, slots: Slots, values: mx.array) -> None: ...
 
 
 class PagedView:
@@ -100,8 +101,10 @@ class PagedView:
         if keys.shape[2] != self._group.length:
             raise UnpageableError(f"{keys.shape[2]} rows of K/V for {self._group.length} tokens")
         self._num_new = self._group.length
-        self.keys = _store(self._pool.keys, keys, self._group, self._places)
-        self.values = _store(self._pool.values, values, self._group, self._places)
+        sides = (self._pool.keys, keys), (self._pool.values, values)
+        for pool, rows in sides:  # both before either is read, which may wait for what was written
+            _write(pool, rows, self._places)
+        self.keys, self.values = (_read(pool, rows, self._group, self._places) for pool, rows in sides)
         return self.keys, self.values
 
     def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
@@ -120,18 +123,20 @@ class StateView(ArraysCache):  # type: ignore[misc]
     def __init__(self, store: StateStore, group: RowGroup) -> None:
         self._store = store
         self._group = group
-        self._written: dict[int, mx.array] = {}
+        self._known: dict[int, mx.array] = {}
 
     def __getitem__(self, index: int) -> mx.array | None:
-        if index in self._written:
-            return self._written[index]
         entry = self._store.entries[index]
-        return None if entry is None or self._group.is_fresh else entry[self._group.state_slots]
+        if index not in self._known:
+            if entry is None or self._group.is_fresh:
+                return None
+            self._known[index] = entry.read(self._group.state_slots)  # once: a kernel reads even what nobody needs
+        return self._known[index]
 
     def __setitem__(self, index: int, value: mx.array) -> None:
         if value.shape[0] != self._group.num_requests:
             raise UnpageableError(f"a state of {value.shape[0]} rows for {self._group.num_requests} requests")
-        self._written[index] = value
+        self._known[index] = value
         self._store.write(index, self._group.state_slots, value)
 
     @property
@@ -190,10 +195,16 @@ def _causal(positions: mx.array, num_keys: int, window: int | None) -> mx.array:
     return mask if window is None else mask & (keys > positions - window)
 
 
-def _store(pool: Rows, rows: mx.array, group: RowGroup, places: RowPlaces) -> mx.array:
-    """Writes `rows` `[R, H, length, dim]` into the pool; all of the contexts `[R, H, C, dim]`."""
+def _write(pool: Rows, rows: mx.array, places: RowPlaces) -> None:
+    """Stores `rows` `[R, H, length, dim]`."""
     num_heads, dim = rows.shape[1], rows.shape[3]
-    if dim == 0:  # a cache whose values nobody reads
+    if dim:  # or a cache whose values nobody reads
+        pool.write(places.slots, rows.transpose(0, 2, 1, 3).reshape(-1, num_heads, dim))
+
+
+def _read(pool: Rows, rows: mx.array, group: RowGroup, places: RowPlaces) -> mx.array:
+    """All of the contexts that `rows` belong to: `[R, H, C, dim]`."""
+    num_heads, dim = rows.shape[1], rows.shape[3]
+    if dim == 0:
         return mx.zeros((group.num_requests, num_heads, group.context_length, 0), rows.dtype)
-    pool.write(places.slots, rows.transpose(0, 2, 1, 3).reshape(-1, num_heads, dim))
     return pool.read(places.context_slots).transpose(0, 2, 1, 3)

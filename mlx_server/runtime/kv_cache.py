@@ -16,7 +16,9 @@ from mlx_server.runtime.cache_views import ListView, PagedView, StateView, StepM
 from mlx_server.runtime.layer_groups import LayerGroup, Place, group_layers, share_blocks
 from mlx_server.runtime.layer_pool import LayerPool
 from mlx_server.runtime.row_groups import RowGroup
+from mlx_server.runtime.row_pool import MakeRows, Rows
 from mlx_server.runtime.seam import AttendsItself
+from mlx_server.runtime.slots import Slots
 
 
 class PagedLayerCache(AttendsItself):
@@ -117,35 +119,40 @@ class StateLayerCache:
     def __init__(self, entries: Sequence[mx.array | None]) -> None:
         """`entries` have the shapes and types of one request's, `[1, ...]`; None where nothing was written yet."""
         self.slot_bytes = sum(entry.nbytes for entry in entries if entry is not None)
-        self.entries = [None if entry is None else mx.zeros((0, *entry.shape[1:]), entry.dtype) for entry in entries]
+        self.entries: list[Rows | None] = [None] * len(entries)
+        self._kinds = [None if entry is None else (entry.shape[1:], entry.dtype) for entry in entries]
         self._num_slots = 0
+        self._make_rows: MakeRows | None = None
 
-    def allocate(self, num_slots: int) -> None:
+    def allocate(self, make_rows: MakeRows, num_slots: int) -> None:
         """Makes room for `num_slots` requests; all states are lost."""
-        self._num_slots = num_slots
-        self.entries = [
-            None if entry is None else mx.zeros((num_slots, *entry.shape[1:]), entry.dtype) for entry in self.entries
-        ]
-        mx.eval(self.state())
+        self._make_rows, self._num_slots = make_rows, num_slots
+        self.entries = [None if kind is None else self._make(*kind) for kind in self._kinds]
 
     def release(self) -> None:
         """Lets go of the memory, not of the shapes."""
-        self.allocate(0)
+        self.entries = [None] * len(self._kinds)
+
+    @property
+    def needs_synchronous_steps(self) -> bool:
+        return any(entry.needs_synchronous_steps for entry in self.entries if entry is not None)
 
     def state(self) -> list[mx.array]:
-        return [entry for entry in self.entries if entry is not None]
+        return [array for entry in self.entries if entry is not None for array in entry.arrays()]
 
-    def write(self, index: int, slots: mx.array | slice, values: mx.array) -> None:
+    def write(self, index: int, slots: Slots, values: mx.array) -> None:
         """Stores `values` `[R, ...]` as entry `index` of the requests at `slots` `[R]`."""
-        entry = self.entries[index]
-        if entry is None:
-            entry = self.entries[index] = mx.zeros((self._num_slots, *values.shape[1:]), values.dtype)
-        entry[slots] = _filled_up(values, entry.shape[1:]).astype(entry.dtype)
+        entry, kind = self.entries[index], self._kinds[index]
+        if entry is None or kind is None:
+            kind = self._kinds[index] = values.shape[1:], values.dtype
+            entry = self.entries[index] = self._make(*kind)
+        entry.write(slots, _filled_up(values, kind[0]))
 
-    def copy(self, sources: mx.array, destinations: mx.array) -> None:
+    def copy(self, sources: Slots, destinations: Slots) -> None:
         """Copies whole slots; none is both."""
-        for entry in self.state():
-            entry[destinations] = entry[sources]
+        for entry in self.entries:
+            if entry is not None:
+                entry.write(destinations, entry.read(sources))
 
     def make_mask(self, N: int) -> None:
         """Nothing is padded."""
@@ -156,6 +163,10 @@ class StateLayerCache:
     def view(self, group: RowGroup) -> StateView:
         """The states of a group's requests."""
         return StateView(self, group)
+
+    def _make(self, shape: tuple[int, ...], dtype: mx.Dtype) -> Rows:
+        assert self._make_rows is not None, "states are allocated before they are written"
+        return self._make_rows((self._num_slots, *shape), dtype)
 
 
 def _filled_up(values: mx.array, shape: tuple[int, ...]) -> mx.array:
@@ -244,13 +255,12 @@ class PagedKVCache:
     @property
     def is_eager(self) -> bool:
         """Whether a forward pass evaluates itself as it goes."""
-        return self.backend.is_eager and any(not pool.is_viewed for pool in self._pools)
+        return self.backend.is_eager
 
     @property
     def needs_synchronous_steps(self) -> bool:
         """Whether a step may be submitted only when the one before has finished: scatters copy what is in use."""
-        is_scattered = bool(self.recurrent) or any(pool.is_viewed for pool in self._pools)
-        return self.backend.needs_synchronous_steps or is_scattered
+        return self.backend.needs_synchronous_steps or any(store.needs_synchronous_steps for store in self._stores)
 
     def allocate(
         self, num_blocks: int, max_blocks: int | None = None, *, num_slots: int, num_checkpoints: int = 0
@@ -261,7 +271,7 @@ class PagedKVCache:
         for pool in self._pools:
             pool.allocate(self.backend, num_blocks, max_blocks)
         for states in self.recurrent:
-            states.allocate(num_slots + num_checkpoints)
+            states.allocate(self.backend.make_rows, num_slots + num_checkpoints)
         self._num_slots = num_slots
         self.num_blocks = num_blocks
 
@@ -321,7 +331,7 @@ class PagedKVCache:
 
     def _copy_states(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         if sources:
-            places = mx.array(list(sources), dtype=mx.int32), mx.array(list(destinations), dtype=mx.int32)
+            places = Slots(np.array(sources, np.int32)), Slots(np.array(destinations, np.int32))
             for states in self.recurrent:
                 states.copy(*places)
 

@@ -19,7 +19,7 @@ class LayerPool:
 
     Its blocks are those of a layer like `spec`. Layers of other shapes see the same memory as blocks of theirs, several
     in one of the pool's; `contents[seat_of(spec)]` is what layers like `spec` see, and is the backend's. Once a layer
-    is read by groups of rows the pool `is_viewed`: it is then one of plain rows, since no backend attends over it.
+    is read by groups of rows the pool `is_viewed`: it is then one of rows, since no backend attends over it.
     """
 
     def __init__(self, spec: LayerSpec, seen_as: Sequence[LayerSpec] = ()) -> None:
@@ -43,7 +43,7 @@ class LayerPool:
 
     def allocate(self, backend: AttentionBackend, num_blocks: int, max_blocks: int | None = None) -> None:
         """Takes memory, which may grow to `max_blocks`."""
-        self.backend = ReferenceBackend() if self.is_viewed else backend
+        self.backend = ReferenceBackend(backend.make_rows) if self.is_viewed else backend
         self._num_blocks = num_blocks
         self._show(self.backend.make_pool(self.spec, num_blocks, max_blocks))
 
@@ -51,10 +51,15 @@ class LayerPool:
         """What is seen from there as rows. The first call makes the pool one of rows, and loses what was in it."""
         if not self.is_viewed:
             self.is_viewed = True
-            self.allocate(ReferenceBackend(), self._num_blocks)
+            self.allocate(self.backend, self._num_blocks)
         rows = self.contents[seat]
         assert isinstance(rows, RowPool)
         return rows
+
+    @property
+    def needs_synchronous_steps(self) -> bool:
+        """Whether its writes would copy it while another step runs, since it is one of rows."""
+        return self.is_viewed and any(rows.needs_synchronous_steps for rows in self.contents)
 
     def change(self, change: PoolChange) -> None:
         """Moves, cuts or grows the blocks. Every step launched must have finished."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention import IntArray, StepPlan, context_slots
+from mlx_server.runtime.slots import Slots
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class RowPlaces:
     _context_length: int
 
     @cached_property
-    def slots(self) -> mx.array:
-        return mx.array(self._plan.slot_mapping[self._rows])
+    def slots(self) -> Slots:
+        return Slots(self._plan.slot_mapping[self._rows])
 
     @cached_property
-    def context_slots(self) -> mx.array:
+    def context_slots(self) -> Slots:
         num_blocks = -(-self._context_length // BLOCK_SIZE)
         tables = self._plan.block_tables[self._requests, :num_blocks]
-        return mx.array(context_slots(tables, self._context_length))
+        return Slots(context_slots(tables, self._context_length))
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RowGroup:
 
         starts       [R]  tokens that each request has before
         places            where its K/V are, in the layers of each place
-        state_slots  [R]  where each request keeps its recurrent state; a slice if they are in a row
+        state_slots  [R]  where each request keeps its recurrent state
 
     In a fresh group every request starts, in any other none does.
     """
@@ -56,14 +56,7 @@ class RowGroup:
     length: int
     starts: IntArray
     places: tuple[RowPlaces, ...]
-    _state_slots: IntArray
-
-    @cached_property
-    def state_slots(self) -> mx.array | slice:
-        slots = self._state_slots
-        if (np.diff(slots) == 1).all():  # a range is read without a copy
-            return slice(int(slots[0]), int(slots[-1]) + 1)
-        return mx.array(slots)
+    state_slots: Slots
 
     @property
     def num_requests(self) -> int:
@@ -116,4 +109,4 @@ def _group(plans: Sequence[StepPlan], first: int, last: int) -> RowGroup:
     context_lens = step.context_lens[requests]
     longest = int(context_lens.max())
     places = tuple(RowPlaces(plan, slice(start, end), requests, longest) for plan in plans)
-    return RowGroup(start, end, length, context_lens - length, places, step.state_slots[requests])
+    return RowGroup(start, end, length, context_lens - length, places, Slots(step.state_slots[requests]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,25 +11,33 @@ import mlx.core as mx
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ConfigError
+from mlx_server.runtime.slots import Slots
 
 _GROUP_SIZES = (64, 32)
 
-RowsShape = tuple[int, int, int]
-"""Slots, heads and dimensions."""
+RowsShape = tuple[int, ...]
+"""Slots, and what is in each: of K/V, heads and dimensions."""
 
 
 class Rows(Protocol):
-    """`[num_slots, num_heads, dim]` in effect, written by scatter."""
+    """`[num_slots, ...]` in effect, read and written by rows.
 
-    def write(self, slots: mx.array, rows: mx.array) -> None:
-        """Stores rows `[N, num_heads, dim]` at slots `[N]`."""
+    `needs_synchronous_steps` says that a step may be built but not submitted while another runs: its writes would copy
+    all of the slots.
+    """
+
+    @property
+    def needs_synchronous_steps(self) -> bool: ...
+
+    def write(self, slots: Slots, rows: mx.array) -> None:
+        """Stores rows `[N, ...]` at slots `[N]`."""
         ...
 
-    def read(self, slots: mx.array) -> mx.array:
-        """What stands at slots `[...]`: `[..., num_heads, dim]`."""
+    def read(self, slots: Slots) -> mx.array:
+        """What stands at slots `[...]`: `[..., ...]`."""
         ...
 
-    def take(self, slots: mx.array) -> Rows:
+    def take(self, slots: Slots) -> Rows:
         """New rows: those at `slots` `[N]` of these. Evaluated."""
         ...
 
@@ -42,6 +50,10 @@ class Rows(Protocol):
         ...
 
 
+MakeRows = Callable[[RowsShape, mx.Dtype], Rows]
+"""Makes rows of zeros."""
+
+
 @dataclass(slots=True)
 class _Memory:
     """The array that rows of one or several shapes are in. Whoever writes puts a new one here, in its own shape."""
@@ -50,24 +62,30 @@ class _Memory:
 
 
 class PlainRows:
-    """Rows as they are."""
+    """Rows as they are, written by scatter. MLX copies all of them where it does not write into what nobody uses:
+    that is, where work that reads them is not finished, in the same step or in one before."""
 
     def __init__(self, array: mx.array) -> None:
         self._memory = _Memory(array)
         self._shape = array.shape
         self._dtype = array.dtype
+        self.needs_synchronous_steps = array.size > 0
         mx.eval(array)
 
-    def write(self, slots: mx.array, rows: mx.array) -> None:
+    @classmethod
+    def zeros(cls, shape: RowsShape, dtype: mx.Dtype) -> PlainRows:
+        return cls(mx.zeros(shape, dtype))
+
+    def write(self, slots: Slots, rows: mx.array) -> None:
         array = self._array()
-        array[slots] = rows.astype(self._dtype)
+        array[slots.array] = rows.astype(self._dtype)
         self._memory.array = array
 
-    def read(self, slots: mx.array) -> mx.array:
-        return self._array()[slots]
+    def read(self, slots: Slots) -> mx.array:
+        return self._array()[slots.array]
 
-    def take(self, slots: mx.array) -> PlainRows:
-        return PlainRows(self._array()[slots])
+    def take(self, slots: Slots) -> PlainRows:
+        return PlainRows(self.read(slots))
 
     def view(self, shape: RowsShape) -> PlainRows:
         view = copy(self)
@@ -85,7 +103,7 @@ class PlainRows:
 class QuantizedRows:
     """Rows of `bits` a number, each with a scale and a bias for every group of its numbers."""
 
-    def __init__(self, parts: Sequence[PlainRows], bits: int, group_size: int, dtype: mx.Dtype) -> None:
+    def __init__(self, parts: Sequence[Rows], bits: int, group_size: int, dtype: mx.Dtype) -> None:
         """`parts` are the codes, the scales and the biases."""
         self._parts = tuple(parts)
         self._bits = bits
@@ -93,23 +111,28 @@ class QuantizedRows:
         self._dtype = dtype
 
     @classmethod
-    def zeros(cls, shape: RowsShape, dtype: mx.Dtype, bits: int) -> QuantizedRows:
+    def zeros(cls, shape: RowsShape, dtype: mx.Dtype, bits: int, make: MakeRows = PlainRows.zeros) -> QuantizedRows:
+        """`make` makes the rows of codes, scales and biases."""
         *places, dim = shape
         dtypes = (mx.uint32, dtype, dtype)
-        parts = [PlainRows(mx.zeros((*places, size), kind)) for size, kind in zip(_part_sizes(dim, bits), dtypes)]
+        parts = [make((*places, size), kind) for size, kind in zip(_part_sizes(dim, bits), dtypes)]
         return cls(parts, bits, group_size_of(dim), dtype)
 
-    def write(self, slots: mx.array, rows: mx.array) -> None:
+    @property
+    def needs_synchronous_steps(self) -> bool:
+        return any(part.needs_synchronous_steps for part in self._parts)
+
+    def write(self, slots: Slots, rows: mx.array) -> None:
         rows = rows.astype(self._dtype)
         quantised = mx.quantize(rows, group_size=self._group_size, bits=self._bits)
         for part, values in zip(self._parts, quantised, strict=True):
             part.write(slots, values)
 
-    def read(self, slots: mx.array) -> mx.array:
+    def read(self, slots: Slots) -> mx.array:
         packed, scales, biases = (part.read(slots) for part in self._parts)
         return mx.dequantize(packed, scales, biases, group_size=self._group_size, bits=self._bits)
 
-    def take(self, slots: mx.array) -> QuantizedRows:
+    def take(self, slots: Slots) -> QuantizedRows:
         return QuantizedRows([part.take(slots) for part in self._parts], self._bits, self._group_size, self._dtype)
 
     def view(self, shape: RowsShape) -> QuantizedRows:
@@ -131,14 +154,26 @@ class RowPool:
     num_blocks: int
 
     @classmethod
-    def make(cls, num_blocks: int, num_heads: int, dims: tuple[int, int], dtype: mx.Dtype, bits: int | None) -> RowPool:
-        """Zeros, with K and V of these dimensions; `bits` a number, or all of them."""
-        keys, values = (_zeros((num_blocks * BLOCK_SIZE, num_heads, dim), dtype, bits) for dim in dims)
+    def make(
+        cls,
+        num_blocks: int,
+        num_heads: int,
+        dims: tuple[int, int],
+        dtype: mx.Dtype,
+        bits: int | None,
+        make: MakeRows = PlainRows.zeros,
+    ) -> RowPool:
+        """Zeros, with K and V of these dimensions; `bits` a number, or all of them, in rows that `make` makes."""
+        keys, values = (_zeros((num_blocks * BLOCK_SIZE, num_heads, dim), dtype, bits, make) for dim in dims)
         return cls(keys, values, num_blocks)
 
-    def take(self, slots: mx.array) -> RowPool:
+    @property
+    def needs_synchronous_steps(self) -> bool:
+        return self.keys.needs_synchronous_steps or self.values.needs_synchronous_steps
+
+    def take(self, slots: Slots) -> RowPool:
         """A new pool of whole blocks: the rows at `slots` of this one."""
-        return RowPool(self.keys.take(slots), self.values.take(slots), slots.size // BLOCK_SIZE)
+        return RowPool(self.keys.take(slots), self.values.take(slots), slots.numbers.size // BLOCK_SIZE)
 
     def view(self, num_parts: int, num_heads: int, dims: tuple[int, int]) -> RowPool:
         """The same memory as `num_parts` times as many blocks, with K and V of these dimensions."""
@@ -151,9 +186,10 @@ class RowPool:
         return [*self.keys.arrays(), *self.values.arrays()]
 
 
-def _zeros(shape: RowsShape, dtype: mx.Dtype, bits: int | None) -> Rows:
-    is_whole = bits is None or not shape[-1]  # a cache may have values of no dimension, which nobody reads
-    return PlainRows(mx.zeros(shape, dtype)) if is_whole else QuantizedRows.zeros(shape, dtype, bits or 0)
+def _zeros(shape: RowsShape, dtype: mx.Dtype, bits: int | None, make: MakeRows) -> Rows:
+    if not shape[-1]:  # a cache may have values of no dimension, which nobody reads
+        return PlainRows.zeros(shape, dtype)
+    return make(shape, dtype) if bits is None else QuantizedRows.zeros(shape, dtype, bits, make)
 
 
 def _part_sizes(dim: int, bits: int) -> tuple[int, int, int]:

@@ -20,7 +20,10 @@ from emulator.translate import buffer_names, translate
 
 MAX_THREADS = 256
 WRITTEN_INPUTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    dict.fromkeys(("kv_write", "kv_write_quantized"), ("key_pool", "value_pool"))
+    {
+        **dict.fromkeys(("kv_write", "kv_write_quantized"), ("key_pool", "value_pool")),
+        "row_write": ("pool",),
+    }
 )
 POOLS = ("key_pool", "value_pool")
 """Inputs that may be the first part of a buffer: a kernel reaches all of it, as on a GPU, and nothing beyond. They must

@@ -27,8 +27,9 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ConfigError
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import LayerSpec, StepPlan
+from mlx_server.runtime.kernels.cpu_rows import HostRows, WaitingWrites
 from mlx_server.runtime.kernels.native_build import load_library
-from mlx_server.runtime.row_pool import group_size_of, row_bytes
+from mlx_server.runtime.row_pool import RowsShape, group_size_of, row_bytes
 
 MAX_DEFAULT_THREADS = 16
 THREADS_VARIABLE = "MLX_SERVE_CPU_THREADS"
@@ -97,12 +98,16 @@ class CpuBackend:
         self._call = ctypes.create_string_buffer(_CALL.size)
         self._output = np.empty(0, np.float32)  # kept from call to call: MLX copies it
         self._output_address = 0
+        self._writes = WaitingWrites()
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> CpuPool:
         """Raises `ValueError` unless the layer is float32, and `OSError` when the system refuses the memory."""
         if spec.dtype != mx.float32:
             raise ValueError(f"the cpu backend stores float32, not {spec.dtype}")
         return CpuPool.make(spec, num_blocks, max_blocks or num_blocks)
+
+    def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> HostRows:
+        return HostRows(mx.zeros(shape, dtype), self._writes)
 
     def change_pool(self, pool: CpuPool, change: PoolChange) -> CpuPool:
         """Raises `ValueError` beyond the size that the pool was made for."""
@@ -160,7 +165,7 @@ class CpuBackend:
         rows, heads = queries.shape[0], queries.shape[1]
         _check(pool, queries, keys, values, metadata)
         given = [_as_float32(array) for array in (queries, keys, values, sinks)]
-        mx.eval(*[array for array in given if array is not None])
+        self._writes.settle(*[array for array in given if array is not None])
         q, k, v = _locate(given[0]), _locate(given[1]), _locate(given[2])
         count = rows * heads * spec.value_dim
         if count > self._output.size:

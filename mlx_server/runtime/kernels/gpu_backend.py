@@ -25,6 +25,7 @@ from mlx_server.runtime.kernels.gpu_kernels import (
 )
 from mlx_server.runtime.kernels.gpu_plan import GpuMetadata
 from mlx_server.runtime.kernels.gpu_pool import AnyGpuPool, GpuPool, GpuPoolView
+from mlx_server.runtime.kernels.gpu_rows import RowMaker
 from mlx_server.runtime.kernels.gpu_selftest import decode_failure, write_failure
 from mlx_server.runtime.kernels.gpu_variant import (
     DecodeShape,
@@ -33,6 +34,7 @@ from mlx_server.runtime.kernels.gpu_variant import (
     default_variant,
     unsupported_reason,
 )
+from mlx_server.runtime.row_pool import Rows, RowsShape
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ class GpuBackend:
         choose_variant: Callable[[DecodeShape], KernelVariant] = default_variant,
     ) -> None:
         self._kernels = PagedKernels(make_kernel, header)
+        self._rows = RowMaker(make_kernel, header, self.name)
         self._num_cores = num_cores
         self._choose_variant = choose_variant
         self._variants: dict[DecodeShape, KernelVariant] = {}
@@ -122,6 +125,9 @@ class GpuBackend:
         if not self._writes(spec):
             pool.scatter()
         return pool
+
+    def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
+        return self._rows.make(shape, dtype)
 
     def change_pool(self, pool: GpuPool, change: PoolChange) -> GpuPool:
         pool.change(change)
