@@ -20,12 +20,9 @@ from emulator.translate import buffer_names, translate
 
 MAX_THREADS = 256
 WRITTEN_INPUTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        **dict.fromkeys(("kv_write", "kv_write_quantized"), ("key_pool", "value_pool")),
-        "row_write": ("pool",),
-    }
+    {**dict.fromkeys(("kv_write", "kv_write_quantized"), ("key_pool", "value_pool")), "row_write": ("pool",)}
 )
-POOLS = ("key_pool", "value_pool")
+POOLS = ("key_pool", "value_pool", "pool")
 """Inputs that may be the first part of a buffer: a kernel reaches all of it, as on a GPU, and nothing beyond. They must
 lie as they are: a copy would be read, or written, in their place."""
 
@@ -34,6 +31,7 @@ _NUMPY_TYPES = {
     mx.float16: np.dtype(np.float16),
     mx.bfloat16: np.dtype(np.uint16),
     mx.int32: np.dtype(np.int32),
+    mx.uint32: np.dtype(np.uint32),
 }
 
 

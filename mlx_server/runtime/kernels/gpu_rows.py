@@ -65,9 +65,13 @@ class RowKernels:
 
 @dataclass(slots=True)
 class _Chained:
-    """An array that is never replaced, and the token of its last use."""
+    """An array that is never replaced, its first rows in the same memory, and the token of its last use.
+
+    Kernels get the first rows: MLX ends a command buffer by the number of elements that its inputs have.
+    """
 
     array: mx.array
+    handle: mx.array
     token: mx.array
 
 
@@ -84,18 +88,20 @@ class GpuRows:
     def __init__(self, kernels: RowKernels, array: mx.array) -> None:
         token = mx.zeros((1,), mx.int32)
         mx.eval(array, token)
+        handle = array[: -(-SMALL_ARRAY // math.prod(array.shape[1:]))]
+        mx.eval(handle)
         self._kernels = kernels
-        self._memory = _Chained(array, token)
+        self._memory = _Chained(array, handle, token)
         self._shape = array.shape
 
     def write(self, slots: Slots, rows: mx.array) -> None:
         memory = self._memory
         rows = mx.contiguous(rows.astype(memory.array.dtype))
-        memory.token = self._kernels.write(memory.array, slots, rows, memory.token)
+        memory.token = self._kernels.write(memory.handle, slots, rows, memory.token)
 
     def read(self, slots: Slots) -> mx.array:
         memory = self._memory
-        rows, memory.token = self._kernels.read(memory.array, slots, self._shape[1:], memory.token)
+        rows, memory.token = self._kernels.read(memory.handle, slots, self._shape[1:], memory.token)
         return rows
 
     def take(self, slots: Slots) -> GpuRows:
