@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from emulator.kernel import text_name
 from emulator.worlds import Chunk, gpu, kernel_maker, make_backend, step_of, step_rows, toolchain
@@ -25,8 +26,10 @@ from mlx_server.runtime.kernels import gpu_backend
 from mlx_server.runtime.kernels.cuda import PRELUDE, CudaBackend
 from mlx_server.runtime.kernels.gpu_backend import GpuBackend
 from mlx_server.runtime.kernels.gpu_kernels import KERNEL_TEXTS, KV_WRITE, read_text
+from mlx_server.runtime.kernels.gpu_rows import ROW_TEXTS, GpuRows, RowKernels
 from mlx_server.runtime.kernels.gpu_variant import DecodeShape, KernelVariant, default_variant
 from mlx_server.runtime.kernels.metal import MetalBackend
+from mlx_server.runtime.slots import Slots
 
 CUDA_TYPES = {
     mx.float16: "__half",
@@ -184,6 +187,16 @@ def test_every_kernel_compiles(
     others = {"paged_reduce"} if partition_tokens is None else set()
     others |= {"kv_write_quantized" if spec.bits is None else "kv_write"}
     assert kernels.launched == {text.name for text in KERNEL_TEXTS} - others
+    assert compile_cuda(kernels.source(), tmp_path) is None
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16, mx.int32], ids=str)
+def test_kernels_that_move_rows_compile(dtype: mx.Dtype, tmp_path: Path) -> None:
+    kernels = RecordedKernels()
+    rows = GpuRows(RowKernels(kernels, read_text(PRELUDE)), mx.zeros((4, 3, 7), dtype))
+    slots = Slots(np.array([2, 1], np.int32))
+    rows.write(slots, rows.read(slots))
+    assert kernels.launched == {text.name for text in ROW_TEXTS}
     assert compile_cuda(kernels.source(), tmp_path) is None
 
 

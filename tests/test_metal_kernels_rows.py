@@ -109,10 +109,7 @@ def test_offsets_have_64_bits(kernel: str) -> None:
         mutations = {} if old is None else {kernel: ((old, "slots[row]"),)}
         rows = GpuRows(RowKernels(Emulator(toolchain(), mutations=mutations).metal_kernel), mx.zeros((4, 129)))
         with pytest.raises(EmulatorError) as caught:
-            if kernel == "row_write":
-                rows.write(far, mx.ones((1, 129)))
-            else:
-                rows.read(far)
+            rows.write(far, mx.ones((1, 129))) if kernel == "row_write" else rows.read(far)
         assert caught.value.kind == kind
 
 

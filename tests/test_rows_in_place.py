@@ -168,6 +168,8 @@ def test_steps_on_a_gpu_copy_no_rows_and_leave_no_use_of_them_unordered(
     pools = {operation.rows for operation in uses}
     assert len(pools) >= 2
     assert sum(operation.is_write for operation in uses) >= 4 * len(pools)
+    read = {name for operation in steps.operations for name in operation.inputs}
+    assert [op for op in uses if not op.is_write and op.outputs[0] not in read] == [], "rows that nobody needs"
     assert copied_sources(steps.operations) == []
     assert unordered_uses(steps.operations) == []
     assert steps.are_submitted_ahead
