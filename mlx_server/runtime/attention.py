@@ -100,7 +100,7 @@ class LayerSpec:
 class AttentionBackend(Protocol):
     """Writes K/V into pools of 32-token blocks and attends over them where they lie.
 
-    `is_eager` says that `attend` and rows that are written evaluate their inputs themselves (host code), so that
+    `is_eager` says that `attend` and states that are written evaluate their inputs themselves (host code), so that
     nothing of a step can be submitted ahead. `needs_synchronous_steps` says that a step may be built but not
     submitted while another runs: its writes would copy the pools. `takes_padding` says that `attend` takes more rows
     than the plan has tokens, and gives zeros for those behind them.
@@ -119,8 +119,12 @@ class AttentionBackend(Protocol):
         ...
 
     def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
-        """Zeros `[num_slots, ...]` for what is no K/V of a pool: recurrent states, and K/V that modules read by
-        group. Written in place where this backend can."""
+        """Zeros for K/V that modules read by group. Written in place where this backend can."""
+        ...
+
+    def make_states(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
+        """Zeros for recurrent states, which are read and then written in every step. Written in place where this
+        backend can."""
         ...
 
     def change_pool(self, pool: Any, change: PoolChange) -> Any:
@@ -202,7 +206,7 @@ class ReferenceBackend:
     needs_synchronous_steps = True
 
     def __init__(self, make_rows: MakeRows = PlainRows.zeros) -> None:
-        self.make_rows = make_rows
+        self.make_rows = self.make_states = make_rows
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> RowPool:
         dims = spec.key_dim, spec.value_dim

@@ -255,7 +255,7 @@ class PagedKVCache:
     @property
     def is_eager(self) -> bool:
         """Whether a forward pass evaluates itself as it goes."""
-        return self.backend.is_eager
+        return self.backend.is_eager and (bool(self.recurrent) or any(not pool.is_viewed for pool in self._pools))
 
     @property
     def needs_synchronous_steps(self) -> bool:
@@ -271,7 +271,7 @@ class PagedKVCache:
         for pool in self._pools:
             pool.allocate(self.backend, num_blocks, max_blocks)
         for states in self.recurrent:
-            states.allocate(self.backend.make_rows, num_slots + num_checkpoints)
+            states.allocate(self.backend.make_states, num_slots + num_checkpoints)
         self._num_slots = num_slots
         self.num_blocks = num_blocks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import mlx.core as mx
@@ -56,14 +56,16 @@ MakeRows = Callable[[RowsShape, mx.Dtype], Rows]
 
 @dataclass(slots=True)
 class _Memory:
-    """The array that rows of one or several shapes are in. Whoever writes puts a new one here, in its own shape."""
+    """The array that rows of one or several shapes are in, and what of this step was read from it. Whoever writes puts
+    a new one here, in its own shape."""
 
     array: mx.array
+    readings: list[mx.array] = field(default_factory=list)
 
 
 class PlainRows:
-    """Rows as they are, written by scatter. MLX copies all of them where it does not write into what nobody uses:
-    that is, where work that reads them is not finished, in the same step or in one before."""
+    """Rows as they are, written by scatter. MLX copies all of them unless nobody else has them: so what was read in the
+    same step is computed first, and steps must be synchronous."""
 
     def __init__(self, array: mx.array) -> None:
         self._memory = _Memory(array)
@@ -77,15 +79,21 @@ class PlainRows:
         return cls(mx.zeros(shape, dtype))
 
     def write(self, slots: Slots, rows: mx.array) -> None:
+        if self._memory.readings:
+            mx.synchronize()  # a step that still runs has the array, too
+            mx.eval(self._memory.readings)
+            self._memory.readings.clear()
         array = self._array()
         array[slots.array] = rows.astype(self._dtype)
         self._memory.array = array
 
     def read(self, slots: Slots) -> mx.array:
-        return self._array()[slots.array]
+        rows = self._array()[slots.array]
+        self._memory.readings.append(rows)
+        return rows
 
     def take(self, slots: Slots) -> PlainRows:
-        return PlainRows(self.read(slots))
+        return PlainRows(self._array()[slots.array])
 
     def view(self, shape: RowsShape) -> PlainRows:
         view = copy(self)
@@ -93,6 +101,7 @@ class PlainRows:
         return view
 
     def arrays(self) -> list[mx.array]:
+        self._memory.readings.clear()  # a step ends, whose reads are done when the next one writes
         return [self._memory.array]
 
     def _array(self) -> mx.array:

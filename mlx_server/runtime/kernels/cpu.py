@@ -29,7 +29,7 @@ from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import LayerSpec, StepPlan
 from mlx_server.runtime.kernels.cpu_rows import HostRows, WaitingWrites
 from mlx_server.runtime.kernels.native_build import load_library
-from mlx_server.runtime.row_pool import RowsShape, group_size_of, row_bytes
+from mlx_server.runtime.row_pool import PlainRows, RowsShape, group_size_of, row_bytes
 
 MAX_DEFAULT_THREADS = 16
 THREADS_VARIABLE = "MLX_SERVE_CPU_THREADS"
@@ -106,7 +106,11 @@ class CpuBackend:
             raise ValueError(f"the cpu backend stores float32, not {spec.dtype}")
         return CpuPool.make(spec, num_blocks, max_blocks or num_blocks)
 
-    def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> HostRows:
+    def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> PlainRows:
+        """Not in host memory: a model of which all is read by group then has nothing that evaluates itself."""
+        return PlainRows.zeros(shape, dtype)
+
+    def make_states(self, shape: RowsShape, dtype: mx.Dtype) -> HostRows:
         return HostRows(mx.zeros(shape, dtype), self._writes)
 
     def change_pool(self, pool: CpuPool, change: PoolChange) -> CpuPool:

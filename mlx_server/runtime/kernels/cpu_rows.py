@@ -1,4 +1,4 @@
-"""Arrays of rows that the host writes in place: recurrent states, and K/V that are read by group."""
+"""Recurrent states that the host writes in place."""
 
 from __future__ import annotations
 

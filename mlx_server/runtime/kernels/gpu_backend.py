@@ -129,6 +129,9 @@ class GpuBackend:
     def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
         return self._rows.make(shape, dtype)
 
+    def make_states(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
+        return self._rows.make(shape, dtype)
+
     def change_pool(self, pool: GpuPool, change: PoolChange) -> GpuPool:
         pool.change(change)
         return pool
