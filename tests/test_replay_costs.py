@@ -69,10 +69,6 @@ def test_temporaries_take_no_more_than_is_booked_on_larger_macs(model: str, num_
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True,
-    reason="states are copied, and written at the end of the step: what they are cut from is kept till then",
-)
 def test_temporaries_of_a_hybrid_take_no_more_than_is_booked() -> None:
     check_peak(HYBRID, 96)
 

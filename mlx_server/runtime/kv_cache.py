@@ -140,6 +140,10 @@ class StateLayerCache:
     def state(self) -> list[mx.array]:
         return [array for entry in self.entries if entry is not None for array in entry.arrays()]
 
+    def tokens(self) -> list[mx.array]:
+        """What exists only once this step's states are written; where a backend has no such thing, nothing."""
+        return [token for entry in self.entries if entry is not None for token in entry.tokens()]
+
     def write(self, index: int, slots: Slots, values: mx.array) -> None:
         """Stores `values` `[R, ...]` as entry `index` of the requests at `slots` `[R]`."""
         entry, kind = self.entries[index], self._kinds[index]

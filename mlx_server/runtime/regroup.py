@@ -100,7 +100,7 @@ class RegroupedModule:
             return self._inner(**given)
         groups = self._step.requests if _num_paged(cache) > 1 else self._step.groups
         parts = [self._run(group, given, cache) for group in groups]
-        return parts[0] if len(parts) == 1 else _join(parts)
+        return _behind(parts[0] if len(parts) == 1 else _join(parts), cache)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -199,3 +199,12 @@ def _join(parts: list[Any]) -> Any:
     if isinstance(parts[0], tuple):
         return tuple(_join(list(column)) for column in zip(*parts, strict=True))
     return None if parts[0] is None else mx.concatenate(parts, axis=0)
+
+
+def _behind(result: Any, cache: LayerCache) -> Any:
+    """The result, computed once the layer's states are written: MLX would leave that, which nothing else in the step
+    needs, for its end, and keep all that states are cut from in every layer until then."""
+    tokens = [token for leaf in leaves([cache]) if isinstance(leaf, StateLayerCache) for token in leaf.tokens()]
+    if not tokens or not isinstance(result, mx.array):
+        return result
+    return mx.depends([result], tokens)[0]

@@ -49,6 +49,10 @@ class Rows(Protocol):
         """What must be evaluated for the rows to hold what was written."""
         ...
 
+    def tokens(self) -> list[mx.array]:
+        """What exists only once the rows hold it, and has none of them; where uses have no tokens, nothing."""
+        ...
+
 
 MakeRows = Callable[[RowsShape, mx.Dtype], Rows]
 """Makes rows of zeros."""
@@ -104,6 +108,9 @@ class PlainRows:
         self._memory.readings.clear()  # a step ends, whose reads are done when the next one writes
         return [self._memory.array]
 
+    def tokens(self) -> list[mx.array]:
+        return []
+
     def _array(self) -> mx.array:
         array = self._memory.array
         return array if array.shape == self._shape else array.reshape(self._shape)
@@ -152,6 +159,9 @@ class QuantizedRows:
 
     def arrays(self) -> list[mx.array]:
         return [array for part in self._parts for array in part.arrays()]
+
+    def tokens(self) -> list[mx.array]:
+        return [token for part in self._parts for token in part.tokens()]
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention import IntArray, StepPlan
 from mlx_server.runtime.kernels.gpu_variant import DecodeShape, KernelVariant
+from mlx_server.runtime.slots import SMALL_ARRAY
 
 THREADGROUPS_PER_CORE = 8
 """Threadgroups of 128 to 256 threads that hide the latency of a core's reads."""
@@ -22,9 +23,6 @@ THREADGROUPS_PER_CORE = 8
 GATHER_TOKENS = 32_768
 """Of contexts whose rows are gathered at once, unless a single one is longer: they take memory together, and those
 gathered one after the other wait for each other."""
-
-SMALL_ARRAY = 8
-"""MLX passes an input of fewer elements in another address space, which would be another kernel to compile."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -115,6 +115,9 @@ class GpuRows:
     def arrays(self) -> list[mx.array]:
         return [self._memory.array, self._memory.token]
 
+    def tokens(self) -> list[mx.array]:
+        return [self._memory.token]
+
 
 class RowMaker:
     """Makes rows that kernels write in place, for each kind of row once they are proved to do so; else plain ones."""
