@@ -186,10 +186,15 @@ class ServerConfig:
         "web pages that browsers let call the server: origins like http://localhost:3000, joined by commas, or `*`",
         form=parse_origins,
     )
+    tls_cert: str | None = _setting(None, "PEM file with a certificate, and the chain behind it, to serve HTTPS")
+    tls_key: str | None = _setting(None, "PEM file with the certificate's key, not encrypted")
     client_timeout_s: float = _setting(
         30.0,
         "longest wait for a client to send the rest of a request or to take the next bytes; 0 is for ever",
         minimum=0.0,
+    )
+    max_connections: int | None = _setting(
+        None, "most connections at a time; default: what the limit of open files has room for", minimum=1
     )
     sse_keep_alive_s: float = _setting(
         15.0, "seconds between keep-alive comments on a silent stream; 0 is off", minimum=0.0

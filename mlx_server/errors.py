@@ -9,7 +9,7 @@
     |-- UnsupportedError           valid, but not something this model or server does
     |-- OverloadedError            try again later; carries the delay
     |   |-- QuotaExceededError     a tier's own limit
-    |   |-- QueueFullError         the whole server's limit
+    |   |-- QueueFullError         the whole server's limit, or a better tier's need of the place
     |   `-- QueueTimeoutError      waited longer than the configured bound
     |-- InsufficientMemoryError    can never fit the memory of this machine
     |-- EngineDeadError            the MLX thread has died; the process must restart
@@ -81,7 +81,8 @@ class QuotaExceededError(OverloadedError):
 
 
 class QueueFullError(OverloadedError):
-    """The server as a whole has reached a queue limit. `reason` names it (a metrics label)."""
+    """The server as a whole has reached a queue limit, and this is a request that must go. `reason` names the limit (a
+    metrics label)."""
 
     def __init__(self, message: str, reason: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message, retry_after_s)

@@ -285,6 +285,23 @@ async def test_output_ends_where_the_context_does(folder):
             assert (deltas[-1].num_output_tokens, deltas[-1].finish_reason) == (3, FinishReason.LENGTH)
 
 
+async def test_a_better_tier_finds_a_place_in_a_full_queue(folder):
+    async with engine_of(folder, max_num_seqs=1, max_num_waiting=2) as engine:
+        running = engine.submit(ask("running", sampling=greedy(250)))
+        await running.wait_for_output()
+        stays, goes = (engine.submit(ask(name, priority=Priority.LOW)) for name in ("stays", "goes"))
+        better = engine.submit(ask("better", priority=Priority.HIGH))
+        with pytest.raises(QueueFullError, match="a request of a better tier has taken this one's place"):
+            await read(goes)
+        with pytest.raises(QueueFullError, match="2 requests wait already"):
+            engine.submit(ask("late", priority=Priority.LOW))
+        assert engine.metrics.rejected == {("low", "displaced"): 1, ("low", "max_num_queued_reqs"): 1}
+        running.abort()
+        for stream in (better, stays):
+            assert (await read(stream))[-1].finish_reason is not None
+        await until(lambda: is_empty(engine))
+
+
 async def test_a_full_queue_and_a_long_wait_are_refused(folder):
     async with engine_of(folder, max_num_seqs=1, max_num_waiting=2, queue_timeout_s=0.05) as engine:
         running = engine.submit(ask("running", sampling=greedy(250)))

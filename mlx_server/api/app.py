@@ -25,6 +25,7 @@ from mlx_server.api.openai.responses_store import ResponseStore
 from mlx_server.api.quota_headers import QuotaHeadersMiddleware
 from mlx_server.api.quotas import Quotas
 from mlx_server.api.request_ids import RequestIdMiddleware
+from mlx_server.api.text_turns import TextWorkers
 from mlx_server.config import Config
 from mlx_server.observability.tracing import Tracing, open_tracing
 from mlx_server.pool.model_pool import ModelPool
@@ -58,8 +59,9 @@ def create_app(
     cannot be read."""
     keys = build_key_ring(config)
     quotas = Quotas(keys.usage, clock)
+    text_workers = TextWorkers(config.scheduler.max_num_waiting)
     app = FastAPI(title="mlx-serve", version=version(), responses=ERROR_RESPONSES)
-    context = app.state.context = ServerContext(pool, config, keys, quotas, GenerationService(quotas))
+    context = app.state.context = ServerContext(pool, config, keys, quotas, GenerationService(quotas), text_workers)
     app.state.responses = ResponseStore()
     for router in _routers():
         app.include_router(router)

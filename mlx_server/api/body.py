@@ -5,6 +5,7 @@ from __future__ import annotations
 import email.message
 import json
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -77,13 +78,15 @@ class _Field(Protocol):
 class _JsonRequest(Request):
     """A request whose body has become the route's model before FastAPI asks for it, and is kept as nothing else."""
 
-    async def take(self, field: _Field, reader: BodyReader) -> None:
-        """Reads the body. One that is not said to be JSON is left to FastAPI to refuse. Raises
-        `RequestValidationError` for a body that the route's schema refuses, and what `parse_json` raises."""
+    async def receive_body(self) -> bytes:
         try:
-            body = await self.body()
+            return await self.body()
         except ClientDisconnect:
             raise ClientDisconnectedError from None
+
+    async def take(self, body: bytes, field: _Field, reader: BodyReader) -> None:
+        """Parses the body. One that is not said to be JSON is left to FastAPI to refuse. Raises
+        `RequestValidationError` for a body that the route's schema refuses, and what `parse_json` raises."""
         held = self.state.held_body
         assert isinstance(held, HeldBody)
         if body and _is_json(self.headers.get("content-type", "")):
@@ -122,8 +125,12 @@ def _validated(body: bytes, field: _Field) -> Any:
 class JsonRoute(APIRoute):
     """A route that reads its body with `_JsonRequest`; for `APIRouter(route_class=JsonRoute)`.
 
-    A request that would generate must be within its caller's rates before its body is read, and counts against them
-    when it is refused for what it says."""
+    A request that would generate must be within its caller's rates before its body is received, and counts against them
+    when it is refused for what it says. Once it is here, it is handled within `turn`."""
+
+    def turn(self, request: Request) -> AbstractAsyncContextManager[None]:
+        """Entered when the body is here, before it is parsed, until the answer begins."""
+        return nullcontext()
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -135,15 +142,16 @@ class JsonRoute(APIRoute):
             context = request.app.state.context
             assert isinstance(context, ServerContext)
             reading = _JsonRequest(request.scope, request.receive)
-            if request.url.path not in GENERATING_PATHS:
-                await reading.take(field, context.bodies)
-                return await handle(reading)
-            context.quotas.check(caller_of(request), Demand())
+            generates = request.url.path in GENERATING_PATHS
+            if generates:
+                context.quotas.check(caller_of(request), Demand())
             try:
-                await reading.take(field, context.bodies)
-                return await handle(reading)
+                body = await reading.receive_body()
+                async with self.turn(reading):
+                    await reading.take(body, field, context.bodies)
+                    return await handle(reading)
             except (ServeError, RequestValidationError, HTTPException) as error:
-                if _is_refusal(error):
+                if generates and _is_refusal(error):
                     context.quotas.refuse(caller_of(request))
                 raise
 

@@ -2,12 +2,11 @@
 
     ChatCall -> ChatPlanner.plan() -> ChatPlan -> GenerationJob
 
-All of it takes time in proportion to the prompt or the schema, so it runs in worker threads.
+All of it takes time in proportion to the prompt or the schema, so it runs in the request's turn, in threads.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 from mlx_server.api.output_parser import ChatParser, OutputParser
 from mlx_server.api.prompts import Prompt, Truncation
+from mlx_server.api.text_turns import TextTurn
 from mlx_server.engine.chat import ChatOptions, ChatPrompt
 from mlx_server.engine.dialect import Dialect, find_dialect
 from mlx_server.engine.engine import AsyncEngine
@@ -98,10 +98,10 @@ class ChatPlanner:
     def __init__(self) -> None:
         self._dialects: weakref.WeakKeyDictionary[Tokenizer, Dialect] = weakref.WeakKeyDictionary()
 
-    async def plan(self, engine: AsyncEngine, read: Callable[[], ChatCall]) -> ChatPlan:
+    async def plan(self, engine: AsyncEngine, read: Callable[[], ChatCall], turn: TextTurn) -> ChatPlan:
         """`read` makes the call of the request, in a worker thread, since a chat may have thousands of messages. Raises
         `InvalidRequestError` and `UnsupportedError`. What runs in the thread goes on when cancelled."""
-        model = _Model(engine.tokenizer, engine.grammars, await self._dialect(engine.tokenizer))
+        model = _Model(engine.tokenizer, engine.grammars, await self._dialect(engine.tokenizer, turn))
         write, max_model_len = _writing(engine, read), engine.max_model_len
 
         def begin() -> _Written | ChatPlan:
@@ -110,22 +110,23 @@ class ChatPlanner:
                 return written
             return _plan(model, written.call, written.prompt, max_model_len)
 
-        begun = await asyncio.to_thread(begin)
+        begun = await turn.in_thread(begin)
         if isinstance(begun, ChatPlan):
             return begun
         call, prompt = begun.call, begun.prompt
-        return await model.grammars.beside(lambda: _plan(model, call, prompt, max_model_len), call.grammar_param or "")
+        param = call.grammar_param or ""
+        return await model.grammars.beside(lambda: _plan(model, call, prompt, max_model_len), param, turn.asker)
 
-    async def render(self, engine: AsyncEngine, read: Callable[[], ChatCall]) -> Prompt:
+    async def render(self, engine: AsyncEngine, read: Callable[[], ChatCall], turn: TextTurn) -> Prompt:
         """The prompt alone; `read` and what is raised are those of `plan`."""
         max_model_len = engine.max_model_len
-        written = await asyncio.to_thread(_writing(engine, read))
+        written = await turn.in_thread(_writing(engine, read))
         return _truncated(written.prompt, written.call, max_model_len)
 
-    async def _dialect(self, tokenizer: Tokenizer) -> Dialect:
+    async def _dialect(self, tokenizer: Tokenizer, turn: TextTurn) -> Dialect:
         known = self._dialects.get(tokenizer)
         if known is None:
-            known = self._dialects[tokenizer] = await asyncio.to_thread(find_dialect, tokenizer)
+            known = self._dialects[tokenizer] = await turn.in_thread(lambda: find_dialect(tokenizer))
         return known
 
 

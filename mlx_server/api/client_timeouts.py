@@ -1,4 +1,5 @@
-"""HTTP connections that give up on slow clients: those that never finish a request, and those that take no answer."""
+"""HTTP connections that can be given up: slow clients', who never finish a request or take no answer, and silent ones
+when there are too many."""
 
 from __future__ import annotations
 
@@ -7,20 +8,55 @@ from typing import Any
 
 import h11
 
+from mlx_server.api.connections import ConnectionGate
 from mlx_server.api.http_protocol import BoundedReading
 
 MIN_BYTES_PER_S = 4096
 """A request may take longer than the timeout for as long as its bytes come this fast."""
 
 
-def bounded_protocol(timeout_s: float) -> type[BoundedReading]:
-    """The protocol with an end to waiting; 0 is one that waits for ever."""
+def bounded_protocol(timeout_s: float, gate: ConnectionGate) -> type[BoundedReading]:
+    """uvicorn's protocol, whose connections pass `gate`, with an end to waiting; 0 waits for ever."""
     if timeout_s == 0:
-        return BoundedReading
-    return type("BoundedProtocol", (_BoundedProtocol,), {"timeout_s": timeout_s})
+        return type("GatedProtocol", (_GatedProtocol,), {"gate": gate})
+    return type("BoundedProtocol", (_BoundedProtocol,), {"gate": gate, "timeout_s": timeout_s})
 
 
-class _BoundedProtocol(BoundedReading):
+class _GatedProtocol(BoundedReading):
+    """Tells its gate whose turn it is."""
+
+    gate: ConnectionGate
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.gate.enter(self):
+            self.app = self.gate.guarded(self.app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gate.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._tell_gate()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._tell_gate()
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    def _tell_gate(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.flow.read_paused:
+            self.gate.wait_for(self)
+        else:
+            self.gate.work_for(self)
+
+
+class _BoundedProtocol(_GatedProtocol):
     """Closes its connection when a client that owes the rest of a request (or a first one) is late, or has not taken
     what was written for `timeout_s`."""
 

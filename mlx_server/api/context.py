@@ -13,6 +13,7 @@ from mlx_server.api.chat_plan import ChatPlanner
 from mlx_server.api.generation_service import GenerationService
 from mlx_server.api.keys import KeyRing
 from mlx_server.api.quotas import Quotas
+from mlx_server.api.text_turns import TextWorkers
 from mlx_server.config import Config
 from mlx_server.observability.http_metrics import HttpMetrics
 from mlx_server.observability.process_metrics import ProcessMetrics
@@ -31,6 +32,7 @@ class ServerContext:
     keys: KeyRing
     quotas: Quotas
     generations: GenerationService
+    text_workers: TextWorkers
     chats: ChatPlanner = field(default_factory=ChatPlanner)
     bodies: BodyReader = field(default_factory=BodyReader)
     http_metrics: HttpMetrics = field(default_factory=HttpMetrics)

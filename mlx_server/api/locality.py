@@ -25,10 +25,10 @@ def is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
-def local_url(host: str, port: int) -> str:
+def local_url(host: str, port: int, scheme: str = "http") -> str:
     """How programs on this machine reach what listens at `host`, which may be all of its addresses."""
     host = _EVERYWHERE.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def is_local(scope: Scope) -> bool:

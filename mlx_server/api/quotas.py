@@ -4,16 +4,19 @@
     Quotas.refuse(caller)            counts a request that was wrong
     Quotas.open(caller, demand)      -> Grant: takes it; the grant counts output as it comes, and gives seats back
 
+    Quotas.begin_reading(caller)     raises as `check`, or counts a request that only reads text
+
 Everything that generates passes here, right before it is queued. All limits but the scheduler's queue bounds hold
 for one identity: two keys of a tier have a quota each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from mlx_server.api.caller import Caller
@@ -57,6 +60,8 @@ class _Meter:
 
     requests: SlidingWindow = field(default_factory=SlidingWindow)
     tokens: SlidingWindow = field(default_factory=SlidingWindow)
+    readings: SlidingWindow = field(default_factory=SlidingWindow)
+    read_tokens: SlidingWindow = field(default_factory=SlidingWindow)
     num_answers: int = 0
 
 
@@ -99,26 +104,33 @@ class Quotas:
     def check(self, caller: Caller, demand: Demand) -> None:
         """Raises `QuotaExceededError` for what the caller may do later, and `InvalidRequestError` for what it never
         may."""
-        try:
-            self._check(caller, demand)
-        except QuotaExceededError:
-            self.refused[caller.tier.name] += 1
-            raise
+        with self._counting_refusals(caller.tier):
+            tier, meter, now = caller.tier, self._meter(caller), self._clock()
+            _check_seats(tier, meter, demand)
+            _check_rate(tier, tier.requests_per_minute, meter.requests, now, "requests have come", "send")
+            if tier.tokens_per_minute is not None:
+                _check_tokens(tier, tier.tokens_per_minute, meter.tokens, demand.num_prompt_tokens, now)
 
-    def _check(self, caller: Caller, demand: Demand) -> None:
-        tier, meter = caller.tier, self._meter(caller)
-        _check_seats(tier, meter, demand)
-        now = self._clock()
-        if tier.requests_per_minute is not None:
-            wait_s = meter.requests.wait_s(1, tier.requests_per_minute, now)
-            if wait_s > 0:
-                raise QuotaExceededError(
-                    f"{meter.requests.used(now)} requests have come within a minute; a key of the tier {tier.name} "
-                    f"may send {tier.requests_per_minute}. Try again in {math.ceil(wait_s)} s.",
-                    wait_s,
-                )
-        if tier.tokens_per_minute is not None:
-            _check_tokens(tier, tier.tokens_per_minute, meter.tokens, demand.num_prompt_tokens, now)
+    def begin_reading(self, caller: Caller) -> None:
+        """Counts a request that has text read and generates nothing. It is held against the tier's rates, too, but
+        apart from what generates. Raises `QuotaExceededError`."""
+        with self._counting_refusals(caller.tier):
+            tier, meter, now = caller.tier, self._meter(caller), self._clock()
+            _check_rate(tier, tier.requests_per_minute, meter.readings, now, "requests have come", "send")
+            _check_rate(tier, tier.tokens_per_minute, meter.read_tokens, now, "tokens have been read", "have read")
+            meter.readings.add(1, now)
+
+    def add_read(self, caller: Caller, num_tokens: int) -> None:
+        """Such a request's text had so many tokens."""
+        self._meter(caller).read_tokens.add(num_tokens, self._clock())
+
+    @contextlib.contextmanager
+    def _counting_refusals(self, tier: Tier) -> Iterator[None]:
+        try:
+            yield
+        except QuotaExceededError:
+            self.refused[tier.name] += 1
+            raise
 
     def refuse(self, caller: Caller) -> None:
         """A request was wrong: it counts as one, since reading it has cost as much as others."""
@@ -175,6 +187,16 @@ def _check_seats(tier: Tier, meter: _Meter, demand: Demand) -> None:
         f"tier {tier.name} may have {limit} at a time. Wait for one to end.",
         _SEAT_RETRY_S,
     )
+
+
+def _check_rate(tier: Tier, limit: int | None, window: SlidingWindow, now: float, used: str, may: str) -> None:
+    wait_s = 0.0 if limit is None else window.wait_s(1, limit, now)
+    if wait_s > 0:
+        raise QuotaExceededError(
+            f"{window.used(now)} {used} within a minute; a key of the tier {tier.name} may {may} {limit}. "
+            f"Try again in {math.ceil(wait_s)} s.",
+            wait_s,
+        )
 
 
 def _check_tokens(tier: Tier, limit: int, window: SlidingWindow, num_prompt_tokens: int, now: float) -> None:

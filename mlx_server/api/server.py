@@ -28,9 +28,11 @@ from starlette.types import ASGIApp
 from mlx_server.api.app import create_app
 from mlx_server.api.auth import FREE_PATHS, exposure_warning
 from mlx_server.api.client_timeouts import bounded_protocol
+from mlx_server.api.connections import ConnectionGate, GuardedListener, room_for_connections
 from mlx_server.api.context import ServerContext
 from mlx_server.api.generation_service import watch_revocations
 from mlx_server.api.locality import local_url
+from mlx_server.api.tls import check_tls, scheme, tls_files
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ServeError
 from mlx_server.observability.logs import set_up_logging
@@ -63,6 +65,7 @@ def serve(config: Config, listener: socket.socket, make_pool: Callable[[Config],
     # Streams end by draining; sse-starlette would cut them when uvicorn begins to stop.
     AppStatus.enable_automatic_graceful_drain = False
     try:
+        check_tls(config.server)
         return asyncio.run(_run(config, listener, make_pool))
     except ServeError as error:
         logger.error("%s", error.message)
@@ -95,7 +98,9 @@ class _Server:
 
     async def run(self) -> int:
         """Listens at once, so that probes are answered while the model loads. Returns the exit code."""
-        http = _Uvicorn(uvicorn_config(self._app, self._config))
+        gate = ConnectionGate(self._config.max_connections or room_for_connections())
+        self._listener = GuardedListener(self._listener, gate, asyncio.get_running_loop().call_soon)
+        http = _Uvicorn(uvicorn_config(self._app, self._config, gate))
         warning = exposure_warning(self._config.host, self._context.keys)
         if warning is not None:
             logger.warning("%s", warning)
@@ -175,7 +180,7 @@ class _Server:
     def _announce(self) -> None:
         """The one line on standard output, once requests are served."""
         host, port = self._listener.getsockname()[:2]
-        url = local_url(host, port)
+        url = local_url(host, port, scheme(self._config))
         models = "  ".join(_described(model) for model in self._pool.models())
         sys.stdout.write(f"mlx-serve is ready: {url}/v1  live page: {url}/  {models}\n")
         sys.stdout.flush()
@@ -224,12 +229,16 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def uvicorn_config(app: ASGIApp, server: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, server: ServerConfig, gate: ConnectionGate | None = None) -> uvicorn.Config:
     """How connections are held. One protocol, whatever else is installed: the limits are its own."""
+    gate = gate or ConnectionGate(server.max_connections or room_for_connections())
+    cert, key = tls_files(server)
     return uvicorn.Config(
         app,
-        http=bounded_protocol(server.client_timeout_s),
+        http=bounded_protocol(server.client_timeout_s, gate),
         ws="none",
+        ssl_certfile=cert,
+        ssl_keyfile=key,
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         lifespan="off",
         log_config=None,

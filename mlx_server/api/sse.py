@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -10,7 +11,7 @@ from typing import Any
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from mlx_server.api.errors import error_info
 
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _KEEP_ALIVE = ServerSentEvent(comment="keep-alive", sep="\n")
+_KEEP_ALIVE_BYTES = _KEEP_ALIVE.encode()
 
 
 def data(body: Mapping[str, Any]) -> bytes:
@@ -62,15 +64,32 @@ async def openai_stream(events: AsyncGenerator[bytes, None]) -> AsyncIterator[by
 
 
 class _EventStream(EventSourceResponse):
-    """Calls `on_close` however the response ends: a generator that was never started cleans nothing up."""
+    """Calls `on_close` however the response ends: a generator that was never started cleans nothing up. Keep-alives are
+    for silence: none is sent while an event is on its way or has just been sent, so none comes
+    behind the last."""
 
     def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None], **options: Any) -> None:
         super().__init__(events, **options)
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_sending, sent_s = 0, 0.0
+        loop, pause_s = asyncio.get_running_loop(), min(1.0, self.ping_interval / 2)
+
+        async def send_in_order(message: Message) -> None:
+            """A keep-alive that waits for the client beside an event, or for its turn, might come behind the last."""
+            nonlocal num_sending, sent_s
+            is_keep_alive = message.get("body") == _KEEP_ALIVE_BYTES
+            if is_keep_alive and (num_sending or loop.time() - sent_s < pause_s):
+                return
+            num_sending += 1
+            try:
+                await send(message)
+            finally:
+                num_sending, sent_s = num_sending - 1, loop.time()
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_order)
         finally:
             self._on_close()
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
+from starlette.responses import JSONResponse, Response
 
-from mlx_server.api.body import JsonRoute
+from mlx_server.api.auth import caller_of
 from mlx_server.api.chat_plan import ChatCall, ChatPlanner
 from mlx_server.api.context import Context
 from mlx_server.api.disconnect import until_disconnect
@@ -18,6 +18,7 @@ from mlx_server.api.openai.chat_request import Message, ReasoningEffort, ToolDef
 from mlx_server.api.openai.fields import Bool, Ints
 from mlx_server.api.prompts import Truncation
 from mlx_server.api.sizes import FIRST_ERROR, MESSAGES, TOOLS, Objects
+from mlx_server.api.text_turns import TextTurn, TurnRoute, turn_of
 from mlx_server.engine.chat import ChatOptions
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.errors import InvalidRequestError
@@ -25,7 +26,7 @@ from mlx_server.errors import InvalidRequestError
 MAX_IDS = 1_000_000
 """What `/detokenize` reads at a time: about a second of a thread that shares the interpreter with all streams."""
 
-router = APIRouter(tags=["tokens"], route_class=JsonRoute)
+router = APIRouter(tags=["tokens"], route_class=TurnRoute)
 
 
 class TokenizeBody(BaseModel):
@@ -68,32 +69,42 @@ class TokenizeBody(BaseModel):
         )
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", response_model=dict[str, Any])
 @router.post("/v1/tokenize", include_in_schema=False)
-async def tokenize(body: TokenizeBody, request: Request, context: Context) -> dict[str, Any]:
+async def tokenize(body: TokenizeBody, request: Request, context: Context) -> Response:
     """The ids that a completion of `prompt`, or a chat of `messages`, begins with."""
+    turn, caller = turn_of(request), caller_of(request)
+    context.quotas.begin_reading(caller)
     engine = await lease_engine(request, context.pool, body.model)
+    tokenizing: Coroutine[Any, Any, Sequence[int]]
     if body.messages is not None and body.prompt is None:
         messages = body.messages
-        tokenizing = _tokens_of_chat(context.chats, engine, lambda: body.call(messages))
+        tokenizing = _tokens_of_chat(context.chats, engine, lambda: body.call(messages), turn)
     elif body.prompt is not None and body.messages is None:
-        tokenizing = asyncio.to_thread(_tokens_of_text, engine, body.prompt, body.add_special_tokens is not False)
+        text, add_special_tokens = body.prompt, body.add_special_tokens is not False
+        tokenizing = turn.in_thread(lambda: _tokens_of_text(engine, text, add_special_tokens))
     else:
         raise InvalidRequestError("Give either prompt or messages.", "prompt")
     token_ids = await until_disconnect(request, tokenizing)
-    strings = None
-    if body.return_token_strs:
-        strings = await asyncio.to_thread(engine.tokenizer.convert_ids_to_tokens, token_ids)
-    return {
-        "count": len(token_ids),
-        "max_model_len": engine.max_model_len,
-        "tokens": token_ids,
-        "token_strs": strings,
-    }
+    context.quotas.add_read(caller, len(token_ids))
+    return await turn.in_thread(lambda: _tokens_answer(engine, token_ids, bool(body.return_token_strs)))
 
 
-async def _tokens_of_chat(chats: ChatPlanner, engine: AsyncEngine, read: Callable[[], ChatCall]) -> list[int]:
-    return list((await chats.render(engine, read)).token_ids)
+def _tokens_answer(engine: AsyncEngine, token_ids: Sequence[int], with_strings: bool) -> Response:
+    return JSONResponse(
+        {
+            "count": len(token_ids),
+            "max_model_len": engine.max_model_len,
+            "tokens": token_ids,
+            "token_strs": engine.tokenizer.convert_ids_to_tokens(token_ids) if with_strings else None,
+        }
+    )
+
+
+async def _tokens_of_chat(
+    chats: ChatPlanner, engine: AsyncEngine, read: Callable[[], ChatCall], turn: TextTurn
+) -> Sequence[int]:
+    return (await chats.render(engine, read, turn)).token_ids
 
 
 def _tokens_of_text(engine: AsyncEngine, text: str, add_special_tokens: bool) -> list[int]:
@@ -110,6 +121,7 @@ class DetokenizeBody(BaseModel):
 @router.post("/v1/detokenize", include_in_schema=False)
 async def detokenize(body: DetokenizeBody, request: Request, context: Context) -> dict[str, str]:
     """The text of token ids, special tokens included."""
+    context.quotas.begin_reading(caller_of(request))
     engine = await lease_engine(request, context.pool, body.model)
     tokenizer = engine.tokenizer
     if len(body.tokens) > MAX_IDS:
@@ -121,6 +133,7 @@ async def detokenize(body: DetokenizeBody, request: Request, context: Context) -
             raise InvalidRequestError(
                 f"tokens has the id {extreme}; ids are 0 to {tokenizer.vocab_size - 1}.", "tokens"
             )
-    decoding = asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    context.quotas.add_read(caller_of(request), len(body.tokens))
+    decoding = turn_of(request).in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
     text = await until_disconnect(request, decoding)
     return {"prompt": text, "text": text}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mlx_server.errors import QueueFullError, QuotaExceededError
@@ -80,6 +80,10 @@ class SchedulerCounters:
         return self.preemptions_by_tier.total()
 
 
+DISPLACED = "displaced"
+"""The reason of a request whose place in a full queue went to one of a better tier."""
+
+
 def check_queue(request: Request, load: QueueLoad, limits: QueueLimits, tier: str | None = None) -> None:
     """Raises if one more request would break a limit: `QuotaExceededError` for a tier's, `QueueFullError`
     for the server's."""
@@ -97,3 +101,22 @@ def check_queue(request: Request, load: QueueLoad, limits: QueueLimits, tier: st
         return
     message += " Try again later."
     raise QuotaExceededError(message) if tier else QueueFullError(message, reason)
+
+
+def displaced_by(
+    request: Request, waiting: Iterable[Request], load: QueueLoad, limits: QueueLimits
+) -> list[Request] | None:
+    """Who of those `waiting` must go for one more request to keep the server's limits: of worse tiers, the worst
+    first and of one tier the last to have come. None if all of them were not enough."""
+    num_excess = load.num_waiting + 1 - limits.max_num_waiting
+    num_excess_tokens = load.num_tokens + request.num_tokens - limits.max_queued_tokens
+    displaced: list[Request] = []
+    if num_excess <= 0 and num_excess_tokens <= 0:
+        return displaced
+    worse = [other for other in waiting if other.priority > request.priority]
+    for other in sorted(worse, key=lambda other: (other.priority, other.arrival_s), reverse=True):
+        displaced.append(other)
+        num_excess, num_excess_tokens = num_excess - 1, num_excess_tokens - other.num_tokens
+        if num_excess <= 0 and num_excess_tokens <= 0:
+            return displaced
+    return None

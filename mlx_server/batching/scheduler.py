@@ -12,13 +12,20 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits, check_queue
+from mlx_server.batching.limits import DISPLACED, SchedulerCounters, SchedulerLimits, check_queue, displaced_by
 from mlx_server.batching.progress import append_token
 from mlx_server.batching.request_table import Rank, RequestTable
 from mlx_server.batching.step import Executor
 from mlx_server.batching.step_budget import PromptBudget, StepShape
 from mlx_server.batching.step_composer import StepComposer
-from mlx_server.errors import ContextLengthError, InvalidRequestError, OverloadedError, QueueTimeoutError, ServeError
+from mlx_server.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    OverloadedError,
+    QueueFullError,
+    QueueTimeoutError,
+    ServeError,
+)
 from mlx_server.outputs import ModelRunnerOutput, PositionLogprobs, RequestOutput, SampledToken, SchedulerOutput
 from mlx_server.request import FinishReason, Request
 
@@ -30,6 +37,8 @@ for a while where steps have ended earlier than foretold, so that the device doe
 
 _LAUNCH_DECAY = 0.98
 _EARLY_DECAY = 0.8
+
+_DISPLACED_RETRY_S = 5.0
 
 
 class ContinuousBatchingScheduler:
@@ -99,9 +108,10 @@ class ContinuousBatchingScheduler:
 
     # --- requests come and go -----------------------------------------------------------------------------
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request) -> list[RequestOutput]:
         """Lets a request wait for its turn. Raises `ContextLengthError` if it can never fit the largest pool,
-        `QuotaExceededError` at its tier's queue limit and `QueueFullError` at the server's."""
+        `QuotaExceededError` at its tier's queue limit and `QueueFullError` at the server's, unless requests of worse
+        tiers that have not run yet can make room: returns their ends."""
         blocks = self.blocks
         if blocks.groups.num_needed(request.max_total_tokens) > blocks.max_blocks:
             raise ContextLengthError(
@@ -112,10 +122,28 @@ class ContinuousBatchingScheduler:
         tier_limits = self.limits.tiers.get(request.tier)
         if tier_limits is not None:
             check_queue(request, self._table.queued(request.tier), tier_limits, request.tier)
-        check_queue(request, self._table.queued(), self.limits.queue)
+        displaced = self._make_room(request)
         self._table.add(request)
         self.counters.num_prompt_tokens += request.num_prompt_tokens
         self._wake.set()
+        return displaced
+
+    def _make_room(self, request: Request) -> list[RequestOutput]:
+        load, limits = self._table.queued(), self.limits.queue
+        displaced = displaced_by(request, self._table.unscheduled.values(), load, limits)
+        if displaced is None:
+            check_queue(request, load, limits)
+        outputs = []
+        for other in displaced or ():
+            self._table.end(other, FinishReason.ERROR)
+            error = QueueFullError(
+                f"The queue is full ({load.num_waiting} requests wait), and a request of a better tier has taken this "
+                "one's place. Try again later.",
+                DISPLACED,
+                _DISPLACED_RETRY_S,
+            )
+            outputs.append(RequestOutput(other.request_id, (), FinishReason.ERROR, error=error))
+        return outputs
 
     def finish_request(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """Ends a request from outside (client gone, stop string). Its blocks are free once no submitted

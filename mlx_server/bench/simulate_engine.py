@@ -145,10 +145,12 @@ class Simulation:
         )
         request.block_hashes = _block_hashes(traced)
         try:
-            self.scheduler.add_request(request)
+            displaced = self.scheduler.add_request(request)
         except (ContextLengthError, OverloadedError):
             self.metrics.tiers[traced.tier].num_refused += 1
             return
+        for output in displaced:
+            self.metrics.tiers[self._in_progress.pop(output.request_id).traced.tier].num_refused += 1
         self._in_progress[request_id] = _Progress(traced, request)
         self.metrics.num_most_waiting = max(self.metrics.num_most_waiting, self.scheduler.num_waiting)
 

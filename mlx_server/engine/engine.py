@@ -295,7 +295,7 @@ class AsyncEngine:
             frozenset() if parts.text is None else parts.text.tokenizer.eos_token_ids,
         )
         request = make_request(generation, bounds, arrival_s=self._clock())
-        parts.scheduler.add_request(request)
+        self._deliver(parts.scheduler.add_request(request))
         return request
 
     def _adapters_of(self, status: RequestStatus) -> tuple[str, ...]:
@@ -348,7 +348,7 @@ class AsyncEngine:
             stream = streams.get(output.request_id)
             if stream is None:
                 continue
-            if isinstance(output.error, QueueTimeoutError):
+            if isinstance(output.error, (QueueTimeoutError, QueueFullError)):
                 self.metrics.on_rejected(stream.request.tier, output.error.reason)
             try:
                 stream.put(output, now)

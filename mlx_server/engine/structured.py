@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import llguidance
 
+from mlx_server.engine.fair_slots import ANYONE, Asker
 from mlx_server.engine.grammar_bounds import MAX_SOURCE_CHARS, check_length
 from mlx_server.engine.grammar_threads import GrammarThreads
 from mlx_server.engine.json_bounds import keep_bounds
@@ -42,10 +43,10 @@ class GrammarCompiler:
         self._cache_lock = threading.Lock()
         self._threads = GrammarThreads()
 
-    async def beside(self, work: Callable[[], T], param: str) -> T:
+    async def beside(self, work: Callable[[], T], param: str, asker: Asker = ANYONE) -> T:
         """Does `work` that compiles what a client has sent in its field `param`, on a thread that can bear it. On the
         event loop's thread; raises what the work raises, and as `GrammarThreads.run` does."""
-        return await self._threads.run(work, param)
+        return await self._threads.run(work, param, asker)
 
     def compile(self, spec: StructuredSpec) -> CompiledGrammar:
         """Raises `InvalidRequestError` with the reason when there is no such grammar, or it is too long or complex;

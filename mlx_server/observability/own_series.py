@@ -20,6 +20,7 @@ from mlx_server.observability.families import (
 _REASONS = (
     "max_num_queued_reqs",
     "max_num_queued_tokens",
+    "displaced",
     QuotaExceededError.reason,
     QueueTimeoutError.reason,
     ContextLengthError.reason,

@@ -105,20 +105,54 @@ async def test_what_is_wrong_counts_and_is_not_read_any_more(world: World, keys:
     assert refused.status_code == 429
 
 
-async def test_what_the_server_refuses_or_only_counts_tokens_is_free(world: World, keys: Any):
+READING = [
+    ("/tokenize", {"prompt": "ab"}, 2),
+    ("/tokenize", {"messages": user("a")}, None),
+    ("/detokenize", {"tokens": [5, 6, 7]}, 3),
+    ("/v1/completions/render", {"prompt": ["ab", "c"]}, 3),
+    ("/v1/chat/completions/render", {"messages": user("a")}, None),
+    ("/v1/messages/count_tokens", {"messages": user("a"), "model": "fake"}, None),
+]
+"""Routes that generate nothing, with a body and its tokens where they can be told."""
+
+
+async def test_what_the_server_refuses_is_free(world: World, keys: Any):
     (key,) = keys(requests_per_minute=1)
-    headers = {"x-api-key": key}
     world.engine.max_open = 0
     assert await statuses(world, key, 2) == [503, 503]
     world.engine.max_open = 1000
     assert await statuses(world, key, 2) == [200, 429]
-    for path, body in [
-        ("/tokenize", {"prompt": "a"}),
-        ("/v1/completions/render", {"prompt": "a"}),
-        ("/v1/chat/completions/render", {"messages": user("a")}),
-        ("/v1/messages/count_tokens", {"messages": user("a"), "model": "fake"}),
-    ]:
-        assert (await world.http.post(path, json=body, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "body", "num_tokens"), READING)
+async def test_reading_has_the_tier_s_rates_to_itself(
+    world: World, keys: Any, path: str, body: Any, num_tokens: int | None
+):
+    (key,) = keys(requests_per_minute=2)
+
+    async def read() -> int:
+        return (await world.http.post(path, json=body, headers={"x-api-key": key})).status_code
+
+    assert await statuses(world, key, 3) == [200, 200, 429]
+    assert [await read() for _ in range(3)] == [200, 200, 429]
+    world.now_s += 61
+    assert [await read() for _ in range(3)] == [200, 200, 429]
+    assert await statuses(world, key, 3) == [200, 200, 429]
+    text = (await world.http.get("/metrics")).text
+    assert 'mlx_serve:quota_refusals_total{tier="paid"} 4.0' in text
+
+
+@pytest.mark.parametrize(("path", "body", "num_tokens"), [case for case in READING if case[2] is not None])
+async def test_tokens_that_are_only_read_count_apart(world: World, keys: Any, path: str, body: Any, num_tokens: int):
+    (key,) = keys(tokens_per_minute=3 * num_tokens)
+
+    async def read() -> int:
+        return (await world.http.post(path, json=body, headers={"x-api-key": key})).status_code
+
+    assert [await read() for _ in range(4)] == [200, 200, 200, 429]
+    assert await statuses(world, key, 1, prompt=[5], max_tokens=1) == [200]
+    world.now_s += 61
+    assert await read() == 200
 
 
 GENERATING = {

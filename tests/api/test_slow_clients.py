@@ -10,8 +10,6 @@ import pytest
 import pytest_asyncio
 from starlette.types import Receive, Scope, Send
 
-from mlx_server.api.client_timeouts import bounded_protocol
-from mlx_server.api.http_protocol import BoundedReading
 from tests.api.worlds import running, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -168,5 +166,12 @@ async def test_a_head_that_is_too_large_is_refused(app: App):
     writer.close()
 
 
-async def test_without_a_timeout_nothing_is_timed():
-    assert bounded_protocol(0) is BoundedReading
+async def test_without_a_timeout_it_waits_as_uvicorn_does():
+    app = App()
+    async with running(app, client_timeout_s=0.0) as app.url:
+        reader, writer = await app.connect()
+        writer.write(HEAD)
+        await asyncio.sleep(TIMEOUT_S * 2)
+        writer.write(b"\r\n0123456789")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.close()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncGenerator
 
 import pytest
+from starlette.types import Message
 
 from mlx_server.api import sse
 from mlx_server.api.listener import listen
@@ -38,6 +40,31 @@ async def test_keep_alives_can_be_turned_off(world: World):
     await asyncio.sleep(0.05)
     world.engine.gate.set()
     assert "keep-alive" not in (await answering).text
+
+
+async def test_nothing_comes_behind_the_end_to_a_client_that_is_slow_to_take_it():
+    sent: list[bytes] = []
+    is_full, is_drained = False, asyncio.Event()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: {}\n\n"
+
+    async def send(message: Message) -> None:
+        nonlocal is_full
+        is_full = is_full or message.get("body") == sse.DONE
+        if is_full:
+            await is_drained.wait()
+        sent.append(message.get("body", b""))
+
+    async def receive() -> Message:
+        return await asyncio.Future()
+
+    response = sse.event_stream(sse.openai_stream(events()), 0.2, lambda: None)
+    answering = asyncio.create_task(response({"type": "http", "method": "POST"}, receive, send))
+    await asyncio.sleep(0.5)
+    is_drained.set()
+    await answering
+    assert sent[-2:] == [sse.DONE, b""]
 
 
 async def test_events_are_framed_by_line_feeds_and_not_cached(world: World):

@@ -119,3 +119,53 @@ def test_without_a_bound_nobody_times_out() -> None:
     scheduler.add_request(make_request("r"))
     assert scheduler.expire(1e9) == []
     assert scheduler.num_waiting == 1
+
+
+def test_a_better_tier_takes_the_newest_place_of_the_worst() -> None:
+    scheduler = make_scheduler(queue=QueueLimits(max_num_waiting=4))
+    for index, priority in enumerate([Priority.LOW, Priority.LOW, Priority.NORMAL, Priority.NORMAL]):
+        assert scheduler.add_request(make_request(f"r{index}", priority=priority, arrival_s=index)) == []
+    ended = []
+    for index in range(4):
+        ended += scheduler.add_request(make_request(f"h{index}", priority=Priority.HIGH, arrival_s=10 + index))
+    assert [output.request_id for output in ended] == ["r1", "r0", "r3", "r2"]
+    assert {output.finish_reason for output in ended} == {FinishReason.ERROR}
+    error = ended[0].error
+    assert isinstance(error, QueueFullError)
+    assert error.message == (
+        "The queue is full (4 requests wait), and a request of a better tier has taken this one's place. "
+        "Try again later."
+    )
+    assert (error.reason, error.retry_after_s) == ("displaced", 5.0)
+    with pytest.raises(QueueFullError, match="4 requests wait already"):
+        scheduler.add_request(make_request("h4", priority=Priority.HIGH))
+    assert {request.request_id for request in scheduler.waiting()} == {"h0", "h1", "h2", "h3"}
+    scheduler.check_integrity()
+
+
+def test_nobody_is_displaced_by_their_own_tier_or_in_vain() -> None:
+    scheduler = make_scheduler(num_blocks=64, queue=QueueLimits(max_queued_tokens=100))
+    scheduler.add_request(make_request("high", 50, priority=Priority.HIGH))
+    scheduler.add_request(make_request("a", 20, priority=Priority.LOW))
+    scheduler.add_request(make_request("b", 20, priority=Priority.LOW))
+    with pytest.raises(QueueFullError):
+        scheduler.add_request(make_request("low", 20, priority=Priority.LOW))
+    with pytest.raises(QueueFullError, match="90 prompt tokens wait already and this request has 60"):
+        scheduler.add_request(make_request("large", 60, priority=Priority.HIGH))
+    assert scheduler.num_waiting == 3
+    ended = scheduler.add_request(make_request("fits", 40, priority=Priority.NORMAL))
+    assert sorted(output.request_id for output in ended) == ["a", "b"]
+    scheduler.check_integrity()
+
+
+def test_who_has_run_before_is_not_displaced() -> None:
+    """Its client has a part of the answer."""
+    world = make_world(max_num_seqs=1, queue=QueueLimits(max_num_waiting=1))
+    world.add(make_request("low", 40, 20, priority=Priority.LOW))
+    world.step()
+    world.add(make_request("high", 8, 20, priority=Priority.HIGH))
+    world.step()
+    assert world.waiting_ids() == ["low"]
+    with pytest.raises(QueueFullError):
+        world.add(make_request("second", priority=Priority.HIGH))
+    world.finish()

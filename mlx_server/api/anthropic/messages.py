@@ -12,11 +12,11 @@ from starlette.responses import Response
 from mlx_server.api.anthropic.output import MessageShape, message_body, message_events
 from mlx_server.api.anthropic.request import CountTokensRequest, MessagesRequest
 from mlx_server.api.anthropic.stream import anthropic_stream
-from mlx_server.api.body import JsonRoute
 from mlx_server.api.context import Context
 from mlx_server.api.disconnect import until_disconnect
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.sse import event_stream, whole_or_streamed
+from mlx_server.api.text_turns import TurnRoute
 
 REQUEST_ID_HEADER = "request-id"
 """Where Anthropic's clients look for it."""
@@ -37,7 +37,7 @@ _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": AnthropicError, "description": "The server cannot do it, or not now"},
 }
 
-router = APIRouter(tags=["messages"], route_class=JsonRoute, responses=_ERROR_RESPONSES)
+router = APIRouter(tags=["messages"], route_class=TurnRoute, responses=_ERROR_RESPONSES)
 
 
 @router.post("/v1/messages", responses=whole_or_streamed("id", "type", "role", "model", "content", "usage"))
@@ -45,7 +45,7 @@ async def create_message(body: MessagesRequest, request: Request, context: Conte
     """A message, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
     sampling = body.sampling(exchange.engine.default_sampling)
-    plan = await until_disconnect(request, context.chats.plan(exchange.engine, body.call))
+    plan = await until_disconnect(request, context.chats.plan(exchange.engine, body.call, exchange.turn))
     shape = MessageShape(
         message_id=f"msg_{exchange.request_id}",
         model=exchange.model_name,
@@ -68,5 +68,6 @@ async def create_message(body: MessagesRequest, request: Request, context: Conte
 async def count_tokens(body: CountTokensRequest, request: Request, context: Context) -> dict[str, int]:
     """How many tokens a message's prompt has, without generating."""
     exchange = await open_exchange(body, request, context, generates=False)
-    prompt = await until_disconnect(request, context.chats.render(exchange.engine, body.call))
+    prompt = await until_disconnect(request, context.chats.render(exchange.engine, body.call, exchange.turn))
+    context.quotas.add_read(exchange.caller, len(prompt.token_ids))
     return {"input_tokens": len(prompt.token_ids)}

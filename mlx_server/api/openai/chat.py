@@ -8,7 +8,6 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mlx_server.api.body import JsonRoute
 from mlx_server.api.chat_plan import ChatPlan
 from mlx_server.api.context import Context
 from mlx_server.api.disconnect import until_disconnect
@@ -16,8 +15,9 @@ from mlx_server.api.openai.chat_output import ChatShape, chat_chunks, chat_compl
 from mlx_server.api.openai.chat_request import ChatCompletionRequest
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.sse import whole_or_streamed
+from mlx_server.api.text_turns import TurnRoute
 
-router = APIRouter(tags=["chat"], route_class=JsonRoute)
+router = APIRouter(tags=["chat"], route_class=TurnRoute)
 
 
 @router.post(
@@ -27,7 +27,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     """A chat completion, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
     sampling = body.sampling(exchange.engine.default_sampling)
-    plan = await until_disconnect(request, context.chats.plan(exchange.engine, body.call))
+    plan = await until_disconnect(request, context.chats.plan(exchange.engine, body.call, exchange.turn))
     shape = _shape(body, exchange, plan)
     job = exchange.chat_job(plan, body, sampling, shape.response_id, body.num_samples)
     if body.stream:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mlx_server.api.body import JsonRoute
 from mlx_server.api.context import Context
 from mlx_server.api.disconnect import until_disconnect
 from mlx_server.api.generation import GenerationJob
@@ -20,11 +18,12 @@ from mlx_server.api.openai.completion_request import CompletionRequest
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.prompts import Prompt
 from mlx_server.api.sse import whole_or_streamed
+from mlx_server.api.text_turns import TextTurn, TurnRoute
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.structured_spec import StructuredSpec
 from mlx_server.request import TokenConstraint
 
-router = APIRouter(tags=["completions"], route_class=JsonRoute)
+router = APIRouter(tags=["completions"], route_class=TurnRoute)
 
 
 @router.post("/v1/completions", responses=whole_or_streamed("id", "object", "created", "model", "choices", "usage"))
@@ -32,7 +31,7 @@ async def create_completion(body: CompletionRequest, request: Request, context: 
     """Completions of one or several prompts, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
     sampling = body.sampling(exchange.engine.default_sampling)
-    plan = await until_disconnect(request, plan_text(exchange.engine, body))
+    plan = await until_disconnect(request, plan_text(exchange.engine, body, exchange.turn))
     shape = _shape(body, exchange, plan.prompts)
     job = GenerationJob(
         request_id=exchange.request_id,
@@ -60,17 +59,17 @@ class TextPlan:
     new_constraint: Callable[[], TokenConstraint] | None
 
 
-async def plan_text(engine: AsyncEngine, body: CompletionRequest) -> TextPlan:
+async def plan_text(engine: AsyncEngine, body: CompletionRequest, turn: TextTurn) -> TextPlan:
     """Tokenizes and compiles in a worker thread. Raises `InvalidRequestError`."""
 
     def read() -> tuple[StructuredSpec | None, tuple[Prompt, ...]]:
         return body.structured(), tuple(_prompt(engine, body, prompt) for prompt in body.prompt)
 
-    spec, prompts = await asyncio.to_thread(read)
+    spec, prompts = await turn.in_thread(read)
     if spec is None:
         return TextPlan(prompts, None)
     grammars = engine.grammars
-    grammar = await grammars.beside(lambda: grammars.compile(spec), spec.param)
+    grammar = await grammars.beside(lambda: grammars.compile(spec), spec.param, turn.asker)
     return TextPlan(prompts, grammar.start)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from mlx_server.api.orca import load_headers
 from mlx_server.api.quotas import Demand
 from mlx_server.api.request_ids import REQUEST_ID_HEADER
 from mlx_server.api.sse import event_stream, openai_stream
+from mlx_server.api.text_turns import TextTurn, turn_of
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.request import Priority
 from mlx_server.sampling_params import SamplingParams
@@ -40,6 +40,11 @@ class Exchange:
     adapter: str | None
     caller: Caller
     request_id: str
+
+    @property
+    def turn(self) -> TextTurn:
+        """When the request's text is worked on."""
+        return turn_of(self.request)
 
     @property
     def model_name(self) -> str:
@@ -95,6 +100,7 @@ class Exchange:
         with contextlib.ExitStack() as undo:
             generation = self.context.generations.start(self.engine, job)
             undo.callback(generation.close)
+            self.turn.end()
             await until_disconnect(self.request, generation.wait_for_output(self.keep_alive_s or None))
             undo.pop_all()
         return generation
@@ -107,25 +113,29 @@ class Exchange:
     async def whole(self, job: GenerationJob, body: Callable[[Answer], dict[str, Any]]) -> Response:
         """Runs `job` to its end and sends what `body` makes of it. Raises `ServeError`."""
         generation = self.context.generations.start(self.engine, job)
+        self.turn.end()
         with contextlib.closing(generation):
             answer = await until_disconnect(self.request, collect(generation, job.n))
         headers = self.headers
         if job.sampling.logprobs is None and job.sampling.prompt_logprobs is None:
             return JSONResponse(body(answer), headers=headers)
         # The names of twenty tokens at each of thousands of positions: streams would stand still meanwhile.
-        return await asyncio.to_thread(lambda: JSONResponse(body(answer), headers=headers))
+        return await self.turn.in_thread(lambda: JSONResponse(body(answer), headers=headers))
 
 
 async def open_exchange(
     body: GenerationFields, request: Request, context: ServerContext, *, generates: bool = True
 ) -> Exchange:
     """Checks the body and finds the engine, which is loaded first if need be. Raises `ServeError`; if the request
-    `generates`, also for a caller whose quota is used up, before anything is done for it."""
+    `generates`, also for a caller whose quota is used up, before anything is done for it; if not, for one whose quota
+    of reading is."""
     body.check()
     if body.client_id is not None:
         request.state.request_id = body.client_id
     caller = caller_of(request)
     if generates:
         context.quotas.check(caller, Demand())
+    else:
+        context.quotas.begin_reading(caller)
     engine = await lease_engine(request, context.pool, body.model)
     return Exchange(request, context, engine, context.pool.offer(body.model).adapter, caller, request.state.request_id)

@@ -9,8 +9,8 @@ import dataclasses
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
 
-from mlx_server.api.body import JsonRoute
 from mlx_server.api.context import Context
 from mlx_server.api.disconnect import until_disconnect
 from mlx_server.api.openai.chat_request import ChatCompletionRequest
@@ -19,27 +19,32 @@ from mlx_server.api.openai.completions import plan_text
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import GenerationFields
 from mlx_server.api.prompts import Prompt
+from mlx_server.api.text_turns import TurnRoute
 from mlx_server.sampling_params import SamplingParams
 
-router = APIRouter(tags=["tokens"], route_class=JsonRoute)
+router = APIRouter(tags=["tokens"], route_class=TurnRoute)
 
 
-@router.post("/v1/chat/completions/render")
-async def render_chat_completion(body: ChatCompletionRequest, request: Request, context: Context) -> dict[str, Any]:
+@router.post("/v1/chat/completions/render", response_model=dict[str, Any])
+async def render_chat_completion(body: ChatCompletionRequest, request: Request, context: Context) -> Response:
     """The prompt of a chat as token ids, with the parameters that would sample its answer."""
     exchange = await open_exchange(body, request, context, generates=False)
     sampling = body.sampling(exchange.engine.default_sampling)
-    prompt = await until_disconnect(request, context.chats.render(exchange.engine, body.call))
-    return _rendered(exchange, body, prompt, sampling)
+    prompt = await until_disconnect(request, context.chats.render(exchange.engine, body.call, exchange.turn))
+    context.quotas.add_read(exchange.caller, len(prompt.token_ids))
+    return await exchange.turn.in_thread(lambda: JSONResponse(_rendered(exchange, body, prompt, sampling)))
 
 
-@router.post("/v1/completions/render")
-async def render_completion(body: CompletionRequest, request: Request, context: Context) -> list[dict[str, Any]]:
+@router.post("/v1/completions/render", response_model=list[dict[str, Any]])
+async def render_completion(body: CompletionRequest, request: Request, context: Context) -> Response:
     """The same for text completions: one entry a prompt."""
     exchange = await open_exchange(body, request, context, generates=False)
     sampling = body.sampling(exchange.engine.default_sampling)
-    plan = await until_disconnect(request, plan_text(exchange.engine, body))
-    return [_rendered(exchange, body, prompt, sampling) for prompt in plan.prompts]
+    plan = await until_disconnect(request, plan_text(exchange.engine, body, exchange.turn))
+    context.quotas.add_read(exchange.caller, sum(len(prompt.token_ids) for prompt in plan.prompts))
+    return await exchange.turn.in_thread(
+        lambda: JSONResponse([_rendered(exchange, body, prompt, sampling) for prompt in plan.prompts])
+    )
 
 
 def _rendered(exchange: Exchange, body: GenerationFields, prompt: Prompt, sampling: SamplingParams) -> dict[str, Any]:

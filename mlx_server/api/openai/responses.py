@@ -15,7 +15,6 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from mlx_server.api.auth import caller_of
-from mlx_server.api.body import JsonRoute
 from mlx_server.api.body_reader import MAX_BODY_BYTES
 from mlx_server.api.chat_plan import ChatCall
 from mlx_server.api.collect import Answer
@@ -28,9 +27,10 @@ from mlx_server.api.openai.responses_request import ResponsesRequest
 from mlx_server.api.openai.responses_store import Keeping, KeptItem, ResponseStore, StoredResponse, total_bytes
 from mlx_server.api.openai.responses_stream import ResponseStream
 from mlx_server.api.sse import event_stream, whole_or_streamed
+from mlx_server.api.text_turns import TurnRoute
 from mlx_server.errors import InvalidRequestError
 
-router = APIRouter(tags=["responses"], route_class=JsonRoute)
+router = APIRouter(tags=["responses"], route_class=TurnRoute)
 
 
 async def _store_of(request: Request) -> ResponseStore:
@@ -48,7 +48,7 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
     exchange = await open_exchange(body, request, context)
     sampling = body.sampling(exchange.engine.default_sampling)
     reading = _reading(body, store)
-    plan = await until_disconnect(request, context.chats.plan(exchange.engine, reading.call))
+    plan = await until_disconnect(request, context.chats.plan(exchange.engine, reading.call, exchange.turn))
     # The id is a key to what is kept, so it is never one that a client has chosen.
     shape = ResponseShape(
         response_id=f"resp_{uuid.uuid4().hex}",

@@ -1,0 +1,126 @@
+"""Whose text is worked on when: reading bodies, writing prompts, tokenizing, by tier and by key in turn.
+
+    body received -> TextTurn.begin() -> parsed, tokenized in a thread, submitted -> TextTurn.end()
+
+Requests that wait here cost the event loop nothing: a thousand that come at once are not a thousand steps between
+each two of everyone else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from mlx_server.api.auth import caller_of
+from mlx_server.api.body import JsonRoute
+from mlx_server.api.disconnect import until_disconnect
+from mlx_server.engine.fair_slots import Asker, FairSlots, Slot
+
+T = TypeVar("T")
+
+_IDLE_S = 0.25
+"""A turn ends by itself when its request waits for so long for something else, like a model that is being loaded."""
+
+
+class TextWorkers:
+    """The threads of one server, and the order in which requests get them."""
+
+    def __init__(self, max_num_waiting: int) -> None:
+        """`max_num_waiting` bounds the requests of one key that wait for their turn."""
+        num_threads = max(3, (os.cpu_count() or 1) // 2 + 1)
+        self.slots = FairSlots(num_threads, max_num_waiting)
+        self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
+
+
+class TextTurn:
+    """One request's turn, which may be taken several times. Event-loop thread only."""
+
+    def __init__(self, workers: TextWorkers, asker: Asker) -> None:
+        self.asker = asker
+        self._workers = workers
+        self._slot: Slot | None = None
+        self._is_working = False
+        self._is_over = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def try_begin(self) -> bool:
+        """Takes a slot if that needs no waiting; whether the turn has begun."""
+        self._is_over = False
+        if self._slot is None:
+            self._slot = self._workers.slots.try_acquire(self.asker)
+            self._watch()
+        return self._slot is not None
+
+    async def begin(self) -> None:
+        """Waits for the turn. Raises `QuotaExceededError` if too many requests of the key wait."""
+        if not self.try_begin():
+            self._slot = await self._workers.slots.acquire(self.asker)
+            self._watch()
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises. It goes on when the caller is cancelled, and holds its slot until it is done:
+        who leaves early does not get more threads."""
+        await self.begin()
+        self._is_working = True
+        context = contextvars.copy_context()
+        working = asyncio.get_running_loop().run_in_executor(self._workers.threads, context.run, work)
+        working.add_done_callback(self._on_done)
+        return await asyncio.shield(working)
+
+    def end(self) -> None:
+        """Gives the slot back, once no work runs in it. Idempotent."""
+        self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._slot is not None and not self._is_working:
+            self._slot.release()
+            self._slot = None
+
+    def _on_done(self, working: asyncio.Future[Any]) -> None:
+        self._is_working = False
+        if not working.cancelled():
+            working.exception()  # nobody may be there to take it
+        if self._is_over:
+            self.end()
+        else:
+            self._watch()
+
+    def _watch(self) -> None:
+        if self._slot is not None and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_IDLE_S, self._on_idle)
+
+    def _on_idle(self) -> None:
+        self._timer = None
+        if not self._is_working:
+            self.end()
+
+
+def turn_of(request: Request) -> TextTurn:
+    """The turn of a request that came by a `TurnRoute`."""
+    turn = request.state.turn
+    assert isinstance(turn, TextTurn)
+    return turn
+
+
+class TurnRoute(JsonRoute):
+    """A route whose requests, once their bodies are here, wait for their turn to be read."""
+
+    @asynccontextmanager
+    async def turn(self, request: Request) -> AsyncIterator[None]:
+        caller = caller_of(request)
+        asker = Asker(caller.identity, caller.priority_at(request.url.path))
+        turn = request.state.turn = TextTurn(request.app.state.context.text_workers, asker)
+        try:
+            if not turn.try_begin():
+                await until_disconnect(request, turn.begin())
+            yield
+        finally:
+            turn.end()

@@ -1,0 +1,245 @@
+"""More connections than there may be: who is closed, who is refused, and who is served all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from mlx_server.api.connections import ConnectionGate, GuardedListener, room_for_connections
+from tests.api.worlds import World, running, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+GET = b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+class Peer:
+    """A bare connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def get(self, path: str) -> bytes:
+        """The head of an answer; empty if the connection is closed instead."""
+        self.writer.write(GET % path.encode())
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+            return head + await self.reader.readexactly(int(length.split()[1]))
+        return b""
+
+    async def is_closed(self) -> bool:
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(5):
+                return await self.reader.read() == b""
+        return True
+
+
+class Small:
+    """A server that may have three connections."""
+
+    def __init__(self, host: str, port: str) -> None:
+        self.address = host, int(port)
+        self.peers: list[Peer] = []
+        self.is_held = asyncio.Event()
+        self.num_held = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/hold":
+            self.num_held += 1
+            await self.is_held.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def connect(self, num: int = 1) -> list[Peer]:
+        peers = [Peer(*await asyncio.open_connection(*self.address)) for _ in range(num)]
+        self.peers += peers
+        return peers
+
+    async def hold(self, num: int) -> list[asyncio.Task[bytes]]:
+        """So many busy connections."""
+        tasks = [asyncio.create_task(peer.get("/hold")) for peer in await self.connect(num)]
+        await until(lambda: self.num_held >= num)
+        return tasks
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def small() -> AsyncIterator[Small]:
+    world = Small("", "0")
+    async with running(world, max_connections=3) as url:
+        host, port = url.removeprefix("http://").split(":")
+        world.address = host, int(port)
+        yield world
+        world.is_held.set()
+        for peer in world.peers:
+            peer.writer.close()
+        await asyncio.sleep(0)
+
+
+async def test_the_most_silent_connection_makes_room(small: Small, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mlx_server.api.connections._SILENT_S", 0.0)
+    first, second, third = await small.connect(3)
+    assert b" 200 " in await first.get("/v1/models")
+    (fourth,) = await small.connect()
+    assert await second.is_closed()
+    assert b" 200 " in await fourth.get("/v1/models")
+    assert b" 200 " in await third.get("/v1/models")
+    assert b" 200 " in await first.get("/v1/models")
+
+
+async def test_who_has_just_come_may_ask(small: Small):
+    """None has been silent for long: all may stay until they ask, and the most silent goes then."""
+    peers = await small.connect(4)
+    assert b" 200 " in await peers[3].get("/v1/models")
+    assert await peers[0].is_closed()
+    assert b" 200 " in await peers[1].get("/v1/models")
+
+
+async def test_busy_connections_stay_and_others_are_refused_but_for_probes(small: Small):
+    held = await small.hold(3)
+    probe, other = await small.connect(2)
+    assert b" 200 " in await probe.get("/health")
+    refused = await other.get("/v1/messages")
+    head, _, body = refused.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503")
+    assert b"retry-after: 5" in head
+    assert b"connection: close" in head
+    assert b'"overloaded_error"' in body
+    assert b"3 connections are open and busy, which is the limit (--max-connections)" in body
+    assert await other.is_closed()
+    small.is_held.set()
+    assert all(b" 200 " in answer for answer in await asyncio.gather(*held))
+
+
+async def test_half_a_body_is_silence_too(small: Small, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mlx_server.api.connections._SILENT_S", 0.0)
+    held = await small.hold(2)
+    (dripping,) = await small.connect()
+    dripping.writer.write(b"POST /v1/models HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\nhalf")
+    await dripping.reader.readuntil(b"ok")
+    (other,) = await small.connect()
+    assert await dripping.is_closed()
+    assert b" 200 " in await other.get("/v1/models")
+    small.is_held.set()
+    await asyncio.gather(*held)
+
+
+class Dummy:
+    def __init__(self) -> None:
+        self.is_aborted = False
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+async def test_nobody_holds_more_than_the_extra_connections():
+    gate = ConnectionGate(10)
+    busy = [Dummy() for _ in range(10)]
+    for dummy in busy:
+        assert not gate.enter(dummy)
+        gate.work_for(dummy)
+    crowd = [Dummy() for _ in range(1000)]
+    for num, dummy in enumerate(crowd, start=1):
+        gate.enter(dummy)
+        assert sum(not other.is_aborted for other in crowd[:num]) <= 32
+    assert not any(dummy.is_aborted for dummy in busy)
+    assert not crowd[-1].is_aborted
+    for dummy in crowd:
+        if not dummy.is_aborted:
+            gate.work_for(dummy)
+    late = Dummy()
+    assert gate.enter(late)
+    assert late.is_aborted
+
+
+async def test_a_line_a_minute(caplog: pytest.LogCaptureFixture):
+    now = 0.0
+    gate = ConnectionGate(1, lambda: now)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(500):
+            gate.shed()
+        now = 61.0
+        gate.shed()
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "1 connections closed or refused",
+        "500 connections closed or refused",
+    ]
+
+
+@pytest.fixture
+def listener() -> Iterator[GuardedListener]:
+    plain = socket.create_server(("127.0.0.1", 0))
+    calls: list[Any] = []
+    guarded = GuardedListener(plain, ConnectionGate(4), calls.append)
+    guarded.calls = calls  # type: ignore[attr-defined]
+    guarded.setblocking(False)
+    yield guarded
+    guarded.close()
+
+
+async def test_connections_are_accepted_a_few_at_a_time(listener: GuardedListener):
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+        for _ in range(16):
+            stack.enter_context(listener.accept()[0])
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        (begin_again,) = listener.calls  # type: ignore[attr-defined]
+        begin_again()
+        for _ in range(4):
+            stack.enter_context(listener.accept()[0])
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+async def test_without_a_descriptor_a_client_is_sent_away(listener: GuardedListener):
+    with contextlib.ExitStack() as files, socket.create_connection(listener.getsockname()) as client:
+        with pytest.raises(OSError) as caught:  # noqa: PT012 -- until there is none left
+            while True:
+                files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        assert caught.value.errno == errno.EMFILE
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        client.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+
+
+PROGRAM = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, {before})
+import mlx_server.runtime.loader
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == {before}
+from mlx_server.api.connections import room_for_connections
+print(room_for_connections(), *resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((64, 512), (384, 512, 512)), ((300, 3000), (2744, 3000, 3000)), ((3000, 19_000), (9984, 10_240, 19_000))],
+)
+async def test_the_limit_of_open_files_is_kept_and_raised(before: tuple[int, int], after: tuple[int, ...]):
+    """mlx-lm sets 2,048 and 4,096, and cannot be imported below."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROGRAM.format(before=before), stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    assert tuple(map(int, output.split())) == after
+
+
+async def test_here_too_there_is_room(world: World):
+    assert room_for_connections() >= 16
+    assert (await world.http.get("/health")).status_code == 200

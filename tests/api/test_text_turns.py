@@ -1,0 +1,138 @@
+"""Text is read by tier and by key in turn; here, a text with `stop` in it is one that takes for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from mlx_server.api.key_file import KeyFile
+from mlx_server.api.text_turns import TextTurn, TextWorkers
+from mlx_server.engine.fair_slots import Asker
+from mlx_server.engine.tokenizer import Tokenizer
+from mlx_server.request import Priority
+from mlx_server.tiers import Tier
+from tests.api.worlds import World, until, user
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+NUM_STOPPED = 40
+
+
+class Reading:
+    """A server, a key of each tier, and texts that wait for `go`."""
+
+    def __init__(self, world: World, keys: dict[str, str]) -> None:
+        self.world = world
+        self.keys = keys
+        self.go = threading.Event()
+        self.tasks: list[asyncio.Task[httpx.Response]] = []
+
+    async def post(self, tier: str, path: str, **body: Any) -> httpx.Response:
+        headers = {"x-api-key": self.keys[tier]}
+        return await self.world.http.post(path, json=body, headers=headers, timeout=10)
+
+    async def stop(self, tier: str, num: int = NUM_STOPPED) -> None:
+        """So many requests of the tier that take for ever."""
+        self.tasks += [asyncio.create_task(self.post(tier, "/tokenize", prompt="stop")) for _ in range(num)]
+        slots = self.world.context.text_workers.slots
+        await until(lambda: slots.num_held + slots.num_waiting == len(self.tasks))
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def reading(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Reading]:
+    path = tmp_path / "keys.sqlite"
+    tiers = [Tier(name=priority.name.lower(), priority=priority) for priority in Priority]
+    with KeyFile.create(path) as file:
+        keys = {tier.name: file.add(tier.name, "").text for tier in tiers}
+        keys["other low"] = file.add("low", "").text
+    world.configure_server(*tiers, key_file=str(path))
+    reading, encode = Reading(world, keys), Tokenizer.encode
+
+    def slow_encode(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        if "stop" in text:
+            assert reading.go.wait(20)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow_encode)
+    yield reading
+    reading.go.set()
+    assert {answer.status_code for answer in await asyncio.gather(*reading.tasks)} <= {200, 429}
+
+
+REQUESTS = {
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/chat/completions": {"messages": user("Hi")},
+    "/v1/messages": {"model": "fake", "max_tokens": 8, "messages": user("Hi")},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages/count_tokens": {"model": "fake", "messages": user("Hi")},
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [1, 2]},
+    "/v1/completions/render": {"prompt": "Hi"},
+    "/v1/chat/completions/render": {"messages": user("Hi")},
+}
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS.items())
+async def test_whatever_a_worse_tier_has_read_a_better_one_is_served(reading: Reading, path: str, body: Any):
+    await reading.stop("low")
+    for tier in ("normal", "high"):
+        assert (await reading.post(tier, path, **body)).status_code == 200
+    await reading.stop("normal")
+    assert (await reading.post("high", path, **body)).status_code == 200
+
+
+async def test_the_keys_of_a_tier_take_turns(reading: Reading):
+    """The other key's request is served when two of the forty before it have ended, not after all."""
+    await reading.stop("low")
+    other = asyncio.create_task(reading.post("other low", "/tokenize", prompt="Hi"))
+    slots = reading.world.context.text_workers.slots
+    await until(lambda: slots.num_held + slots.num_waiting == NUM_STOPPED + 1)
+    ended: list[int] = []
+    for task in reading.tasks:
+        task.add_done_callback(lambda _: ended.append(0))
+    other.add_done_callback(lambda _: ended.append(1))
+    reading.go.set()
+    await asyncio.gather(other, *reading.tasks)
+    assert ended.index(1) <= 4 * slots.num_slots
+
+
+async def test_who_leaves_early_does_not_get_more_threads(reading: Reading):
+    await reading.stop("low", 1)
+    slots = reading.world.context.text_workers.slots
+    reading.tasks.pop().cancel()
+    await asyncio.sleep(0.1)
+    assert slots.num_held == 1
+    reading.go.set()
+    await until(lambda: slots.num_held == 0)
+
+
+async def test_too_many_of_one_key_are_refused(reading: Reading):
+    slots = reading.world.context.text_workers.slots
+    slots.max_num_waiting = 3
+    await reading.stop("low", slots.num_slots - Priority.LOW + 3)
+    refused = await reading.post("low", "/tokenize", prompt="Hi")
+    assert refused.status_code == 429
+    assert "3 requests of this key wait to be read; the limit is 3" in refused.text
+    assert "retry-after" in refused.headers
+    waiting = asyncio.create_task(reading.post("other low", "/tokenize", prompt="Hi"))
+    reading.go.set()
+    assert (await waiting).status_code == 200
+
+
+async def test_who_waits_for_something_else_gives_the_turn_back():
+    workers = TextWorkers(8)
+    turn = TextTurn(workers, Asker())
+    await turn.begin()
+    assert workers.slots.num_held == 1
+    await until(lambda: workers.slots.num_held == 0)
+    assert await turn.in_thread(lambda: 7) == 7
+    assert workers.slots.num_held == 1
+    turn.end()
+    assert workers.slots.num_held == 0
