@@ -11,16 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from fastapi import Request
 
-from mlx_server.api.auth import caller_of
-from mlx_server.api.body import JsonRoute
-from mlx_server.api.disconnect import until_disconnect
 from mlx_server.engine.fair_slots import Asker, FairSlots, Slot
 
 T = TypeVar("T")
@@ -108,19 +104,3 @@ def turn_of(request: Request) -> TextTurn:
     turn = request.state.turn
     assert isinstance(turn, TextTurn)
     return turn
-
-
-class TurnRoute(JsonRoute):
-    """A route whose requests, once their bodies are here, wait for their turn to be read."""
-
-    @asynccontextmanager
-    async def turn(self, request: Request) -> AsyncIterator[None]:
-        caller = caller_of(request)
-        asker = Asker(caller.identity, caller.priority_at(request.url.path))
-        turn = request.state.turn = TextTurn(request.app.state.context.text_workers, asker)
-        try:
-            if not turn.try_begin():
-                await until_disconnect(request, turn.begin())
-            yield
-        finally:
-            turn.end()

@@ -18,7 +18,8 @@ from mlx_server.api.openai.chat_request import Message, ReasoningEffort, ToolDef
 from mlx_server.api.openai.fields import Bool, Ints
 from mlx_server.api.prompts import Truncation
 from mlx_server.api.sizes import FIRST_ERROR, MESSAGES, TOOLS, Objects
-from mlx_server.api.text_turns import TextTurn, TurnRoute, turn_of
+from mlx_server.api.text_turns import TextTurn, turn_of
+from mlx_server.api.turn_route import TurnRoute
 from mlx_server.engine.chat import ChatOptions
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.errors import InvalidRequestError

@@ -16,7 +16,7 @@ from mlx_server.api.context import Context
 from mlx_server.api.disconnect import until_disconnect
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.sse import event_stream, whole_or_streamed
-from mlx_server.api.text_turns import TurnRoute
+from mlx_server.api.turn_route import TurnRoute
 
 REQUEST_ID_HEADER = "request-id"
 """Where Anthropic's clients look for it."""

@@ -15,7 +15,7 @@ from mlx_server.api.openai.chat_output import ChatShape, chat_chunks, chat_compl
 from mlx_server.api.openai.chat_request import ChatCompletionRequest
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.sse import whole_or_streamed
-from mlx_server.api.text_turns import TurnRoute
+from mlx_server.api.turn_route import TurnRoute
 
 router = APIRouter(tags=["chat"], route_class=TurnRoute)
 

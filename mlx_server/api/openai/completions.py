@@ -18,7 +18,8 @@ from mlx_server.api.openai.completion_request import CompletionRequest
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.prompts import Prompt
 from mlx_server.api.sse import whole_or_streamed
-from mlx_server.api.text_turns import TextTurn, TurnRoute
+from mlx_server.api.text_turns import TextTurn
+from mlx_server.api.turn_route import TurnRoute
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.structured_spec import StructuredSpec
 from mlx_server.request import TokenConstraint

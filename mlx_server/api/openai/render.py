@@ -19,7 +19,7 @@ from mlx_server.api.openai.completions import plan_text
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import GenerationFields
 from mlx_server.api.prompts import Prompt
-from mlx_server.api.text_turns import TurnRoute
+from mlx_server.api.turn_route import TurnRoute
 from mlx_server.sampling_params import SamplingParams
 
 router = APIRouter(tags=["tokens"], route_class=TurnRoute)

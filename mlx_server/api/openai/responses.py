@@ -27,7 +27,7 @@ from mlx_server.api.openai.responses_request import ResponsesRequest
 from mlx_server.api.openai.responses_store import Keeping, KeptItem, ResponseStore, StoredResponse, total_bytes
 from mlx_server.api.openai.responses_stream import ResponseStream
 from mlx_server.api.sse import event_stream, whole_or_streamed
-from mlx_server.api.text_turns import TurnRoute
+from mlx_server.api.turn_route import TurnRoute
 from mlx_server.errors import InvalidRequestError
 
 router = APIRouter(tags=["responses"], route_class=TurnRoute)
