@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -38,6 +39,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 UNLOADING = ("/sleep", "/wake_up", "/admin/models/load", "/admin/models/unload")
 """They take the model away from others' requests, which is a 503 for those."""
+NUM_ATTACKING = int(os.environ.get("ATTACK_REQUESTS", "3000"))
+"""Requests in `./scripts/test -m attack`."""
+
 MAX_MODEL_LEN = 192
 NUM_AT_ONCE = 16
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -70,6 +74,9 @@ async def served(site: Site, tmp_path: Path) -> AsyncIterator[Site]:
     [
         pytest.param(4, 100, id="few"),
         pytest.param(90, 2000, id="many", marks=[pytest.mark.full, pytest.mark.timeout(1200)]),
+        pytest.param(
+            -(-NUM_ATTACKING // 20), NUM_ATTACKING, id="attack", marks=[pytest.mark.attack, pytest.mark.timeout(3600)]
+        ),
     ],
 )
 async def test_every_answer_is_a_documented_one(served: Site, num_examples: int, num_requests: int):
@@ -88,6 +95,7 @@ async def test_every_answer_is_a_documented_one(served: Site, num_examples: int,
     answers = await asyncio.gather(*(ask(case, together) for case in cases if case.operation.path not in UNLOADING))
     answers += await asyncio.gather(*(ask(case, alone) for case in cases if case.operation.path in UNLOADING))
     statuses = Counter(answers)
+    print(f"\n{len(answers)} answers: {dict(Counter(status for _, status in answers))}")
     for status in (200, 400):
         assert sum(statuses[path, status] for path in GENERATING) >= num_examples // 2, statuses
 

@@ -1,0 +1,123 @@
+"""Thousands of requests that were made wrong, over all routes: no 500, no hanging answer, no death.
+
+ATTACK_REQUESTS is how many (default 3000) `./scripts/test -m attack` sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.attack.mutants import mutant
+from tests.soak.requests import seeded
+from tests.soak.worlds import ADMIN_KEY, Server, serving
+
+NUM_ATTACKING = int(os.environ.get("ATTACK_REQUESTS", "3000"))
+NUM_AT_ONCE = 8
+HUNG_S = 60.0
+SELDOM = 0.02
+"""Share of the requests to routes that take the model from all others."""
+
+UNLOADING = ("/sleep", "/admin/models/unload")
+NO_FAULT = {501, 503, 505, 507}
+"""Statuses above 499 that say what is not there: an embedding model, a model that was unloaded, HTTP/3."""
+
+
+@pytest.mark.parametrize(
+    "num_requests",
+    [
+        pytest.param(200, id="few", marks=pytest.mark.slow),
+        pytest.param(NUM_ATTACKING, id="many", marks=[pytest.mark.attack, pytest.mark.timeout(3600)]),
+    ],
+)
+async def test_no_request_breaks_the_server(tmp_path: Path, num_requests: int):
+    async with serving(tmp_path) as server, httpx.AsyncClient(base_url=server.url, timeout=HUNG_S) as http:
+        routes = await routes_of(http)
+        before = await answer(server, http)
+        statuses, problems = await attack(server, routes, num_requests)
+        print(
+            f"\n{sum(statuses.values())} mutated requests over {len(routes)} routes: {dict(sorted(statuses.items()))}"
+        )
+        assert not problems, (len(problems), problems[:5])
+        assert (await http.get("/health")).status_code == 200
+        await server.settled(http)
+        assert await answer(server, http) == before
+        server.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            assert await server.process.wait() == 0
+    assert "Traceback" not in server.log, server.log[-3000:]
+    assert statuses[200] > num_requests // 20
+    assert statuses[400] > num_requests // 10
+
+
+async def routes_of(http: httpx.AsyncClient) -> list[tuple[str, str]]:
+    """Method and path of each, those that generate five times: there is more to get wrong."""
+    document = (await http.get("/openapi.json", headers={"x-api-key": ADMIN_KEY})).json()
+    found = [(method.upper(), path) for path, methods in document["paths"].items() for method in methods]
+    assert len(found) > 30
+    return found + [route for route in found if route[1].startswith("/v1/") and route[0] == "POST"] * 4
+
+
+async def answer(server: Server, http: httpx.AsyncClient) -> str:
+    """Of a request that is right, without what was computed before."""
+    await http.post("/wake_up", headers={"x-api-key": ADMIN_KEY})
+    await http.post("/admin/models/load", json={"model": "tiny"}, headers={"x-api-key": ADMIN_KEY})
+    await server.forget_prefixes(http)
+    ask = seeded(3)
+    response = await http.post(ask.path, json=ask.body, headers={"x-api-key": server.keys["default"]})
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"])
+
+
+async def attack(
+    server: Server, routes: Sequence[tuple[str, str]], num_requests: int
+) -> tuple[Counter[int], list[str]]:
+    """Statuses, 0 for a connection that was closed without one; and what must not have happened."""
+    statuses: Counter[int] = Counter()
+    problems: list[str] = []
+    keys = [*server.keys.values(), *[server.keys["default"]] * 8, ADMIN_KEY, ADMIN_KEY, "wrong"]
+    sane = [route for route in routes if route[1] not in UNLOADING]
+
+    async def sender(number: int) -> None:
+        for index in range(number, num_requests, NUM_AT_ONCE):
+            rng = random.Random(index)
+            content = mutant(rng, routes if rng.random() < SELDOM else sane, keys)
+            shown = f"{index}: {content[:400]!r} ... {content[-200:]!r}"
+            try:
+                async with asyncio.timeout(HUNG_S):
+                    status, text = await exchange(server.port, content)
+            except TimeoutError:
+                problems.append(f"hung for {HUNG_S} s: {shown}")
+                continue
+            statuses[status] += 1
+            if status >= 500 and status not in NO_FAULT:
+                problems.append(f"{status} {text[:300]!r}: {shown}")
+
+    await asyncio.gather(*(sender(number) for number in range(NUM_AT_ONCE)))
+    return statuses, problems
+
+
+async def exchange(port: int, content: bytes) -> tuple[int, bytes]:
+    """All that comes back, until the server closes the connection; of an endless stream of events, its beginning."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        writer.write(content)
+        while piece := await reader.read(1 << 16):
+            received += piece
+            if b"/dashboard/events" in content[:40] and len(received) > 500:
+                break
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    final = received.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    return int(final.split(None, 2)[1]) if final.startswith(b"HTTP/") else 0, final
