@@ -12,6 +12,7 @@ import psutil
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import InsufficientMemoryError
+from mlx_server.runtime.control_group import read_group_memory
 from mlx_server.setting_forms import parse_size
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ MIN_BLOCKS = 8
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """The memory that models live in: the machine's, or a discrete GPU's own.
+    """The memory that models live in: the machine's, or what a container has of it, or a discrete GPU's own.
 
     total_bytes, available_bytes     of that memory: all, and what may be taken without anybody paging
     device_bytes, device_used_bytes  what the GPU should hold at most, and what MLX holds of it now
@@ -82,8 +83,11 @@ def read_memory() -> MemoryReading:
         active = int(mx.get_active_memory())
         available = max(0, min(available, total - active))
         return MemoryReading(total, available, total, total - available, active)
-    total = int(memory.total)
-    available = min(total, int(memory.available) + int(mx.get_cache_memory()))
+    total, free = int(memory.total), int(memory.available)
+    group = read_group_memory()
+    if group is not None and group.limit_bytes < total:
+        total, free = group.limit_bytes, min(free, group.available_bytes)
+    available = min(total, free + int(mx.get_cache_memory()))
     active = int(mx.get_active_memory())
     if not info:
         return MemoryReading(total, available, total, active)

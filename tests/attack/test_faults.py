@@ -32,7 +32,8 @@ async def go_wrong_amid_streams(server: Server, http: httpx.AsyncClient) -> list
     """Lets the fault begin while some streams run and others wait; the answers to them."""
     tasks = [asyncio.create_task(ask(server, http, **LONG)) for _ in range(NUM_STREAMS)]
     async with asyncio.timeout(20):
-        while (await http.get("/load", headers={"x-api-key": server.keys["default"]})).json()["server_load"] < 4:
+        headers = {"x-api-key": server.keys["default"]}
+        while (await http.get("/load", headers=headers)).json()["server_load"] < NUM_STREAMS:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     server.process.send_signal(signal.SIGUSR2)
     return await asyncio.gather(*tasks)

@@ -7,7 +7,7 @@ import contextlib
 import re
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,10 @@ max_num_waiting = 24
 requests_per_minute = 30
 max_concurrent_requests = 2
 """
+
+
+class ServerDied(Exception):
+    """It ended before it was ready: the exit code, and its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +95,23 @@ def make_keys(path: Path) -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    folder: Path, module: str = "tests.api.life_real", *options: str, keys: Mapping[str, str] | None = None
+    folder: Path,
+    module: str = "tests.api.life_real",
+    *options: str,
+    keys: Mapping[str, str] | None = None,
+    num_kv_blocks: int | None = 100,
+    before: Callable[[], object] | None = None,
 ) -> AsyncIterator[Server]:
     """The server, once it is ready, with new keys unless those of an earlier one in `folder` are given; killed at the
-    end if it has not ended by itself."""
+    end if it has not ended by itself. Its process calls `before` first. Raises `ServerDied`."""
     keys = keys or make_keys(folder / "keys.sqlite")
     config = folder / "config.toml"
+    cache = "" if num_kv_blocks is None else f"num_kv_blocks = {num_kv_blocks}\n"
     config.write_text(
         f'[server]\nport = 0\nclient_timeout_s = 2.0\ndrain_timeout_s = 10.0\nadmin_key = "{ADMIN_KEY}"\n'
         f'key_file = "{folder / "keys.sqlite"}"\n'
         f'[model]\nmodel = "{make_folder(folder / "tiny")}"\nmax_model_len = {MAX_MODEL_LEN}\n'
-        "[cache]\nnum_kv_blocks = 100\n"
+        f"[cache]\n{cache}"
         # Prompts are cut by their lengths alone, so that who runs alone is computed alike each time.
         "[scheduler]\nmax_num_seqs = 8\nmax_num_batched_tokens = 256\nmax_num_waiting = 64\n"
         f"target_step_ms = 3.6e6\nmax_step_ms = 3.6e6\n{_TIERS}"
@@ -109,11 +119,14 @@ async def serving(
     log = folder / "log.txt"
     with log.open("wb") as errors:
         arguments = ["-m", module, str(config), *options]
-        process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=PIPE, stderr=errors)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, stdout=PIPE, stderr=errors, preexec_fn=before
+        )
     try:
         assert process.stdout is not None
         match = re.search(rb"http://[^/]+", await process.stdout.readline())
-        assert match is not None, log.read_text()
+        if match is None:
+            raise ServerDied(await process.wait(), log.read_text())
         yield Server(process, match[0].decode(), keys, log)
     finally:
         if process.returncode is None:
