@@ -13,7 +13,7 @@ import yaml
 from tests.test_docs import parser_of
 
 ROOT = Path(__file__).parents[1]
-IMAGES = {"macos-15", "macos-26"}
+IMAGES = {"macos-15", "macos-26", "ubuntu-24.04"}
 """Of GitHub's; older ones of macOS are gone."""
 
 OURS = ".venv/bin/mlx-serve"
