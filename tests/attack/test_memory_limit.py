@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.soak.worlds import Server, ServerDied, serving
 
 pytestmark = [pytest.mark.attack, pytest.mark.timeout(300)]
 
+ROOT = Path(__file__).parents[2]
 MIB = 2**20
 V1 = Path("/sys/fs/cgroup/memory")
 V2 = Path("/sys/fs/cgroup")
@@ -64,20 +66,16 @@ async def answer(server: Server, http: httpx.AsyncClient) -> str:
     return str(response.json()["choices"])
 
 
-async def test_the_pool_may_grow_to_a_share_of_what_the_group_leaves(tmp_path: Path, group: Group):
-    """And not of the machine's memory, which would end with a kill in the midst of answers."""
-    group.limit(600 * MIB)
-    async with (
-        serving(tmp_path, num_kv_blocks=None, before=group.enter) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=30) as http,
-    ):
-        await answer(server, http)
-        text = (await http.get("/metrics")).text
-        (pool,) = re.findall(r'^mlx_serve:model_memory_bytes\{[^}]*"kv_pool"[^}]*\} (\S+)$', text, re.MULTILINE)
-        (blocks,) = re.findall(r"^mlx_serve:kv_pool_blocks\{[^}]*\} (\S+)$", text, re.MULTILINE)
-        (most,) = re.findall(r"^mlx_serve:kv_pool_max_blocks\{[^}]*\} (\S+)$", text, re.MULTILINE)
-        assert float(pool) / float(blocks) * float(most) < 150 * MIB
-        assert server.process.returncode is None
+def test_a_model_that_the_group_has_no_room_for_is_refused(group: Group):
+    """With the figures, rather than killed while it is loaded."""
+    group.limit(700 * MIB)
+    command = [sys.executable, "-m", "mlx_server", "serve", "random:qwen3-0.6b", "--port", "0"]
+    ended = subprocess.run(
+        command, cwd=ROOT, preexec_fn=group.enter, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1, ended.stderr[-2000:]
+    assert "needs" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 async def test_what_the_kernel_kills_for_its_memory_comes_back_whole(tmp_path: Path, group: Group):

@@ -99,19 +99,17 @@ async def serving(
     module: str = "tests.api.life_real",
     *options: str,
     keys: Mapping[str, str] | None = None,
-    num_kv_blocks: int | None = 100,
     before: Callable[[], object] | None = None,
 ) -> AsyncIterator[Server]:
     """The server, once it is ready, with new keys unless those of an earlier one in `folder` are given; killed at the
     end if it has not ended by itself. Its process calls `before` first. Raises `ServerDied`."""
     keys = keys or make_keys(folder / "keys.sqlite")
     config = folder / "config.toml"
-    cache = "" if num_kv_blocks is None else f"num_kv_blocks = {num_kv_blocks}\n"
     config.write_text(
         f'[server]\nport = 0\nclient_timeout_s = 2.0\ndrain_timeout_s = 10.0\nadmin_key = "{ADMIN_KEY}"\n'
         f'key_file = "{folder / "keys.sqlite"}"\n'
         f'[model]\nmodel = "{make_folder(folder / "tiny")}"\nmax_model_len = {MAX_MODEL_LEN}\n'
-        f"[cache]\n{cache}"
+        "[cache]\nnum_kv_blocks = 100\n"
         # Prompts are cut by their lengths alone, so that who runs alone is computed alike each time.
         "[scheduler]\nmax_num_seqs = 8\nmax_num_batched_tokens = 256\nmax_num_waiting = 64\n"
         f"target_step_ms = 3.6e6\nmax_step_ms = 3.6e6\n{_TIERS}"
