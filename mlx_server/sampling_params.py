@@ -20,6 +20,9 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10_000.0
 MAX_TOP_K = 2**31 - 1
 """What a column of them holds on the device."""
 
+MAX_TOKENS = 2**31 - 1
+"""More than any context holds. More counts as so many: integers without end overflow in whatever counts them."""
+
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 """Of each stop string. Every character of the output is held against all of them, on the thread that serves all."""
@@ -36,10 +39,11 @@ _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pena
 class SamplingParams:
     """Sampling and stopping of one request. Immutable; raises `InvalidRequestError` on a bad value.
 
-    `max_tokens` None means to the end of the context. `top_k` 0 or -1 is off. `logprobs` is None for none,
-    0 for the sampled token's only, n for the n best besides. Penalties follow the usual definitions:
-    repetition divides or multiplies the logits of tokens seen in prompt or output (CTRL, Keskar et al.
-    2019); presence and frequency subtract from tokens of the output only (OpenAI).
+    `max_tokens` None means to the end of the context; it and `min_tokens` count as `MAX_TOKENS` at most.
+    `top_k` 0 or -1 is off. `logprobs` is None for none, 0 for the sampled token's only, n for the n best
+    besides. Penalties follow the usual definitions: repetition divides or multiplies the logits of tokens
+    seen in prompt or output (CTRL, Keskar et al. 2019); presence and frequency subtract from tokens of the
+    output only (OpenAI).
     """
 
     max_tokens: int | None = None
@@ -64,6 +68,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._take_plain_numbers()
+        self._cut_token_counts()
         check = _check
         if self.max_tokens is not None:
             check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
@@ -123,6 +128,11 @@ class SamplingParams:
         if self.logit_bias:
             ids = plain_ints(self.logit_bias, "logit_bias")
             object.__setattr__(self, "logit_bias", dict(zip(ids, map(float, self.logit_bias.values()), strict=True)))
+
+    def _cut_token_counts(self) -> None:
+        for name in ("max_tokens", "min_tokens"):
+            if (getattr(self, name) or 0) > MAX_TOKENS:
+                object.__setattr__(self, name, MAX_TOKENS)
 
     @property
     def is_greedy(self) -> bool:

@@ -9,16 +9,24 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel
 
+from mlx_server.api.anthropic.request import MessagesRequest
+from mlx_server.api.openai.chat_request import ChatCompletionRequest
+from mlx_server.api.openai.completion_request import CompletionRequest
+from mlx_server.api.openai.responses_request import ResponsesRequest
+from tests.api.worlds import user
 from tests.attack.mutants import mutant
-from tests.soak.requests import seeded
+from tests.soak.requests import CHAT, MESSAGES, RESPONSES, TEXT, seeded
 from tests.soak.worlds import ADMIN_KEY, Server, serving
 
 NUM_ATTACKING = int(os.environ.get("ATTACK_REQUESTS", "3000"))
@@ -57,6 +65,39 @@ async def test_no_request_breaks_the_server(tmp_path: Path, num_requests: int):
     assert "Traceback" not in server.log, server.log[-3000:]
     assert statuses[200] > num_requests // 20
     assert statuses[400] > num_requests // 10
+
+
+HUGE = (10**400, -(10**400), 1e308, -1e308)
+NUMBERS: Mapping[str, tuple[type[BaseModel], Mapping[str, Any]]] = {
+    TEXT: (CompletionRequest, {"prompt": "a"}),
+    CHAT: (ChatCompletionRequest, {"messages": user("a")}),
+    MESSAGES: (MessagesRequest, {"messages": user("a")}),
+    RESPONSES: (ResponsesRequest, {"input": "a"}),
+}
+
+
+@pytest.mark.slow
+async def test_no_number_is_too_large(tmp_path: Path):
+    """In any field that takes one, alone and in lists and objects: what is too much is refused or cut, and nothing that
+    counts it overflows. An integer of JSON has no end, one of a device has."""
+    async with serving(tmp_path) as server, httpx.AsyncClient(base_url=server.url, timeout=HUNG_S) as http:
+        before, statuses = await answer(server, http), Counter[int]()
+        for path, (model, base) in NUMBERS.items():
+            for name in numbers_of(model):
+                for value in [*HUGE, [HUGE[0]], {"5": HUGE[0]}, {"budget_tokens": HUGE[0], "type": "enabled"}]:
+                    body = {"max_tokens": 4, "max_output_tokens": 16, **base, name: value}
+                    response = await http.post(path, json=body, headers={"x-api-key": server.keys["default"]})
+                    statuses[response.status_code] += 1
+                    assert response.status_code in (200, 400), (path, name, value, response.text)
+        assert await answer(server, http) == before
+    assert "Traceback" not in server.log, server.log[-3000:]
+    assert {200, 400} <= set(statuses)
+    assert statuses.total() > 200
+
+
+def numbers_of(model: type[BaseModel]) -> list[str]:
+    """Fields that take a number somewhere."""
+    return [name for name, field in model.model_fields.items() if re.search("int|float", str(field.annotation))]
 
 
 async def routes_of(http: httpx.AsyncClient) -> list[tuple[str, str]]:
