@@ -39,8 +39,15 @@ def test_one_body_stalls_nobody(watched: Target, name: str):
     watched.worst_gap_s()
     answer = watched.post(attack.path, body)
     gap_s = watched.worst_gap_s()
+    print(f"\n{name}: {gap_s:.3f} s, {answer.status}")
     assert answer.status == attack.status, answer.body[:500]
     assert len(answer.body) < 10_000
+    assert gap_s <= MAX_GAP_S
+
+
+def assert_no_stall(watched: Target, name: str) -> None:
+    gap_s = watched.worst_gap_s()
+    print(f"\n{name}: {gap_s:.3f} s")
     assert gap_s <= MAX_GAP_S
 
 
@@ -52,7 +59,7 @@ def test_nor_do_eight_at_once(watched: Target):
         sender.start()
     for sender in senders:
         sender.join()
-    assert watched.worst_gap_s() <= MAX_GAP_S
+    assert_no_stall(watched, "eight bodies of 130,000 lists at once")
 
 
 def test_nor_do_a_thousand_heads_of_1600_fields(watched: Target):
@@ -63,7 +70,7 @@ def test_nor_do_a_thousand_heads_of_1600_fields(watched: Target):
         for connection in connections:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(head + b"\r\n")
-        assert watched.worst_gap_s() <= MAX_GAP_S
+        assert_no_stall(watched, "1,000 heads of 1,600 fields")
 
 
 def test_nor_does_a_body_of_a_million_chunks(watched: Target):
@@ -72,7 +79,7 @@ def test_nor_does_a_body_of_a_million_chunks(watched: Target):
         with contextlib.suppress(ConnectionError):
             connection.sendall(head + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 1_000_000 + b"0\r\n\r\n")
         assert read_answer(connection).status in (0, 400)
-    assert watched.worst_gap_s() <= MAX_GAP_S
+    assert_no_stall(watched, "a million chunks of one byte")
 
 
 def test_memory_is_bounded_and_given_back(attacked: Target):
@@ -80,4 +87,6 @@ def test_memory_is_bounded_and_given_back(attacked: Target):
     for _ in range(3):
         for attack in ATTACKS.values():
             attacked.post(attack.path, attack.body())
-    assert attacked.rss_bytes - before < MAX_GROWTH_BYTES
+    after = attacked.rss_bytes
+    print(f"\nresident: {before / 2**20:.0f} -> {after / 2**20:.0f} MiB")
+    assert after - before < MAX_GROWTH_BYTES

@@ -78,13 +78,18 @@ class Clients:
         return self._server.keys[rng.choice(("default", "default", "interactive", "batch", "tight"))]
 
     async def _polite(self, rng: random.Random) -> None:
-        ask = any_ask(rng)
-        response = await self._http.post(ask.path, json=ask.body, headers={"x-api-key": self._key(rng)})
+        ask, key = any_ask(rng), self._key(rng)
+        response = await self._http.post(ask.path, json=ask.body, headers={"x-api-key": key})
         self._check(ask, response.status_code, response.text)
-        if ask.path == RESPONSES and ask.body.get("store") and not ask.is_stream and response.status_code == 200:
-            # The key is part of who may ask again: another one's answers are not there.
-            other = await self._http.get(f"/v1/responses/{response.json()['id']}", headers={"x-api-key": "sk-none"})
-            self._check(Ask("", wanted=401), other.status_code, other.text)
+        if response.status_code == 200 and ask.body.get("store") and not ask.is_stream:
+            await self._look_up(f"{RESPONSES}/{response.json()['id']}", key)
+
+    async def _look_up(self, path: str, owner: str) -> None:
+        """A response that is kept, by its owner's key and by all others."""
+        for key in self._server.keys.values():
+            response = await self._http.get(path, headers={"x-api-key": key})
+            wanted = 200 if key == owner else 404
+            self._check(Ask(RESPONSES + "/{response_id}", wanted=wanted), response.status_code, response.text)
 
     async def _stranger(self, rng: random.Random) -> None:
         ask = any_ask(rng)
