@@ -27,7 +27,7 @@ priority = "low"
 max_num_waiting = 24
 [tiers.tight]
 requests_per_minute = 30
-max_concurrent_requests = 2
+max_concurrent_requests = 3
 """
 
 
