@@ -98,6 +98,12 @@ def test_added_tokens_and_unknown_ids_are_decoded_as_the_library_does(ids: list[
     assert "".join(stream(BYTE_LEVEL, ids, skip=skip)) == BYTE_LEVEL.hf.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, WINDOWED], ids=["exact", "windowed"])
+def test_ids_that_no_vocabulary_has_are_no_text(tokenizer: Tokenizer) -> None:
+    (known,) = tokenizer.encode("a", add_special_tokens=False)
+    assert tokenizer.decode([-1, known, 2**32, 10**20, known, -(10**400)]) == "aa"
+
+
 @settings(max_examples=300)
 @given(st.text(alphabet=st.sampled_from("a é你🙂▁ﷺ\n")), st.booleans())
 def test_byte_fallback_streams_what_the_library_decodes(text: str, strip: bool) -> None:

@@ -15,6 +15,10 @@ _SPACE_MARK = "\u2581"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+MAX_ID = 2**32 - 1
+"""The largest that the tokenizers library reads; for anything beyond, it raises."""
+
+
 class TokenBytes:
     """A lazily filled table from token id to bytes. Safe to use from any thread.
 
@@ -36,7 +40,7 @@ class TokenBytes:
         """The token's bytes; empty for an id outside of the vocabulary (a padded row of the model's head)."""
         known = self._known.get(token_id)
         if known is None:
-            token = self._id_to_token(token_id)
+            token = self._id_to_token(token_id) if 0 <= token_id <= MAX_ID else None
             known = b"" if token is None else self._to_bytes(token)
             if token is not None:
                 self._known[token_id] = known

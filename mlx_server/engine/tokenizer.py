@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mlx_server.engine.model_json import read_model_json
-from mlx_server.engine.token_bytes import TokenBytes, token_bytes_of
+from mlx_server.engine.token_bytes import MAX_ID, TokenBytes, token_bytes_of
 from mlx_server.errors import ModelLoadError
 
 _USUAL_CHARS_A_TOKEN = 8
@@ -115,6 +115,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no UTF-8 come out as U+FFFD. No "cleaning up" of spaces.
+        Ids outside of the vocabulary, whatever their size, have none.
 
         Where the bytes of tokens are known, this is their concatenation, so it always equals what a stream of the
         same ids shows. (A byte-fallback decoder of the tokenizers library would replace the valid characters of a
@@ -122,6 +123,7 @@ class Tokenizer:
         """
         ids = [i for i in token_ids if i not in self.special_token_ids] if skip_special_tokens else list(token_ids)
         if self._bytes is None:
+            ids = [i for i in ids if 0 <= i <= MAX_ID]
             with self._lock:
                 return str(self.hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         text = b"".join([self._bytes[token_id] for token_id in ids]).decode("utf-8", "replace")

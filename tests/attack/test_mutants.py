@@ -87,6 +87,10 @@ async def test_no_number_is_too_large(tmp_path: Path):
                     response = await http.post(path, json=body, headers={"x-api-key": server.keys["default"]})
                     statuses[response.status_code] += 1
                     assert response.status_code in (200, 400), (path, name, value, response.text)
+        for token_id in (-1, 2**32, 10**20, 10**400):
+            body = {"prompt": [5, token_id], "echo": True}
+            response = await http.post(TEXT, json=body, headers={"x-api-key": server.keys["default"]})
+            assert response.status_code == 400, (token_id, response.text)
         assert await answer(server, http) == before
     assert "Traceback" not in server.log, server.log[-3000:]
     assert {200, 400} <= set(statuses)
