@@ -94,7 +94,7 @@ async def test_parameters_reach_the_sampler(world: World):
     (request,) = world.engine.requests
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 5, 0.75, 0.125)
-    assert (sampling.seed, request.priority, request.extra_keys) == (4, Priority.LOW, ("s",))
+    assert (sampling.seed, request.priority, request.extra_keys) == (4, Priority.LOW, ("key:anonymous", "s"))
 
 
 async def test_what_only_hosted_models_know_is_tolerated(world: World):

@@ -352,7 +352,7 @@ async def test_a_client_may_lower_its_priority_only(world: World):
 
 async def test_a_salt_separates_the_cache(world: World):
     await world.chat(cache_salt="mine")
-    assert world.engine.requests[0].extra_keys == ("mine",)
+    assert world.engine.requests[0].extra_keys == ("key:anonymous", "mine")
 
 
 async def test_the_client_s_request_id_comes_back(world: World):

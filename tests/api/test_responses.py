@@ -82,7 +82,12 @@ async def test_parameters_reach_the_sampler(world: World):
     await create(world, temperature=0.5, top_p=0.75, seed=4, cache_salt="s", truncation="disabled", background=False)
     (request,) = world.engine.requests
     sampling = request.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.seed, request.extra_keys) == (0.5, 0.75, 4, ("s",))
+    assert (sampling.temperature, sampling.top_p, sampling.seed, request.extra_keys) == (
+        0.5,
+        0.75,
+        4,
+        ("key:anonymous", "s"),
+    )
 
 
 async def test_input_may_be_a_list_of_items(world: World):
