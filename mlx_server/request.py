@@ -90,7 +90,7 @@ class Request:
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_deferrals",
+        "num_ever_computed",
         "num_in_flight",
         "num_preemptions",
         "output_token_ids",
@@ -138,7 +138,7 @@ class Request:
         self.output_token_ids: list[int] = []
         self.num_computed_tokens = 0
         self.num_in_flight = 0
-        self.num_deferrals = 0
+        self.num_ever_computed = 0  # the most that `num_computed_tokens` has been
         self.is_promoted = False  # runs by its age, and does not give way to better tiers
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -109,15 +110,32 @@ class PagedBlockManager:
         """Whether `allocate` has given the request room for `num_tokens` tokens already."""
         return self._num_allocated.get(request.request_id, 0) >= num_blocks_for(num_tokens)
 
+    def may_hit(self, request: Request) -> bool:
+        """Whether a request may use cached blocks. They give no logits: who wants those of the prompt computes it."""
+        wants_prompt = request.sampling.prompt_logprobs is not None and not request.output_token_ids
+        return self.enable_prefix_caching and not wants_prompt
+
     def find_prefix(self, request: Request) -> CachedPrefix:
         """The longest cached prefix of a request that holds no blocks. Changes no block.
 
         It never covers the request's last known token: one token must be computed to have logits.
         """
-        if not self.enable_prefix_caching:
+        if not self.may_hit(request):
             return self.no_prefix
         extend_block_hashes(request, self._root, request.num_tokens)
         return self._cache.longest_prefix(request.block_hashes, _most_hit(request), self.checkpoints)
+
+    def num_cached(self, request: Request) -> int:
+        """How long the prefix that `find_prefix` finds is. Where layers keep everything, in O(log n): blocks are
+        evicted from a prefix's end, so that a cached block has all before it cached, too. Where that does not hold
+        (equal blocks of two requests that were freed in turns), the answer is another boundary of the prefix."""
+        if not self.may_hit(request):
+            return 0
+        if self.groups.has_windows or self.checkpoints is not None:
+            return len(self.find_prefix(request))
+        extend_block_hashes(request, self._root, request.num_tokens)
+        hashes = request.block_hashes
+        return bisect_left(range(_most_hit(request)), True, key=lambda index: self._cache.get(hashes[index]) is None)
 
     def resumed_checkpoint(self, request: Request) -> int | None:
         """Where the recurrent state is from which a request that was just admitted goes on; None if it starts."""

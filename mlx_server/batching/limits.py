@@ -34,7 +34,7 @@ class SchedulerLimits:
     `target_step_s` is aimed at while someone decodes, and `max_step_s` while nobody does whom a step's first
     prompt may not hold up. `context_doubling_tokens` is the context at which a
     token costs twice what it costs at position 0. `queue_timeout_s` bounds the wait for a first step (None:
-    for ever), `memory_wait_s` that of one who is alone for memory that the pool cannot get. The last three turn
+    for ever), `memory_wait_s` that of one who is alone for memory that the pool cannot get. The last two turn
     one mechanism each off, for ablations.
     """
 
@@ -51,7 +51,6 @@ class SchedulerLimits:
     memory_wait_s: float = 10.0
     bound_stalls: bool = True
     deduplicate_prefixes: bool = True
-    cache_aware_order: bool = True
 
     @property
     def largest_chunk(self) -> int:
@@ -69,6 +68,7 @@ class SchedulerCounters:
     num_prompt_tokens_computed: int = 0
     num_prompt_tokens_cached: int = 0
     num_generated_tokens: int = 0
+    num_tokens_recomputed: int = 0
     preemptions_by_tier: Counter[str] = field(default_factory=Counter)
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0

@@ -9,9 +9,8 @@ from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.layer_groups import num_blocks_for
 from mlx_server.batching.limits import QueueLoad
 from mlx_server.batching.prefix_cache import CachedPrefix
-from mlx_server.batching.prefixes_in_progress import PrefixesInProgress
-from mlx_server.batching.priority_queue import PriorityQueueWithAging
 from mlx_server.batching.step import SubmittedStep
+from mlx_server.batching.waiting import WaitingRequests
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, PositionLogprobs
 from mlx_server.request import FinishReason, Request, RequestStatus
@@ -30,13 +29,12 @@ class RequestTable:
     Blocks of a request that a submitted step names are detached, not freed: the device may still write them.
     """
 
-    def __init__(self, blocks: PagedBlockManager, aging_rate: float) -> None:
+    def __init__(self, blocks: PagedBlockManager, aging_rate: float, *, deduplicates: bool = True) -> None:
         self.blocks = blocks
         self.requests: dict[str, Request] = {}
-        self.waiting = PriorityQueueWithAging(aging_rate)
+        self.waiting = WaitingRequests(blocks, aging_rate, deduplicates=deduplicates)
         self.running: list[Request] = []
         self.unscheduled: OrderedDict[str, Request] = OrderedDict()
-        self.prefixes = PrefixesInProgress()
         self.prompt_logprobs: dict[str, list[PositionLogprobs]] = {}
         self.submitted: deque[SubmittedStep] = deque()
         self._dropped: list[str] = []
@@ -62,7 +60,7 @@ class RequestTable:
 
     def rank(self, request: Request) -> Rank:
         """Who keeps running if not all can: the promoted, then by tier, then by effective priority."""
-        return not request.is_promoted, request.priority, self.waiting.key(request)
+        return not request.is_promoted, request.priority, self.waiting.by_age.key(request)
 
     def admit(self, request: Request, prefix: CachedPrefix, *, is_promoted: bool = False) -> BlockIds:
         """A waiting request runs, with blocks for all its tokens; its whole block tables. There must be room."""
@@ -73,6 +71,7 @@ class RequestTable:
         insort(self.running, request, key=self.rank)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = len(prefix) * BLOCK_SIZE
+        self.waiting.start(request)
         return block_ids
 
     def promote(self, request: Request) -> None:
@@ -96,7 +95,6 @@ class RequestTable:
         """A request has ended, wherever it stood."""
         if request.status is RequestStatus.WAITING:
             self._leave_waiting(request)
-            self.prefixes.stop(request.request_id)
         else:
             self._leave_running(request)
         request.status = RequestStatus.FINISHED
@@ -144,7 +142,7 @@ class RequestTable:
         self._queued_tokens[request.tier] += request.num_tokens
 
     def _leave_waiting(self, request: Request) -> None:
-        self.waiting.remove(request.request_id)
+        self.waiting.remove(request)
         self.unscheduled.pop(request.request_id, None)
         self._queued_requests[request.tier] -= 1
         self._queued_tokens[request.tier] -= request.num_tokens
@@ -154,7 +152,7 @@ class RequestTable:
         self.running.remove(request)
         self.blocks.cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         self._dropped.append(request_id)
-        self.prefixes.stop(request_id)
+        self.waiting.stop(request_id)
         self.prompt_logprobs.pop(request_id, None)
         last_step = None
         for step in self.submitted:

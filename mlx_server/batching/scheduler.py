@@ -65,7 +65,7 @@ class ContinuousBatchingScheduler:
         self.counters = SchedulerCounters()
         self._is_async = is_async
         self._is_device_shared = is_device_shared
-        self._table = RequestTable(blocks, limits.aging_rate)
+        self._table = RequestTable(blocks, limits.aging_rate, deduplicates=limits.deduplicate_prefixes)
         self._budget = PromptBudget(limits.context_doubling_tokens)
         self._composer = StepComposer(self._table, limits, self.counters, self._budget, is_device_shared)
         self._launch_s = 0.0  # the longest of late
@@ -80,7 +80,7 @@ class ContinuousBatchingScheduler:
     @property
     def num_deferred(self) -> int:
         """Those of them that wait for a prefix which another request computes."""
-        return self._table.prefixes.num_waiting
+        return self._table.waiting.num_parked
 
     @property
     def num_running(self) -> int:
@@ -104,7 +104,7 @@ class ContinuousBatchingScheduler:
         return iter(self._table.running)
 
     def effective_priority(self, request: Request, now: float) -> float:
-        return self._table.waiting.effective_priority(request, now)
+        return self._table.waiting.by_age.effective_priority(request, now)
 
     # --- requests come and go -----------------------------------------------------------------------------
 

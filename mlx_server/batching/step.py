@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,6 +51,7 @@ class StepBuilder:
         self.num_decode_tokens = 0
         self.num_prompt_tokens = 0
         self.prompt_cost = 0.0
+        self.prompt_tokens: Counter[int] = Counter()  # by priority
         self._singles: list[ScheduledChunk] = []
         self._longer: list[ScheduledChunk] = []
 

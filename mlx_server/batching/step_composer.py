@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlx_server.batching.admission import AGED_SHARE, AdmissionControl
+from mlx_server.batching.admission import AGED_SHARE, Admission
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
 from mlx_server.batching.request_table import RequestTable
 from mlx_server.batching.step import StepBuilder
@@ -14,7 +14,9 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk
 from mlx_server.request import FinishReason, Request, RequestStatus
 
-_STRETCH = 1.25
+MAX_EARLY = 8
+"""Waiting requests that are looked at at a time, beside the oldest."""
+
 _MAX_SCORED_TOKENS = 4 * BLOCK_SIZE
 """Prompt positions of one request whose logits a step may hold at once: each is as wide as the vocabulary."""
 
@@ -22,14 +24,9 @@ _MAX_SCORED_TOKENS = 4 * BLOCK_SIZE
 class StepComposer:
     """Spends a step's token budget so that each request's `num_computed_tokens` catches up with its tokens.
 
-    First, every request that decodes takes its token. What is left goes to prompts, running and waiting
-    together, in order of tier and then of age; admission stops at the first request that does not fit.
-
-    The rule for a prompt that cannot finish in this step: it cedes at most half of what is left to later
-    prompts of its own base priority that can (those that run, and the next `MAX_CANDIDATES` that wait), and
-    takes the rest. So a short prompt is not parked behind a long one, and the long one advances in every
-    step by at least half of what was there for it: it takes at most twice as many steps, whatever arrives.
-    Who starts early by this rule takes no seat and no block that one before it needs.
+    First, every request that decodes takes its token. What is left goes to prompts, running and waiting together, in
+    order of tier; `_serve_tier` says who computes within one, `Admission` who may start, and `_aged` what is kept for
+    those that have waited past better tiers.
 
     Out of blocks, the running request of the lowest rank is preempted: it gives up its blocks (they stay
     cached), keeps its arrival time and output, and is admitted again in its turn. A waiting request of a better
@@ -52,11 +49,12 @@ class StepComposer:
         self._budget = budget
         self._is_device_shared = is_device_shared
         self._checkpoints = table.blocks.checkpoints
-        self._admission = AdmissionControl(table, limits, counters)
+        self._admission = Admission(table, limits, counters)
         self.starved: list[Request] = []
         self._starving_since: float | None = None
         self._is_short = False
-        self._owed = 0  # prompt tokens of steps of which those who have aged have not had their part
+        self._due = 0.0  # prompt tokens that those who have aged are due
+        self._started_oldest: dict[int, bool] = {}  # tiers of which the oldest started last, not the shortest
         self._now = 0.0
 
     @property
@@ -80,11 +78,11 @@ class StepComposer:
         self._now = now
         self._is_short = False
         step = StepBuilder()
-        self._admission.open()
-        for request in self._admission.preemptions_for_better_tier(now, self._has_tokens_for):
+        self._table.waiting.expire(now)
+        self._admission.open(now)
+        for request in self._admission.preemptions(self._would_compute):
             self._preempt(request)
-        prefilling = self._add_decodes(step)
-        self._add_prompts(step, prefilling, now)
+        self._add_prompts(step, self._add_decodes(step))
         if step.requests:
             self._publish(step)
             self._admission.headroom.on_step()
@@ -174,149 +172,159 @@ class StepComposer:
 
     # --- prompts ------------------------------------------------------------------------------------------
 
-    def _add_prompts(self, step: StepBuilder, prefilling: list[Request], now: float) -> None:
-        waiting = self._admission.candidates(now)
-        candidates = sorted([*prefilling, *waiting], key=_priority)
-        if not candidates:
+    def _add_prompts(self, step: StepBuilder, prefilling: list[Request]) -> None:
+        """Spends the step's prompt tokens tier by tier, but for the part of one that has aged past better tiers."""
+        first = self._first_prompt(prefilling)
+        if first is None:
             return
-        streams = [request for request in self._table.running if request not in prefilling]
-        share = self._share(step.num_decode_tokens, candidates[0], streams)
+        share = self._share(step.num_decode_tokens, first, prefilling)
         if share.num_tokens <= 0:
             return
-        aged = self._serve_oldest(step, candidates, share, now)
-        while candidates:
-            self._serve(step, candidates, share, now)
-            is_full = share.num_tokens <= step.num_prompt_tokens
-            waiting = [] if is_full else self._admission.candidates(now)
-            candidates = [request for request in waiting if share.left(step, request) > 0]
-        if aged is not None:
-            self._settle(step, aged)
+        aged = self._aged(prefilling, first)
+        part = 0 if aged is None else self._part(aged, share.num_tokens)
+        priorities = sorted({request.priority for request in prefilling} | self._table.waiting.priorities)
+        for kept in dict.fromkeys((part, 0)):
+            for priority in priorities:
+                self._serve_tier(step, priority, prefilling, share.of(priority) - kept)
+            if kept and aged is not None and aged not in step:
+                self._serve(step, aged, kept)
+        self._settle(step, aged)
 
-    def _has_tokens_for(self, request: Request) -> bool:
-        """Whether running prompts that come before a waiting one will leave it tokens of the step, or of the next if
-        one is submitted, whose end the blocks of those that it preempts would have to wait for."""
-        running = self._table.running
-        prefilling = [
-            other
-            for other in running
-            if not other.num_in_flight and self._is_prefilling(other, other.num_tokens - other.num_computed_tokens)
-        ]
-        before = sorted([other for other in prefilling if other.priority <= request.priority], key=_priority)
-        if not before:
-            return True
-        streams = [other for other in running if other not in prefilling]
-        num_steps = 2 if self._table.submitted else 1
-        most = self._share(len(streams), before[0], streams).num_tokens
-        left = num_steps * most
-        for other in before:
-            wanted = min(other.num_tokens - other.num_computed_tokens, num_steps * self._most(other))
-            if wanted > left:
-                rest = request.num_tokens - self._admission.first_token(request)
-                return other.priority == request.priority and rest <= min(self._most(request), min(left, most) // 2)
-            left -= wanted
-        return left > 0
+    def _first_prompt(self, prefilling: list[Request]) -> Request | None:
+        """The oldest prompt of the best tier, running or waiting."""
+        waiting = self._admission.first() if self._admission.is_open else None
+        return min([*prefilling, waiting] if waiting is not None else prefilling, key=_turn, default=None)
 
-    def _share(self, num_decodes: int, first: Request, streams: list[Request]) -> _PromptShare:
-        """What prompts may take of the step, those of `first`'s tier before all others, beside those who decode.
+    def _share(self, num_decodes: int, first: Request, prefilling: list[Request]) -> _PromptShare:
+        """What prompts may take of the step beside those who decode.
 
-        Streams of that tier or a better one have the target kept. Those of worse tiers are held up for as long as
-        a step may last at most, which also bounds how long one who arrives meanwhile waits for its first; for a
-        quarter longer if that ends `first`'s prompt, since what it leaves behind would cost it a step.
+        Streams of `first`'s tier or a better one have the target kept. Those of worse tiers are held up for as long as
+        a step may last at most, which also bounds how long one who arrives meanwhile waits for its first token; prompts
+        of worse tiers never make a step as long as that.
         """
         room = self._limits.max_num_batched_tokens - num_decodes
         if not self._limits.bound_stalls:
             return _PromptShare(first.priority, room, room)
-        start = self._admission.first_token(first)
+        start = first.num_tokens - self._table.waiting.work(first)
         beside = min(room, self._budget.num_tokens(start, num_decodes, self._limits.target_step_s))
+        streams = [request for request in self._table.running if request not in prefilling]
         if self._is_device_shared() or any(stream.priority <= first.priority for stream in streams):
             return _PromptShare(first.priority, beside, beside)
+        most = room
         if self._budget.is_known:
-            most = max(beside, self._budget.num_tokens(start, num_decodes, self._limits.max_step_s))
-            rest = min(first.num_tokens - start, self._most(first))
-            room = min(room, rest if most < rest <= _STRETCH * most else most)
-        return _PromptShare(first.priority, room, beside)
+            most = self._budget.num_tokens(start, num_decodes, self._limits.max_step_s)
+        return _PromptShare(first.priority, min(room, max(beside, most)), beside)
 
-    def _serve_oldest(
-        self, step: StepBuilder, candidates: list[Request], share: _PromptShare, now: float
-    ) -> _Aged | None:
-        """Who has aged past all others gets its part of a step that prompts of better tiers would fill; None if there
-        is nobody, or nobody better.
+    def _serve_tier(self, step: StepBuilder, priority: int, prefilling: list[Request], most: int) -> None:
+        """Gives tokens to prompts of one tier, until the step has `most` of prompts.
 
-        It is one in `AGED_SHARE` of the prompts' tokens. Prompts that go on in later steps anyway cede it what is due
-        and what is owed from before, up to half of theirs. The best tier's cede nothing if they end in this step: then
-        the part comes on top, as far as the token budget goes, and only if another is owed already. So it is paid by
-        worse tiers, or between the best one's prompts, as long as there are such.
+        Half goes to the oldest, half to those with less work left than it, the least first; what one half does not use
+        the other does. So a prompt waits for at most twice the work of those that are shorter than it, or twice the
+        work of those that are older, whichever is less: each half by itself is shortest-remaining-work-first, or
+        first-come-first-served, at half the speed.
+
+            400 tokens a step; the oldest has 24,000 left, others come with 200 and 300
+            step 1  oldest 200, second 200 (its first token)
+            step 2  oldest 200, third 200
+            step 3  oldest 300, third 100 (its first token)
         """
-        able = [request for request in candidates if self._admission.may_come_first(request)]
-        oldest = min(able, key=self._table.waiting.key, default=None)
-        if oldest is None:
-            return None
-        better = [request for request in candidates if request.priority < oldest.priority]
-        if not better:
-            self._owed = 0
-            return None
-        aged = _Aged(oldest, self._admission.first_token(oldest))
-        best = [request for request in better if request.priority == better[0].priority]
-        wanted = sum(map(self._wanted, best))
-        do_end = wanted <= share.num_tokens
-        part = min(self._part(share, wanted), self._wanted(oldest))
-        if do_end and wanted + part <= self._limits.max_num_batched_tokens - step.num_decode_tokens:
-            self._serve(step, best, share, now)
-        self._serve(step, better, share.less(part), now)
-        if part:
-            most = max(share.num_tokens_of_worse, step.num_prompt_tokens + part)
-            self._serve(step, [oldest], _PromptShare(oldest.priority, most, most), now)
-        return aged
-
-    def _part(self, share: _PromptShare, num_best: int) -> int:
-        """Tokens for the oldest of a step for which the best tier has `num_best`."""
-        if num_best > share.num_tokens:
-            return min((self._owed + share.num_tokens) // AGED_SHARE, max(share.num_tokens // 2, 1))
-        filled = max(num_best, share.num_tokens_of_worse)
-        part = min((self._owed + filled) // AGED_SHARE, (filled - num_best) // 2)
-        return max(part, filled // AGED_SHARE, 1) if self._owed >= filled else part
-
-    def _settle(self, step: StepBuilder, aged: _Aged) -> None:
-        """Books what those who have aged were due in this step, and what they got."""
-        num_computed = aged.request.num_computed_tokens - aged.start if aged.request in step else 0
-        owed = self._owed + step.num_prompt_tokens - AGED_SHARE * num_computed
-        self._owed = min(max(owed, 0), self._limits.max_num_batched_tokens)
-
-    def _serve(self, step: StepBuilder, candidates: list[Request], share: _PromptShare, now: float) -> None:
-        """Spends the share on prompts, in this order."""
-        for index, request in enumerate(candidates):
-            left = share.left(step, request)
-            if left <= 0:
-                break
-            block_ids = None if request in step else self._ensure_running(step, request, now)
+        running = [request for request in prefilling if request.priority == priority]
+        while step.num_prompt_tokens < most:
+            line = self._line(priority, [request for request in running if request not in step])
+            if line is None:
+                return
+            half = step.num_prompt_tokens + (most - step.num_prompt_tokens) // 2
+            end = max(half, step.num_prompt_tokens + 1) if line.is_turned else most
+            block_ids = self._ensure_running(step, line.oldest)
             if block_ids is None:
+                running = [request for request in running if request is not line.oldest]
                 continue
-            wanted = self._wanted(request)
-            if wanted > left:
-                left -= self._cede(step, request, candidates[index + 1 :], left // 2, now)
-            self._put_prompt(step, request, min(wanted, left), block_ids)
+            for request in line.shorter:
+                if step.num_prompt_tokens < half:
+                    self._serve(step, request, half - step.num_prompt_tokens)
+            left = end - step.num_prompt_tokens
+            self._put_prompt(step, line.oldest, min(self._wanted(line.oldest), left), block_ids)
 
-    def _cede(self, step: StepBuilder, request: Request, later: list[Request], num_tokens: int, now: float) -> int:
-        """Gives up to `num_tokens` of a request's share to those of `later` that can finish in this step;
-        tokens given."""
-        given = 0
-        for other in later:
-            if other in step:
-                continue
-            wanted = other.num_tokens - self._admission.first_token(other)
-            if other.priority == request.priority and wanted <= min(self._most(other), num_tokens - given):
-                block_ids = self._ensure_running(step, other, now)
-                if block_ids is not None:
-                    given += self._put_prompt(step, other, wanted, block_ids)
-            elif other.status is RequestStatus.WAITING:
-                self._admission.reserve(other, now)
-        return given
+    def _line(self, priority: int, running: list[Request]) -> _Line | None:
+        """The prompts of a tier in the order in which they may start and compute; None if there is nobody.
 
-    def _ensure_running(self, step: StepBuilder, request: Request, now: float) -> BlockIds | None:
+        Of those who wait, the oldest and the shortest start in turns: where seats or blocks are short, neither keeps
+        the other from starting.
+        """
+        waiting: list[Request] = []
+        if self._admission.is_open:
+            oldest = self._table.waiting.oldest(priority, self._now)
+            waiting = self._table.waiting.by_work(priority, MAX_EARLY, self._now)
+            waiting += [oldest] if oldest is not None and oldest not in waiting else []
+        if not running and not waiting:
+            return None
+        work = self._table.waiting.work
+        oldest = min([*running, *waiting], key=_turn)
+        shorter = [request for request in [*running, *waiting] if work(request) < work(oldest)]
+        shorter.sort(key=work)
+        if oldest.status is RequestStatus.RUNNING:
+            return _Line(oldest, shorter)
+        starting = [request for request in shorter if request.status is RequestStatus.WAITING]
+        if starting and self._started_oldest.pop(priority, False):
+            return _Line(starting[0], [], is_turned=True)
+        self._started_oldest[priority] = True
+        return _Line(oldest, shorter)
+
+    def _serve(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
+        """Gives up to `num_tokens` to one that is not in the step yet, if it runs or can start."""
+        block_ids = self._ensure_running(step, request)
+        if block_ids is not None:
+            self._put_prompt(step, request, min(self._wanted(request), num_tokens), block_ids)
+
+    def _would_compute(self, request: Request) -> bool:
+        """Whether those who run will leave a waiting prompt tokens of the step, or of the next one if one is submitted,
+        whose end the blocks of those that it preempts would have to wait for."""
+        prefilling = [
+            other
+            for other in self._table.running
+            if not other.num_in_flight and self._is_prefilling(other, other.num_tokens - other.num_computed_tokens)
+        ]
+        before = [other for other in prefilling if other.priority <= request.priority]
+        num_steps = 2 if self._table.submitted else 1
+        first = min([*before, request], key=_turn)
+        share = self._share(len(self._table.running) - len(prefilling), first, prefilling)
+        wanted = {other: min(self._work(other), num_steps * self._most(other)) for other in before}
+        left = num_steps * share.num_tokens - sum(wanted[o] for o in before if o.priority < request.priority)
+        mates = [other for other in before if other.priority == request.priority]
+        if not any(_turn(other) < _turn(request) for other in mates):
+            return left > 0
+        shorter = [other for other in mates if self._work(other) < self._work(request)]
+        return sum(map(wanted.__getitem__, mates)) < left or sum(map(wanted.__getitem__, shorter)) < left // 2
+
+    # --- those who have aged past better tiers ----------------------------------------------------------------
+
+    def _aged(self, prefilling: list[Request], first: Request) -> Request | None:
+        """The prompt that has waited past all of better tiers; None if the oldest is of the best tier."""
+        promoted = self._admission.promoted()
+        able = [*prefilling, promoted] if promoted is not None else prefilling
+        oldest = min(able, key=self._table.waiting.by_age.key, default=first)
+        return oldest if oldest.priority > first.priority else None
+
+    def _part(self, aged: Request, num_tokens: int) -> int:
+        """Tokens that are kept for it of a step's `num_tokens`: all that it is due, once that makes a block."""
+        wanted = self._wanted(aged)
+        is_due = self._due >= min(wanted, BLOCK_SIZE)
+        return min(int(self._due), wanted, max(num_tokens // 2, 1)) if is_due else 0
+
+    def _settle(self, step: StepBuilder, aged: Request | None) -> None:
+        """Books what its tier is due: one prompt token for each `AGED_SHARE - 1` that better tiers get."""
+        if aged is None:
+            self._due = 0.0
+            return
+        num_better = sum(count for priority, count in step.prompt_tokens.items() if priority < aged.priority)
+        due = self._due + num_better / (AGED_SHARE - 1) - (step.num_prompt_tokens - num_better)
+        self._due = min(max(due, 0.0), float(self._limits.max_num_batched_tokens))
+
+    def _ensure_running(self, step: StepBuilder, request: Request) -> BlockIds | None:
         """The blocks that are new to a request's tables; None if it waits and cannot start now."""
         if request.status is RequestStatus.RUNNING:
             return self._move_windows(step, request) if self._table.blocks.groups.has_windows else ()
-        block_ids = self._admission.admit(request, now)
+        block_ids = self._admission.admit(request)
         if block_ids is not None:
             step.new_requests.append(
                 NewRequestData(
@@ -340,7 +348,10 @@ class StepComposer:
         return self._grow(request, request.num_tokens - request.num_computed_tokens)
 
     def _wanted(self, request: Request) -> int:
-        return min(request.num_tokens - self._admission.first_token(request), self._most(request))
+        return min(self._work(request), self._most(request))
+
+    def _work(self, request: Request) -> int:
+        return self._table.waiting.work(request)
 
     def _most(self, request: Request) -> int:
         """Tokens that one step may compute of a request's prompt."""
@@ -354,6 +365,7 @@ class StepComposer:
         if self._checkpoints is not None:
             num_tokens = self._checkpoints.cut(request, num_tokens)
         step.num_prompt_tokens += num_tokens
+        step.prompt_tokens[request.priority] += num_tokens
         step.prompt_cost += self._budget.cost(start, num_tokens)
         self._put(step, request, num_tokens, block_ids)
         return num_tokens
@@ -384,6 +396,8 @@ class StepComposer:
         request.num_computed_tokens = end
         if is_sampling:
             request.num_in_flight = num_in_flight + 1
+        self._counters.num_tokens_recomputed += max(0, min(end, request.num_ever_computed) - start)
+        request.num_ever_computed = max(request.num_ever_computed, end)
         if start < num_prompt_tokens:
             self._counters.num_prompt_tokens_computed += min(end, num_prompt_tokens) - start
         if start % BLOCK_SIZE == 0 or end // BLOCK_SIZE > start // BLOCK_SIZE:
@@ -396,42 +410,35 @@ class StepComposer:
         for request in step.filled:
             table.blocks.cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
             table.blocks.give_up_unseen(request)
-        if len(table.prefixes):
-            for request in step.requests.values():
-                if request.num_in_flight:
-                    table.prefixes.stop(request.request_id)
+            table.waiting.advance(request)
 
 
 @dataclass(frozen=True, slots=True)
 class _PromptShare:
     """Prompt tokens of a step: all that prompts of `priority` may take, and all that those of worse tiers may fill
-    it up to, so that they do not lengthen the step of a better one."""
+    it up to."""
 
     priority: int
     num_tokens: int
     num_tokens_of_worse: int
 
-    def less(self, num_tokens: int) -> _PromptShare:
-        """The same with so many tokens kept back for somebody."""
-        most = self.num_tokens - num_tokens
-        return _PromptShare(self.priority, most, min(self.num_tokens_of_worse, most))
-
-    def left(self, step: StepBuilder, request: Request) -> int:
-        """What `request` may still take."""
-        most = self.num_tokens if request.priority <= self.priority else self.num_tokens_of_worse
-        return most - step.num_prompt_tokens
+    def of(self, priority: int) -> int:
+        """The prompt tokens at which a step is full for a tier."""
+        return self.num_tokens if priority <= self.priority else self.num_tokens_of_worse
 
 
 @dataclass(frozen=True, slots=True)
-class _Aged:
-    """Who has aged past better tiers, and where its prompt stood before the step."""
+class _Line:
+    """Who computes next of a tier: `oldest` takes what `shorter` leave of the tokens. If it `is_turned`, the shortest
+    stands in the place of the oldest, to start before it, and takes half at most."""
 
-    request: Request
-    start: int
+    oldest: Request
+    shorter: list[Request]
+    is_turned: bool = False
 
 
-def _priority(request: Request) -> int:
-    return request.priority
+def _turn(request: Request) -> tuple[int, float]:
+    return request.priority, request.arrival_s
 
 
 def _needs_no_result(request: Request) -> bool:

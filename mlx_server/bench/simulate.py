@@ -135,7 +135,6 @@ def _variants(limits: SchedulerLimits, with_ablations: bool) -> dict[str, _Varia
         variants |= {
             "no stall bound": _Variant(replace(limits, bound_stalls=False)),
             "no prefix deduplication": _Variant(replace(limits, deduplicate_prefixes=False)),
-            "no cache-aware order": _Variant(replace(limits, cache_aware_order=False)),
             "no step ahead": _Variant(limits, is_async=False),
             "no aging": _Variant(replace(limits, aging_rate=0.0)),
             "no prefix cache": _Variant(limits, enable_prefix_caching=False),
