@@ -306,10 +306,12 @@ class StepComposer:
         return oldest if oldest.priority > first.priority else None
 
     def _part(self, aged: Request, num_tokens: int) -> int:
-        """Tokens that are kept for it of a step's `num_tokens`: all that it is due, once that makes a block."""
-        wanted = self._wanted(aged)
-        is_due = self._due >= min(wanted, BLOCK_SIZE)
-        return min(int(self._due), wanted, max(num_tokens // 2, 1)) if is_due else 0
+        """Tokens that are kept for it of a step's `num_tokens`: all that it is due, once that makes a block. One that
+        may start by its age does so, with a block in advance."""
+        least = min(self._wanted(aged), BLOCK_SIZE)
+        if aged.status is RequestStatus.RUNNING and self._due < least:
+            return 0
+        return min(max(int(self._due), least), self._wanted(aged), max(num_tokens // 2, 1))
 
     def _settle(self, step: StepBuilder, aged: Request | None) -> None:
         """Books what its tier is due: one prompt token for each `AGED_SHARE - 1` that better tiers get."""
@@ -318,7 +320,8 @@ class StepComposer:
             return
         num_better = sum(count for priority, count in step.prompt_tokens.items() if priority < aged.priority)
         due = self._due + num_better / (AGED_SHARE - 1) - (step.num_prompt_tokens - num_better)
-        self._due = min(max(due, 0.0), float(self._limits.max_num_batched_tokens))
+        most = float(self._limits.max_num_batched_tokens)
+        self._due = min(max(due, -most), most)
 
     def _ensure_running(self, step: StepBuilder, request: Request) -> BlockIds | None:
         """The blocks that are new to a request's tables; None if it waits and cannot start now."""
