@@ -14,8 +14,8 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk
 from mlx_server.request import FinishReason, Request, RequestStatus
 
-MAX_EARLY = 8
-"""Waiting requests that are looked at at a time, beside the oldest."""
+_STRETCH = 1.25
+"""What a prompt has left after so much more than a step's share would cost it a step of its own."""
 
 _MAX_SCORED_TOKENS = 4 * BLOCK_SIZE
 """Prompt positions of one request whose logits a step may hold at once: each is as wide as the vocabulary."""
@@ -54,7 +54,6 @@ class StepComposer:
         self._starving_since: float | None = None
         self._is_short = False
         self._due = 0.0  # prompt tokens that those who have aged are due
-        self._started_oldest: dict[int, bool] = {}  # tiers of which the oldest started last, not the shortest
         self._now = 0.0
 
     @property
@@ -182,17 +181,22 @@ class StepComposer:
             return
         aged = self._aged(prefilling, first)
         part = 0 if aged is None else self._part(aged, share.num_tokens)
+        room = self._limits.max_num_batched_tokens - step.num_decode_tokens
+        if self._wanted(first) <= share.num_tokens:  # the part comes on top of a prompt that ends in the step
+            kept = max(share.num_tokens + part - room, 0)
+        else:
+            kept = part
         priorities = sorted({request.priority for request in prefilling} | self._table.waiting.priorities)
-        for kept in dict.fromkeys((part, 0)):
+        for left in dict.fromkeys((kept, 0)):
             for priority in priorities:
-                self._serve_tier(step, priority, prefilling, share.of(priority) - kept)
-            if kept and aged is not None and aged not in step:
-                self._serve(step, aged, kept)
+                self._serve_tier(step, priority, prefilling, share.of(priority) - left)
+            if part and aged is not None and aged not in step and step.num_prompt_tokens < room:
+                self._serve(step, aged, min(part, room - step.num_prompt_tokens))
         self._settle(step, aged)
 
     def _first_prompt(self, prefilling: list[Request]) -> Request | None:
         """The oldest prompt of the best tier, running or waiting."""
-        waiting = self._admission.first() if self._admission.is_open else None
+        waiting = self._table.waiting.first(self._now) if self._admission.is_open else None
         return min([*prefilling, waiting] if waiting is not None else prefilling, key=_turn, default=None)
 
     def _share(self, num_decodes: int, first: Request, prefilling: list[Request]) -> _PromptShare:
@@ -213,14 +217,15 @@ class StepComposer:
         most = room
         if self._budget.is_known:
             most = self._budget.num_tokens(start, num_decodes, self._limits.max_step_s)
+            most = wanted if most < (wanted := self._wanted(first)) <= _STRETCH * most else most
         return _PromptShare(first.priority, min(room, max(beside, most)), beside)
 
     def _serve_tier(self, step: StepBuilder, priority: int, prefilling: list[Request], most: int) -> None:
         """Gives tokens to prompts of one tier, until the step has `most` of prompts.
 
-        Half goes to the oldest, half to those with less work left than it, the least first; what one half does not use
-        the other does. So a prompt waits for at most twice the work of those that are shorter than it, or twice the
-        work of those that are older, whichever is less: each half by itself is shortest-remaining-work-first, or
+        The first half goes to those with the least work left, the second to the oldest; what one does not use the
+        other does. So a prompt waits for at most twice the work of those that are shorter than it, or twice the work
+        of those that are older, whichever is less: each half by itself is shortest-remaining-work-first, or
         first-come-first-served, at half the speed.
 
             400 tokens a step; the oldest has 24,000 left, others come with 200 and 300
@@ -228,47 +233,27 @@ class StepComposer:
             step 2  oldest 200, third 200
             step 3  oldest 300, third 100 (its first token)
         """
-        running = [request for request in prefilling if request.priority == priority]
+        running = [request for request in prefilling if request.priority == priority and request not in step]
+        half = step.num_prompt_tokens + (most - step.num_prompt_tokens) // 2
         while step.num_prompt_tokens < most:
-            line = self._line(priority, [request for request in running if request not in step])
-            if line is None:
+            oldest = self._oldest(priority, running)
+            if oldest is None:
                 return
-            half = step.num_prompt_tokens + (most - step.num_prompt_tokens) // 2
-            end = max(half, step.num_prompt_tokens + 1) if line.is_turned else most
-            block_ids = self._ensure_running(step, line.oldest)
-            if block_ids is None:
-                running = [request for request in running if request is not line.oldest]
-                continue
-            for request in line.shorter:
-                if step.num_prompt_tokens < half:
-                    self._serve(step, request, half - step.num_prompt_tokens)
-            left = end - step.num_prompt_tokens
-            self._put_prompt(step, line.oldest, min(self._wanted(line.oldest), left), block_ids)
+            request = self._shortest(priority, running, oldest) if step.num_prompt_tokens < half else oldest
+            end = most if request is oldest else half
+            if request in running:
+                running.remove(request)
+            self._serve(step, request, end - step.num_prompt_tokens)
 
-    def _line(self, priority: int, running: list[Request]) -> _Line | None:
-        """The prompts of a tier in the order in which they may start and compute; None if there is nobody.
+    def _oldest(self, priority: int, running: list[Request]) -> Request | None:
+        """Of a tier's prompts: those of `running`, and those that may start."""
+        waiting = self._table.waiting.oldest(priority, self._now) if self._admission.is_open else None
+        return min([*running, waiting] if waiting is not None else running, key=_turn, default=None)
 
-        Of those who wait, the oldest and the shortest start in turns: where seats or blocks are short, neither keeps
-        the other from starting.
-        """
-        waiting: list[Request] = []
-        if self._admission.is_open:
-            oldest = self._table.waiting.oldest(priority, self._now)
-            waiting = self._table.waiting.by_work(priority, MAX_EARLY, self._now)
-            waiting += [oldest] if oldest is not None and oldest not in waiting else []
-        if not running and not waiting:
-            return None
-        work = self._table.waiting.work
-        oldest = min([*running, *waiting], key=_turn)
-        shorter = [request for request in [*running, *waiting] if work(request) < work(oldest)]
-        shorter.sort(key=work)
-        if oldest.status is RequestStatus.RUNNING:
-            return _Line(oldest, shorter)
-        starting = [request for request in shorter if request.status is RequestStatus.WAITING]
-        if starting and self._started_oldest.pop(priority, False):
-            return _Line(starting[0], [], is_turned=True)
-        self._started_oldest[priority] = True
-        return _Line(oldest, shorter)
+    def _shortest(self, priority: int, running: list[Request], oldest: Request) -> Request:
+        """The one with the least work left; `oldest` among equals."""
+        waiting = self._admission.shortest(priority) if self._admission.is_open else None
+        return min([oldest, *running, waiting] if waiting is not None else [oldest, *running], key=self._work)
 
     def _serve(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
         """Gives up to `num_tokens` to one that is not in the step yet, if it runs or can start."""
@@ -428,16 +413,6 @@ class _PromptShare:
     def of(self, priority: int) -> int:
         """The prompt tokens at which a step is full for a tier."""
         return self.num_tokens if priority <= self.priority else self.num_tokens_of_worse
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """Who computes next of a tier: `oldest` takes what `shorter` leave of the tokens. If it `is_turned`, the shortest
-    stands in the place of the oldest, to start before it, and takes half at most."""
-
-    oldest: Request
-    shorter: list[Request]
-    is_turned: bool = False
 
 
 def _turn(request: Request) -> tuple[int, float]:

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import chain
 
 from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.priority_queue import PriorityQueueWithAging, RequestHeap
@@ -98,14 +98,13 @@ class WaitingRequests:
         """The oldest of a tier."""
         return self._first(lambda: self.by_age.first_of(priority), now)
 
-    def by_work(self, priority: int, most: int, now: float) -> list[Request]:
-        """Up to `most` of a tier, the least work first, the older one among equals."""
+    def shortest(self, priority: int, now: float) -> Request | None:
+        """The one of a tier that has the least work, the older one among equals."""
         heap = self._by_work.get(priority)
-        while heap:
-            found = list(islice(heap.in_order(), most))
-            if not sum([self._park(request, now) or self._update(request) for request in found]):
-                return found
-        return []
+        while heap and (request := heap.first()) is not None:
+            if not self._park(request, now) and not self._update(request):
+                return request
+        return None
 
     # --- prefixes that are being computed ---------------------------------------------------------------------
 

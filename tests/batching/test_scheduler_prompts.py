@@ -1,4 +1,4 @@
-"""How prompts share a step: chunks, the budget beside those who decode, and what a long prompt cedes."""
+"""How prompts share a step: chunks, the budget beside those who decode, and who of a tier gets it."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_those_whose_token_is_in_flight_count_as_decoding() -> None:
     assert chunks(world.schedule()) == {"long": (0, 128)}
 
 
-# --- what a long prompt cedes -----------------------------------------------------------------------------
+# --- half to the shortest, half to the oldest --------------------------------------------------------------
 
 
 def test_a_short_prompt_is_not_parked_behind_a_long_one() -> None:
@@ -131,34 +131,46 @@ def test_a_short_prompt_is_not_parked_behind_a_long_one() -> None:
     assert world.scheduler.counters.num_prompt_tokens_computed == 256
 
 
-def test_at_most_half_is_ceded_and_only_to_those_that_can_finish() -> None:
+def test_half_of_a_step_goes_to_the_shortest_and_half_to_the_oldest() -> None:
     world = make_world(max_num_batched_tokens=256, num_blocks=200)
     world.add(make_request("long", 1000))
     world.add(make_request("half", 129, arrival_s=0.1), make_request("a", 100, arrival_s=0.2))
     world.add(make_request("b", 40, arrival_s=0.3), make_request("c", 28, arrival_s=0.4))
-    assert chunks(world.step()) == {"a": (0, 100), "c": (0, 28), "long": (0, 128)}
+    assert chunks(world.step()) == {"c": (0, 28), "b": (0, 40), "a": (0, 60), "long": (0, 128)}
+    step = chunks(world.step())  # beside the tokens of `b` and `c`, 254 for prompts
+    assert {name: step[name] for name in ("a", "half", "long")} == {"a": (60, 40), "half": (0, 87), "long": (128, 127)}
 
 
-def test_nothing_is_ceded_to_worse_tiers() -> None:
+def test_prompts_of_one_size_are_computed_in_the_order_of_arrival() -> None:
+    world = make_world(max_num_batched_tokens=256, num_blocks=200)
+    world.add(*(make_request(f"r{index}", 300, arrival_s=0.1 * index) for index in range(3)))
+    assert chunks(world.step()) == {"r0": (0, 256)}
+
+
+def test_tokens_that_are_cached_are_no_work() -> None:
+    """`hit` is the longest, but has the least to compute."""
+    world = make_world(max_num_batched_tokens=256, num_blocks=200)
+    world.add(make_request("warm", prompt(320), max_tokens=1))
+    world.finish()
+    world.add(make_request("old", 300), make_request("hit", [*prompt(320), 1, 2, 3], arrival_s=0.1))
+    world.add(make_request("short", 125, arrival_s=0.2))
+    assert chunks(world.step()) == {"hit": (320, 3), "short": (0, 125), "old": (0, 128)}
+
+
+def test_worse_tiers_get_nothing_before_the_better_one_has_all() -> None:
     world = make_world(max_num_batched_tokens=256, num_blocks=200)
     world.add(make_request("long", 1000), make_request("short", 10, priority=Priority.LOW))
     assert chunks(world.step()) == {"long": (0, 256)}
 
 
-def test_who_was_served_is_not_served_again_by_the_next_long_prompt() -> None:
-    """`a` cedes to `short`, finishes its chunk, and leaves a rest to `b`, which has nothing to cede to it."""
-    world = make_world(max_num_batched_tokens=250, max_chunk_tokens=180, num_blocks=200)
+def test_a_request_has_one_chunk_in_a_step() -> None:
+    """`a` takes the most that one may, and what is left goes on by age."""
+    world = make_world(max_num_batched_tokens=250, max_chunk_tokens=120, num_blocks=200)
     world.add(make_request("a", 1000), make_request("b", 1000, arrival_s=0.1), make_request("short", 20, arrival_s=0.2))
-    assert chunks(world.step()) == {"a": (0, 180), "short": (0, 20), "b": (0, 50)}
+    assert chunks(world.step()) == {"short": (0, 20), "a": (0, 120), "b": (0, 110)}
 
 
-def test_a_bounded_chunk_that_does_not_finish_is_no_reason_to_cede() -> None:
-    world = make_world(max_num_batched_tokens=40, max_chunk_tokens=24, num_blocks=200)
-    world.add(make_request("a", 1000), make_request("b", 1000, arrival_s=0.1), make_request("c", 30, arrival_s=0.2))
-    assert chunks(world.step()) == {"a": (0, 24), "b": (0, 16)}
-
-
-def test_ceding_lets_a_running_prompt_finish() -> None:
+def test_a_running_prompt_that_is_shorter_goes_on_beside_an_older_one() -> None:
     world = make_world(max_num_batched_tokens=64, num_blocks=200)
     world.add(make_request("short", 70, arrival_s=1.0))
     assert chunks(world.step()) == {"short": (0, 64)}
@@ -166,32 +178,64 @@ def test_ceding_lets_a_running_prompt_finish() -> None:
     assert chunks(world.step()) == {"short": (64, 6), "long": (0, 58)}
 
 
-def test_a_ceded_start_takes_no_room_from_an_earlier_request() -> None:
-    """14 blocks are free once `long` runs: `large` needs 12 of them, so `small` may have two but not three."""
-    for num_tokens, starts in ((60, True), (90, False)):
-        world = make_world(max_num_batched_tokens=256, num_blocks=30)
-        world.add(make_request("long", 500, max_tokens=2), make_request("large", 380, max_tokens=2, arrival_s=0.1))
-        world.add(make_request("small", num_tokens, max_tokens=2, arrival_s=0.2))
+# --- who is overtaken -------------------------------------------------------------------------------------
+
+
+def overtaking(world: World, large: str, num_steps: int, num_tokens: int, *, max_tokens: int = 2) -> list[str]:
+    """Those that start before `large`, of one prompt of `num_tokens` that arrives in each step."""
+    started: list[str] = []
+    for index in range(num_steps):
+        name = f"small{index}"
+        world.add(make_request(name, num_tokens, max_tokens, arrival_s=world.now + 1.0))
         world.step()
-        assert ("small" in world.running_ids()) is starts
-        world.finish()
-        world.check_tokens()
+        started += [name for name in world.running_ids() if name not in started]
+        if large in world.running_ids():
+            break
+    return [name for name in started if name.startswith("small")]
 
 
-@pytest.mark.parametrize(("priority", "arrival_s"), [(Priority.NORMAL, 21.0), (Priority.LOW, 5.0)])
+def test_one_that_waits_for_blocks_is_overtaken_by_no_more_than_its_own_work() -> None:
+    """14 blocks are free beside `long`, `large` needs 15: ten times 40 tokens are less than its 450, twelve more."""
+    world = make_world(max_num_batched_tokens=600, num_blocks=30)
+    world.add(make_request("long", 500, max_tokens=40), make_request("large", 450, max_tokens=2, arrival_s=0.1))
+    assert overtaking(world, "large", 30, 40) == [f"small{index}" for index in range(11)]
+    world.finish()
+    world.check_tokens()
+
+
+def test_one_that_waits_for_a_seat_is_overtaken_once() -> None:
+    """Seats are what is short: they go to the shortest and to the oldest in turns."""
+    world = make_world(max_num_seqs=2, num_blocks=200)
+    world.add(make_request("runs", 8, max_tokens=100))
+    world.step()
+    world.add(make_request("large", 2500, max_tokens=2, arrival_s=0.1))
+    assert overtaking(world, "large", 30, 40, max_tokens=5) == ["small0"]
+    world.finish()
+    world.check_tokens()
+
+
 @pytest.mark.parametrize(("num_seats", "starts"), [(2, False), (3, True)])
-def test_a_ceded_start_takes_no_seat_from_an_earlier_request(
-    priority: Priority, arrival_s: float, num_seats: int, starts: bool
-) -> None:
-    """Earlier by its place in the tier, or by its age."""
+def test_a_shorter_one_takes_no_seat_from_one_that_has_aged_past_it(num_seats: int, starts: bool) -> None:
     world = make_world(max_num_batched_tokens=256, max_num_seqs=num_seats, num_blocks=200)
-    world.add(make_request("long", 1000, arrival_s=20.0))
-    world.add(make_request("earlier", 200, arrival_s=arrival_s, priority=priority))
+    world.add(make_request("runs", 8, 100, arrival_s=20.0))
+    world.step()
+    world.add(make_request("earlier", 200, arrival_s=5.0, priority=Priority.LOW))
     world.add(make_request("short", 50, arrival_s=22.0))
     world.step()
+    assert "earlier" in world.running_ids()
     assert ("short" in world.running_ids()) is starts
     world.finish()
     world.check_tokens()
+
+
+def test_one_that_fits_is_not_kept_by_a_shorter_one_that_does_not() -> None:
+    """`hit` has less to compute, but needs more blocks than the pool has got."""
+    world = make_world(num_blocks=10, max_blocks=40)
+    world.add(make_request("warm", prompt(256), max_tokens=1))
+    world.finish()
+    world.add(make_request("fits", 200, max_tokens=2))
+    world.add(make_request("hit", [*prompt(256), *prompt(120, first=500)], max_tokens=2, arrival_s=0.1))
+    assert chunks(world.step()) == {"fits": (0, 200)}
 
 
 @pytest.mark.parametrize("budget", [32, 33, 40, 63, 64, 65, 97, 127, 128, 191, 200, 512])
@@ -206,7 +250,7 @@ def test_a_long_prompt_advances_by_at_least_half_of_the_budget(budget: int, num_
     while world.tokens["long"] == []:
         for index in range(4):  # more than there is room for, at every step; each ends with its first token
             short = prompt(num_short_tokens, first=index)
-            world.add(make_request(f"s{num_steps}-{index}", short, max_tokens=1, arrival_s=world.now))
+            world.add(make_request(f"s{num_steps}-{index}", short, max_tokens=1, arrival_s=world.now + 1.0))
         size = chunks(world.step()).get("long", (0, 0))[1]
         num_steps += 1
         remaining = num_tokens - world.requests["long"].num_computed_tokens

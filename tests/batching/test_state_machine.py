@@ -27,7 +27,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([1, 2, 4, 16]),
         max_num_batched_tokens=st.sampled_from([16, 40, 64, 100, 512]),
         max_chunk_tokens=st.sampled_from([None, None, 1, 7]),
-        flags=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
+        flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
         aging_rate=st.sampled_from([0.0, 0.1, 1.0]),
         num_first_blocks=st.sampled_from([None, 1, 4]),
         num_checkpoints=st.sampled_from([None, None, 1, 3, 16]),
@@ -40,14 +40,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_chunk_tokens: int | None,
-        flags: tuple[bool, bool, bool, bool],
+        flags: tuple[bool, bool, bool],
         aging_rate: float,
         num_first_blocks: int | None,
         num_checkpoints: int | None,
         windows: tuple[int | None, ...],
     ) -> None:
         num_blocks *= len(windows)
-        bound_stalls, deduplicate_prefixes, cache_aware_order, enable_prefix_caching = flags
+        bound_stalls, deduplicate_prefixes, enable_prefix_caching = flags
         num_first = num_first_blocks or num_blocks
         self.supply = ScriptedSupply(num_blocks - num_first)
         self.num_blocks = num_blocks
@@ -63,7 +63,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_chunk_tokens=max_chunk_tokens,
             bound_stalls=bound_stalls,
             deduplicate_prefixes=deduplicate_prefixes,
-            cache_aware_order=cache_aware_order,
             aging_rate=aging_rate,
             target_step_s=0.08,
             memory_wait_s=0.3,
