@@ -34,8 +34,9 @@ class PromptBudget:
 
     A step is foretold to last `decode + speed * prompt_cost` seconds. A prompt token at position p costs
     `1 + p / context_doubling_tokens`: attention over the context comes on top of the weights. What a step
-    takes corrects `decode` and `speed` in proportion to their shares of it, so that both are learnt from
-    steps that do both: under load there may be no others.
+    takes corrects both, so that they are learnt from steps that do both: under load there may be no others. `speed`
+    learns from a step only as far as prompts were what it was foretold to be spent on: a wrong `decode` is corrected
+    by steps that carry a prompt, and must not pass its error on.
     """
 
     def __init__(self, context_doubling_tokens: float) -> None:
@@ -90,13 +91,17 @@ class PromptBudget:
         cost = shape.prompt_cost
         decode_s = self._decode_s or 0.0 if shape.num_decode_tokens else 0.0
         if self._observed_cost == 0.0:
-            # Decodes may be fewer now than when they were timed: the prompt took half of the step at least.
-            self._speed = max(step_time_s - decode_s, 0.5 * step_time_s) / cost
+            # Decodes may be fewer now than when they were timed: if they leave less than half, the prompt took it all.
+            self._speed = (step_time_s - decode_s if decode_s <= 0.5 * step_time_s else step_time_s) / cost
         else:
-            surprise = _surprise(step_time_s, decode_s + self._speed * cost)
-            self._speed *= 1.0 + surprise * cost / (self._observed_cost + cost)
+            foretold_s = decode_s + self._speed * cost
+            surprise = _surprise(step_time_s, foretold_s)
+            prompt_share = self._speed * cost / foretold_s
+            self._speed *= 1.0 + surprise * prompt_share**2 * cost / (self._observed_cost + cost)
             if decode_s:
                 self._decode_s = decode_s * (1.0 + _DECODE_GAIN * surprise)
+        if decode_s:
+            self._decode_s = min(self._decode_s or 0.0, step_time_s)
         self._observed_cost = min(self._observed_cost + cost, _MEMORY)
 
 

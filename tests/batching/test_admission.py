@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_server.batching.admission import CACHE_ORDER_WINDOW, MAX_DEFERRALS, cache_aware_order
 from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.headroom import AdmissionHeadroom
 from mlx_server.batching.prefix_cache import CachedPrefix
@@ -42,15 +41,16 @@ def test_a_better_tier_starts_first() -> None:
     assert [o.request_id for o in world.outputs if o.finish_reason] == ["HIGH", "NORMAL", "LOW"]
 
 
-def test_admission_stops_at_the_first_that_does_not_fit() -> None:
+def test_admission_stops_at_the_oldest_that_does_not_fit_once_it_has_been_overtaken() -> None:
     world = make_world(num_blocks=8)
     world.add(make_request("runs", 90, max_tokens=6), make_request("large", 190, arrival_s=0.1))
-    world.add(make_request("small", 20, arrival_s=0.2))
-    assert chunks(world.step()) == {"runs": (0, 90)}  # 5 blocks are free; `large` needs 6, `small` 1
-    assert world.waiting_ids() == ["large", "small"]
+    world.add(make_request("small", 60, max_tokens=30, arrival_s=0.2), make_request("next", 150, arrival_s=0.3))
+    assert chunks(world.step()) == {"small": (0, 60), "runs": (0, 90)}  # 3 blocks are free; `large` needs 6
     while "runs" not in world.reasons:
-        assert list(chunks(world.step())) == ["runs"]
-    assert list(chunks(world.step())) == ["large", "small"]
+        assert list(chunks(world.step())) == ["runs", "small"]
+    while "small" not in world.reasons:  # 5 blocks are enough for `next`, but 60 + 150 tokens are more than 190
+        assert list(chunks(world.step())) == ["small"]
+    assert list(chunks(world.step())) == ["large"]
     world.finish()
     world.check_tokens()
 
@@ -152,50 +152,34 @@ def test_without_prefix_caching_nothing_is_queried() -> None:
     assert world.scheduler.counters.num_prefix_query_tokens == 0
 
 
-def order(*candidates: tuple[str, float, int, int]) -> list[str]:
-    """Order of (name, key, cached tokens, deferrals), which are sorted by key."""
-    made = []
-    for name, key, num_cached, num_deferrals in candidates:
-        request = make_request(name)
-        request.num_deferrals = num_deferrals
-        made.append((key, request, num_cached))
-    return [request.request_id for request in cache_aware_order(made)]
+def test_of_one_tier_those_who_have_less_left_to_compute_start_first_however_many_wait() -> None:
+    world = make_world(max_num_batched_tokens=64, max_num_seqs=32)
+    warm(world)
+    world.add(*(make_request(f"cold{index}", 80) for index in range(40)), shared("hit", 1, arrival_s=5.0))
+    step = chunks(world.step())
+    assert step == {"hit": (64, 1), "cold0": (0, 63)}
 
 
-def test_longer_cached_prefixes_come_first_among_equals() -> None:
-    assert order(("a", 1.0, 0, 0), ("b", 1.1, 64, 0), ("c", 1.2, 32, 0)) == ["b", "c", "a"]
-    assert order(("a", 1.0, 32, 0), ("b", 1.1, 32, 0)) == ["a", "b"]
-
-
-def test_the_window_bounds_who_counts_as_equal() -> None:
-    edge = 1.0 + CACHE_ORDER_WINDOW
-    assert order(("a", 1.0, 0, 0), ("b", edge, 64, 0), ("c", edge + 0.01, 128, 0)) == ["b", "a", "c"]
-
-
-def test_a_request_is_passed_over_a_bounded_number_of_times() -> None:
-    last = MAX_DEFERRALS - 1
-    assert order(("a", 1.0, 0, last), ("b", 1.1, 64, 0)) == ["b", "a"]
-    assert order(("a", 1.0, 0, 0), ("b", 1.1, 0, MAX_DEFERRALS), ("c", 1.2, 64, 0)) == ["b", "c", "a"]
-
-
-def test_hits_overtake_a_cold_request_at_most_eight_times() -> None:
+def test_hits_and_the_oldest_take_turns_for_a_seat() -> None:
     world = make_world(max_num_seqs=1)
     warm(world)
     world.add(make_request("cold", 80, max_tokens=1))
     started: list[str] = []
-    for index in range(MAX_DEFERRALS + 4):
+    for index in range(4):
         world.add(shared(f"hit{index}", 1, max_tokens=1, arrival_s=0.01 * index))
         started.extend(chunks(world.step()))
-    assert started == [*(f"hit{index}" for index in range(MAX_DEFERRALS)), "cold", "hit8", "hit9", "hit10"]
-    assert world.requests["cold"].num_deferrals == 0
+    assert started == ["hit0", "cold", "hit1", "hit2"]
     world.finish()
 
 
-def test_the_cache_aware_order_can_be_turned_off() -> None:
-    world = make_world(max_num_seqs=1, cache_aware_order=False)
+def test_an_evicted_prefix_is_no_longer_a_hit() -> None:
+    """What is cached of a request that waits is looked up again when its turn comes."""
+    world = make_world(num_blocks=4, max_num_seqs=1)
     warm(world)
-    world.add(make_request("cold", 80), shared("hit", 1, arrival_s=0.01))
-    assert list(chunks(world.step())) == ["cold"]
+    world.add(make_request("runs", 100, max_tokens=1, priority=Priority.HIGH))
+    world.add(make_request("cold", 60, arrival_s=0.1), shared("hit", 1, arrival_s=0.2))
+    assert list(chunks(world.step())) == ["runs"]
+    assert chunks(world.step()) == {"cold": (0, 60)}
 
 
 def test_a_longer_prefix_does_not_overtake_a_better_tier() -> None:
@@ -215,17 +199,6 @@ def test_nobody_waits_for_room_for_one_that_only_a_prefix_puts_before_it() -> No
     assert chunks(world.step()).keys() == {"runs", "cold"}
     world.finish()
     world.check_tokens()
-
-
-def test_only_requests_of_the_first_ones_tier_change_places() -> None:
-    cold, hit, other, aged = (make_request(name) for name in ("cold", "hit", "other", "aged"))
-    aged.priority = Priority.LOW
-    candidates = [(1.0, cold, 0), (1.2, hit, 5), (1.3, other, 0), (1.1, aged, 9)]
-    assert cache_aware_order(candidates) == [hit, cold, other, aged]
-    aged.num_deferrals = MAX_DEFERRALS
-    assert cache_aware_order(candidates) == [hit, cold, other, aged]
-    other.num_deferrals = MAX_DEFERRALS
-    assert cache_aware_order(candidates) == [other, hit, cold, aged]
 
 
 # --- what looking costs -----------------------------------------------------------------------------------
@@ -275,7 +248,7 @@ def test_a_prefix_on_its_way_is_waited_for() -> None:
     world = make_world(max_num_batched_tokens=64)
     world.add(shared("first", 10), shared("second", 10, arrival_s=0.1))
     assert chunks(world.step()) == {"first": (0, 64)}
-    assert (world.scheduler.num_waiting, world.scheduler.num_deferred) == (1, 1)
+    assert (world.scheduler.num_waiting, world.scheduler.num_deferred) == (1, 0)  # nobody has asked for it yet
     assert chunks(world.step()) == {"first": (64, 10), "second": (64, 10)}
     assert (world.scheduler.num_waiting, world.scheduler.num_deferred) == (0, 0)
     world.finish()
@@ -301,10 +274,9 @@ def test_an_independent_request_does_not_wait_for_those_that_do() -> None:
 
 def test_those_who_wait_for_a_prefix_do_not_hide_others() -> None:
     world = make_world(num_blocks=200, max_num_batched_tokens=256)
-    world.add(*(make_request(f"r{index}", [*prompt(600), index]) for index in range(20)))
+    world.add(*(make_request(f"r{index}", [*prompt(600), index]) for index in range(100)))
     world.add(make_request("other", 8, arrival_s=1.0))
-    assert chunks(world.step()) == {"r0": (0, 256)}
-    assert chunks(world.step()) == {"r0": (256, 248), "other": (0, 8)}
+    assert chunks(world.step()) == {"r0": (0, 248), "other": (0, 8)}
 
 
 def test_a_step_starts_as_many_as_it_has_room_for() -> None:
