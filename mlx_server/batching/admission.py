@@ -68,6 +68,19 @@ class Admission:
             return None
         return oldest if self._may_promote(oldest) else None
 
+    def next_to_start(self) -> Request | None:
+        """The waiting request whose start a step is made for, if any can start: the oldest of the best tier, or else
+        its shortest."""
+        first = self._table.waiting.first(self._now) if self.is_open else None
+        if first is None:
+            return None
+        promoted = self.promoted()
+        for request in dict.fromkeys((first, self.shortest(first.priority))):
+            if request is not None and self._has_room(request, self._table.blocks.find_prefix(request), promoted):
+                return request
+        self._is_closed = True
+        return None if promoted is None else first
+
     def shortest(self, priority: int) -> Request | None:
         """The waiting request of a tier that has the least work, if it is the oldest or may overtake that one."""
         oldest = self._table.waiting.oldest(priority, self._now)
@@ -93,7 +106,9 @@ class Admission:
         computed."""
         promoted = self.promoted()
         self._is_closed |= self._is_holding()
-        if self._is_closed and (request is not promoted or self._is_holding()):
+        if (self._is_closed and request is not promoted) or self._is_holding():
+            return None
+        if not self._table.waiting.is_ready(request, self._now):
             return None
         prefix = self._table.blocks.find_prefix(request)
         if not self._has_room(request, prefix, promoted):

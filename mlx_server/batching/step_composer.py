@@ -173,7 +173,8 @@ class StepComposer:
 
     def _add_prompts(self, step: StepBuilder, prefilling: list[Request]) -> None:
         """Spends the step's prompt tokens tier by tier, but for the part of one that has aged past better tiers."""
-        first = self._first_prompt(prefilling)
+        waiting = self._admission.next_to_start()
+        first = min([*prefilling, waiting] if waiting is not None else prefilling, key=_turn, default=None)
         if first is None:
             return
         share = self._share(step.num_decode_tokens, first, prefilling)
@@ -190,14 +191,9 @@ class StepComposer:
         for left in dict.fromkeys((kept, 0)):
             for priority in priorities:
                 self._serve_tier(step, priority, prefilling, share.of(priority) - left)
-            if part and aged is not None and aged not in step and step.num_prompt_tokens < room:
+            if aged is not None and aged not in step and step.num_prompt_tokens < min(part, 1) * room:
                 self._serve(step, aged, min(part, room - step.num_prompt_tokens))
         self._settle(step, aged)
-
-    def _first_prompt(self, prefilling: list[Request]) -> Request | None:
-        """The oldest prompt of the best tier, running or waiting."""
-        waiting = self._table.waiting.first(self._now) if self._admission.is_open else None
-        return min([*prefilling, waiting] if waiting is not None else prefilling, key=_turn, default=None)
 
     def _share(self, num_decodes: int, first: Request, prefilling: list[Request]) -> _PromptShare:
         """What prompts may take of the step beside those who decode.
@@ -276,7 +272,7 @@ class StepComposer:
         wanted = {other: min(self._work(other), num_steps * self._most(other)) for other in before}
         left = num_steps * share.num_tokens - sum(wanted[o] for o in before if o.priority < request.priority)
         mates = [other for other in before if other.priority == request.priority]
-        if not any(_turn(other) < _turn(request) for other in mates):
+        if not any(_turn(other) <= _turn(request) for other in mates):
             return left > 0
         shorter = [other for other in mates if self._work(other) < self._work(request)]
         return sum(map(wanted.__getitem__, mates)) < left or sum(map(wanted.__getitem__, shorter)) < left // 2

@@ -106,6 +106,10 @@ class WaitingRequests:
                 return request
         return None
 
+    def is_ready(self, request: Request, now: float) -> bool:
+        """Whether one who waits has nobody to wait for; it is parked otherwise."""
+        return request.request_id not in self._parked_at and not self._park(request, now)
+
     # --- prefixes that are being computed ---------------------------------------------------------------------
 
     def start(self, request: Request) -> None:

@@ -43,9 +43,11 @@ def test_a_better_tier_starts_first() -> None:
 
 def test_admission_stops_at_the_oldest_that_does_not_fit_once_it_has_been_overtaken() -> None:
     world = make_world(num_blocks=8)
-    world.add(make_request("runs", 90, max_tokens=6), make_request("large", 190, arrival_s=0.1))
-    world.add(make_request("small", 60, max_tokens=30, arrival_s=0.2), make_request("next", 150, arrival_s=0.3))
-    assert chunks(world.step()) == {"small": (0, 60), "runs": (0, 90)}  # 3 blocks are free; `large` needs 6
+    world.add(make_request("runs", 90, max_tokens=6))
+    world.step()
+    world.add(make_request("large", 190, arrival_s=0.1), make_request("small", 60, max_tokens=30, arrival_s=0.2))
+    world.add(make_request("next", 140, arrival_s=0.3))
+    assert chunks(world.step()) == {"runs": (90, 1), "small": (0, 60)}  # 5 blocks were free; `large` needs 6
     while "runs" not in world.reasons:
         assert list(chunks(world.step())) == ["runs", "small"]
     while "small" not in world.reasons:  # 5 blocks are enough for `next`, but 60 + 150 tokens are more than 190
