@@ -119,7 +119,7 @@ def test_who_is_refused_is_counted() -> None:
     metrics = simulate([arrival(0.0, 10, 5, first_id=index) for index in range(6)], tiers=limits)
     assert (metrics.num_finished, metrics.num_refused) == (2, 4)
     assert metrics.num_most_waiting == 2
-    metrics = simulate([arrival(0.0, 100, 100), arrival(0.0, 5, 5, 9)], max_num_seqs=1, queue_timeout_s=0.5)
+    metrics = simulate([arrival(0.0, 100, 100), arrival(0.0, 100, 5, 9)], max_num_seqs=1, queue_timeout_s=0.5)
     assert (metrics.num_finished, metrics.num_refused) == (1, 1)
     metrics = simulate([arrival(0.0, 100, 100)], num_blocks=6)
     assert (metrics.num_finished, metrics.num_refused) == (0, 1)
@@ -386,7 +386,6 @@ def test_the_command_ablates_and_writes_json(tmp_path: Path, capsys: pytest.Capt
         "all mechanisms",
         "no stall bound",
         "no prefix deduplication",
-        "no cache-aware order",
         "no step ahead",
         "no aging",
         "no prefix cache",

@@ -44,7 +44,7 @@ _DISPLACED_RETRY_S = 5.0
 class ContinuousBatchingScheduler:
     """Continuous batching over paged blocks, by tier and then by age. Event-loop thread only.
 
-    `StepComposer` and `AdmissionControl` state the rules; `RequestTable` holds the states.
+    `StepComposer` and `Admission` state the rules; `RequestTable` holds the states.
     """
 
     def __init__(
