@@ -216,7 +216,8 @@ class EngineStats:
     `num_pressure_cuts` times it gave idle blocks back, `num_pressure_holds` times it stopped admitting, and
     `num_pressure_preemptions` requests had to wait again for it. `num_prompt_tokens_computed` counts prompt
     positions really run through the model (recomputation after preemption included); `num_prompt_tokens_cached`
-    those served by the prefix cache at first admission.
+    those served by the prefix cache at first admission; `num_tokens_recomputed` those of prompts and outputs that a
+    preemption has made the model compute again.
     """
 
     num_running: int = 0
@@ -240,6 +241,7 @@ class EngineStats:
     num_prompt_tokens_computed: int = 0
     num_prompt_tokens_cached: int = 0
     num_generated_tokens: int = 0
+    num_tokens_recomputed: int = 0
     num_preemptions: int = 0
     preemptions_by_tier: Mapping[str, int] = field(default_factory=dict)
     num_prefix_query_tokens: int = 0

@@ -106,6 +106,13 @@ class ContinuousBatchingScheduler:
     def effective_priority(self, request: Request, now: float) -> float:
         return self._table.waiting.by_age.effective_priority(request, now)
 
+    def learn(self, num_prompt_tokens: int, prompt_s: float, decode_s: float) -> None:
+        """Seeds the cost curve with what a prompt's chunk from position 0 and one token took, so that no step is of
+        unbounded length because nothing has been measured yet."""
+        cost = self._budget.cost(0, num_prompt_tokens)
+        self._budget.observe(StepShape(0, num_prompt_tokens, cost), prompt_s)
+        self._budget.observe(StepShape(1, 0, 0.0), decode_s)
+
     # --- requests come and go -----------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> list[RequestOutput]:

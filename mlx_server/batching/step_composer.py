@@ -236,9 +236,9 @@ class StepComposer:
             if oldest is None:
                 return
             request = self._shortest(priority, running, oldest) if step.num_prompt_tokens < half else oldest
-            end = most if request is oldest else half
             if request in running:
                 running.remove(request)
+            end = most if request is oldest else max(half, most - self._wanted_beside(request, {*running, oldest}))
             self._serve(step, request, end - step.num_prompt_tokens)
 
     def _oldest(self, priority: int, running: list[Request]) -> Request | None:
@@ -250,6 +250,13 @@ class StepComposer:
         """The one with the least work left; `oldest` among equals."""
         waiting = self._admission.shortest(priority) if self._admission.is_open else None
         return min([oldest, *running, waiting] if waiting is not None else [oldest, *running], key=self._work)
+
+    def _wanted_beside(self, request: Request, others: set[Request]) -> int:
+        """Tokens that those other prompts of its tier can use; as many as a step has, if more of them may start."""
+        num_ready = self._table.waiting.num_ready(request.priority) if self._admission.is_open else 0
+        if num_ready > sum(prompt.status is RequestStatus.WAITING for prompt in {request, *others}):
+            return self._limits.max_num_batched_tokens
+        return sum(map(self._wanted, others))
 
     def _serve(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
         """Gives up to `num_tokens` to one that is not in the step yet, if it runs or can start."""

@@ -58,6 +58,10 @@ class WaitingRequests:
         """The tiers of which somebody may start."""
         return {priority for priority, heap in self._by_work.items() if heap}
 
+    def num_ready(self, priority: int) -> int:
+        """Requests of a tier that are not parked."""
+        return len(self._by_work.get(priority, ()))
+
     @property
     def num_parked(self) -> int:
         """Requests that wait for a prefix which another one computes."""

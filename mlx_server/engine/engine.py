@@ -270,6 +270,7 @@ class AsyncEngine:
             num_prompt_tokens_computed=counters.num_prompt_tokens_computed,
             num_prompt_tokens_cached=counters.num_prompt_tokens_cached,
             num_generated_tokens=counters.num_generated_tokens,
+            num_tokens_recomputed=counters.num_tokens_recomputed,
             num_preemptions=counters.num_preemptions,
             preemptions_by_tier=counters.preemptions_by_tier,
             num_prefix_query_tokens=counters.num_prefix_query_tokens,

@@ -226,9 +226,12 @@ def _make_scheduler(
         enable_prefix_caching=has_prefix_caching,
         checkpoints=StateCheckpoints(info.num_checkpoints) if info.is_recurrent and has_prefix_caching else None,
     )
-    return ContinuousBatchingScheduler(
+    scheduler = ContinuousBatchingScheduler(
         blocks, limits, is_async=config.scheduler.async_scheduling, is_device_shared=is_shared
     )
+    if (first := info.first_steps) is not None:
+        scheduler.learn(first.num_prompt_tokens, first.prompt_s, first.decode_s)
+    return scheduler
 
 
 def _check_settings(config: Config) -> None:

@@ -71,6 +71,12 @@ def _tiers(readings: Readings) -> Iterator[Metric]:
 
 def _steps(readings: Readings) -> Iterator[Metric]:
     yield counter("mlx_serve:steps", "Steps scheduled.", readings, lambda r: r.stats.num_steps)
+    yield counter(
+        "mlx_serve:recomputed_tokens",
+        "Tokens of prompts and outputs computed again after a preemption.",
+        readings,
+        lambda r: r.stats.num_tokens_recomputed,
+    )
     yield counter("mlx_serve:model_calls", "Calls of the model.", readings, lambda r: r.stats.num_model_calls)
     yield histograms(
         "mlx_serve:step_time_seconds",

@@ -23,6 +23,7 @@ from mlx_server.runtime.backends import choose_backend
 from mlx_server.runtime.blueprint import DTYPES, model_classes
 from mlx_server.runtime.kv_cache import PagedKVCache
 from mlx_server.runtime.layers import attention_specs, discover_layers
+from mlx_server.runtime.first_steps import FirstSteps, measure
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.pool_plan import plan_pools
 from mlx_server.runtime.probe import Probe
@@ -89,7 +90,7 @@ class RunnerInfo:
     groups, of which `windows` says how many tokens each sees, None for all. `level` says how much of the model runs
     group by group instead of once a step. `max_num_seqs` is how many requests it has room for, as many as asked for
     unless each keeps much recurrent state (`is_recurrent`). That takes `state_bytes` in all, with `num_checkpoints`
-    states that are kept for prefixes.
+    states that are kept for prefixes. `first_steps` took so long after all else.
     """
 
     num_blocks: int
@@ -103,6 +104,7 @@ class RunnerInfo:
     is_recurrent: bool
     num_checkpoints: int
     state_bytes: int
+    first_steps: FirstSteps | None = None
 
 
 def find_folder(name: str) -> Path | None:
@@ -231,6 +233,7 @@ def make_runner(
             state_limit_bytes=state_limit_bytes,
         )
         cache.allocate(plan.num_blocks, plan.max_blocks, num_slots=plan.num_slots, num_checkpoints=plan.num_checkpoints)
+        first_steps = yield from measure(runner, plan.num_blocks, max_num_tokens)
     except BaseException:
         runner.close()
         raise
@@ -246,6 +249,7 @@ def make_runner(
         is_recurrent=bool(cache.recurrent),
         num_checkpoints=plan.num_checkpoints,
         state_bytes=plan.state_bytes,
+        first_steps=first_steps,
     )
     return runner, info
 
