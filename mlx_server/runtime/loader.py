@@ -21,9 +21,9 @@ from mlx_server.runtime.adapter_rows import AdapterRows
 from mlx_server.runtime.adapters import apply_adapter, install_adapters, merged_adapter
 from mlx_server.runtime.backends import choose_backend
 from mlx_server.runtime.blueprint import DTYPES, model_classes
+from mlx_server.runtime.first_steps import FirstSteps, measure
 from mlx_server.runtime.kv_cache import PagedKVCache
 from mlx_server.runtime.layers import attention_specs, discover_layers
-from mlx_server.runtime.first_steps import FirstSteps, measure
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.pool_plan import plan_pools
 from mlx_server.runtime.probe import Probe
