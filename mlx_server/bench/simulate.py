@@ -19,6 +19,7 @@ from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.bench.arguments import above_0, from_0, from_1
 from mlx_server.bench.simulate_engine import CostModel, Simulation, Slo
 from mlx_server.bench.simulate_metrics import SimulationMetrics
+from mlx_server.bench.simulate_profiles import PROFILES
 from mlx_server.bench.simulate_report import as_document, render_tiers, render_variants, summarize
 from mlx_server.bench.simulate_traces import Mix, TracedRequest, Traffic, read_trace, with_flood
 from mlx_server.errors import ConfigError
@@ -73,12 +74,14 @@ def _add_traffic(group: _Group) -> None:
 
 
 def _add_device(group: _Group) -> None:
-    cost = CostModel()
-    _add(group, "--base-ms", above_0, 1000 * cost.base_s, "BASE: of every step")
-    _add(group, "--decode-ms", float, 1000 * cost.decode_s, "DECODE: of each request that decodes")
-    _add(group, "--prompt-ms", float, 1000 * cost.prompt_s, "PROMPT: of a prompt token")
-    _add(group, "--context-doubling-tokens", above_0, cost.context_doubling_tokens, "CONTEXT")
-    _add(group, "--host-ms", float, 1000 * cost.host_s, "of the host for a step; hidden by the step ahead")
+    group.add_argument(
+        "--profile", choices=tuple(PROFILES), default="cpu", help="costs and target of a machine; default: cpu"
+    )
+    _add_of_profile(group, "--base-ms", above_0, "BASE: of every step")
+    _add_of_profile(group, "--decode-ms", float, "DECODE: of each request that decodes")
+    _add_of_profile(group, "--prompt-ms", float, "PROMPT: of a prompt token")
+    _add_of_profile(group, "--context-doubling-tokens", above_0, "CONTEXT")
+    _add_of_profile(group, "--host-ms", float, "of the host for a step; hidden by the step ahead")
     group.add_argument(
         "--self-running", action="store_true", help="it computes by itself, as a GPU does, not while it is given a step"
     )
@@ -89,7 +92,7 @@ def _add_scheduler(group: _Group) -> None:
     limits = SchedulerLimits()
     _add(group, "--max-num-seqs", from_1, limits.max_num_seqs, "most requests that run at once")
     _add(group, "--max-num-batched-tokens", from_1, limits.max_num_batched_tokens, "token budget of one step")
-    _add(group, "--target-step-ms", above_0, 1000 * limits.target_step_s, "aim of a step while anyone decodes")
+    _add_of_profile(group, "--target-step-ms", above_0, "aim of a step while anyone decodes")
     _add(group, "--max-step-ms", above_0, 1000 * limits.max_step_s, "aim of a step that holds up nobody of its tier")
     _add(group, "--aging-rate", float, limits.aging_rate, "priority levels gained per second of waiting")
     _add(group, "--max-num-waiting", from_1, 10**9, "most requests of each tier that may wait")
@@ -102,8 +105,30 @@ def _add(group: _Group, flag: str, kind: Callable[[str], float], default: float,
     group.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text}; default: {default:,}")
 
 
+def _add_of_profile(group: _Group, flag: str, kind: Callable[[str], float], text: str) -> None:
+    group.add_argument(flag, type=kind, metavar="N", help=f"{text}; default: the profile's")
+
+
+def _settle_profile(args: argparse.Namespace) -> None:
+    """What is not given is as the profile says."""
+    profile = PROFILES[args.profile]
+    cost = profile.cost
+    of_profile = {
+        "base_ms": 1000 * cost.base_s,
+        "decode_ms": 1000 * cost.decode_s,
+        "prompt_ms": 1000 * cost.prompt_s,
+        "context_doubling_tokens": cost.context_doubling_tokens,
+        "host_ms": 1000 * cost.host_s,
+        "target_step_ms": 1000 * profile.target_step_s,
+    }
+    for name, value in of_profile.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
 def run(args: argparse.Namespace) -> int:
     """Prints a summary and a table by tier; with `--ablate` a table of variants. Raises `ConfigError`."""
+    _settle_profile(args)
     arrivals = _arrivals(args)
     found: dict[str, SimulationMetrics] = {}
     for name, variant in _variants(_limits(args), args.ablate).items():
