@@ -191,6 +191,7 @@ def test_every_count_is_under_its_own_name():
         num_prompt_tokens_computed=14,
         num_prompt_tokens_cached=15,
         num_generated_tokens=16,
+        num_tokens_recomputed=29,
         num_preemptions=17,
         preemptions_by_tier={"gold": 18},
         num_prefix_query_tokens=19,
@@ -239,6 +240,7 @@ def test_every_count_is_under_its_own_name():
         "vllm:admission_rejections_total{reason=max_num_queued_reqs}": 41,
         "vllm:admission_rejections_total{reason=max_num_queued_tokens}": 42,
         "mlx_serve:preemptions_total{tier=gold}": 18,
+        "mlx_serve:recomputed_tokens_total": 29,
         "mlx_serve:aging_promotions_total{tier=gold}": 35,
         **{
             f"mlx_serve:admission_rejections_total{{reason={reason},tier=gold}}": 41 + index

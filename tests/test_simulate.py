@@ -16,6 +16,7 @@ import pytest
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.bench.simulate_engine import CostModel, Simulation, Slo
 from mlx_server.bench.simulate_metrics import Histogram, SimulationMetrics, jain_index, percentile
+from mlx_server.bench.simulate_profiles import PROFILES
 from mlx_server.bench.simulate_report import as_document
 from mlx_server.bench.simulate_traces import Mix, TracedRequest, Traffic, read_trace, with_flood
 from mlx_server.cli.main import main
@@ -431,3 +432,35 @@ def test_the_command_explains_what_is_wrong(
 ) -> None:
     assert command(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_it_explains_step_by_step_why_a_request_waited(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The second of two begins as the first, and is shorter. On one seat, and on two."""
+    first = {"timestamp": 0, "input_length": 4096, "output_length": 3, "hash_ids": [1, 2, 3, 4, 5, 6, 7, 8]}
+    second = {"timestamp": 1, "input_length": 3900, "output_length": 3, "hash_ids": [1, 2, 3, 4, 5, 6, 7, 9]}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in (first, second)))
+    printed = []
+    for num_seats in ("1", "2"):
+        more = ("--max-num-seqs", num_seats, "--max-num-batched-tokens", "512", "--tiers", "0", "1", "0")
+        assert command("--trace", str(trace), "--explain", "1", *more) == 0
+        printed.append([line.split(": ", 1)[1] for line in capsys.readouterr().out.splitlines() if "  step " in line])
+    on_one, on_two = printed
+    assert "no seat: 1 run" in on_one
+    assert on_two[0] == "is parked: 0 computes the prefix that it begins with"
+    assert on_one[-1].startswith("gets ")
+    assert on_one[-1].split(";")[0].endswith("has 0 left")
+
+
+@pytest.mark.parametrize("profile", ["cpu", "m2-max", "m5-max", "gpu"])
+def test_a_profile_sets_the_costs_and_the_target_that_are_not_given(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "found.json"
+    assert command("--profile", profile, "--base-ms", "5", "--json", str(path)) == 0
+    capsys.readouterr()
+    settings = json.loads(path.read_text())["settings"]
+    known = PROFILES[profile]
+    assert settings["base_ms"] == 5.0
+    assert settings["prompt_ms"] == 1000 * known.cost.prompt_s
+    assert settings["target_step_ms"] == 1000 * known.target_step_s

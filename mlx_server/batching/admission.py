@@ -39,6 +39,7 @@ class Admission:
         self.headroom = AdmissionHeadroom(table.blocks.groups)
         self.is_held = False
         self._is_closed = False
+        self.closed_by: Request | None = None  # who found no room in this step
         self._table = table
         self._limits = limits
         self._counters = counters
@@ -59,6 +60,7 @@ class Admission:
         self._is_closed = self._is_holding()
         self._preempted_for = None
         self._is_overtaking_over = False
+        self.closed_by = None
 
     def promoted(self) -> Request | None:
         """The waiting request that has aged past all better tiers', if one more may have its seat by its age."""
@@ -78,7 +80,7 @@ class Admission:
         for request in dict.fromkeys((first, self.shortest(first.priority))):
             if request is not None and self._has_room(request, self._table.blocks.find_prefix(request), promoted):
                 return request
-        self._is_closed = True
+        self._is_closed, self.closed_by = True, first
         return None if promoted is None else first
 
     def shortest(self, priority: int) -> Request | None:
@@ -113,7 +115,7 @@ class Admission:
         prefix = self._table.blocks.find_prefix(request)
         if not self._has_room(request, prefix, promoted):
             if request is self._table.waiting.oldest(request.priority, self._now):
-                self._is_closed = True
+                self._is_closed, self.closed_by = True, request
             self._is_overtaking_over = True
             return None
         is_promoted = request is promoted

@@ -213,6 +213,10 @@ class ContinuousBatchingScheduler:
         share = min(self._early_share, _LATE_SHARE) if self._launch_s else _LATE_SHARE
         return began_s + share * foretold_s - _LATE_MARGIN_S - self._launch_s
 
+    def explain(self, request: Request, step: SchedulerOutput) -> str:
+        """Why the step that was composed last gives a request that has no token yet no more."""
+        return self._composer.explain(request, step)
+
     def take_starved(self) -> list[RequestOutput]:
         """Ends of requests that waited in vain for the memory of their next block, although nobody else ran."""
         starved, self._composer.starved = self._composer.starved, []

@@ -11,7 +11,7 @@ from mlx_server.batching.request_table import RequestTable
 from mlx_server.batching.step import StepBuilder
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk
+from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk, SchedulerOutput
 from mlx_server.request import FinishReason, Request, RequestStatus
 
 _STRETCH = 1.25
@@ -90,6 +90,25 @@ class StepComposer:
         if not self._is_short:
             self._starving_since = None
         return step
+
+    def explain(self, request: Request, step: SchedulerOutput) -> str:
+        """What `step`, the last that was composed, gives a request that has no token yet, and why it is no more."""
+        given = {chunk.request_id: chunk.num_tokens for chunk in step.chunks}
+        others = ", ".join(f"{name} {num_tokens}" for name, num_tokens in given.items() if name != request.request_id)
+        if request.request_id in given:
+            return (
+                f"gets {given[request.request_id]} tokens and has {self._work(request)} left; others: {others or '-'}"
+            )
+        waiting, closed_by = self._table.waiting, self._admission.closed_by
+        if request.status is RequestStatus.WAITING:
+            if (owner := waiting.parked_for(request)) is not None:
+                return f"is parked: {owner} computes the prefix that it begins with"
+            if len(self._table.running) >= self._limits.max_num_seqs:
+                return f"no seat: {len(self._table.running)} run"
+            if closed_by is not None:
+                whose = "it" if closed_by is request else f"{closed_by.request_id}, which comes first"
+                return f"no room: {self._table.blocks.num_free_blocks} blocks are free, too few for {whose}"
+        return f"no tokens are left: {others or 'none for prompts'}"
 
     def _starve(self, request: Request) -> None:
         """There is no memory for one who is alone. It may come back, but is not waited for without end."""

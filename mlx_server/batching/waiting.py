@@ -114,6 +114,11 @@ class WaitingRequests:
         """Whether one who waits has nobody to wait for; it is parked otherwise."""
         return request.request_id not in self._parked_at and not self._park(request, now)
 
+    def parked_for(self, request: Request) -> str | None:
+        """The id of the request that computes the prefix which a parked one waits for."""
+        block_hash = self._parked_at.get(request.request_id)
+        return None if block_hash is None else self._owners[block_hash].request_id
+
     # --- prefixes that are being computed ---------------------------------------------------------------------
 
     def start(self, request: Request) -> None:

@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_scheduler(parser.add_argument_group("scheduler"))
     report = parser.add_argument_group("report")
     report.add_argument("--ablate", action="store_true", help="replay again without each mechanism; one table")
+    report.add_argument(
+        "--explain", type=from_0, metavar="REQUEST", help="say of each step why that arrival, from 0 on, waited"
+    )
     _add(report, "--slo-ttft-ms", above_0, 5000.0, "longest TTFT of a good request")
     _add(report, "--slo-tpot-ms", above_0, 200.0, "longest mean time of its further tokens")
     _add(report, "--check-every", from_0, 1000, "steps between checks of all books; 0: only at the end")
@@ -184,8 +187,12 @@ def _replay(variant: _Variant, arrivals: Iterable[TracedRequest], args: argparse
         is_async=variant.is_async,
         enable_prefix_caching=variant.enable_prefix_caching,
         check_every=args.check_every,
+        explained=args.explain,
     )
-    return simulation.run(arrivals)
+    metrics = simulation.run(arrivals)
+    if simulation.explanation:
+        print("\n".join(simulation.explanation), end="\n\n")
+    return metrics
 
 
 def _arrivals(args: argparse.Namespace) -> list[TracedRequest]:

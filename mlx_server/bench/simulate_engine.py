@@ -90,8 +90,10 @@ class Simulation:
         is_async: bool = True,
         enable_prefix_caching: bool = True,
         check_every: int = 1000,
+        explained: int | None = None,
     ) -> None:
-        """`check_every`: steps between checks of all books; 0 is never."""
+        """`check_every`: steps between checks of all books; 0 is never. `explained` is the number of an arrival, from 0
+        on, of which `explanation` says why it waited."""
         blocks = PagedBlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching)
         self.scheduler = ContinuousBatchingScheduler(blocks, limits, is_async=is_async)
         self.metrics = SimulationMetrics(counters=self.scheduler.counters)
@@ -105,6 +107,8 @@ class Simulation:
         self._submitted: deque[tuple[ModelRunnerOutput, float]] = deque()
         self._in_progress: dict[str, _Progress] = {}
         self._num_arrived = 0
+        self._explained = None if explained is None else str(explained)
+        self.explanation: list[str] = []
 
     def run(self, arrivals: Iterable[TracedRequest]) -> SimulationMetrics:
         """Serves all of them to the end. Raises `AssertionError` if the scheduler's books do not agree."""
@@ -164,6 +168,7 @@ class Simulation:
         output = self.scheduler.schedule(self._now)
         if output is None:
             return None
+        self._explain(output)
         seconds = self._cost.seconds(output)
         start_s = max(self._now + self._cost.host_s, self._device_free_s)
         end_s = start_s + seconds
@@ -180,6 +185,12 @@ class Simulation:
             self.scheduler.check_integrity()
             self.metrics.num_checks += 1
         return output
+
+    def _explain(self, step: SchedulerOutput) -> None:
+        progress = None if self._explained is None else self._in_progress.get(self._explained)
+        if progress is not None and progress.request.num_computed_tokens <= progress.traced.num_prompt_tokens:
+            why = self.scheduler.explain(progress.request, step)
+            self.explanation.append(f"{self._now:10.3f} s  step {step.step_id}: {why}")
 
     def _finish_step(self) -> None:
         result, end_s = self._submitted.popleft()

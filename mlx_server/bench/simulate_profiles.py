@@ -19,11 +19,12 @@ class Profile:
 PROFILES: Mapping[str, Profile] = {
     # `random:mini`, float32, on two cores of an AMD EPYC: a fit to our own steps.
     "cpu": Profile(CostModel(), 0.2),
-    # Llama 7B in 4 bits: 671 prompt tokens/s at 512, 66 tokens/s of one stream (llama.cpp, discussion 4167, M2 Max with
-    # 38 GPU cores). What rows cost more is of the M3 Max, whose product of 4-bit weights takes 2.5 times as long with 8
-    # rows as with one (mlx#3863); the growth with context is that of the M5 Max.
+    # An 8B in 4 bits. Of an M2 Max no figures were found, so these are an M1 Max's (500 prompt tokens/s at 512, 46 of
+    # one stream, normiebench#40) with prompts 38/32 as fast, as it has GPU cores. What more rows cost is of the M3 Max,
+    # whose product of 4-bit weights takes 2.5 times as long with 8 rows as with one (mlx#3863); the growth with the
+    # context is the M5 Max's.
     "m2-max": Profile(
-        CostModel(base_s=0.012, decode_s=0.003, prompt_s=0.00145, context_doubling_tokens=20_000.0, host_s=0.003), 0.06
+        CostModel(base_s=0.0175, decode_s=0.0042, prompt_s=0.0017, context_doubling_tokens=20_000.0, host_s=0.003), 0.06
     ),
     # A dense 27B in 4 bits: steps of 32.9, 49.2, 86.8 and 112.6 ms at 1, 4, 8 and 16 rows (TensorFold, MLX 0.31.2);
     # prompts at 894 tokens/s of 1k and 494 of 32k (omlx#2150).
