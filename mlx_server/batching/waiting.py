@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.priority_queue import PriorityQueueWithAging, RequestHeap
+from mlx_server.batching.priority_queue import OrderedRequests, PriorityQueueWithAging
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Request, RequestStatus
 
@@ -34,7 +34,7 @@ class WaitingRequests:
         self.by_age = PriorityQueueWithAging(aging_rate)
         self._blocks = blocks
         self._deduplicates = deduplicates
-        self._by_work: dict[int, RequestHeap] = {}
+        self._by_work: dict[int, OrderedRequests] = {}
         self._work: dict[str, int] = {}  # of everyone who waits, when it was last looked at
         self._owners: dict[bytes, Request] = {}  # who computes which block
         self._owned: dict[str, deque[tuple[int, bytes]]] = {}  # places in the prompt and hashes, in order
@@ -56,7 +56,7 @@ class WaitingRequests:
     @property
     def priorities(self) -> set[int]:
         """The tiers of which somebody may start."""
-        return {priority for priority, heap in self._by_work.items() if heap}
+        return {priority for priority, tier in self._by_work.items() if tier}
 
     def num_ready(self, priority: int) -> int:
         """Requests of a tier that are not parked."""
@@ -104,8 +104,8 @@ class WaitingRequests:
 
     def shortest(self, priority: int, now: float) -> Request | None:
         """The one of a tier that has the least work, the older one among equals."""
-        heap = self._by_work.get(priority)
-        while heap and (request := heap.first()) is not None:
+        tier = self._by_work.get(priority)
+        while tier and (request := tier.first()) is not None:
             if not self._park(request, now) and not self._update(request):
                 return request
         return None
@@ -159,7 +159,7 @@ class WaitingRequests:
         """Asserts that everyone who waits is in both orders, or parked for one who runs."""
         self.by_age.check_integrity()
         ready = {request.request_id for request in self.by_age}
-        by_work = [request.request_id for heap in self._by_work.values() for request in heap]
+        by_work = [request.request_id for tier in self._by_work.values() for request in tier]
         assert sorted(by_work) == sorted(ready), "the two orders hold different requests"
         assert ready | set(self._parked_at) == set(self._work), "a request that waits is nowhere"
         assert not ready & set(self._parked_at), "a parked request may start"
@@ -175,7 +175,7 @@ class WaitingRequests:
     def _enter(self, request: Request) -> None:
         self.by_age.push(request)
         work = self._work[request.request_id] = self.work(request)
-        self._by_work.setdefault(request.priority, RequestHeap()).push(request, work)
+        self._by_work.setdefault(request.priority, OrderedRequests()).push(request, work)
 
     def _leave(self, request: Request) -> None:
         request_id = request.request_id
