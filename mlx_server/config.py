@@ -146,7 +146,7 @@ class SchedulerConfig:
     aging_rate: float = _setting(0.1, "priority levels gained per second of waiting", minimum=0.0)
     async_scheduling: bool = _setting(True, "prepare the next step while one runs")
     target_step_ms: float | None = _setting(
-        None, "aim of a step's duration while someone decodes; default 200 on a CPU, 60 on a GPU", minimum=1.0
+        None, "aim of a step's duration while someone decodes; default 200 on a CPU, 100 on a GPU", minimum=1.0
     )
     max_step_ms: float = _setting(
         1000.0, "the same while nobody decodes, or only tiers worse than the one whose prompt it computes", minimum=1.0

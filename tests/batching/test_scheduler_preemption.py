@@ -262,3 +262,18 @@ def test_a_preemption_is_always_for_a_better_request(num_blocks: int) -> None:
     world.finish()
     world.check_tokens()
     assert len(world.reasons) == 60
+
+
+def test_what_is_computed_again_after_a_preemption_is_counted() -> None:
+    """`low` has 40 tokens of prompt and 5 of output when it loses its seat; its one full block is still cached."""
+    world = make_world(max_num_seqs=1)
+    world.add(make_request("low", 40, max_tokens=20, priority=Priority.LOW))
+    while len(world.tokens["low"]) < 5:
+        world.step()
+    assert world.scheduler.counters.num_tokens_recomputed == 0
+    num_computed = world.requests["low"].num_computed_tokens
+    world.add(make_request("high", 8, max_tokens=2, priority=Priority.HIGH))
+    world.finish()
+    world.check_tokens()
+    assert world.scheduler.counters.num_preemptions == 1
+    assert world.scheduler.counters.num_tokens_recomputed == num_computed - 32

@@ -121,6 +121,25 @@ def test_those_whose_token_is_in_flight_count_as_decoding() -> None:
     assert chunks(world.schedule()) == {"long": (0, 128)}
 
 
+def test_what_was_measured_at_load_bounds_the_first_step() -> None:
+    """128 tokens took half a second: a step that holds up nobody gets 256 tokens, the second that is its aim."""
+    sizes = []
+    for is_measured in (False, True):
+        world = make_world(100, context_doubling_tokens=1e12)
+        if is_measured:
+            world.scheduler.learn(128, 0.5, 0.02)
+        world.add(make_request("long", 2000))
+        sizes.append(chunks(world.step())["long"])
+    assert sizes == [(0, 2000), (0, 256)]
+
+
+def test_slow_decodes_leave_prompts_as_much_time_as_they_take() -> None:
+    """Four streams take the whole target of 50 ms: prompts get 50 ms, too."""
+    world = decoding_world(4, target_step_s=0.05)
+    world.add(make_request("long", 400))
+    assert chunks(world.step())["long"] == (0, 44)
+
+
 # --- half to the shortest, half to the oldest --------------------------------------------------------------
 
 
