@@ -16,14 +16,16 @@ from mlx_lm.models.cache import KVCache
 from mlx_server.config import CacheConfig
 from mlx_server.errors import ConfigError, EngineDeadError, InsufficientMemoryError, ModelLoadError
 from mlx_server.outputs import ModelRunnerOutput, ScheduledChunk, SchedulerOutput
-from mlx_server.runtime import backends, memory
+from mlx_server.runtime import backends, loader, memory
 from mlx_server.runtime.adapter_rows import AdapterRows
 from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
 from mlx_server.runtime.batch_state import BlockTables
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.loader import LoadedModel, exhaust, load, make_runner, release
+from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.row_selector import RowSelector
 from mlx_server.runtime.seam import check_seam, install_seam
+from tests.conformance import Subject
 from tests.engine_worlds import answers, built, make_folder, make_llm, random_prompts
 
 SPEC = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
@@ -81,6 +83,30 @@ def test_a_closed_engine_leaves_the_model_as_it_was():
         assert llm.info.num_blocks > 0
     assert model.model is before
     assert "model" not in vars(model)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_5", "lfm2"])
+def test_a_models_first_steps_are_measured_at_load_and_leave_nothing_behind(architecture, monkeypatch):
+    """A prompt and one token, twice each. What follows has the tokens that it has without them."""
+    lengths = (40, 100)
+    launched: list[tuple[int, ...]] = []
+    launch = ModelRunner.launch
+
+    def counted(self, step):
+        launched.append(tuple(chunk.num_tokens for chunk in step.chunks))
+        return launch(self, step)
+
+    monkeypatch.setattr(ModelRunner, "launch", counted)
+    subject = Subject(architecture)
+    with subject.make_llm() as llm:
+        assert launched == [(126,), (126,), (1,), (1,), ()]
+        assert llm.info.first_steps.num_prompt_tokens == 126
+        assert min(llm.info.first_steps.prompt_s, llm.info.first_steps.decode_s) > 0.0
+        measured = answers(llm, random_prompts(lengths), (3, 3))
+    monkeypatch.setattr(loader, "measure", lambda *_: iter(()))
+    with subject.make_llm() as llm:
+        assert llm.info.first_steps is None
+        assert answers(llm, random_prompts(lengths), (3, 3)) == measured
 
 
 class _Diary:
