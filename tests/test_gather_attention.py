@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_server.runtime.kernels.gpu_gather import attend_rows
+from mlx_server.runtime.kernels.gpu_gather import Rows, attend_rows
 from mlx_server.runtime.kernels.gpu_kernels import Scores
-from mlx_server.runtime.kernels.gpu_plan import Gather
+from mlx_server.runtime.kernels.gpu_plan import Seen
 
 NUM_HEADS, NUM_KV_HEADS, LENGTH, NUM_KEYS = 4, 2, 100, 150
 
@@ -19,9 +19,9 @@ def random(seed: int, *shape: int) -> mx.array:
 
 def attend(dim: int, mask: mx.array | str, scores: Scores) -> mx.array:
     """Over rows of which the first 5 and the last 15 are not wanted."""
-    rows = random(1, 1, NUM_KV_HEADS, NUM_KEYS + 20, dim), random(2, 1, NUM_KV_HEADS, NUM_KEYS + 20, dim)
-    gather = Gather(mx.zeros((1, NUM_KV_HEADS, 1), mx.int32), 5, 5 + NUM_KEYS, mask)
-    return attend_rows(random(0, 1, NUM_HEADS, LENGTH, dim), rows, gather, scores)
+    keys, values = (random(seed, 1, NUM_KV_HEADS, NUM_KEYS + 20, dim) for seed in (1, 2))
+    seen = Seen(slice(0, LENGTH), np.zeros((1, NUM_KV_HEADS, 1), np.int32), 5, 5 + NUM_KEYS, mask)
+    return attend_rows(random(0, 1, NUM_HEADS, LENGTH, dim), Rows(seen, keys, values), scores)
 
 
 def window_mask() -> mx.array:
