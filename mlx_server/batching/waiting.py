@@ -41,7 +41,7 @@ class WaitingRequests:
         self._parked: dict[bytes, dict[str, Request]] = {}  # by the block that they wait for
         self._parked_at: dict[str, bytes] = {}
         self._parked_since: dict[str, float] = {}  # of everyone who waits and ever was parked
-        self._to_expire: deque[Request] = deque()
+        self._to_expire: deque[tuple[float, Request]] = deque()  # since when, of all who were parked of late
 
     def __len__(self) -> int:
         return len(self._work)
@@ -149,9 +149,10 @@ class WaitingRequests:
 
     def expire(self, now: float) -> None:
         """Ends the waits for prefixes that have taken too long."""
-        while self._to_expire and self._is_over(self._to_expire[0], now):
-            request = self._to_expire.popleft()
-            if request.status is RequestStatus.WAITING and request.request_id in self._parked_at:
+        while self._to_expire and now - self._to_expire[0][0] >= MAX_PREFIX_WAIT_S:
+            _, request = self._to_expire.popleft()
+            is_parked = request.status is RequestStatus.WAITING and request.request_id in self._parked_at
+            if is_parked and self._is_over(request, now):
                 self._leave(request)
                 self._enter(request)
 
@@ -212,7 +213,7 @@ class WaitingRequests:
         self._leave(request)
         if request.request_id not in self._parked_since:
             self._parked_since[request.request_id] = now
-            self._to_expire.append(request)
+            self._to_expire.append((now, request))
         self._parked.setdefault(last, {})[request.request_id] = request
         self._parked_at[request.request_id] = last
         return True

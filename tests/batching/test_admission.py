@@ -326,6 +326,20 @@ def test_the_wait_for_a_prefix_is_bounded() -> None:
         assert list(chunks(world.step())) == started
 
 
+def test_the_wait_is_bounded_after_another_one_has_ended() -> None:
+    """Who waited before and has left keeps nobody's time from running out."""
+    world = make_world(max_chunk_tokens=1)
+    world.add(shared("first", 40), shared("second", 40))
+    world.step()
+    assert world.scheduler.finish_request("second")
+    world.now = 1.0
+    world.add(shared("third", 40, arrival_s=1.0))
+    world.step()
+    for now, started in ((60.9, ["first"]), (61.1, ["first", "third"])):
+        world.now = now
+        assert list(chunks(world.step())) == started
+
+
 def test_the_bound_of_a_wait_is_not_inherited_by_the_next_request_of_an_id() -> None:
     world = make_world(max_chunk_tokens=1)
     world.add(shared("first", 40), shared("second", 40))
