@@ -67,10 +67,10 @@ class RoomMaker:
     async def make_at_once(self, name: str, need: MemoryNeed) -> bool:
         """Makes room without waiting for models in use; whether `need` fits now."""
         while name not in self._gave_way and self._budget.missing_bytes(need):
-            idle = [model for model in self._idle() if not model.is_yielding]
             if await self._cut_pools(need):
                 continue
-            if not self._is_enough(idle, need):
+            idle = [model for model in self._idle() if not model.is_yielding]  # now: requests may have come meanwhile
+            if not idle or not self._is_enough(idle, need):
                 return False
             await self._unload(min(idle, key=lambda model: model.last_used_s))
         return name not in self._gave_way
