@@ -85,7 +85,7 @@ def test_a_reading_does_not_depend_on_whether_a_step_runs():
     """400 MiB stay, and a step takes up to the 100 that are booked for it."""
     now = [metal_reading(900, 0)]
     budget = MemoryBudget(700 * MIB, 50 * MIB, lambda: now[0])
-    budget.take("model", need(300, 100, 100))
+    budget.take("model", need(300, 100, 100)).settle(need(300, 100, 100))
     now[0] = metal_reading(500, 400)
     idle, free = budget.read(), budget.free_bytes
     assert (idle.available_bytes / MIB, idle.device_used_bytes / MIB) == (400, 500)
@@ -98,7 +98,7 @@ def test_a_reading_does_not_depend_on_whether_a_step_runs():
 def test_what_a_step_takes_beyond_its_booking_counts():
     now = [metal_reading(900, 0)]
     budget = MemoryBudget(700 * MIB, 0, lambda: now[0])
-    budget.take("model", need(300, 100, 100))
+    budget.take("model", need(300, 100, 100)).settle(need(300, 100, 100))
     now[0] = metal_reading(350, 550)
     assert budget.read().device_used_bytes == 550 * MIB
     assert budget.free_bytes == 200 * MIB

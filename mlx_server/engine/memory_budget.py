@@ -58,9 +58,10 @@ class MemoryBudget:
         return cls(limit, parse_share(settings.memory_reserve, reading.total_bytes, "--memory-reserve"), read)
 
     def read(self) -> MemoryReading:
-        """The memory with all that is booked for steps in use, whether one runs now or not."""
-        steps = sum(share.need.activation_bytes for share in self._shares)
-        return self._read().with_steps(self.held_bytes - steps, steps)
+        """The memory with all that is booked for steps of loaded models in use, whether one runs now or not."""
+        loaded = [share for share in self._shares if share.is_settled]
+        steps = sum(share.need.activation_bytes for share in loaded)
+        return self._read().with_steps(sum(share.num_bytes for share in loaded) - steps, steps)
 
     @property
     def held_bytes(self) -> int:
