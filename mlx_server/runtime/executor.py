@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -316,5 +317,5 @@ def _settle(submission: _Submission, result: ModelRunnerOutput | BaseException) 
         else:
             submission.future.set_result(result)
 
-    if not submission.loop.is_closed():
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
         submission.loop.call_soon_threadsafe(settle)
