@@ -68,6 +68,7 @@ class _BoundedProtocol(_GatedProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._owed_since_s = 0.0
         self._num_bytes = 0
+        self._last_byte_s = 0.0
         self._has_asked = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -82,6 +83,7 @@ class _BoundedProtocol(_GatedProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._num_bytes += len(data)
+        self._last_byte_s = self.loop.time()
         super().data_received(data)
         self._watch_request()
 
@@ -120,6 +122,8 @@ class _BoundedProtocol(_GatedProtocol):
 
     def _on_late(self) -> None:
         deadline_s = self._owed_since_s + self.timeout_s + self._num_bytes / MIN_BYTES_PER_S
+        if self._num_bytes:  # who has sent much may not be silent for the longer
+            deadline_s = min(deadline_s, self._last_byte_s + self.timeout_s)
         if self.flow.read_paused:  # it is we who do not read
             deadline_s = self.loop.time() + self.timeout_s
         if self.loop.time() < deadline_s:

@@ -7,6 +7,7 @@ runs out of them all the same, who connects is sent away at once instead of bein
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
@@ -196,11 +197,13 @@ class GuardedListener(socket.socket):
 
     def _shed(self) -> None:
         """Accepts with the spare descriptor, to close at once."""
-        os.close(self._spare)
+        spare, self._spare = self._spare, -1
+        if spare >= 0:
+            os.close(spare)
         try:
             super().accept()[0].close()
         except OSError:
             logger.debug("No connection to send away")
-        finally:
+        with contextlib.suppress(OSError):  # another thread may have taken it; the next accept tries again
             self._spare = os.open(os.devnull, os.O_RDONLY)
         self._gate.shed()
