@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 from starlette.types import Receive, Scope, Send
 
+from mlx_server.api.client_timeouts import MIN_BYTES_PER_S
 from tests.api.worlds import running, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -111,6 +112,16 @@ async def test_nor_does_it_behind_an_answer_that_needed_no_body(app: App):
         writer.write(b"x")
         await asyncio.sleep(TIMEOUT_S / 20)
     assert (await closing).endswith(b"no")
+    writer.close()
+
+
+async def test_having_sent_much_does_not_pay_for_silence(app: App):
+    """At the least rate, what was sent would be good for ten times the timeout."""
+    num_bytes = int(10 * TIMEOUT_S * MIN_BYTES_PER_S)
+    reader, writer = await app.connect()
+    writer.write(HEAD.replace(b"10", b"%d" % (num_bytes + 1)) + b"\r\n" + b"x" * num_bytes)
+    async with asyncio.timeout(5 * TIMEOUT_S):
+        assert await ends(reader) == b""
     writer.close()
 
 
