@@ -84,7 +84,7 @@ class RoomMaker:
                 if await self._cut_pools(need):
                     continue
                 idle = self._idle()
-                if self._is_enough(idle, need) or not self._in_use():
+                if (idle and self._is_enough(idle, need)) or not self._in_use():
                     if not idle:
                         return
                     oldest = min(idle, key=lambda model: model.last_used_s)

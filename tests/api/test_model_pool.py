@@ -47,8 +47,11 @@ class Engine:
     stopped_after_s: float | None = None
     share: MemoryShare | None = None
     idle_kv_bytes: int = 0
+    gives: bool = True
 
     async def give_memory(self, num_bytes: int) -> int:
+        if not self.gives:
+            return 0
         given = min(num_bytes, self.idle_kv_bytes)
         self.idle_kv_bytes -= given
         assert self.share is not None
@@ -409,6 +412,21 @@ async def test_with_wait_it_is_loaded_as_soon_as_one_is_idle():
 def own_names(*names: str) -> tuple[ModelEntry, ...]:
     """Models that lie where their names say, so that tests can give each a size."""
     return tuple(ModelEntry(id=name, model=name) for name in names)
+
+
+async def test_blocks_that_are_not_given_back_after_all_are_waited_for():
+    """Those of a would be enough for b; while they were asked for, a request took them, and nobody is idle."""
+    async with world_of(entries=own_names("a", "b")) as world:
+        world.need_mib |= {"a": 200, "b": 200}
+        busy = await world.pool.acquire("a")
+        world.factory.made[0].idle_kv_bytes, world.factory.made[0].gives = 200 * MIB, False
+        waiting = asyncio.create_task(world.pool.acquire("b"))
+        await until(lambda: world.states()["b"] == "loading")
+        await asyncio.sleep(0.02)
+        assert world.states() == {"a": "ready", "b": "loading"}
+        busy.end()
+        (await waiting).end()
+        assert world.loaded() == {"b"}
 
 
 async def test_a_small_model_does_not_wait_behind_the_search_of_a_large_one():
