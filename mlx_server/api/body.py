@@ -5,7 +5,7 @@ from __future__ import annotations
 import email.message
 import json
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -20,11 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_server.api.auth import caller_of
 from mlx_server.api.body_reader import MAX_BODY_BYTES, BodyReader, HeldBody
 from mlx_server.api.context import ServerContext
-from mlx_server.api.errors import ClientDisconnectedError, error_info
+from mlx_server.api.errors import ClientDisconnectedError
 from mlx_server.api.json_reading import parse_json
-from mlx_server.api.quotas import Demand
-from mlx_server.errors import QuotaExceededError, ServeError
-from mlx_server.tiers import GENERATING_PATHS
 
 SMALL_BYTES = 16 * 1024
 """What is read at once: another thread would cost more."""
@@ -125,8 +122,11 @@ def _validated(body: bytes, field: _Field) -> Any:
 class JsonRoute(APIRoute):
     """A route that reads its body with `_JsonRequest`; for `APIRouter(route_class=JsonRoute)`.
 
-    A request that would generate must be within its caller's rates before its body is received, and counts against them
-    when it is refused for what it says. Once it is here, it is handled within `turn`."""
+    It is received and handled within `metered`, and once its body is here, within `turn`."""
+
+    def metered(self, request: Request) -> AbstractContextManager[None]:
+        """Entered before the body is received; may refuse the request."""
+        return nullcontext()
 
     def turn(self, request: Request) -> AbstractAsyncContextManager[None]:
         """Entered when the body is here, before it is parsed, until the answer begins."""
@@ -142,24 +142,10 @@ class JsonRoute(APIRoute):
             context = request.app.state.context
             assert isinstance(context, ServerContext)
             reading = _JsonRequest(request.scope, request.receive)
-            generates = request.url.path in GENERATING_PATHS
-            if generates:
-                context.quotas.check(caller_of(request), Demand())
-            try:
+            with self.metered(request):
                 body = await reading.receive_body()
                 async with self.turn(reading):
                     await reading.take(body, field, context.bodies)
                     return await handle(reading)
-            except (ServeError, RequestValidationError, HTTPException) as error:
-                if generates and _is_refusal(error):
-                    context.quotas.refuse(caller_of(request))
-                raise
 
         return checked
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether it is the request that is wrong, rather than too much for now."""
-    if isinstance(error, QuotaExceededError):
-        return False
-    return not isinstance(error, ServeError) or error_info(error).status < 500

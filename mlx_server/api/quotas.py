@@ -3,7 +3,6 @@
     Quotas.check(caller, demand)     raises what refuses it, and changes nothing
     Quotas.refuse(caller)            counts a request that was wrong
     Quotas.open(caller, demand)      -> Grant: takes it; the grant counts output as it comes, and gives seats back
-
     Quotas.begin_reading(caller)     raises as `check`, or counts a request that only reads text
 
 Everything that generates passes here, right before it is queued. All limits but the scheduler's queue bounds hold

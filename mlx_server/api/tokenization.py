@@ -75,7 +75,6 @@ class TokenizeBody(BaseModel):
 async def tokenize(body: TokenizeBody, request: Request, context: Context) -> Response:
     """The ids that a completion of `prompt`, or a chat of `messages`, begins with."""
     turn, caller = turn_of(request), caller_of(request)
-    context.quotas.begin_reading(caller)
     engine = await lease_engine(request, context.pool, body.model)
     tokenizing: Coroutine[Any, Any, Sequence[int]]
     if body.messages is not None and body.prompt is None:
@@ -122,7 +121,6 @@ class DetokenizeBody(BaseModel):
 @router.post("/v1/detokenize", include_in_schema=False)
 async def detokenize(body: DetokenizeBody, request: Request, context: Context) -> dict[str, str]:
     """The text of token ids, special tokens included."""
-    context.quotas.begin_reading(caller_of(request))
     engine = await lease_engine(request, context.pool, body.model)
     tokenizer = engine.tokenizer
     if len(body.tokens) > MAX_IDS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import json
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from mlx_server.api.key_file import KeyFile
 from mlx_server.api.sliding_window import WINDOW_S, SlidingWindow
 from mlx_server.config import CacheConfig, Config
-from mlx_server.errors import QuotaExceededError, ServeError
+from mlx_server.errors import InvalidRequestError, QuotaExceededError, ServeError
 from mlx_server.request import Priority
 from mlx_server.tiers import GENERATING_PATHS, Tier
 from tests.api.worlds import World, until, user
@@ -116,6 +117,25 @@ READING = [
 """Routes that generate nothing, with a body and its tokens where they can be told."""
 
 
+WRONG = {"prompt": -1, "tokens": "x", "messages": 7, "model": "fake"}
+
+
+@pytest.mark.parametrize("path", sorted({path for path, *_ in READING} | set(GENERATING_PATHS)))
+async def test_wrong_requests_count_once_on_every_route(world: World, keys: Any, path: str):
+    (key,) = keys(requests_per_minute=3)
+    headers = {"x-api-key": key}
+    for content in (json.dumps(WRONG).encode(), b"{", b'{"model": "none"}'):
+        answer = await world.http.post(path, content=content, headers={**headers, "content-type": "application/json"})
+        assert 400 <= answer.status_code < 500 != answer.status_code != 429
+    url = world.http.base_url
+    async with asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = f"POST {path} HTTP/1.1\r\nhost: {url.host}\r\nx-api-key: {key}\r\ncontent-length: 9\r\n\r\n"
+        writer.write(head.encode())
+        assert b" 429 " in await reader.readline(), "refused although its body never comes"
+        writer.close()
+
+
 async def test_what_the_server_refuses_is_free(world: World, keys: Any):
     (key,) = keys(requests_per_minute=1)
     world.engine.max_open = 0
@@ -182,6 +202,19 @@ async def test_every_generating_route_is_limited(world: World, keys: Any, path: 
         response = await world.http.post(path, json={**body, "stream": stream}, headers={"x-api-key": key})
         assert response.status_code == status
     assert response.headers["retry-after"] == "60"
+
+
+@pytest.mark.parametrize(("path", "body"), GENERATING.items())
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_refused_after_it_has_begun_counts_once(
+    world: World, keys: Any, path: str, body: Any, stream: bool
+):
+    """Like a grammar that cannot be followed, which shows when there is output."""
+    (key,) = keys(requests_per_minute=2)
+    world.engine.fail_with, world.engine.fail_after = InvalidRequestError("cannot be followed", "guided_grammar"), 0
+    for status in (400, 400, 429):
+        response = await world.http.post(path, json={**body, "stream": stream}, headers={"x-api-key": key})
+        assert response.status_code == status
 
 
 # --- tokens a minute ------------------------------------------------------------------------------------------------

@@ -98,9 +98,8 @@ class Exchange:
         silent. Raises what refuses or ends it until then: clients and routers try again by an answer's status, which
         cannot be changed once the stream has begun."""
         with contextlib.ExitStack() as undo:
-            generation = self.context.generations.start(self.engine, job)
+            generation = self._start(job)
             undo.callback(generation.close)
-            self.turn.end()
             await until_disconnect(self.request, generation.wait_for_output(self.keep_alive_s or None))
             undo.pop_all()
         return generation
@@ -112,9 +111,7 @@ class Exchange:
 
     async def whole(self, job: GenerationJob, body: Callable[[Answer], dict[str, Any]]) -> Response:
         """Runs `job` to its end and sends what `body` makes of it. Raises `ServeError`."""
-        generation = self.context.generations.start(self.engine, job)
-        self.turn.end()
-        with contextlib.closing(generation):
+        with contextlib.closing(self._start(job)) as generation:
             answer = await until_disconnect(self.request, collect(generation, job.n))
         headers = self.headers
         if job.sampling.logprobs is None and job.sampling.prompt_logprobs is None:
@@ -122,20 +119,23 @@ class Exchange:
         # The names of twenty tokens at each of thousands of positions: streams would stand still meanwhile.
         return await self.turn.in_thread(lambda: JSONResponse(body(answer), headers=headers))
 
+    def _start(self, job: GenerationJob) -> Generation:
+        generation = self.context.generations.start(self.engine, job)
+        self.request.state.is_counted = True
+        self.turn.end()
+        return generation
+
 
 async def open_exchange(
     body: GenerationFields, request: Request, context: ServerContext, *, generates: bool = True
 ) -> Exchange:
     """Checks the body and finds the engine, which is loaded first if need be. Raises `ServeError`; if the request
-    `generates`, also for a caller whose quota is used up, before anything is done for it; if not, for one whose quota
-    of reading is."""
+    `generates`, also for a caller whose quota others have used up while it waited for its turn."""
     body.check()
     if body.client_id is not None:
         request.state.request_id = body.client_id
     caller = caller_of(request)
     if generates:
         context.quotas.check(caller, Demand())
-    else:
-        context.quotas.begin_reading(caller)
     engine = await lease_engine(request, context.pool, body.model)
     return Exchange(request, context, engine, context.pool.offer(body.model).adapter, caller, request.state.request_id)
