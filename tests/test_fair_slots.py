@@ -106,5 +106,9 @@ async def test_one_key_s_queue_is_bounded():
     tasks = await queue_up(slots, [Asker("a"), Asker("a"), Asker("b")], got)
     with pytest.raises(QuotaExceededError, match="2 requests of this key wait to be read; the limit is 2"):
         await slots.acquire(Asker("a"))
+    later = asyncio.create_task(slots.acquire(Asker("a"), is_later=True))
+    await asyncio.sleep(0)
+    assert slots.num_waiting == 4
     held.release()
     await asyncio.gather(*tasks)
+    (await later).release()

@@ -29,7 +29,7 @@ class TextWorkers:
     """The threads of one server, and the order in which requests get them."""
 
     def __init__(self, max_num_waiting: int) -> None:
-        """`max_num_waiting` bounds the requests of one key that wait for their turn."""
+        """`max_num_waiting` bounds the requests of one key that wait for their first turn."""
         num_threads = max(3, (os.cpu_count() or 1) // 2 + 1)
         self.slots = FairSlots(num_threads, max_num_waiting)
         self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
@@ -42,6 +42,7 @@ class TextTurn:
         self.asker = asker
         self._workers = workers
         self._slot: Slot | None = None
+        self._had_slot = False
         self._is_working = False
         self._is_over = False
         self._timer: asyncio.TimerHandle | None = None
@@ -50,15 +51,13 @@ class TextTurn:
         """Takes a slot if that needs no waiting; whether the turn has begun."""
         self._is_over = False
         if self._slot is None:
-            self._slot = self._workers.slots.try_acquire(self.asker)
-            self._watch()
+            self._take(self._workers.slots.try_acquire(self.asker))
         return self._slot is not None
 
     async def begin(self) -> None:
-        """Waits for the turn. Raises `QuotaExceededError` if too many requests of the key wait."""
+        """Waits for the turn. Raises `QuotaExceededError` if it is the first and too many requests of the key wait."""
         if not self.try_begin():
-            self._slot = await self._workers.slots.acquire(self.asker)
-            self._watch()
+            self._take(await self._workers.slots.acquire(self.asker, is_later=self._had_slot))
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """What `work` returns or raises. It goes on when the caller is cancelled, and holds its slot until it is done:
@@ -79,6 +78,11 @@ class TextTurn:
         if self._slot is not None and not self._is_working:
             self._slot.release()
             self._slot = None
+
+    def _take(self, slot: Slot | None) -> None:
+        self._slot = slot
+        self._had_slot = self._had_slot or slot is not None
+        self._watch()
 
     def _on_done(self, working: asyncio.Future[Any]) -> None:
         self._is_working = False

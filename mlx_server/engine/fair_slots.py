@@ -47,7 +47,7 @@ class FairSlots:
     """
 
     def __init__(self, num_slots: int, max_num_waiting: int | None = None) -> None:
-        """`max_num_waiting` bounds the work of one key that waits; None is no bound."""
+        """`max_num_waiting` bounds the new work of one key that waits; None is no bound."""
         self.num_slots = num_slots
         self.max_num_waiting = max_num_waiting
         self._held: Counter[Priority] = Counter()
@@ -70,13 +70,14 @@ class FairSlots:
             return None
         return self._give(asker.priority)
 
-    async def acquire(self, asker: Asker) -> Slot:
-        """Waits for a slot. Raises `QuotaExceededError` if too much of the key's work waits already."""
+    async def acquire(self, asker: Asker, *, is_later: bool = False) -> Slot:
+        """Waits for a slot. Raises `QuotaExceededError` if too much of the key's work waits already, unless this
+        `is_later` work of one that had a slot before: what was done for it would be lost."""
         slot = self.try_acquire(asker)
         if slot is not None:
             return slot
         queue = self._waiting[asker.priority].setdefault(asker.key, deque())
-        if self.max_num_waiting is not None and len(queue) >= self.max_num_waiting:
+        if not is_later and self.max_num_waiting is not None and len(queue) >= self.max_num_waiting:
             raise QuotaExceededError(
                 f"{len(queue)} requests of this key wait to be read; the limit is {self.max_num_waiting}. "
                 "Send fewer at a time."

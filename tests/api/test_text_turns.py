@@ -126,6 +126,28 @@ async def test_too_many_of_one_key_are_refused(reading: Reading):
     assert (await waiting).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hi", "logprobs": 1}),
+        ("/v1/chat/completions", {"messages": user("Hi"), "logprobs": True}),
+    ],
+)
+async def test_an_answer_that_is_there_is_never_refused(reading: Reading, path: str, body: Any):
+    """However much of its key waits by then."""
+    slots, engine = reading.world.context.text_workers.slots, reading.world.engine
+    engine.gate.clear()
+    answer = asyncio.create_task(reading.post("low", path, **body))
+    await until(lambda: bool(engine.requests) and slots.num_held == 0)
+    slots.max_num_waiting = 3
+    await reading.stop("low", slots.num_slots - Priority.LOW + 3)
+    engine.gate.set()
+    await until(lambda: slots.num_waiting == 4)
+    assert (await reading.post("low", "/tokenize", prompt="Hi")).status_code == 429
+    reading.go.set()
+    assert (await answer).status_code == 200
+
+
 async def test_who_waits_for_something_else_gives_the_turn_back():
     workers = TextWorkers(8)
     turn = TextTurn(workers, Asker())
