@@ -522,6 +522,25 @@ async def test_one_output_that_cannot_be_shown_ends_only_its_request(folder, mon
         assert engine.metrics.finished == {FinishReason.ERROR: 1, FinishReason.LENGTH: 1}
 
 
+async def test_figures_that_fail_end_nobody_s_request(folder, monkeypatch, caplog):
+    async with engine_of(folder, max_num_seqs=1, queue_timeout_s=0.05) as engine:
+
+        def explode(*args: Any) -> None:
+            raise ValueError("no such tier")
+
+        monkeypatch.setattr(engine.metrics, "on_finished", explode)
+        monkeypatch.setattr(engine.metrics, "on_rejected", explode)
+        streams = [engine.submit(ask(name, sampling=greedy(250))) for name in ("first", "late")]
+        with pytest.raises(QueueTimeoutError):
+            await read(streams[1])
+        assert (await read(streams[0]))[-1].num_output_tokens == 250
+        await until(lambda: is_empty(engine))
+        assert engine.state is EngineState.READY
+        assert engine.num_streams == 0
+    told = [record.getMessage() for record in caplog.records if record.exc_info]
+    assert sorted(told) == [f"What {name} took is not counted" for name in ("first", "late")]
+
+
 async def test_a_stopped_engine_holds_nothing(folder):
     async with engine_of(folder) as engine:
         await read(engine.submit(ask("a")))

@@ -349,8 +349,6 @@ class AsyncEngine:
             stream = streams.get(output.request_id)
             if stream is None:
                 continue
-            if isinstance(output.error, (QueueTimeoutError, QueueFullError)):
-                self.metrics.on_rejected(stream.request.tier, output.error.reason)
             try:
                 stream.put(output, now)
             except Exception as error:  # one request's text must not end the others
@@ -359,17 +357,27 @@ class AsyncEngine:
                 stream.fail(ServeError(f"The output cannot be turned into text: {error}"))
                 self._forget(output.request_id, FinishReason.ERROR)
             if stream.is_complete:
-                self._forget(output.request_id, output.finish_reason or FinishReason.STOP)
+                self._forget(output.request_id, output.finish_reason or FinishReason.STOP, output.error)
 
-    def _forget(self, request_id: str, reason: FinishReason) -> None:
+    def _forget(self, request_id: str, reason: FinishReason, error: ServeError | None = None) -> None:
         """A request's stream has its end; counted once, whoever ended it."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
-            now = self._clock()
-            stream.summary = self.metrics.on_finished(stream.request, reason, now)
-            self._tracer.on_finished(stream.request, reason, now)
+            try:
+                self._count(stream, reason, error)
+            except Exception:  # figures must not end others' requests
+                logger.exception("What %s took is not counted", request_id)
         if not self._streams:
             self._is_drained.set()
+
+    def _count(self, stream: RequestStream, reason: FinishReason, error: ServeError | None) -> None:
+        request, now = stream.request, self._clock()
+        try:
+            if isinstance(error, (QueueTimeoutError, QueueFullError)):
+                self.metrics.on_rejected(request.tier, error.reason)
+            stream.summary = self.metrics.on_finished(request, reason, now)
+        finally:
+            self._tracer.on_finished(request, reason, now)
 
     def _end_request(self, request_id: str, reason: FinishReason) -> bool:
         self._forget(request_id, reason)
