@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,7 +29,7 @@ from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.kv_cache import PagedKVCache
 from mlx_server.runtime.layers import discover_layers
 from mlx_server.runtime.loader import LoadedModel, load
-from mlx_server.runtime.memory import MemoryReading, read_memory, resident_memory
+from mlx_server.runtime.memory import MemoryReading, bounded_memory, read_memory, resident_memory
 from tests.architectures import config_of
 from tests.conformance import Subject
 from tests.engine_worlds import (
@@ -358,13 +358,14 @@ class FakeMetal:
     """The limits that MLX sets, with what they were before."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.limits = {"wired": 0, "cache": 7}
+        self.limits = {"wired": 0, "cache": 7, "memory": 800}
         self.refusal: Exception | None = None
         self.wired: list[int] = []
         monkeypatch.setattr(mx.metal, "is_available", lambda: True)
         monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 900})
         monkeypatch.setattr(mx, "set_wired_limit", lambda limit: self._set("wired", limit))
         monkeypatch.setattr(mx, "set_cache_limit", lambda limit: self._set("cache", limit))
+        monkeypatch.setattr(mx, "set_memory_limit", lambda limit: self._set("memory", limit))
 
     def _set(self, name: str, limit: int) -> int:
         if name == "wired":
@@ -378,8 +379,24 @@ class FakeMetal:
 def test_metals_limits_are_set_and_put_back(monkeypatch):
     metal = FakeMetal(monkeypatch)
     with resident_memory(wire=True):
-        assert metal.limits == {"wired": 900, "cache": 2**30}
-    assert metal.limits == {"wired": 0, "cache": 7}
+        assert metal.limits == {"wired": 900, "cache": 2**30, "memory": 800}
+    assert metal.limits == {"wired": 0, "cache": 7, "memory": 800}
+
+
+def test_limits_last_as_long_as_anyone_holds_them(monkeypatch):
+    """Whoever came first may leave first, as two offline engines of one process may be closed."""
+    metal = FakeMetal(monkeypatch)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(resident_memory(wire=True))
+    first.enter_context(bounded_memory(600))
+    second.enter_context(resident_memory(wire=False))
+    second.enter_context(bounded_memory(500))
+    assert metal.limits == {"wired": 900, "cache": 2**30, "memory": 600}
+    first.close()
+    assert metal.limits == {"wired": 0, "cache": 2**30, "memory": 500}
+    second.close()
+    assert metal.limits == {"wired": 0, "cache": 7, "memory": 800}
 
 
 @pytest.mark.parametrize("is_pooled", [False, True])
@@ -391,20 +408,20 @@ async def test_nothing_is_wired_unless_asked_for(monkeypatch, is_pooled, flags, 
     engine = AsyncEngine(config) if pool is None else None
     await (pool or engine).start()
     served = engine or pool.engines()[0]
-    assert metal.limits == {"wired": max([0, *wired]), "cache": 2**30}
+    assert metal.limits == {"wired": max([0, *wired]), "cache": 2**30, "memory": 800}
     request = GenerationRequest(request_id="r", prompt_token_ids=[1, 2, 3], sampling=greedy(2))
     assert len(await tokens_of(served.submit(request))) == 2
     await (pool.stop(0.0) if pool else engine.stop())
     assert metal.wired == wired
-    assert metal.limits == {"wired": 0, "cache": 7}
+    assert metal.limits == {"wired": 0, "cache": 7, "memory": 800}
 
 
 def test_a_system_that_wires_no_memory_is_served_all_the_same(monkeypatch, caplog):
     metal = FakeMetal(monkeypatch)
     metal.refusal = ValueError("exceeds the system's limit")
     with resident_memory(wire=True):
-        assert metal.limits == {"wired": 0, "cache": 2**30}
-    assert metal.limits == {"wired": 0, "cache": 7}
+        assert metal.limits == {"wired": 0, "cache": 2**30, "memory": 800}
+    assert metal.limits == {"wired": 0, "cache": 7, "memory": 800}
     assert "not kept resident" in caplog.text
 
 

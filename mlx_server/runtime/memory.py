@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -94,39 +95,60 @@ def read_memory() -> MemoryReading:
     return MemoryReading(total, available, int(info["max_recommended_working_set_size"]), active, active)
 
 
+class _Limit:
+    """One of MLX's limits, which are the process's. While several hold it, in whatever order they come and go, it is
+    the highest that one of them wants; the last puts back what was there before. Any thread."""
+
+    def __init__(self, change: Callable[[int], int | None]) -> None:
+        """`change` sets it, and returns what it was, or None where it cannot be set."""
+        self._change = change
+        self._lock = threading.Lock()
+        self._wanted: list[int] = []
+        self._before: int | None = None
+
+    @contextmanager
+    def held(self, num_bytes: int) -> Iterator[None]:
+        with self._lock:
+            before = self._change(max([*self._wanted, num_bytes]))
+            if not self._wanted:
+                self._before = before
+            self._wanted.append(num_bytes)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wanted.remove(num_bytes)
+                if self._before is not None:
+                    self._change(max(self._wanted, default=self._before))
+
+
 @contextmanager
 def bounded_memory(num_bytes: int) -> Iterator[None]:
     """On a GPU, while it is entered: MLX waits for running work rather than take more than `num_bytes`, and keeps no
-    freed buffers beyond that. Puts its own limit back. Any thread."""
+    freed buffers beyond that. The last of several puts MLX's own limit back. Any thread."""
     if mx.default_device() == mx.cpu:
         yield
         return
-    before = mx.set_memory_limit(num_bytes)
-    try:
+    with _MEMORY.held(num_bytes):
         yield
-    finally:
-        mx.set_memory_limit(before)
 
 
 @contextmanager
 def resident_memory(*, wire: bool) -> Iterator[None]:
     """On Metal, while it is entered: bounds the buffers that MLX keeps for reuse, which ragged steps would otherwise
     collect without end; and, only if asked to `wire`, keeps weights and KV pools resident, which macOS unwires when
-    idle. Puts both limits back. MLX thread.
+    idle. The last of several puts both limits back. MLX thread.
 
     Wiring the working set under concurrent requests is what kernel panics of macOS were reproduced with (mlx#3186).
     """
     if not mx.metal.is_available():
         yield
         return
-    wired = _set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"])) if wire else None
-    cached = mx.set_cache_limit(_CACHE_LIMIT_BYTES)
-    try:
+    with ExitStack() as held:
+        if wire:
+            held.enter_context(_WIRED.held(int(mx.device_info()["max_recommended_working_set_size"])))
+        held.enter_context(_CACHED.held(_CACHE_LIMIT_BYTES))
         yield
-    finally:
-        mx.set_cache_limit(cached)
-        if wired is not None:
-            _set_wired_limit(wired)
 
 
 def _set_wired_limit(num_bytes: int) -> int | None:
@@ -136,6 +158,11 @@ def _set_wired_limit(num_bytes: int) -> int | None:
     except (RuntimeError, ValueError) as error:
         logger.warning("Memory is not kept resident, so pauses may follow idle times: %s", error)
         return None
+
+
+_MEMORY = _Limit(lambda num_bytes: mx.set_memory_limit(num_bytes))
+_CACHED = _Limit(lambda num_bytes: mx.set_cache_limit(num_bytes))
+_WIRED = _Limit(_set_wired_limit)
 
 
 def auto_kv_bytes(free_bytes: int) -> int:
