@@ -292,6 +292,28 @@ async def test_a_failed_step_fails_what_is_in_flight_and_all_that_follows(thread
     assert "A step failed: no memory" in caplog.text
 
 
+async def test_a_thread_that_is_stopped_answers_every_step():
+    """Two are on the device and two behind them; what comes later is refused at once."""
+    thread, gate = MLXThread(), threading.Event()
+
+    class Held(_FakeRunner):
+        def wait(self, launched: int) -> None:
+            assert gate.wait(10)
+
+    runner = Held()
+    executor = MLXExecutor(thread, runner)
+    steps = [executor.submit(SchedulerOutput(step, ())) for step in range(4)]
+    stopping = asyncio.create_task(asyncio.to_thread(thread.stop))
+    async with asyncio.timeout(10):
+        while thread.call(lambda: 7).exception() is None:  # noqa: ASYNC110 - what is waited for is no event of ours
+            await asyncio.sleep(0.001)
+        with pytest.raises(EngineDeadError):
+            await executor.submit(SchedulerOutput(4, ()))
+        gate.set()
+        assert [(await step).step_id for step in steps] == [0, 1, 2, 3]
+        await stopping
+
+
 def test_a_stopped_thread_takes_no_more_calls():
     thread = MLXThread()
     assert thread.call(lambda: 7).result() == 7

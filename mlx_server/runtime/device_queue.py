@@ -62,6 +62,10 @@ class DeviceQueue:
         return len(self._steps) < _MAX_STEPS
 
     @property
+    def is_empty(self) -> bool:
+        return not self._steps
+
+    @property
     def is_oldest_over(self) -> bool:
         return bool(self._steps) and self._steps[0].outcome is not None
 

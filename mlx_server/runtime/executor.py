@@ -111,13 +111,17 @@ class MLXThread:
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs `function` on the MLX thread; any thread may call this. Its exception is the future's."""
         future: Future[T] = Future()
-        with self._condition:
-            if self._is_stopping or not self._thread.is_alive():
-                future.set_exception(EngineDeadError("The MLX thread has stopped; restart the server."))
-                return future
-            self._calls.append(_Call(function, future))
-            self._condition.notify()
+        if not self.offer(lambda: self._calls.append(_Call(function, future))):
+            future.set_exception(_stopped())
         return future
+
+    def offer(self, add: Callable[[], None]) -> bool:
+        """Lets `add` give a worker of the thread more to do; False, and nothing done, if nobody would do it."""
+        with self._condition:
+            if not self._is_stopping:
+                add()
+                self._condition.notify()
+            return not self._is_stopping
 
     def attach(self, executor: MLXExecutor, weight: float) -> None:
         with self._condition:
@@ -133,12 +137,12 @@ class MLXThread:
             self._workers.charge(worker, seconds)
 
     def notify(self) -> None:
-        """An executor has new work, or the device has finished a step."""
+        """The device has finished a step."""
         with self._condition:
             self._condition.notify()
 
     def stop(self) -> None:
-        """Ends the thread after the call or step in hand, and waits for it."""
+        """Ends the thread after all calls and steps that it was given, and waits for it."""
         with self._condition:
             self._is_stopping = True
             self._condition.notify()
@@ -173,9 +177,13 @@ class MLXThread:
                     return self.device.settle_oldest
                 if (worker := self._workers.next(lambda worker: worker.has_work)) is not None:
                     return worker.advance
-                if self._is_stopping:
+                if self._is_stopping and self.device.is_empty:
                     return None
                 self._condition.wait()
+
+
+def _stopped() -> EngineDeadError:
+    return EngineDeadError("The MLX thread has stopped; restart the server.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +229,9 @@ class MLXExecutor:
         """Queues a step; the result comes in a future of the running loop."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ModelRunnerOutput] = loop.create_future()
-        if self._error is not None or not self._thread.is_alive:
-            future.set_exception(self._error or EngineDeadError("The MLX thread has stopped; restart the server."))
-            return future
-        self._submissions.append(_Submission(output, loop, future))
-        self._thread.notify()
+        submission = _Submission(output, loop, future)
+        if self._error is not None or not self._thread.offer(lambda: self._submissions.append(submission)):
+            future.set_exception(self._error or _stopped())
         return future
 
     def close(self) -> None:
