@@ -6,44 +6,17 @@ already, the import fails. It does so for the conversion of models, which is not
 
 from __future__ import annotations
 
-import importlib.util
 import resource
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
-_LOWERS_IT = "mlx_lm.utils"
+_set_limit = resource.setrlimit
 
 
-class _Finder(MetaPathFinder):
-    """Finds that one module as others would, and runs it while `setrlimit` does nothing."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _LOWERS_IT:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _keeping_limits(spec.loader.exec_module)  # type: ignore[assignment, method-assign]
-        return spec
-
-
-def _keeping_limits(run: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    def run_keeping_limits(module: ModuleType) -> None:
-        plain, resource.setrlimit = resource.setrlimit, lambda *_: None
-        try:
-            run(module)
-        finally:
-            resource.setrlimit = plain
-
-    return run_keeping_limits
+def _set_limit_for_others(kind: int, limits: tuple[int, int], /) -> None:
+    if sys._getframe(1).f_globals.get("__name__") != "mlx_lm.utils":
+        _set_limit(kind, limits)
 
 
 def keep_limit() -> None:
-    """Before mlx-lm is imported; does nothing once it is."""
-    if _LOWERS_IT not in sys.modules:
-        sys.meta_path.insert(0, _Finder())
+    """Before mlx-lm is imported, by whomever and however: `setrlimit` does nothing for it from now on."""
+    resource.setrlimit = _set_limit_for_others

@@ -218,8 +218,11 @@ async def test_without_a_descriptor_a_client_is_sent_away(listener: GuardedListe
 
 
 PROGRAM = """
-import resource
+import importlib.util, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, {before})
+import mlx_server.runtime
+for finder in sys.meta_path:
+    finder.find_spec("mlx_lm.utils", importlib.util.find_spec("mlx_lm").submodule_search_locations)
 import mlx_server.runtime.loader
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == {before}
 from mlx_server.api.connections import room_for_connections
