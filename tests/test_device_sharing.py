@@ -229,6 +229,73 @@ def test_nobody_holds_a_model_whose_steps_are_over(bench: Bench):
     assert held() is None
 
 
+@pytest.mark.parametrize("steps", [(98, 0), (0, 98), (0, 99), (98, 99)], ids=str)
+def test_nobody_holds_a_model_whose_failure_is_known(
+    steps: tuple[int, ...], bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    """It may be unloaded as soon as one of its futures has failed; the device may be at work on another step then."""
+    monkeypatch.setattr(executor.logger, "disabled", True)  # what keeps records keeps tracebacks, too
+
+    def serve() -> weakref.ref[TimedRunner]:
+        runner = TimedRunner("a", 1.0, bench, is_eager=False)
+        served = MLXExecutor(bench.thread, runner)  # type: ignore[arg-type]
+
+        async def first_failure() -> None:
+            futures = [served.submit(SchedulerOutput(step, ())) for step in steps]
+            await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+            served.close()
+            await bench.piece("unload", 0.0)
+            assert any([future.exception() for future in futures])  # all of them: who asks for none is logged with it
+
+        bench.threads.run(first_failure())
+        return weakref.ref(runner)
+
+    held = serve()
+    gc.collect()
+    assert held() is None
+    b = bench.executor("b", 1.0, is_eager=False)
+    assert [result.step_time_s for result in bench.run(lambda: submit(b, 2))] == [1.0, 1.0]
+
+
+def test_steps_computed_at_launch_are_booked_behind_those_before_them(bench: Bench):
+    """A model on a CPU computes in `launch` while the step of another one runs; no time is booked twice, or negative."""
+    ahead = bench.executor("ahead", 1.0, is_eager=False)
+    runner = TimedRunner("eager", 1.0, bench, is_eager=True)
+
+    def launch(step: SchedulerOutput) -> tuple[int, float]:
+        launched = plain(step)
+        bench.threads.sleep_until(launched[1])
+        return launched
+
+    plain, runner.launch = runner.launch, launch  # type: ignore[method-assign]
+    eager = MLXExecutor(bench.thread, runner)  # type: ignore[arg-type]
+    results = bench.run(lambda: submit(ahead, 4) + submit(eager, 4))
+    assert [result.step_time_s for result in results] == [1.0] * 8
+
+
+def test_a_loop_that_closes_while_it_is_handed_a_result_harms_no_other(bench: Bench):
+    """It is open when it is looked at."""
+    executor = bench.executor("a", 1.0)
+
+    async def leave() -> None:
+        loop = asyncio.get_running_loop()
+        has_tried = asyncio.Event()
+        plain = loop.call_soon_threadsafe
+
+        def call(*arguments: Any, **named: Any) -> asyncio.Handle:
+            loop.call_soon_threadsafe = plain  # type: ignore[method-assign]
+            plain(has_tried.set)
+            raise RuntimeError("Event loop is closed")
+
+        loop.call_soon_threadsafe = call  # type: ignore[method-assign]
+        future = executor.submit(SchedulerOutput(0, ()))
+        await has_tried.wait()
+        assert not future.done()
+
+    bench.threads.run(leave())
+    assert [result.step_id for result in bench.run(lambda: submit(executor, 2))] == [0, 1]
+
+
 def test_nobody_waits_for_a_thread_that_has_died(bench: Bench, caplog: pytest.LogCaptureFixture):
     executor = bench.executor("a", 1.0)
     bench.is_broken = True

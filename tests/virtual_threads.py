@@ -186,6 +186,9 @@ class _SimpleQueue(Generic[T]):
             self._condition.wait()
         return self._items.popleft()
 
+    def empty(self) -> bool:
+        return not self._items
+
 
 class _SimpleQueueOf:
     """`SimpleQueue`, also with a type in brackets."""

@@ -21,25 +21,22 @@ class StepOwner(Protocol):
         ...
 
     def fail(self, error: BaseException) -> None:
-        """The oldest has failed. The owner drops its steps."""
+        """The oldest has failed."""
         ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """A step on the device. `is_awaited`: somebody has waited for it, so idle time before it counts. `outcome` is when
-    it was over, or what it failed with; None while it runs."""
+    """A step on the device. `is_awaited`: somebody has waited for it, so idle time before it counts."""
 
     owner: StepOwner
-    wait: Callable[[], None]
     started_s: float
     is_awaited: bool
-    outcome: float | BaseException | None = None
 
 
 class DeviceQueue:
-    """The device runs steps in the order of launch, so they are settled in that order, whichever model's turn it is:
-    each model then pays for its own time.
+    """The device runs steps in the order of launch, so they are settled in that order, whichever model's turn it is
+    and whatever has failed: each model then pays for its own time.
 
     A device that computes by itself tells nobody when it has finished. So a thread of the queue's own waits for each
     step and notes the time; the MLX thread is free meanwhile, and no end is booked that was not seen. Everything else
@@ -51,7 +48,8 @@ class DeviceQueue:
         self._clock = clock
         self._notify = notify
         self._steps: deque[DeviceStep] = deque()
-        self._unwatched: SimpleQueue[DeviceStep | None] = SimpleQueue()
+        self._unwatched: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._outcomes: SimpleQueue[float | BaseException] = SimpleQueue()  # of the oldest steps
         self._last_end_s = 0.0
         self._thread = threading.Thread(target=self._watch, name="mlx-device", daemon=True)
         self._thread.start()
@@ -67,46 +65,49 @@ class DeviceQueue:
 
     @property
     def is_oldest_over(self) -> bool:
-        return bool(self._steps) and self._steps[0].outcome is not None
+        return not self._outcomes.empty()
 
-    def push(self, step: DeviceStep) -> None:
-        """The step is launched. `step.wait` is called on the queue's thread."""
+    def push(self, step: DeviceStep, wait: Callable[[], None]) -> None:
+        """The step is launched. `wait`, which returns when it is over, is called on the queue's thread."""
         self._steps.append(step)
-        self._unwatched.put(step)
-
-    def book(self, step: DeviceStep) -> None:
-        """Settles a step whose outcome is known."""
-        if not isinstance(step.outcome, float):
-            assert step.outcome is not None, "its end has not been seen"
-            step.owner.fail(step.outcome)
-            return
-        idle_s = max(step.started_s - self._last_end_s, 0.0) if step.is_awaited else 0.0
-        step_time_s = step.outcome - max(step.started_s, self._last_end_s)
-        self._last_end_s = step.outcome
-        step.owner.settle(step_time_s, idle_s)
+        self._unwatched.put(wait)
 
     def settle_oldest(self) -> None:
-        self.book(self._steps.popleft())
+        """Waits for it if it is not over."""
+        self._book(self._steps.popleft(), self._outcomes.get())
 
-    def observe(self, step: DeviceStep) -> None:
-        """Waits until a step is over."""
-        try:
-            step.wait()
-            step.outcome = self._clock()
-        except BaseException as error:  # its owner's to handle, whatever it is
-            step.outcome = error
-
-    def drop(self, owner: StepOwner) -> None:
-        """Forgets an owner's steps: one has failed."""
-        self._steps = deque(step for step in self._steps if step.owner is not owner)
+    def settle_now(self, step: DeviceStep, wait: Callable[[], None]) -> None:
+        """For a step that its launch has computed: waits for all that are older, so that their ends come before its."""
+        while self._steps:
+            self.settle_oldest()
+        self._book(step, self._outcome(wait))
 
     def stop(self) -> None:
         """Ends the queue's thread behind the steps that it has, and waits for it."""
         self._unwatched.put(None)
         self._thread.join()
 
+    def _book(self, step: DeviceStep, outcome: float | BaseException) -> None:
+        """`outcome` is when it was over, or what it failed with."""
+        if isinstance(outcome, BaseException):
+            step.owner.fail(outcome)
+            return
+        idle_s = max(step.started_s - self._last_end_s, 0.0) if step.is_awaited else 0.0
+        step_time_s = outcome - max(step.started_s, self._last_end_s)
+        self._last_end_s = outcome
+        step.owner.settle(step_time_s, idle_s)
+
+    def _outcome(self, wait: Callable[[], None]) -> float | BaseException:
+        try:
+            wait()
+            return self._clock()
+        except BaseException as error:  # its owner's to handle, whatever it is
+            return error
+
     def _watch(self) -> None:
-        while (step := self._unwatched.get()) is not None:
-            self.observe(step)
+        while (wait := self._unwatched.get()) is not None:
+            outcome = self._outcome(wait)
+            del wait  # it holds a model, which may be unloaded as soon as the end is known
+            self._outcomes.put(outcome)
+            del outcome  # so does the traceback of an error
             self._notify()
-            del step  # it holds a model, which may be unloaded before another step comes

@@ -207,7 +207,8 @@ class MLXExecutor:
 
     One step ahead: a step may be launched while another one, of whichever model, runs. Results are handed out when
     the device has finished. An eager runner's `launch` does the work, so its result is there behind it. An exception
-    in a step is handed to every future that waits and to all later ones: the state of the pools is unknown then.
+    in a step is handed to every future that waits and to all later ones, since the state of the pools is unknown then;
+    but not before the device is done with all of the model's steps, so that it may be unloaded at once.
     """
 
     def __init__(self, thread: MLXThread, runner: ModelRunner, weight: float = 1.0) -> None:
@@ -217,6 +218,7 @@ class MLXExecutor:
         self._runner = runner
         self._submissions: deque[_Submission] = deque()
         self._launched: deque[_Launched] = deque()
+        self._failed: deque[_Submission] = deque()
         self._error: BaseException | None = None
         self._last_step_s = 0.0
         thread.attach(self, weight)
@@ -250,9 +252,8 @@ class MLXExecutor:
 
     def abandon(self, error: BaseException) -> None:
         """Fails what is launched and what waits; called on the MLX thread, at its end."""
-        self.fail(error)
-        while self._submissions:
-            _settle(self._submissions.popleft(), error)
+        for submission in (*self._failed, *(entry.submission for entry in self._launched), *self._submissions):
+            _settle(submission, error)
 
     def _launch(self, submission: _Submission) -> None:
         step = submission.step
@@ -265,16 +266,15 @@ class MLXExecutor:
         self._thread.charge(self, self._last_step_s)
         # Nobody waited for this step if all of its requests are new.
         is_awaited = len(step.new_requests) < len(step.chunks)
-        on_device = DeviceStep(self, partial(self._runner.wait, launched), started_s, is_awaited)
-        if self._runner.is_eager:
-            self._device.observe(on_device)
-            self._device.book(on_device)
-        else:
-            self._device.push(on_device)
+        hand_over = self._device.settle_now if self._runner.is_eager else self._device.push
+        hand_over(DeviceStep(self, started_s, is_awaited), partial(self._runner.wait, launched))
 
     def settle(self, step_time_s: float, idle_time_s: float) -> None:
         """Hands out the oldest launched step's result and pays for it: at launch, only as much as for the step before
         was paid. For `DeviceQueue`."""
+        if self._error is not None:
+            self.fail(self._error)
+            return
         entry = self._launched[0]
         try:
             output = self._runner.fetch(entry.step)
@@ -296,20 +296,16 @@ class MLXExecutor:
         _settle(entry.submission, result)
 
     def fail(self, error: BaseException) -> None:
-        """Fails all that is launched. For `DeviceQueue`."""
-        self._fail(error, None)
+        """The oldest launched step has failed. For `DeviceQueue`."""
+        self._fail(error, self._launched.popleft().submission)
 
-    def _fail(self, error: BaseException, item: _Submission | None) -> None:
+    def _fail(self, error: BaseException, submission: _Submission) -> None:
         if self._error is None:
             logger.error("A step failed: %s", error, exc_info=error)
-        self._error = error
-        waiting = [entry.submission for entry in self._launched]
-        if item is not None:
-            waiting.append(item)
-        self._launched.clear()
-        self._device.drop(self)
-        for submission in waiting:
-            _settle(submission, error)
+            self._error = error
+        self._failed.append(submission)
+        while self._failed and not self._launched:
+            _settle(self._failed.popleft(), self._error)
 
 
 def _settle(submission: _Submission, result: ModelRunnerOutput | BaseException) -> None:
