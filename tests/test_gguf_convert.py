@@ -17,7 +17,7 @@ from gguf_files import NUM_HEADS, NUM_KV_HEADS, SPECIALS, vocabulary, write_gguf
 from mlx_server import config
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.bundled import SMOLLM2
-from mlx_server.runtime.gguf_convert import WeightFormat, convert_gguf
+from mlx_server.runtime.gguf_convert import WeightFormat, convert_gguf, native_weight_format
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +195,21 @@ def test_the_bundled_tokenizer_is_the_models_own(bundled_model):
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
     assert set(SPECIALS) <= set(tokenizer.all_special_tokens) | set(tokenizer.get_added_vocab())
+
+
+@pytest.mark.parametrize(
+    ("device", "has_metal", "wanted"),
+    [
+        (mx.cpu, True, WeightFormat.FLOAT32),
+        (mx.cpu, False, WeightFormat.FLOAT32),
+        (mx.gpu, True, WeightFormat.PACKED),
+        (mx.gpu, False, WeightFormat.FLOAT32),
+    ],
+)
+def test_weights_suit_the_device_in_use(
+    device: mx.DeviceType, has_metal: bool, wanted: WeightFormat, monkeypatch: pytest.MonkeyPatch
+):
+    """A Mac whose MLX computes on the CPU wants them expanded."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: has_metal)
+    assert native_weight_format() is wanted

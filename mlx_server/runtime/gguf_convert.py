@@ -49,8 +49,9 @@ class WeightFormat(enum.StrEnum):
 
 
 def native_weight_format() -> WeightFormat:
-    """The format that suits this machine: packed where Metal runs it, float32 elsewhere."""
-    return WeightFormat.PACKED if mx.metal.is_available() else WeightFormat.FLOAT32
+    """The format that suits the device in use: packed on Metal, float32 elsewhere."""
+    is_metal = mx.default_device() != mx.cpu and mx.metal.is_available()
+    return WeightFormat.PACKED if is_metal else WeightFormat.FLOAT32
 
 
 def convert_gguf(source: Path, folder: Path, weight_format: WeightFormat) -> None:
