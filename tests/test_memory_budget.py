@@ -95,6 +95,17 @@ def test_a_reading_does_not_depend_on_whether_a_step_runs():
         assert (budget.read().pressure, budget.free_bytes) == (idle.pressure, free)
 
 
+def test_what_is_booked_for_a_model_that_still_loads_is_in_no_reading():
+    """Its steps do not run yet; the memory that is seen to be in use is of its weights."""
+    now = [metal_reading(900, 0)]
+    budget = MemoryBudget(700 * MIB, 0, lambda: now[0])
+    share = budget.take("model", need(300, 100, 100))
+    now[0] = metal_reading(750, 150)
+    assert budget.read() == now[0]
+    share.settle(need(300, 100, 100))
+    assert budget.read() != now[0]
+
+
 def test_what_a_step_takes_beyond_its_booking_counts():
     now = [metal_reading(900, 0)]
     budget = MemoryBudget(700 * MIB, 0, lambda: now[0])
