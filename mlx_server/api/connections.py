@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_server.api.auth import FREE_PATHS
 from mlx_server.api.errors import error_info
+from mlx_server.api.request_ids import RequestIdMiddleware
 from mlx_server.errors import OverloadedError
 
 logger = logging.getLogger(__name__)
@@ -117,22 +118,25 @@ class ConnectionGate:
                 if len(self._open) > self.max_num:
                     self._make_room(0.0)
                 return await app(scope, receive, send)
-            self._count_refusal()
-            error = OverloadedError(
-                f"{self.max_num} connections are open and busy, which is the limit (--max-connections). Try again "
-                "later.",
-                _RETRY_S,
-            )
-            response = error_info(error).response(scope["path"])
-            response.headers["connection"] = "close"
-            return await response(scope, receive, send)
+            return await refuse(scope, receive, send)
 
+        refuse = RequestIdMiddleware(self._refuse)
         return guarded_app
 
     def shed(self) -> None:
         """The process had no file descriptor for a connection, which was sent away."""
         self._make_room(_SILENT_S)
         self._count_refusal()
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._count_refusal()
+        error = OverloadedError(
+            f"{self.max_num} connections are open and busy, which is the limit (--max-connections). Try again later.",
+            _RETRY_S,
+        )
+        response = error_info(error).response(scope["path"])
+        response.headers["connection"] = "close"
+        await response(scope, receive, send)
 
     def _make_room(self, silent_s: float) -> bool:
         """Closes the connection that has been silent for the longest, if it is for `silent_s`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import h11
@@ -14,8 +15,11 @@ MAX_HEADERS = 128
 MAX_SMALL_CHUNKS = 4096
 """Chunks of a body whose chunks have less than a kibibyte on average."""
 
-_READ_BYTES = 8 * 1024
-"""What is parsed at a time: other connections have their turn between."""
+READ_BYTES = 8 * 1024
+"""What is read and parsed at a time: other connections have their turn between."""
+
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+"""As h11 sees it."""
 
 
 class _Connection(h11.Connection):
@@ -48,7 +52,12 @@ class BoundedReading(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if hasattr(transport, "max_size"):  # asyncio's own, of the bytes that it reads at a time
-            transport.max_size = _READ_BYTES
+            transport.max_size = READ_BYTES
+        elif hasattr(transport, "_ssl_protocol"):  # reads into a buffer that was made before this is called
+            tls = transport._ssl_protocol
+            tls.max_size = READ_BYTES
+            tls._ssl_buffer = bytearray(READ_BYTES)
+            tls._ssl_buffer_view = memoryview(tls._ssl_buffer)
 
     def handle_events(self) -> None:
         if self.conn.their_state is h11.IDLE and _num_headers(self.conn.trailing_data[0]) > MAX_HEADERS:
@@ -59,5 +68,5 @@ class BoundedReading(H11Protocol):
 
 def _num_headers(received: bytes) -> int:
     """Of the head at the beginning; its first line is none."""
-    end = received.find(b"\r\n\r\n")
-    return received.count(b"\n", 0, len(received) if end < 0 else end) - (end < 0)
+    end = _END_OF_HEAD.search(received)
+    return received.count(b"\n", 0, end.start()) if end else received.count(b"\n") - 1

@@ -115,6 +115,7 @@ async def test_busy_connections_stay_and_others_are_refused_but_for_probes(small
     assert head.startswith(b"HTTP/1.1 503")
     assert b"retry-after: 5" in head
     assert b"connection: close" in head
+    assert b"x-request-id: " in head
     assert b'"overloaded_error"' in body
     assert b"3 connections are open and busy, which is the limit (--max-connections)" in body
     assert await other.is_closed()
@@ -215,6 +216,28 @@ async def test_without_a_descriptor_a_client_is_sent_away(listener: GuardedListe
         client.settimeout(5)
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1) == b""
+
+
+async def test_a_spare_descriptor_that_another_took_is_not_closed_again(
+    listener: GuardedListener, monkeypatch: pytest.MonkeyPatch
+):
+    """Its number is another's then; the listener has a new one as soon as there is one."""
+    closed: list[int] = []
+
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.EMFILE, "no file is free")
+
+    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr(os, "close", closed.append)
+    monkeypatch.setattr(socket.socket, "accept", fail)
+    for _ in range(3):
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    monkeypatch.undo()
+    (spare,) = closed
+    os.close(spare)
+    with pytest.raises(BlockingIOError):
+        listener.accept()
 
 
 PROGRAM = """

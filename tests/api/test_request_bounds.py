@@ -231,6 +231,19 @@ async def test_too_many_header_fields_are_refused_before_they_are_parsed(world: 
         writer.close()
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+async def test_lines_of_a_body_are_no_header_fields(world: World, end: bytes):
+    """However its head's lines end."""
+    reader, writer = await world.connect()
+    body = b'{"prompt": "a"' + b"\n" * (2 * MAX_HEADERS) + b"}"
+    head = (b"POST /v1/completions HTTP/1.1", b"host: localhost", b"connection: close")
+    lines = (*head, b"content-type: application/json", b"content-length: %d" % len(body), b"", body)
+    writer.write(end.join(lines))
+    answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+    writer.close()
+
+
 @pytest.mark.parametrize(("number", "is_read"), [(MAX_SMALL_CHUNKS, True), (MAX_SMALL_CHUNKS + 10, False)])
 async def test_a_body_in_crumbs_is_refused(world: World, number: int, is_read: bool):
     reader, writer = await world.connect()

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from mlx_server.api.http_protocol import READ_BYTES, BoundedReading
 from mlx_server.api.tls import check_tls
 from mlx_server.cli.remote import RemoteServer
 from mlx_server.config import ServerConfig
@@ -58,6 +59,25 @@ async def test_answers_are_encrypted(world: World, files: Files):
                 await http.get(f"{secure}/health")
             with pytest.raises(httpx.HTTPError):
                 await http.get(f"{url}/health")
+
+
+async def test_encrypted_bodies_are_parsed_in_small_pieces(world: World, files: Files, monkeypatch: pytest.MonkeyPatch):
+    """So that other connections have their turn between; a record of TLS has up to 16 KiB."""
+    sizes: list[int] = []
+    receive = BoundedReading.data_received
+
+    def recorded(self: BoundedReading, data: bytes) -> None:
+        sizes.append(len(data))
+        receive(self, data)
+
+    monkeypatch.setattr(BoundedReading, "data_received", recorded)
+    async with running(world._site._switch, tls_cert=files.cert, tls_key=files.key) as url:
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=files.cert)) as http:
+            body = {"prompt": "a", "user": "x" * 2_000_000}
+            answer = await http.post(f"{url.replace('http:', 'https:')}/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert sum(sizes) > 2_000_000
+    assert max(sizes) <= 16 * 1024 + READ_BYTES
 
 
 @pytest.mark.slow
