@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import signal
 import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ import httpx
 import pytest
 
 from mlx_server.api.key_file import KeyFile
+from mlx_server.api.key_usage import FLUSH_S
 from tests.api.sse import bodies
 from tests.soak.requests import TEXT, seeded
 from tests.soak.worlds import Server, serving
@@ -91,6 +97,54 @@ async def test_a_disk_that_fills_while_serving_costs_log_lines_and_usage_alone(t
         assert await ended(server) == 0
     assert len(server.log) == num_bytes
     assert is_intact(tmp_path / "keys.sqlite", len(server.keys))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of two MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("only root on Linux may mount a small file system")
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mount.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def fill(folder: Path) -> None:
+    """To the last byte."""
+    with (folder / "filler").open("wb", buffering=0) as file, pytest.raises(OSError) as caught:  # noqa: PT012
+        while True:
+            file.write(b"x" * 4096)
+    assert caught.value.errno == errno.ENOSPC
+
+
+async def test_a_disk_without_space_costs_log_lines_and_usage_alone(disk: Path):
+    """Model, keys and log are on it; once there is room again, both are written again."""
+    async with serving(disk) as server, httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+        keys = {"x-api-key": server.keys["default"]}
+        streams = [asyncio.create_task(ask(server, http, **LONG)) for _ in range(NUM_STREAMS)]
+        await asyncio.sleep(0.1)
+        fill(disk)
+        num_bytes = len(server.log)
+        assert all(is_whole(stream) for stream in await asyncio.gather(*streams))
+        assert [(await ask(server, http, tier)).status_code for tier in server.keys] == [200] * len(server.keys)
+        stored = await http.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 16}, headers=keys)
+        assert (await http.get(f"/v1/responses/{stored.json()['id']}", headers=keys)).status_code == 200
+        await asyncio.sleep(FLUSH_S + 1)
+        assert (await ask(server, http)).status_code == 200
+        assert len(server.log) - num_bytes < 4096  # what was left of its last page
+        (disk / "filler").unlink()
+        assert (await ask(server, http)).status_code == 200
+        await server.settled(http)
+        assert await ended(server) == 0
+        assert len(server.log) > num_bytes
+        assert is_intact(disk / "keys.sqlite", len(server.keys))
+        with KeyFile(disk / "keys.sqlite") as file:
+            used = {record.tier: record.num_requests for record in file.records()}
+        assert 2 <= used["default"] < NUM_STREAMS + 4, "that of the full disk is lost, what came behind it is not"
 
 
 def is_intact(path: Path, num_keys: int) -> bool:
