@@ -71,10 +71,12 @@ async def test_encrypted_bodies_are_parsed_in_small_pieces(world: World, files: 
         receive(self, data)
 
     monkeypatch.setattr(BoundedReading, "data_received", recorded)
-    async with running(world._site._switch, tls_cert=files.cert, tls_key=files.key) as url:
-        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=files.cert)) as http:
-            body = {"prompt": "a", "user": "x" * 2_000_000}
-            answer = await http.post(f"{url.replace('http:', 'https:')}/v1/completions", json=body)
+    async with (
+        running(world._site._switch, tls_cert=files.cert, tls_key=files.key) as url,
+        httpx.AsyncClient(verify=ssl.create_default_context(cafile=files.cert)) as http,
+    ):
+        body = {"prompt": "a", "user": "x" * 2_000_000}
+        answer = await http.post(f"{url.replace('http:', 'https:')}/v1/completions", json=body)
     assert answer.status_code == 200
     assert sum(sizes) > 2_000_000
     assert max(sizes) <= 16 * 1024 + READ_BYTES
