@@ -7,9 +7,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_server.config import ObservabilityConfig
-from mlx_server.observability.families import EngineReading
-from mlx_server.observability.kv_blocks import KVBlockResidency
-from mlx_server.observability.prometheus import render
+from mlx_server.observability.engine_metrics import KVBlockResidency
+from mlx_server.observability.series import EngineReading, render
 from tests.batching.worlds import make_request, make_world, prompt
 from tests.engine_worlds import greedy, make_folder
 from tests.test_engine import ask, engine_of, read

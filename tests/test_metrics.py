@@ -8,9 +8,8 @@ from collections import Counter
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlx_server.observability.engine_metrics import EngineMetrics
-from mlx_server.observability.histogram import Histogram
-from mlx_server.observability.prometheus import EngineReading, render
+from mlx_server.observability.engine_metrics import EngineMetrics, Histogram
+from mlx_server.observability.series import EngineReading, render
 from mlx_server.outputs import EngineStats, ModelRunnerOutput, ScheduledChunk, SchedulerOutput
 from mlx_server.request import FinishReason, Priority, Request
 from mlx_server.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from mlx_server.api.admin_auth import RequireAdmin
 from mlx_server.api.body import JsonRoute
 from mlx_server.api.context import Context
-from mlx_server.observability.sleep_metrics import SleepOperation
+from mlx_server.observability.server_metrics import SleepOperation
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.pool.pooled_model import ModelState, PooledModel
 

@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, FastAPI
 
-from mlx_server.api import admin, admin_models, metrics, probes, tokenization
+from mlx_server.api import admin, admin_models, dashboard, metrics, probes, tokenization
 from mlx_server.api.anthropic import messages
 from mlx_server.api.auth import ApiKeyMiddleware
 from mlx_server.api.body import BodyLimitMiddleware
 from mlx_server.api.context import ServerContext, version
 from mlx_server.api.cors import allow_origins
-from mlx_server.api.dashboard import routes as dashboard
 from mlx_server.api.errors import ERROR_RESPONSES, install_error_handlers
 from mlx_server.api.generation_service import GenerationService
 from mlx_server.api.hosts import HostMiddleware

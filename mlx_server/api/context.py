@@ -15,9 +15,7 @@ from mlx_server.api.keys import KeyRing
 from mlx_server.api.quotas import Quotas
 from mlx_server.api.text_turns import TextWorkers
 from mlx_server.config import Config
-from mlx_server.observability.http_metrics import HttpMetrics
-from mlx_server.observability.process_metrics import ProcessMetrics
-from mlx_server.observability.sleep_metrics import SleepMetrics
+from mlx_server.observability.server_metrics import HttpMetrics, ProcessMetrics, SleepMetrics
 from mlx_server.pool.model_pool import ModelPool
 
 _DISTRIBUTION = "mlx-server"

@@ -19,7 +19,7 @@ from mlx_server.api.quotas import Grant
 from mlx_server.engine.engine import RequestStream
 from mlx_server.engine.tools import ToolCallDelta
 from mlx_server.errors import ServeError
-from mlx_server.observability.request_summary import RequestSummary
+from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.outputs import CompletionDelta, PositionLogprobs, RequestTimings
 from mlx_server.request import FinishReason, Priority, TokenConstraint
 from mlx_server.sampling_params import SamplingParams

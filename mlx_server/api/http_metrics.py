@@ -6,7 +6,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_server.observability.http_metrics import HttpMetrics
+from mlx_server.observability.server_metrics import HttpMetrics
 
 _UNCOUNTED_PATHS = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/server_info"})
 """What is asked again and again by machines, and would drown what clients do; vLLM leaves out the same."""

@@ -7,9 +7,8 @@ from starlette.responses import Response
 
 from mlx_server.api.context import Context
 from mlx_server.engine.engine import EngineState
-from mlx_server.observability.http_metrics import QuotaMetrics
-from mlx_server.observability.pool_metrics import ModelReading, PoolMetrics
-from mlx_server.observability.prometheus import CONTENT_TYPE, EngineReading, render
+from mlx_server.observability.series import CONTENT_TYPE, EngineReading, render
+from mlx_server.observability.server_metrics import ModelReading, PoolMetrics, QuotaMetrics
 from mlx_server.pool.pooled_model import ModelState
 
 router = APIRouter(tags=["probes"])

@@ -8,8 +8,8 @@ from typing import Any
 
 from mlx_server.api.generation import GenerationJob
 from mlx_server.errors import ServeError
+from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.observability.logs import log_event
-from mlx_server.observability.request_summary import RequestSummary
 
 logger = logging.getLogger("mlx_server.requests")
 

@@ -13,7 +13,7 @@ import sys
 
 from mlx_server.api.listener import listen
 from mlx_server.cli.settings_flags import add_serve_arguments, config_from
-from mlx_server.observability.standard_streams import forgive_lost_streams
+from mlx_server.observability.logs import forgive_lost_streams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from mlx_server.engine.detokenizer import IncrementalDetokenizer
 from mlx_server.engine.stop_strings import StopStringMatcher
 from mlx_server.engine.tokenizer import Tokenizer
 from mlx_server.errors import ServeError
-from mlx_server.observability.request_summary import RequestSummary
+from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.outputs import CompletionDelta, RequestOutput, RequestTimings
 from mlx_server.request import FinishReason, Priority, Request, TokenConstraint
 from mlx_server.sampling_params import SamplingParams

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
-from mlx_server.observability.histogram import Histogram
-from mlx_server.observability.kv_blocks import KVBlockResidency
-from mlx_server.observability.request_summary import RequestSummary, summarize
 from mlx_server.outputs import EngineStats, ModelRunnerOutput, SchedulerOutput, StepKind
 from mlx_server.request import FinishReason, Priority, Request
 
@@ -27,9 +27,135 @@ _PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 _SAMPLES = (1, 2, 5, 10, 20)
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 
+_RESIDENCY_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800),
+)
+
 _NUM_RECENT = 20
 _DECODE_GAIN = 0.1
 """Weight of the newest step in the average of decode-only steps: it remembers about ten."""
+
+
+class Histogram:
+    """Counts observations by bucket, as Prometheus does, without its labels and locks: an observation costs next to
+    nothing. Event-loop thread only."""
+
+    __slots__ = ("_counts", "bounds", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """`bounds` are the buckets' upper ends, inclusive, ascending; one without an end is added."""
+        self.bounds = tuple(bounds)
+        self.total = 0.0
+        self._counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, num_times: int = 1) -> None:
+        """Counts `value`, or as many observations that all have it."""
+        self._counts[bisect_left(self.bounds, value)] += num_times
+        self.total += value * num_times
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Prometheus' buckets: (`le`, observations up to it), the last one being `+Inf`."""
+        names = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
+        return list(zip(names, map(float, accumulate(self._counts)), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """Durations are seconds; None for a stage that was never reached. `tpot_s` is the mean over the tokens
+    after the first."""
+
+    request_id: str
+    tier: str
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    queue_s: float | None
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float
+
+
+def summarize(request: Request, reason: FinishReason, now: float) -> RequestSummary:
+    """The summary of a request that has just ended, `now` on the scheduler's clock."""
+    started_s, first_s = request.first_scheduled_s, request.first_token_s
+    num_later = request.num_output_tokens - 1
+    return RequestSummary(
+        request.request_id,
+        request.tier,
+        reason,
+        request.num_prompt_tokens,
+        request.num_cached_tokens or 0,
+        request.num_output_tokens,
+        request.num_preemptions,
+        None if started_s is None else started_s - request.arrival_s,
+        None if first_s is None else first_s - request.arrival_s,
+        None if first_s is None or num_later < 1 else (now - first_s) / num_later,
+        now - request.arrival_s,
+    )
+
+
+@dataclass(slots=True)
+class _Stay:
+    began_s: float
+    last_used_s: float
+
+
+class KVBlockResidency:
+    """vLLM's three histograms of a block's content: from its first token to its eviction, from its last use to that,
+    and between two uses. Of the blocks that are taken, a share is followed. Event-loop thread only.
+    """
+
+    def __init__(self, share: float, clock: Callable[[], float], seed: int | None = None) -> None:
+        """`share` of the blocks, 0 to 1; times are on `clock`."""
+        self.by_name = {
+            "kv_block_lifetime_seconds": Histogram(_RESIDENCY_S),
+            "kv_block_idle_before_evict_seconds": Histogram(_RESIDENCY_S),
+            "kv_block_reuse_gap_seconds": Histogram(_RESIDENCY_S),
+        }
+        self._share = share
+        self._clock = clock
+        self._draw = random.Random(seed).random
+        self._stays: dict[Hashable, _Stay] = {}
+
+    def on_taken(self, block: Hashable) -> None:
+        """A request got the block for tokens of its own; what was in it is gone."""
+        self.on_evicted(block)
+        if self._draw() < self._share:
+            now = self._clock()
+            self._stays[block] = _Stay(now, now)
+
+    def on_hit(self, block: Hashable) -> None:
+        """A request shares what is in the block."""
+        stay = self._stays.get(block)
+        if stay is not None:
+            now = self._clock()
+            self.by_name["kv_block_reuse_gap_seconds"].observe(now - stay.last_used_s)
+            stay.last_used_s = now
+
+    def on_freed(self, block: Hashable) -> None:
+        """No request holds the block any more; its content may be hit until it is evicted."""
+        stay = self._stays.get(block)
+        if stay is not None:
+            stay.last_used_s = self._clock()
+
+    def on_evicted(self, block: Hashable) -> None:
+        """What is in the block is lost."""
+        stay = self._stays.pop(block, None)
+        if stay is not None:
+            now = self._clock()
+            self.by_name["kv_block_lifetime_seconds"].observe(now - stay.began_s)
+            self.by_name["kv_block_idle_before_evict_seconds"].observe(now - stay.last_used_s)
+
+    def forget(self) -> None:
+        """The pool is a new one: the blocks that were followed are gone without an eviction."""
+        self._stays.clear()
 
 
 class EngineMetrics:
@@ -80,11 +206,11 @@ class EngineMetrics:
 
     @property
     def tiers(self) -> list[str]:
-        """Those of which a request has ended or was refused."""
+        """Tiers of which a request has run or was refused."""
         return sorted({*self.queue_time_by_tier, *(tier for tier, _ in self.rejected)})
 
     def follow_kv_blocks(self, share: float, clock: Callable[[], float]) -> KVBlockResidency:
-        """Who is to be told of a share of the KV blocks; what that shows is from now on among the histograms."""
+        """Follows a share of the KV blocks: its histograms are in `by_name` from now on. Tell the result of blocks."""
         if self.kv_blocks is None:
             self.kv_blocks = KVBlockResidency(share, clock)
             self.by_name |= self.kv_blocks.by_name
@@ -98,8 +224,8 @@ class EngineMetrics:
         self._step_tokens.observe(step.num_tokens)
 
     def on_step_done(self, step: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """Its result is here. What a mixed step takes longer than the last decode-only ones did on average is time
-        for which prompts held up those who decode."""
+        """Its result is here. The time by which a mixed step exceeds the average decode-only step is what
+        prompts delayed decoding requests."""
         kind, step_s = step.kind, result.step_time_s
         self.step_time_by_kind[kind].observe(step_s)
         usual_s = self._decode_step_s
@@ -111,8 +237,9 @@ class EngineMetrics:
     def on_tokens(self, requests: Sequence[Request], now: float) -> None:
         """A step has given these requests tokens; the event's time becomes their `last_token_s`.
 
-        Whoever decodes gets tokens in every step, so nearly all have waited since the same moment: gaps are
-        counted in runs, and a step costs two calls, however many requests it serves.
+        A decoding request gets a token in every step, so nearly all have waited since the same moment: gaps are
+        counted in runs, and a step costs two calls, however many requests it serves. For example, last tokens at
+        7.0, 7.0, 7.5 and now = 8.0 make two observations: 1.0 s twice, then 0.5 s once.
         """
         since, num_equal = None, 0
         for request in requests:
@@ -140,35 +267,32 @@ class EngineMetrics:
         self.rejected[tier, reason] += 1
 
     def on_finished(self, request: Request, reason: FinishReason, now: float) -> RequestSummary:
-        """The request has ended, in whatever way and wherever it stood; what remains of it."""
-        self.finished[reason] += 1
-        self._observe_request(request, now)
+        """The request has ended, in any way and at any stage; its summary."""
         summary = summarize(request, reason, now)
+        self.finished[reason] += 1
+        self._observe_request(request, summary, now)
         self.recent.append(summary)
         return summary
 
-    def _observe_request(self, request: Request, now: float) -> None:
+    def _observe_request(self, request: Request, summary: RequestSummary, now: float) -> None:
         observe = self._observe
         observe("request_num_preemptions", request.num_preemptions)
-        observe("e2e_request_latency_seconds", now - request.arrival_s)
+        observe("e2e_request_latency_seconds", summary.e2e_s)
         observe("request_prompt_tokens", request.num_prompt_tokens)
         observe("request_generation_tokens", request.num_output_tokens)
         observe("request_max_num_generation_tokens", request.max_total_tokens - request.num_prompt_tokens)
         if request.sampling.max_tokens is not None:
             observe("request_params_max_tokens", request.sampling.max_tokens)
-        started = request.first_scheduled_s
-        if started is None:
-            return
-        self._observe_wait(request, started - request.arrival_s)
-        observe("request_inference_time_seconds", now - started)
-        observe("request_prefill_kv_computed_tokens", request.num_prompt_tokens - (request.num_cached_tokens or 0))
-        first = request.first_token_s
-        if first is None:
-            return
-        observe("request_prefill_time_seconds", first - started)
-        observe("request_decode_time_seconds", now - first)
-        if request.num_output_tokens > 1:
-            observe("request_time_per_output_token_seconds", (now - first) / (request.num_output_tokens - 1))
+        started_s, first_s = request.first_scheduled_s, request.first_token_s
+        if started_s is not None:
+            self._observe_wait(request, started_s - request.arrival_s)
+            observe("request_inference_time_seconds", now - started_s)
+            observe("request_prefill_kv_computed_tokens", request.num_prompt_tokens - summary.num_cached_tokens)
+            if first_s is not None:
+                observe("request_prefill_time_seconds", first_s - started_s)
+                observe("request_decode_time_seconds", now - first_s)
+        if summary.tpot_s is not None:
+            observe("request_time_per_output_token_seconds", summary.tpot_s)
 
     def _observe_wait(self, request: Request, waited_s: float) -> None:
         self._observe("request_queue_time_seconds", waited_s)
@@ -183,11 +307,5 @@ class EngineMetrics:
 
 def _one_two_five(limit: int) -> list[int]:
     """1, 2, 5, 10, 20, 50 and so on, up to `limit`."""
-    bounds: list[int] = []
-    for exponent in count():
-        for digit in (1, 2, 5):
-            bound = digit * 10**exponent
-            if bound > limit:
-                return bounds
-            bounds.append(bound)
-    raise AssertionError("count has no end")
+    bounds = (digit * 10**exponent for exponent in range(len(str(limit))) for digit in (1, 2, 5))
+    return [bound for bound in bounds if bound <= limit]

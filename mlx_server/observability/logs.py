@@ -1,12 +1,20 @@
-"""What the server writes to standard error: lines for people, or JSON for machines, of every logger alike."""
+"""What the server writes to standard error: lines for people, or JSON for machines, of every logger alike. Standard
+streams that go away (a pipe whose reader has left, a closed terminal, a full disk) do not end the server."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
+import os
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _FIELDS = "fields"
@@ -52,3 +60,34 @@ def _shown(value: Any) -> str:
         return "-"
     text = str(value)
     return json.dumps(text) if not text.isprintable() or " " in text or '"' in text else text
+
+
+def forgive_lost_streams() -> None:
+    """From now on nothing that is written to `sys.stdout` or `sys.stderr` fails: a server does not end because nobody
+    reads its log. Closed descriptors 0 to 2 are opened to nowhere, so that no socket gets their numbers and with them
+    what libraries print. Once, at the start of a process."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    sys.stdout = _forgiving(sys.stdout, 1)
+    sys.stderr = _forgiving(sys.stderr, 2)
+
+
+class _Forgiving(io.FileIO):
+    """Drops what cannot be written."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return memoryview(data).nbytes
+
+
+def _forgiving(stream: TextIO | None, descriptor: int) -> TextIO:
+    if stream is not None:
+        with contextlib.suppress(OSError):
+            stream.flush()
+    file = io.BufferedWriter(_Forgiving(descriptor, "w", closefd=False))
+    encoding = "utf-8" if stream is None else stream.encoding
+    return io.TextIOWrapper(file, encoding=encoding, errors="backslashreplace", line_buffering=True)

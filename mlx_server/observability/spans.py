@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Tracer
 
 from mlx_server.config import ObservabilityConfig
+from mlx_server.observability.tracing import Clock, Decode, EngineTracer, Tracing
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
 from mlx_server.request import FinishReason, Request
 
@@ -44,8 +45,8 @@ _PROCESS_METRICS: Any = {"process.cpu.utilization": None, "process.memory.usage"
 Attributes = Mapping[str, str | int | float | Sequence[str]]
 
 
-class SpanTracing:
-    """`Tracing` by logfire, with a configuration of its own beside whatever else uses logfire."""
+class SpanTracing(Tracing):
+    """Tracing by logfire, with a configuration of its own beside whatever else uses logfire."""
 
     def __init__(
         self,
@@ -74,9 +75,7 @@ class SpanTracing:
             distributed_tracing=True,
         )
 
-    def tracer(
-        self, model_name: str, clock: Callable[[], float], decode: Callable[[Sequence[int]], str] | None
-    ) -> SpanTracer:
+    def tracer(self, model_name: str, clock: Clock, decode: Decode | None) -> SpanTracer:
         settings = self._settings
         return SpanTracer(
             self._logfire.config.get_tracer_provider().get_tracer(_SERVICE),
@@ -117,15 +116,15 @@ class _Trace:
     events: list[_Event] = field(default_factory=list)
 
 
-class SpanTracer:
-    """`EngineTracer` that makes a span of each request when it has ended, from what it has seen of it."""
+class SpanTracer(EngineTracer):
+    """Makes a span of each request when it has ended, from what it has seen of it."""
 
     def __init__(
         self,
         tracer: Tracer,
         model_name: str,
-        clock: Callable[[], float],
-        decode: Callable[[Sequence[int]], str] | None,
+        clock: Clock,
+        decode: Decode | None,
         every_steps: int,
     ) -> None:
         """`decode` None keeps text out. Of `every_steps` steps one gets a span; 0 is none."""

@@ -1,4 +1,4 @@
-"""What is told of every request's way, to whoever traces it. Without tracing nothing is imported and nothing kept.
+"""What a tracer is told of every request. Without tracing nothing is imported and nothing kept.
 
 Batching and engine know no spans: they hand over what they have anyway (requests with their timestamps, steps and
 their results), and `spans.py` makes spans of it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_server.config import ObservabilityConfig
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
@@ -18,8 +18,9 @@ Decode = Callable[[Sequence[int]], str]
 Clock = Callable[[], float]
 
 
-class EngineTracer(Protocol):
-    """Traces one engine. Called on the event loop's thread; times are on the scheduler's clock."""
+class EngineTracer:
+    """Traces one engine; this one does nothing. Called on the event loop's thread; times are on the scheduler's
+    clock."""
 
     def on_submitted(self, request: Request) -> None:
         """The request waits now. Its span will be a child of the current one."""
@@ -34,11 +35,12 @@ class EngineTracer(Protocol):
         """The request has ended."""
 
 
-class Tracing(Protocol):
-    """The process's tracing."""
+class Tracing:
+    """The process's tracing; this one does nothing."""
 
     def tracer(self, model_name: str, clock: Clock, decode: Decode | None) -> EngineTracer:
         """A tracer of the engine of that model; `decode` turns its token ids into text."""
+        return NO_TRACER
 
     def instrument(self, app: Any) -> None:
         """Traces the exchanges of a FastAPI application, and measures it and the process."""
@@ -47,33 +49,8 @@ class Tracing(Protocol):
         """Sends what is not sent yet, for a few seconds at most."""
 
 
-class _NoTracer:
-    def on_submitted(self, request: Request) -> None:
-        pass
-
-    def on_step(self, step: SchedulerOutput) -> None:
-        pass
-
-    def on_step_done(self, step: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        pass
-
-    def on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
-        pass
-
-
-class _NoTracing:
-    def tracer(self, model_name: str, clock: Clock, decode: Decode | None) -> EngineTracer:
-        return NO_TRACER
-
-    def instrument(self, app: Any) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-NO_TRACER = _NoTracer()
-NO_TRACING = _NoTracing()
+NO_TRACER = EngineTracer()
+NO_TRACING = Tracing()
 
 
 @cache

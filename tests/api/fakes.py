@@ -18,8 +18,7 @@ from mlx_server.engine.structured import GrammarCompiler
 from mlx_server.engine.tokenizer import Tokenizer
 from mlx_server.errors import ContextLengthError, EngineDeadError, OverloadedError, QueueFullError, ServeError
 from mlx_server.model_entries import ModelEntry
-from mlx_server.observability.engine_metrics import EngineMetrics
-from mlx_server.observability.request_summary import RequestSummary
+from mlx_server.observability.engine_metrics import EngineMetrics, RequestSummary
 from mlx_server.outputs import CompletionDelta, EngineStats, PositionLogprobs, RequestTimings, TokenLogprob
 from mlx_server.pool.catalog import Catalog
 from mlx_server.pool.model_pool import ModelPool

@@ -107,7 +107,7 @@ def test_what_cannot_be_written_is_dropped(lost: str):
     """And no socket gets the number of a standard stream."""
     program = """
         import logging, os, socket, sys
-        from mlx_server.observability.standard_streams import forgive_lost_streams
+        from mlx_server.observability.logs import forgive_lost_streams
 
         forgive_lost_streams()
         assert socket.socket().fileno() > 2

@@ -12,8 +12,8 @@ import pytest
 from mlx_server.api.app import create_app
 from mlx_server.config import Config
 from mlx_server.errors import ModelLoadError
-from mlx_server.observability.prometheus import render
-from mlx_server.observability.sleep_metrics import SleepMetrics, SleepOperation
+from mlx_server.observability.series import render
+from mlx_server.observability.server_metrics import SleepMetrics, SleepOperation
 from tests.api.fakes import FakeEngine, fake_pool
 from tests.test_metrics import samples
 

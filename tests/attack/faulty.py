@@ -46,7 +46,7 @@ def main() -> int:
     def go_wrong(*_: Any) -> None:
         begin()
 
-    from mlx_server.observability.standard_streams import forgive_lost_streams
+    from mlx_server.observability.logs import forgive_lost_streams
     from tests.api import life_real
 
     signal.signal(signal.SIGUSR2, go_wrong)
