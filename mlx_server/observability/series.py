@@ -148,7 +148,7 @@ def _queue_refusals(readings: Readings) -> dict[Labels, float]:
 
 
 def _adapters(readings: Readings) -> dict[Labels, float]:
-    """All adapters of all models have their places, so that routers that look for one find it anywhere."""
+    """All adapters of all models in one series: a router that looks for one reads any."""
     stats = [reading.stats for reading in readings]
     running = ",".join(name for stat in stats for name in stat.running_adapters)
     waiting = ",".join(name for stat in stats for name in stat.waiting_adapters)
@@ -178,7 +178,7 @@ def _zero(reading: EngineReading) -> float:
 
 VLLM_SERIES: tuple[Row[EngineReading], ...] = (
     Row("gauge", "vllm:num_requests_running", "Requests in the running batch.", "stats.num_running"),
-    Row("gauge", "vllm:num_requests_waiting", "Requests that wait for a place in it.", "stats.num_waiting"),
+    Row("gauge", "vllm:num_requests_waiting", "Requests that wait for a place in the batch.", "stats.num_waiting"),
     Row(
         "gauge",
         "vllm:num_requests_waiting_by_reason{reason}",
@@ -225,9 +225,9 @@ VLLM_SERIES: tuple[Row[EngineReading], ...] = (
     Row("counter", "vllm:prefix_cache_queries", "Tokens looked up in the cache.", "stats.num_prefix_query_tokens"),
     Row("counter", "vllm:prefix_cache_hits", "Tokens found in the cache.", "stats.num_prefix_hit_tokens"),
     Row("counter", "vllm:external_prefix_cache_queries", "Lookups in other servers' caches; none here.", _zero),
-    Row("counter", "vllm:external_prefix_cache_hits", "Found there.", _zero),
+    Row("counter", "vllm:external_prefix_cache_hits", "Hits in other servers' caches; none here.", _zero),
     Row("counter", "vllm:mm_cache_queries", "Lookups in a cache of media; none here.", _zero),
-    Row("counter", "vllm:mm_cache_hits", "Found there.", _zero),
+    Row("counter", "vllm:mm_cache_hits", "Hits in a cache of media; none here.", _zero),
     Row("counter", "vllm:num_preemptions", "Preemptions.", "stats.num_preemptions"),
     Row(
         "counter",
@@ -356,7 +356,7 @@ ALL_MODELS_SERIES: tuple[Row[Readings], ...] = (
     Row(
         "gauge",
         "vllm:lora_requests_info{max_lora,running_lora_adapters,waiting_lora_adapters}",
-        "Adapters by what clients call them: those in use, and those waited for. The time.",
+        "Adapters in use and waited for, by the names that clients use. The value is the time.",
         _adapters,
     ),
     Row(
@@ -370,7 +370,7 @@ ALL_MODELS_SERIES: tuple[Row[Readings], ...] = (
 SERVER_SERIES: Mapping[type, tuple[Row[Any], ...]] = {
     server_metrics.PoolMetrics: (
         Row("gauge", "mlx_serve:model_state{model_name,state}", "1 for the model's state.", "by_state"),
-        Row("counter", "mlx_serve:model_loads{model_name,result}", "Loads that have ended, by how.", "loads"),
+        Row("counter", "mlx_serve:model_loads{model_name,result}", "Loads that have ended, by result.", "loads"),
     ),
     server_metrics.SleepMetrics: (
         Row(

@@ -57,19 +57,17 @@ class SpanTracing(Tracing):
         """`processors` get every span, and `readers` every metric, beside where `settings` send them."""
         self._settings = settings
         self._instruments = ExitStack()
-        is_console = settings.tracing == "console"
-        self._processors, self._readers = [*processors], [*readers]
         if settings.tracing == "otlp" and not any(os.environ.get(name) for name in _ENDPOINT_VARIABLES):
             # logfire sends to the endpoint that the environment names; without one, to a collector on this machine.
-            self._processors.append(BatchSpanProcessor(OTLPSpanExporter()))
-            self._readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
+            processors = [*processors, BatchSpanProcessor(OTLPSpanExporter())]
+            readers = [*readers, PeriodicExportingMetricReader(OTLPMetricExporter())]
         self._logfire = logfire.configure(
             local=True,
             send_to_logfire=False,
             service_name=_SERVICE,
-            console=logfire.ConsoleOptions(output=sys.stderr) if is_console else False,
-            additional_span_processors=self._processors,
-            metrics=logfire.MetricsOptions(additional_readers=self._readers),
+            console=logfire.ConsoleOptions(output=sys.stderr) if settings.tracing == "console" else False,
+            additional_span_processors=processors,
+            metrics=logfire.MetricsOptions(additional_readers=readers),
             scrubbing=False,
             inspect_arguments=False,
             distributed_tracing=True,
@@ -119,14 +117,7 @@ class _Trace:
 class SpanTracer(EngineTracer):
     """Makes a span of each request when it has ended, from what it has seen of it."""
 
-    def __init__(
-        self,
-        tracer: Tracer,
-        model_name: str,
-        clock: Clock,
-        decode: Decode | None,
-        every_steps: int,
-    ) -> None:
+    def __init__(self, tracer: Tracer, model_name: str, clock: Clock, decode: Decode | None, every_steps: int) -> None:
         """`decode` None keeps text out. Of `every_steps` steps one gets a span; 0 is none."""
         self._tracer = tracer
         self._model_name = model_name
@@ -143,7 +134,7 @@ class SpanTracer(EngineTracer):
         now = self._clock()
         for request_id in step.dropped_request_ids:
             trace = self._traces.get(request_id)
-            if trace is not None:  # it has left the batch, and has not ended
+            if trace is not None:  # out of the batch, but not ended
                 trace.num_preemptions = trace.request.num_preemptions
                 trace.events.append(_Event("preempted", now, {"output_tokens": trace.request.num_output_tokens}))
         for new in step.new_requests:
@@ -158,9 +149,9 @@ class SpanTracer(EngineTracer):
         if not self._every_steps or step.step_id % self._every_steps:
             return
         now = self._clock()
-        told = f"step {step.step_id}: {step.kind.value}, {step.num_tokens} tokens of {len(step.chunks)} requests"
+        message = f"step {step.step_id}: {step.kind.value}, {step.num_tokens} tokens of {len(step.chunks)} requests"
         attributes: Attributes = {
-            _MESSAGE: told,
+            _MESSAGE: message,
             "model": self._model_name,
             "kind": step.kind.value,
             "step_id": step.step_id,
@@ -169,7 +160,7 @@ class SpanTracer(EngineTracer):
             "prompt_tokens": step.num_prompt_tokens,
             "idle_s": result.idle_time_s,
         }
-        # A step serves many requests, so that it belongs to none of their traces.
+        # A step serves many requests, so it belongs to no request's trace.
         self._span("step", now - result.step_time_s, now, attributes, otel_context.Context(), ())
 
     def on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
