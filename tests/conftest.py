@@ -29,12 +29,12 @@ for name in [name for name in os.environ if name.startswith("MLX_SERVE_") and na
 @pytest.fixture(autouse=True)
 def no_keys_of_yours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whoever runs the tests may have keys at home, and would be asked for them."""
-    monkeypatch.setattr("mlx_server.api.keys.home", lambda: tmp_path / "home")
+    monkeypatch.setattr("mlx_server.api.auth.keys.home", lambda: tmp_path / "home")
 
 
 @pytest.fixture(scope="session")
 def bundled_model() -> Path:
     """The folder of the bundled model, pulled when it is not there. It is kept between runs: tests only read it."""
-    from mlx_server.runtime.bundled import pull_bundled
+    from mlx_server.runtime.models.bundled import pull_bundled
 
     return pull_bundled()

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from text_worlds import make_tokenizer
 
-from mlx_server.engine.structured import GrammarCompiler, GrammarConstraint
-from mlx_server.engine.structured_spec import StructuredSpec, parse_structured
-from mlx_server.engine.tokenizer import Tokenizer
+from mlx_server.engine.grammar.constraints import GrammarCompiler, GrammarConstraint
+from mlx_server.engine.grammar.spec import StructuredSpec, parse_structured
+from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.request import TokenConstraint
 
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_server import LLM, SamplingParams
-from mlx_server.runtime.loader import LoadedModel
+from mlx_server.runtime.models.loader import LoadedModel
 from tests.tiny_models import (
     VOCAB_SIZE,
     TinyModel,

@@ -156,8 +156,8 @@ def test_the_package_keeps_its_floors():
     [
         (
             "batching.scheduler",
-            "from mlx_server.runtime.sampler import Sampler",
-            "imports runtime.sampler.Sampler, which",
+            "from mlx_server.runtime.sampling.sampler import Sampler",
+            "imports runtime.sampling.sampler.Sampler, which",
         ),
         (
             "runtime.executor",
@@ -171,7 +171,7 @@ def test_the_package_keeps_its_floors():
             "def f():\n    from mlx_server.pool import memory",
             "imports pool.memory, which engine may not",
         ),
-        ("api.app", "from mlx_server.runtime.loader import load", "which api may not"),
+        ("api.app", "from mlx_server.runtime.models.loader import load", "which api may not"),
         ("pool.memory", "from ..batching.block import Block", "which pool may not"),
         ("observability.metrics", "from mlx_server.engine.engine import AsyncEngine", "which observability may not"),
         ("request", "from mlx_server.batching.block import Block", "which vocabulary may not"),

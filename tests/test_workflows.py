@@ -67,7 +67,7 @@ def test_named_tests_are_there() -> None:
 def test_every_file_of_kernel_tests_runs_on_a_mac() -> None:
     """Those that make kernels as the GPU that is there wants them, by the names of their files."""
     named = {path.name for words in commands() for word in words if "*" in word for path in ROOT.glob(word)}
-    assert named == {path.name for path in (ROOT / "tests").glob("test_metal_kernels*.py")}
+    assert named == {path.name for path in (ROOT / "tests" / "runtime" / "kernels").glob("test_metal_kernels*.py")}
     assert {"test_metal_kernels_writer.py", "test_metal_kernels_plan.py", "test_metal_kernels_quantized.py"} <= named
 
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from mlx_server.engine.tokenizer import Tokenizer
+from mlx_server.engine.text.tokenizer import Tokenizer
 
 EOS = "<|end|>"
 CHAT_TEMPLATE = (

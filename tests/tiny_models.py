@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_server.runtime.random_models import Config, build_random
+from mlx_server.runtime.models.random_models import Config, build_random
 
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 257

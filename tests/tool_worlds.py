@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from text_worlds import make_tokenizer
 
-from mlx_server.runtime.tool_parsers import ToolParser, find_tool_parser
+from mlx_server.runtime.models.tool_parsers import ToolParser, find_tool_parser
 
 LLAMA_TEMPLATE = (
     'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'

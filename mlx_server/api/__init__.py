@@ -1,0 +1,1 @@
+"""HTTP. The only floor that knows FastAPI."""

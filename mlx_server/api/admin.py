@@ -1,14 +1,23 @@
-"""Routes that change the server's state: prefix caches and requests in progress."""
+"""Routes that change the server's state: prefix caches and requests in progress.
+
+Routes about the models of the pool: what each is doing, and loading and unloading them by hand.
+"""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-from pydantic import BaseModel
+import time
+from typing import Any, Literal
 
-from mlx_server.api.admin_auth import RequireAdmin
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+
+from mlx_server.api.auth.authentication import RequireAdmin
 from mlx_server.api.body import JsonRoute
 from mlx_server.api.context import Context
 from mlx_server.errors import InvalidRequestError
+from mlx_server.observability.server_metrics import SleepOperation
+from mlx_server.pool.model_pool import ModelPool
+from mlx_server.pool.pooled_model import ModelState, PooledModel
 
 router = APIRouter(tags=["admin"], route_class=JsonRoute, dependencies=[RequireAdmin])
 
@@ -41,3 +50,93 @@ async def abort_requests(body: AbortBody, context: Context) -> dict[str, int]:
         raise InvalidRequestError("Name the requests to end in request_ids.", "request_ids")
     ids = {*(body.request_ids or ()), body.rid or ""}
     return {"aborted": context.generations.abort(ids)}
+
+
+@router.get("/admin/models")
+async def list_models(context: Context) -> dict[str, Any]:
+    """Every model that is configured or has been asked for, with its state and memory, and the budget."""
+    budget = context.pool.budget
+    return {
+        "models": [_reading(model) for model in context.pool.models()],
+        "memory": {
+            "limit_bytes": budget.limit_bytes,
+            "held_bytes": budget.held_bytes,
+            "free_bytes": budget.free_bytes,
+        },
+    }
+
+
+class LoadBody(BaseModel):
+    model: str = Field(min_length=1)
+
+
+class UnloadBody(LoadBody):
+    drain_timeout_s: float | None = Field(None, ge=0.0)
+
+
+@router.post("/admin/models/load")
+async def load(body: LoadBody, context: Context) -> dict[str, Any]:
+    """Loads a model and answers when it is ready, or with what is in the way."""
+    return _reading(await context.pool.load(body.model))
+
+
+@router.post("/admin/models/unload")
+async def unload(body: UnloadBody, context: Context) -> dict[str, Any]:
+    """Unloads a model and answers when its memory is free. Its open requests may finish first, for
+    `drain_timeout_s`, by default as long as at shutdown. The next request for it loads it again."""
+    timeout_s = body.drain_timeout_s
+    if timeout_s is None:
+        timeout_s = context.config.server.drain_timeout_s
+    return _reading(await context.pool.unload(body.model, timeout_s))
+
+
+@router.post("/sleep")
+async def sleep(
+    context: Context, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort"
+) -> dict[str, str | int]:
+    """vLLM's: unloads all models, at every level. `abort` ends open requests at once, else they may finish first.
+    A request for a model wakes it."""
+    timeout_s = 0.0 if mode == "abort" else context.config.server.drain_timeout_s
+    with context.sleep_metrics.measured(SleepOperation.SLEEP):
+        for model in context.pool.models():
+            await context.pool.unload(model.name, timeout_s)
+    return {"status": "sleeping", "level": level}
+
+
+@router.post("/wake_up")
+async def wake_up(context: Context) -> dict[str, Any]:
+    """vLLM's: loads what is loaded at start, or else the default model."""
+    with context.sleep_metrics.measured(SleepOperation.WAKE):
+        pinned = [model for model in context.pool.models() if model.spec.is_pinned]
+        for model in pinned or [context.pool.find(None)]:
+            await context.pool.load(model.name)
+    return {"status": "awake", "tags": None}
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(context: Context) -> dict[str, bool]:
+    """Whether no model is loaded, nor being loaded."""
+    return {"is_sleeping": not _is_any_awake(context.pool)}
+
+
+def _is_any_awake(pool: ModelPool) -> bool:
+    return any(model.state in (ModelState.LOADING, ModelState.READY) for model in pool.models())
+
+
+def _reading(model: PooledModel) -> dict[str, Any]:
+    idle_s = time.monotonic() - model.last_used_s
+    return {
+        "id": model.name,
+        "root": model.spec.root,
+        "aliases": list(model.spec.aliases),
+        "adapters": list(model.spec.names.adapters),
+        "state": model.state.value,
+        "reason": None if model.failure is None else str(model.failure),
+        "load_progress": round(model.load_progress, 3) if model.state is ModelState.LOADING else None,
+        "pinned": model.spec.is_pinned,
+        "idle_ttl_s": model.spec.idle_ttl_s,
+        "held_bytes": model.held_bytes,
+        "num_requests": model.num_users,
+        "num_loads": model.num_loads,
+        "idle_s": round(idle_s, 1) if model.is_idle else None,
+    }

@@ -7,23 +7,18 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, FastAPI
 
-from mlx_server.api import admin, admin_models, dashboard, metrics, probes, tokenization
+from mlx_server.api import admin, dashboard, probes
 from mlx_server.api.anthropic import messages
-from mlx_server.api.auth import ApiKeyMiddleware
+from mlx_server.api.auth.authentication import ApiKeyMiddleware
+from mlx_server.api.auth.keys import build_key_ring
+from mlx_server.api.auth.quotas import QuotaHeadersMiddleware, Quotas
 from mlx_server.api.body import BodyLimitMiddleware
 from mlx_server.api.context import ServerContext, version
-from mlx_server.api.cors import allow_origins
 from mlx_server.api.errors import ERROR_RESPONSES, install_error_handlers
-from mlx_server.api.generation_service import GenerationService
-from mlx_server.api.hosts import HostMiddleware
-from mlx_server.api.http_metrics import HttpMetricsMiddleware
-from mlx_server.api.keys import build_key_ring
-from mlx_server.api.leases import LeaseMiddleware
-from mlx_server.api.openai import chat, completions, embeddings, models, render, responses
+from mlx_server.api.generation_service import GenerationService, LeaseMiddleware
+from mlx_server.api.middleware import HostMiddleware, HttpMetricsMiddleware, RequestIdMiddleware, allow_origins
+from mlx_server.api.openai import chat, completions, models, responses, tokenization
 from mlx_server.api.openai.responses_store import ResponseStore
-from mlx_server.api.quota_headers import QuotaHeadersMiddleware
-from mlx_server.api.quotas import Quotas
-from mlx_server.api.request_ids import RequestIdMiddleware
 from mlx_server.api.text_turns import TextWorkers
 from mlx_server.config import Config
 from mlx_server.observability.tracing import Tracing, open_tracing
@@ -34,17 +29,13 @@ def _routers() -> tuple[APIRouter, ...]:
     """One a group of routes; what is served is what stands here."""
     return (
         probes.router,
-        metrics.router,
         models.router,
         chat.router,
         completions.router,
         messages.router,
         responses.router,
-        render.router,
         tokenization.router,
-        embeddings.router,
         admin.router,
-        admin_models.router,
         dashboard.router,
     )
 

@@ -1,11 +1,20 @@
-"""A request's body on its way from the connection to a route: counted as it comes, then parsed and validated."""
+"""A request's body on its way from the connection to a route: counted as it comes, then parsed and validated.
+
+Routes whose requests are metered, and read by tier and by key in turn.
+"""
 
 from __future__ import annotations
 
 import email.message
 import json
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -17,11 +26,16 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_server.api.auth import caller_of
-from mlx_server.api.body_reader import MAX_BODY_BYTES, BodyReader, HeldBody
+from mlx_server.api.auth.authentication import caller_of
+from mlx_server.api.auth.quotas import Demand
+from mlx_server.api.body_reader import MAX_BODY_BYTES, BodyReader, HeldBody, parse_json
 from mlx_server.api.context import ServerContext
-from mlx_server.api.errors import ClientDisconnectedError
-from mlx_server.api.json_reading import parse_json
+from mlx_server.api.errors import ClientDisconnectedError, error_info
+from mlx_server.api.middleware import until_disconnect
+from mlx_server.api.text_turns import TextTurn
+from mlx_server.engine.fair_slots import Asker
+from mlx_server.errors import QuotaExceededError, ServeError
+from mlx_server.tiers import GENERATING_PATHS
 
 SMALL_BYTES = 16 * 1024
 """What is read at once: another thread would cost more."""
@@ -149,3 +163,45 @@ class JsonRoute(APIRoute):
                     return await handle(reading)
 
         return checked
+
+
+class TurnRoute(JsonRoute):
+    """A route whose requests, once their bodies are here, wait for their turn to be read.
+
+    They must be within their caller's rates before that, and count once: one that generates when it is granted, or
+    refused for what it says; one that only has text read when it comes."""
+
+    @contextmanager
+    def metered(self, request: Request) -> Iterator[None]:
+        caller, quotas = caller_of(request), request.app.state.context.quotas
+        generates = request.url.path in GENERATING_PATHS
+        if generates:
+            quotas.check(caller, Demand())
+        else:
+            quotas.begin_reading(caller)
+        request.state.is_counted = not generates
+        try:
+            yield
+        except (ServeError, RequestValidationError, HTTPException) as error:
+            if not request.state.is_counted and _is_refusal(error):
+                quotas.refuse(caller)
+            raise
+
+    @asynccontextmanager
+    async def turn(self, request: Request) -> AsyncIterator[None]:
+        caller = caller_of(request)
+        asker = Asker(caller.identity, caller.priority_at(request.url.path))
+        turn = request.state.turn = TextTurn(request.app.state.context.text_workers, asker)
+        try:
+            if not turn.try_begin():
+                await until_disconnect(request, turn.begin())
+            yield
+        finally:
+            turn.end()
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether it is the request that is wrong, rather than too much for now."""
+    if isinstance(error, QuotaExceededError):
+        return False
+    return not isinstance(error, ServeError) or error_info(error).status < 500

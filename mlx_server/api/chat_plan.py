@@ -13,21 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mlx_server.api.output_parser import ChatParser, OutputParser
-from mlx_server.api.prompts import Prompt, Truncation
+from mlx_server.api.generation import ChatParser, OutputParser, Prompt, Truncation
 from mlx_server.api.text_turns import TextTurn
-from mlx_server.engine.chat import ChatOptions, ChatPrompt
-from mlx_server.engine.dialect import Dialect, find_dialect
 from mlx_server.engine.engine import AsyncEngine
-from mlx_server.engine.lark import LarkWriter, json_expression, json_options
-from mlx_server.engine.reasoning import ReasoningMarkers, ReasoningSplitter
-from mlx_server.engine.reasoning_constraint import ReasoningConstraint
-from mlx_server.engine.structured import CompiledGrammar, GrammarCompiler
-from mlx_server.engine.structured_spec import StructuredKind, StructuredSpec
-from mlx_server.engine.tokenizer import Tokenizer
-from mlx_server.engine.tool_formats import Tool, ToolParser
-from mlx_server.engine.tool_grammar import force_tool_calls
-from mlx_server.engine.tools import ToolCallExtractor
+from mlx_server.engine.grammar.constraints import CompiledGrammar, GrammarCompiler
+from mlx_server.engine.grammar.reasoning import ReasoningConstraint
+from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
+from mlx_server.engine.grammar.structural_tag import LarkWriter, json_expression, json_options
+from mlx_server.engine.text.chat import ChatOptions, ChatPrompt
+from mlx_server.engine.text.reasoning import Dialect, ReasoningMarkers, ReasoningSplitter, find_dialect
+from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.engine.tools.formats import Tool, ToolParser
+from mlx_server.engine.tools.grammar import force_tool_calls
+from mlx_server.engine.tools.parser import ToolCallExtractor
 from mlx_server.errors import InvalidRequestError
 from mlx_server.request import TokenConstraint
 

@@ -8,11 +8,11 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from mlx_server.api.auth.keys import KeyRing
+from mlx_server.api.auth.quotas import Quotas
 from mlx_server.api.body_reader import BodyReader
 from mlx_server.api.chat_plan import ChatPlanner
 from mlx_server.api.generation_service import GenerationService
-from mlx_server.api.keys import KeyRing
-from mlx_server.api.quotas import Quotas
 from mlx_server.api.text_turns import TextWorkers
 from mlx_server.config import Config
 from mlx_server.observability.server_metrics import HttpMetrics, ProcessMetrics, SleepMetrics

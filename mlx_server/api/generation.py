@@ -3,6 +3,10 @@
     route -> GenerationJob -> GenerationService.start() -> Generation -> OutputEvent ... -> the protocol's shape
 
 Nothing here knows HTTP. Everything runs on the event loop's thread.
+
+Prompts as the model reads them, and how long ones are cut.
+
+What a model writes, taken apart while it streams: reasoning, content and tool calls.
 """
 
 from __future__ import annotations
@@ -11,18 +15,142 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
-from mlx_server.api.caller import Caller
-from mlx_server.api.output_parser import OutputParser, Parts, PlainParser
-from mlx_server.api.prompts import Prompt
-from mlx_server.api.quotas import Grant
+from mlx_server.api.auth.keys import Caller
+from mlx_server.api.auth.quotas import Grant
 from mlx_server.engine.engine import RequestStream
-from mlx_server.engine.tools import ToolCallDelta
-from mlx_server.errors import ServeError
+from mlx_server.engine.text.reasoning import ReasoningSplit, ReasoningSplitter
+from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.engine.tools.parser import ToolCallDelta, ToolCallExtractor, ToolOutput
+from mlx_server.errors import ContextLengthError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.outputs import CompletionDelta, PositionLogprobs, RequestTimings
 from mlx_server.request import FinishReason, Priority, TokenConstraint
 from mlx_server.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`text` is what `token_ids` say, for echoes; None where nobody asked for it."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How a client wants a long prompt cut: to `num_tokens` (-1 is the whole context), losing one side."""
+
+    num_tokens: int | None = None
+    side: Literal["left", "right"] = "left"
+
+    def part(self, text: str, tokenizer: Tokenizer, max_model_len: int) -> str:
+        """What of `text` is to be tokenized before `apply`. Raises `ContextLengthError` for a text that is far too
+        long and not to be cut."""
+        keep = self._num_kept(max_model_len)
+        most = max_model_len if keep is None else min(keep, max_model_len)
+        part = tokenizer.part_of(text, most, is_end=keep is not None and self.side == "left")
+        if keep is None and len(part) < len(text):
+            raise ContextLengthError(
+                f"The prompt has {len(text)} characters, and already {len(part)} of them are more tokens than the "
+                f"context holds, which is {max_model_len}. Shorten the prompt.",
+                "input_tokens",
+            )
+        return part
+
+    def apply(self, token_ids: Sequence[int], max_model_len: int) -> Sequence[int]:
+        keep = self._num_kept(max_model_len)
+        if keep is None or keep >= len(token_ids):
+            return token_ids
+        return token_ids[len(token_ids) - keep :] if self.side == "left" else token_ids[:keep]
+
+    def _num_kept(self, max_model_len: int) -> int | None:
+        """One token of the context is for the output."""
+        return max_model_len - 1 if self.num_tokens == -1 else self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a piece of text turned out to be. Reasoning comes before content where both are set."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+class OutputParser(Protocol):
+    """Follows one choice's text. Text that may be the start of a marker is held back until it is known."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends inside the reasoning."""
+        ...
+
+    @property
+    def has_tool_calls(self) -> bool:
+        """Whether a call has begun, which decides the finish reason."""
+        ...
+
+    def append(self, text: str) -> Parts:
+        """What is certain once `text` has come."""
+        ...
+
+    def finish(self) -> Parts:
+        """What was held back; called once, at the end."""
+        ...
+
+
+class PlainParser:
+    """All text is content."""
+
+    is_reasoning = False
+    has_tool_calls = False
+
+    def append(self, text: str) -> Parts:
+        return Parts(content=text)
+
+    def finish(self) -> Parts:
+        return Parts()
+
+
+class ChatParser:
+    """Splits off reasoning, then finds calls in what is left. Without `is_parallel`, calls after the first are
+    dropped."""
+
+    def __init__(
+        self, splitter: ReasoningSplitter | None, extractor: ToolCallExtractor | None, is_parallel: bool = True
+    ) -> None:
+        self._splitter = splitter
+        self._extractor = extractor
+        self._is_parallel = is_parallel
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._splitter is not None and self._splitter.is_reasoning
+
+    @property
+    def has_tool_calls(self) -> bool:
+        return self._extractor is not None and self._extractor.has_calls
+
+    def append(self, text: str) -> Parts:
+        split = ReasoningSplit(content=text) if self._splitter is None else self._splitter.append(text)
+        return self._parts(split.reasoning, self._extract(split.content))
+
+    def finish(self) -> Parts:
+        split = ReasoningSplit() if self._splitter is None else self._splitter.finish()
+        found = self._extract(split.content)
+        if self._extractor is not None:
+            last = self._extractor.finish()
+            found = ToolOutput(found.content + last.content, found.calls + last.calls)
+        return self._parts(split.reasoning, found)
+
+    def _extract(self, content: str) -> ToolOutput:
+        return ToolOutput(content) if self._extractor is None else self._extractor.append(content)
+
+    def _parts(self, reasoning: str, found: ToolOutput) -> Parts:
+        calls = found.calls if self._is_parallel else tuple(call for call in found.calls if call.index == 0)
+        return Parts(found.content, reasoning, calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""Starts generations, and knows those in progress: it counts, aborts and drains them."""
+"""Starts generations, and knows those in progress: it counts, aborts and drains them.
+
+A request keeps the model it uses from being unloaded, until its answer has been sent.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,18 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlx_server.api.auth.authentication import caller_of, check_model_access
+from mlx_server.api.auth.keys import KeyRing, revocation
+from mlx_server.api.auth.quotas import Demand, Quotas, bounded
+from mlx_server.api.body_reader import check_name
 from mlx_server.api.generation import Generation, GenerationJob
-from mlx_server.api.keys import KeyRing, revocation
-from mlx_server.api.quotas import Demand, Quotas, bounded
-from mlx_server.api.request_log import log_end, log_refusal
+from mlx_server.api.middleware import log_end, log_refusal, until_disconnect
 from mlx_server.engine.engine import AsyncEngine, GenerationRequest, RequestStream
 from mlx_server.errors import OverloadedError, ServeError
+from mlx_server.pool.model_pool import ModelPool
 from mlx_server.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -153,3 +162,30 @@ def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
         return sampling
     seed = sampling.seed + index
     return replace(sampling, seed=seed if seed < _SEED_SPAN else seed - 2 * _SEED_SPAN)
+
+
+class LeaseMiddleware:
+    """Ends a request's leases when its answer, streamed or not, is over."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.ExitStack() as leases:
+            scope.setdefault("state", {})["leases"] = leases
+            await self._app(scope, receive, send)
+
+
+async def lease_engine(request: Request, pool: ModelPool, name: str | None) -> AsyncEngine:
+    """The engine of a model, which is loaded first if need be, for as long as the request lasts. Raises what
+    `ModelPool.acquire` raises, `PermissionDeniedError` for a model that the caller's tier may not use, and
+    `ClientDisconnectedError`."""
+    check_name(name, "model")
+    check_model_access(pool, caller_of(request).tier, name)
+    leases = request.state.leases
+    assert isinstance(leases, contextlib.ExitStack)
+
+    async def acquire() -> AsyncEngine:
+        return leases.enter_context(await pool.acquire(name))
+
+    return await until_disconnect(request, acquire())

@@ -1,4 +1,7 @@
-"""Routes that say how the server is: for supervisors, routers and load balancers."""
+"""Routes that say how the server is: for supervisors, routers and load balancers.
+
+What Prometheus, routers and autoscalers scrape.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from mlx_server.api.context import Context, ServerContext, version
-from mlx_server.api.orca import kv_cache_usage
+from mlx_server.api.middleware import kv_cache_usage
 from mlx_server.config import BLOCK_SIZE, Config
-from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.engine import AsyncEngine, EngineState
+from mlx_server.observability.series import CONTENT_TYPE, EngineReading, render
+from mlx_server.observability.server_metrics import ModelReading, PoolMetrics, QuotaMetrics
+from mlx_server.pool.pooled_model import ModelState
 
 router = APIRouter(tags=["probes"])
 
@@ -118,3 +124,34 @@ async def model_info(context: Context) -> dict[str, Any]:
         "tokenizer_path": model.spec.root,
         "is_generation": True,
     }
+
+
+_LOADED = (EngineState.READY, EngineState.DRAINING)
+
+
+@router.get(
+    "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+)
+@router.head("/metrics", include_in_schema=False)
+async def metrics(context: Context) -> Response:
+    """Prometheus' text format: vLLM's series, and ours. A model that was unloaded keeps its counters; one that was
+    never loaded has a state only."""
+    readings = [
+        EngineReading(
+            engine.model_name,
+            engine.stats(),
+            engine.metrics,
+            is_prefix_caching=context.config.cache.prefix_caching,
+            is_loaded=engine.state in _LOADED,
+        )
+        for engine in context.pool.counted_engines()
+    ]
+    quotas = QuotaMetrics({tier: context.quotas.refused[tier] for tier in context.config.tiers})
+    models = [
+        ModelReading(model.name, model.state, {result.value: number for result, number in model.loads.items()})
+        for model in context.pool.models()
+    ]
+    pool = PoolMetrics(models, list(ModelState))
+    others = [pool, context.sleep_metrics, context.http_metrics, quotas, context.process_metrics]
+    text = render(readings, others)
+    return Response(text, media_type=CONTENT_TYPE)

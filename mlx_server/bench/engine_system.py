@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mlx_server import LLM, SamplingParams
 from mlx_server.bench.systems import Generated
 from mlx_server.bench.workloads import Workload
-from mlx_server.runtime.loader import LoadedModel
+from mlx_server.runtime.models.loader import LoadedModel
 
 _POOLS_BESIDE_MLX = frozenset({"cpu"})
 """Backends whose pools MLX's own count of memory does not see."""

@@ -28,12 +28,12 @@ from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.bench.arguments import from_0, from_1
 from mlx_server.bench.environment import describe_environment
 from mlx_server.bench.tables import render_table
-from mlx_server.engine.observed_executor import ObservedExecutor
+from mlx_server.engine.engine import ObservedExecutor
 from mlx_server.observability.engine_metrics import EngineMetrics
 from mlx_server.observability.tracing import NO_TRACER
 from mlx_server.outputs import ModelRunnerOutput, RequestOutput, SampledToken, SchedulerOutput
 from mlx_server.request import Priority, Request
-from mlx_server.runtime.batch_state import BlockTables
+from mlx_server.runtime.model_runner import BlockTables
 from mlx_server.sampling_params import SamplingParams
 
 _NUM_PROMPT_TOKENS = 100

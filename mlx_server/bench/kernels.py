@@ -33,9 +33,9 @@ from mlx_server.bench.kernels_timing import measure_copy, median_times
 from mlx_server.errors import ServeError
 from mlx_server.runtime.attention import AttentionBackend
 from mlx_server.runtime.backends import choose_backend
-from mlx_server.runtime.kernels.gpu_backend import GpuBackend
-from mlx_server.runtime.kernels.gpu_choice import store_choices
-from mlx_server.runtime.kernels.gpu_variant import DecodeShape, KernelVariant
+from mlx_server.runtime.kernels.gpu.backend import GpuBackend
+from mlx_server.runtime.kernels.gpu.choice import store_choices
+from mlx_server.runtime.kernels.gpu.plan import DecodeShape, KernelVariant
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}

@@ -11,8 +11,8 @@ import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention import AttentionBackend, IntArray, StepPlan
-from mlx_server.runtime.kernels.exact_rows import exact_rows
-from mlx_server.runtime.kernels.gpu_variant import DecodeShape
+from mlx_server.runtime.kernels.cpu.rows import exact_rows
+from mlx_server.runtime.kernels.gpu.plan import DecodeShape
 
 _RUN_BLOCKS = 8
 _MOST_LAYER_BYTES = 256 * 2**20

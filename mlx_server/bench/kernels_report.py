@@ -10,7 +10,7 @@ from mlx_server.bench.kernels_cases import Case
 from mlx_server.bench.kernels_sweep import Timed, moved_bytes
 from mlx_server.bench.kernels_timing import Copy
 from mlx_server.bench.tables import format_rate, render_table
-from mlx_server.runtime.kernels.gpu_variant import DecodeShape, KernelVariant, default_variant
+from mlx_server.runtime.kernels.gpu.plan import DecodeShape, KernelVariant, default_variant
 
 _NUM_SHOWN = 10
 

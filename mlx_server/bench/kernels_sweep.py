@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 from mlx_server.bench.kernels_cases import Case, World
 from mlx_server.bench.kernels_timing import median_times
-from mlx_server.runtime.kernels.cuda import CudaBackend
-from mlx_server.runtime.kernels.gpu_backend import GpuBackend
-from mlx_server.runtime.kernels.gpu_bytes import decode_bytes
-from mlx_server.runtime.kernels.gpu_variant import DecodeShape, KernelVariant, check_variant, default_variant
-from mlx_server.runtime.kernels.metal import MetalBackend
+from mlx_server.runtime.kernels.gpu.backend import CudaBackend, GpuBackend, MetalBackend
+from mlx_server.runtime.kernels.gpu.plan import DecodeShape, KernelVariant, check_variant, decode_bytes, default_variant
 
 _SIMDGROUPS = (8, 4, 2, 1)
 _LANES = (32, 16, 8)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_server.runtime.kernels.cpu import default_threads
+from mlx_server.runtime.kernels.cpu.attention import default_threads
 
 _NUM_WARM_UPS = 2
 _NUM_COPIES = 8

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_server.bench.serve_prompts import WORDS
 from mlx_server.errors import ConfigError
-from mlx_server.runtime import random_models
+from mlx_server.runtime.models import random_models
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _SPECIAL = ("<unk>", "<eos>")

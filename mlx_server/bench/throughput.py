@@ -27,7 +27,7 @@ from mlx_server.bench.report import as_document, describe_profile, render_rows
 from mlx_server.bench.systems import System
 from mlx_server.bench.workloads import WORKLOADS, Workload, make_warm_up, make_workload
 from mlx_server.errors import ConfigError
-from mlx_server.runtime.loader import LoadedModel, load
+from mlx_server.runtime.models.loader import LoadedModel, load
 
 SYSTEMS = ("sequential", "batch", "engine")
 PREFILL_SETTINGS = ("2048x8", "512x8", "512x1")

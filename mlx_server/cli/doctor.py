@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from mlx_server.api.keys import build_key_ring
+from mlx_server.api.auth.keys import build_key_ring
 from mlx_server.bench.arguments import above_0
 from mlx_server.cli.settings_flags import add_config_flag, config_from
 from mlx_server.cli.table import size
@@ -24,7 +24,7 @@ from mlx_server.engine.memory_budget import MemoryBudget
 from mlx_server.engine.model_store import stored_models
 from mlx_server.errors import ConfigError
 from mlx_server.runtime.backends import available_backends
-from mlx_server.runtime.kernels.native_build import NativeBuildError, find_compiler
+from mlx_server.runtime.kernels.cpu.build import NativeBuildError, find_compiler
 from mlx_server.runtime.machine import METAL, inspect_machine
 
 _NOT_WIRED = (

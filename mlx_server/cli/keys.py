@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mlx_server.api.key_file import KeyFile, NewKey
-from mlx_server.api.keys import key_file_path
+from mlx_server.api.auth.key_file import KeyFile, NewKey
+from mlx_server.api.auth.keys import key_file_path
 from mlx_server.cli.settings_flags import add_config_flag
 from mlx_server.config import Config
 from mlx_server.errors import ServeError

@@ -13,7 +13,7 @@ import datetime
 import json
 import time
 
-from mlx_server.api.key_file import KeyRecord
+from mlx_server.api.auth.key_file import KeyRecord
 from mlx_server.cli.keys import add_key_flags, open_keys
 from mlx_server.cli.settings_flags import config_from
 from mlx_server.cli.table import ago, table

@@ -11,7 +11,7 @@ import argparse
 import logging
 
 from mlx_server.config import DEFAULT_MODEL
-from mlx_server.runtime.resolve import resolve_model
+from mlx_server.runtime.models.loader import resolve_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

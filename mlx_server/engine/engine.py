@@ -1,4 +1,7 @@
-"""One model, served: its scheduler, its steps on the MLX thread, and one stream a request."""
+"""One model, served: its scheduler, its steps on the MLX thread, and one stream a request.
+
+Tells metrics and traces of every step on its way to the MLX thread and back.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,18 @@ import enum
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
+from mlx_server.batching.step import Executor
 from mlx_server.config import Config
-from mlx_server.engine.chat import ChatFormatter
-from mlx_server.engine.memory_watch import MemoryWatch
-from mlx_server.engine.observed_executor import ObservedExecutor
-from mlx_server.engine.parts import EngineParts, Surroundings, load_parts, unload_parts
-from mlx_server.engine.request_bounds import RequestBounds, make_request
-from mlx_server.engine.request_stream import GenerationRequest, OutputText, RequestStream
-from mlx_server.engine.served_names import served_names, served_names_of
-from mlx_server.engine.structured import GrammarCompiler
-from mlx_server.engine.text import TextTools
-from mlx_server.engine.tokenizer import Tokenizer
+from mlx_server.engine.grammar.constraints import GrammarCompiler
+from mlx_server.engine.memory_guard import MemoryWatch
+from mlx_server.engine.parts import EngineParts, Surroundings, load_parts, served_names, served_names_of, unload_parts
+from mlx_server.engine.request_stream import GenerationRequest, OutputText, RequestBounds, RequestStream, make_request
+from mlx_server.engine.text.chat import ChatFormatter, TextTools
+from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -33,11 +35,37 @@ from mlx_server.errors import (
 )
 from mlx_server.observability.engine_metrics import EngineMetrics
 from mlx_server.observability.tracing import NO_TRACER, EngineTracer, Tracing, open_tracing
-from mlx_server.outputs import EngineStats, RequestOutput
+from mlx_server.outputs import EngineStats, ModelRunnerOutput, RequestOutput, SchedulerOutput
 from mlx_server.request import FinishReason, Request, RequestStatus
 from mlx_server.runtime.executor import MLXThread
-from mlx_server.runtime.loader import LoadedModel, RunnerInfo
+from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
 from mlx_server.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedExecutor:
+    """An executor that is watched. What it costs is a few calls a step, whatever the number of requests. A step that
+    only changes the pools computes nothing and does not count."""
+
+    executor: Executor
+    metrics: EngineMetrics
+    tracer: EngineTracer
+
+    def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
+        if not output.chunks:
+            return self.executor.submit(output)
+        self.metrics.on_step(output)
+        self.tracer.on_step(output)
+        result = self.executor.submit(output)
+        result.add_done_callback(partial(self._on_done, output))
+        return result
+
+    def _on_done(self, output: SchedulerOutput, future: asyncio.Future[ModelRunnerOutput]) -> None:
+        if future.cancelled() or future.exception() is not None:
+            return
+        self.metrics.on_step_done(output, future.result())
+        self.tracer.on_step_done(output, future.result())
+
 
 __all__ = ["AsyncEngine", "EngineState", "GenerationRequest", "RequestStream", "Surroundings"]
 

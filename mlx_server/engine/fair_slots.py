@@ -1,10 +1,20 @@
-"""Slots that work is done in, given to better tiers first and to the keys of a tier in turn."""
+"""Slots that work is done in, given to better tiers first and to the keys of a tier in turn.
+
+How much processor time a thread has used, asked by others while it works.
+
+Work on threads that nobody waits for at the end of the process, like a download.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import threading
+import time
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from mlx_server.errors import QuotaExceededError
 from mlx_server.request import Priority
@@ -133,3 +143,76 @@ class FairSlots:
             queue.remove(coming)
             if not queue:
                 del keys[asker.key]
+
+
+_THREAD_BASIC_INFO = 3
+_NUM_INFO_WORDS = 10
+"""Of `struct thread_basic_info` (mach/thread_info.h): seconds and microseconds in user and in system mode, and six
+more that are not looked at."""
+
+
+def own_clock() -> Callable[[], float]:
+    """A clock of the calling thread's processor time in seconds, which any thread may read while this one lives. Once
+    it has ended, the clock's reading means nothing; it may raise `OSError`."""
+    clock_of = getattr(time, "pthread_getcpuclockid", None)  # macOS has none
+    return _mach_clock() if clock_of is None else _posix_clock(clock_of(threading.get_ident()))
+
+
+def _posix_clock(clock_id: int) -> Callable[[], float]:
+    return lambda: time.clock_gettime(clock_id)
+
+
+def _mach_clock() -> Callable[[], float]:
+    system = ctypes.CDLL(None)
+    system.pthread_mach_thread_np.argtypes = [ctypes.c_void_p]
+    system.pthread_mach_thread_np.restype = ctypes.c_uint32
+    port = system.pthread_mach_thread_np(threading.get_ident())
+
+    def read() -> float:
+        words = (ctypes.c_int32 * _NUM_INFO_WORDS)()
+        count = ctypes.c_uint32(_NUM_INFO_WORDS)
+        status = system.thread_info(ctypes.c_uint32(port), _THREAD_BASIC_INFO, words, ctypes.byref(count))
+        if status != 0:
+            raise OSError(f"thread_info failed with {status}")
+        return float(words[0] + words[2] + (words[1] + words[3]) / 1e6)
+
+    return read
+
+
+T = TypeVar("T")
+
+
+async def in_daemon_thread(function: Callable[[], T], *, stack_bytes: int = 0) -> T:
+    """Like `asyncio.to_thread`, but a cancelled caller leaves nothing that keeps the process from ending. The thread's
+    stack may grow to `stack_bytes`; 0 is as large as usual."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, result))
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    _start(threading.Thread(target=work, name="background", daemon=True), stack_bytes)
+    return await future
+
+
+def _start(thread: threading.Thread, stack_bytes: int) -> None:
+    """Python has one size for all threads: others that start just now get it, too, which costs address space only."""
+    usual_bytes = threading.stack_size(stack_bytes)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(usual_bytes)

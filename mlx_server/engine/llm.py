@@ -20,7 +20,7 @@ from mlx_server.errors import ConfigError, InvalidRequestError
 from mlx_server.outputs import EngineStats, PositionLogprobs
 from mlx_server.request import FinishReason, Priority
 from mlx_server.runtime.executor import MLXThread
-from mlx_server.runtime.loader import LoadedModel, RunnerInfo
+from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
 from mlx_server.sampling_params import SamplingParams, plain_ints
 from mlx_server.setting import joined
 

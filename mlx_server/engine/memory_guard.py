@@ -1,16 +1,75 @@
-"""What one model does when the machine runs short of memory, whoever has taken it."""
+"""What one model does when the machine runs short of memory, whoever has taken it.
+
+The memory of one model's KV pool: what it may grow by, and how it is given back.
+
+The watch over the memory that all models of a process live in.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import enum
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlx_server.batching.request_table import Rank
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
-from mlx_server.engine.kv_memory import KvMemory
-from mlx_server.runtime.memory import MIN_BLOCKS
+from mlx_server.engine.memory_budget import MemoryShare
+from mlx_server.runtime.memory import MIN_BLOCKS, MemoryReading
+
+_REFUSAL_S = 0.2
+"""How long a refusal stands before the system is asked again: a full pool asks for every block."""
+
+_ROOMY_BELOW = 0.8
+"""Pressure to which a pool doubles and keeps what is cached: well under the one at which it gives that back."""
+
+_NEEDED_BELOW = 0.89
+"""Pressure to which it gets what a request needs: under the one at which nobody is admitted any more."""
+
+
+class KvMemory:
+    """Lets a pool of blocks grow within its model's share of the budget; a `BlockSupply`. Event-loop thread only."""
+
+    def __init__(self, share: MemoryShare, block_bytes: int, clock: Callable[[], float]) -> None:
+        self.block_bytes = block_bytes
+        self._share = share
+        self._clock = clock
+        self._refused_blocks: dict[bool, int] = {}
+        self._refused_until_s = 0.0
+        self._num_given_back = 0
+        self._given_back = asyncio.Event()
+
+    def take(self, least: int, most: int, *, is_needed: bool) -> int:
+        now = self._clock()
+        if now >= self._refused_until_s:
+            self._refused_blocks.clear()
+        elif least >= self._refused_blocks.get(is_needed, least + 1):
+            return 0
+        num_blocks = min(most, self._growable_blocks(_ROOMY_BELOW))
+        if num_blocks < least and is_needed:
+            num_blocks = min(least, self._growable_blocks(_NEEDED_BELOW))
+        if num_blocks < least or not self._share.grow(num_blocks * self.block_bytes):
+            self._refused_blocks[is_needed] = least
+            self._refused_until_s = now + _REFUSAL_S
+            return 0
+        return num_blocks
+
+    def _growable_blocks(self, pressure: float) -> int:
+        return self._share.growable_bytes(pressure) // self.block_bytes
+
+    def give_back(self, num_blocks: int) -> None:
+        self._share.shrink(num_blocks * self.block_bytes)
+        self._num_given_back += num_blocks
+        self._given_back.set()
+
+    async def given_back(self, num_blocks: int) -> None:
+        """Returns when so many blocks have been given back in all."""
+        while self._num_given_back < num_blocks:
+            self._given_back.clear()
+            await self._given_back.wait()
+
 
 _RETRY_S = 0.005
 _HYSTERESIS = 0.03
@@ -107,3 +166,70 @@ class MemoryGuard:
         """Those that can go and leave a pool that is of use."""
         blocks = self._scheduler.blocks
         return max(0, min(blocks.num_free_blocks, blocks.num_blocks - MIN_BLOCKS * len(blocks.groups)))
+
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE_S = 1.0
+
+
+class MemoryWatch:
+    """Reads the memory once a second while there are models, and has each of them do what the level asks for; at
+    `PREEMPT`, one request of one of them waits, whichever ranks lowest. Event-loop thread only."""
+
+    def __init__(self, read: Callable[[], MemoryReading]) -> None:
+        self.level = PressureLevel.NONE
+        self._read = read
+        self._guards: list[MemoryGuard] = []
+        self._sampling: asyncio.Task[None] | None = None
+
+    def join(self, guard: MemoryGuard) -> None:
+        """A model is loaded, and is watched from now on."""
+        self._guards.append(guard)
+        if self._sampling is None:
+            self._sampling = asyncio.create_task(self._sample_on(), name="memory")
+
+    def leave(self, guard: MemoryGuard) -> None:
+        """A model goes. Does nothing for one that is not watched."""
+        if guard in self._guards:
+            self._guards.remove(guard)
+        if not self._guards and self._sampling is not None:
+            self._sampling.cancel()
+            self._sampling = None
+
+    def sample(self) -> None:
+        """Reads the memory once and acts."""
+        pressure = self._read().pressure
+        level = self.level.after(pressure)
+        if level is not self.level:
+            self._enter(level, pressure)
+        if level >= PressureLevel.PREEMPT:
+            self._preempt_lowest()
+        for guard in self._guards:
+            guard.act(level)
+
+    async def _sample_on(self) -> None:
+        while True:
+            try:
+                self.sample()
+            except Exception:  # whatever it was, a machine without a watch is worse
+                logger.exception("The memory was not looked after; trying again in %g s", _SAMPLE_S)
+            await asyncio.sleep(_SAMPLE_S)
+
+    def _enter(self, level: PressureLevel, pressure: float) -> None:
+        severity = logging.WARNING if level > self.level else logging.INFO
+        self.level = level
+        logger.log(severity, "Memory is %.0f %% full; %s", 100 * pressure, _ACTIONS[level])
+
+    def _preempt_lowest(self) -> None:
+        ranked = [(rank, guard) for guard in self._guards if (rank := guard.lowest_rank()) is not None]
+        if ranked:
+            max(ranked, key=lambda pair: pair[0])[1].preempt_lowest()
+
+
+_ACTIONS = {
+    PressureLevel.NONE: "back to normal",
+    PressureLevel.EVICT: "the KV pools give idle and cached blocks back",
+    PressureLevel.HOLD: "no request starts beside those that run",
+    PressureLevel.PREEMPT: "requests of the lowest priority wait",
+}

@@ -1,4 +1,7 @@
-"""What an engine is made of once its model is loaded: how that comes to be, and how it goes."""
+"""What an engine is made of once its model is loaded: how that comes to be, and how it goes.
+
+What a model and its adapters are called.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,15 @@ from mlx_server.batching.layer_groups import LayerGroups
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.state_checkpoints import StateCheckpoints
-from mlx_server.config import Config
-from mlx_server.engine.footprint import estimate_need
-from mlx_server.engine.kv_memory import KvMemory
-from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShare
-from mlx_server.engine.memory_guard import MemoryGuard
-from mlx_server.engine.memory_watch import MemoryWatch
-from mlx_server.engine.text import TextTools
-from mlx_server.errors import ConfigError, EngineDeadError
+from mlx_server.config import Config, ModelConfig
+from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShare, estimate_need
+from mlx_server.engine.memory_guard import KvMemory, MemoryGuard, MemoryWatch
+from mlx_server.engine.text.chat import TextTools
+from mlx_server.errors import ConfigError, EngineDeadError, ModelNotFoundError
+from mlx_server.runtime.adapters import merged_adapter
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
-from mlx_server.runtime.loader import (
+from mlx_server.runtime.model_runner import ModelRunner
+from mlx_server.runtime.models.loader import (
     LoadedModel,
     Pieces,
     RunnerInfo,
@@ -37,7 +39,6 @@ from mlx_server.runtime.loader import (
     make_runner,
     release,
 )
-from mlx_server.runtime.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -276,3 +277,43 @@ def _tier_limits(config: Config) -> dict[str, QueueLimits]:
         for tier in config.tiers.values()
         if tier.max_num_waiting or tier.max_queued_tokens
     }
+
+
+@dataclass(frozen=True, slots=True)
+class ServedNames:
+    """`base` is what the model is called without adapters. `merged` names the adapter that it has for all requests,
+    if that cannot differ by request; else each may name one of `adapters`, or none."""
+
+    base: str
+    merged: str | None
+    adapters: tuple[str, ...]
+
+    @property
+    def model(self) -> str:
+        """What the model is called that answers requests which name no adapter."""
+        return self.base if self.merged is None else f"{self.base}:{self.merged}"
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """The model's, and with each of its adapters."""
+        return self.model, *map(self.with_adapter, self.adapters)
+
+    def check(self, adapter: str | None) -> None:
+        """Raises `ModelNotFoundError` for an adapter that the model does not have."""
+        if adapter is not None and adapter not in self.adapters:
+            raise ModelNotFoundError(f"{self.base}:{adapter}", f"What there is of it: {', '.join(self.all)}.")
+
+    def with_adapter(self, adapter: str | None) -> str:
+        return self.model if adapter is None else f"{self.base}:{adapter}"
+
+
+def served_names_of(settings: ModelConfig, loaded: LoadedModel) -> ServedNames:
+    """Of a model that is loaded already."""
+    return ServedNames(settings.name, None, loaded.adapters.names)
+
+
+def served_names(settings: ModelConfig) -> ServedNames:
+    """Reads what an only adapter says of itself."""
+    merged = merged_adapter(settings.adapters)
+    adapters = () if merged is not None else tuple(adapter.name for adapter in settings.adapters)
+    return ServedNames(settings.name, None if merged is None else merged.name, adapters)

@@ -1,0 +1,1 @@
+"""All models of a server: which are loaded, and which makes room for another."""

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from mlx_server.config import Config, PoolConfig
-from mlx_server.engine.background import in_daemon_thread
 from mlx_server.engine.engine import AsyncEngine, EngineState
-from mlx_server.engine.factory import EngineFactory
-from mlx_server.engine.footprint import estimate_need
-from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed
-from mlx_server.engine.memory_watch import MemoryWatch
+from mlx_server.engine.fair_slots import in_daemon_thread
+from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, estimate_need
+from mlx_server.engine.memory_guard import MemoryWatch
+from mlx_server.engine.model_store import EngineFactory
 from mlx_server.errors import EngineDeadError, InsufficientMemoryError, OverloadedError, ServeError
 from mlx_server.pool.catalog import Catalog, Offer
 from mlx_server.pool.pooled_model import LoadResult, ModelState, PooledModel

@@ -1,13 +1,32 @@
-"""LoRA and DoRA adapters, as mlx-lm trains and saves them."""
+"""LoRA and DoRA adapters, as mlx-lm trains and saves them.
+
+Which adapter each row of a forward pass uses, as every layer that adapters change reads it.
+
+The adapters of a layer lie side by side, each of its rank in columns of its own:
+
+    columns of x lora_a      |-- first, rank 8 --|-- second, rank 4 --|
+    a row of the first       | its products      | zeros              |
+    a row of none            | zeros             | zeros              |
+
+so that a mixed batch costs two products a layer, whatever rows it has and whatever ranks there are, and a row's
+result is what its own adapter alone would give.
+
+Layers with several LoRA adapters at once: what is the model's is computed once for all rows of a batch.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
@@ -15,16 +34,273 @@ from mlx_lm.tuner.utils import load_adapters
 
 from mlx_server.adapter_entries import Adapter
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.adapter_layers import (
-    AdaptedEmbedding,
-    AdaptedExpertLinear,
-    AdaptedExperts,
-    AdaptedLinear,
-    ExpertRoute,
-    LowRank,
-)
-from mlx_server.runtime.adapter_rows import AdapterRows
-from mlx_server.runtime.tensor_headers import TensorHeader, read_headers
+from mlx_server.runtime.attention import IntArray
+from mlx_server.runtime.cache_views import RowGroup, UnpageableError
+from mlx_server.runtime.models.folder import TensorHeader, read_headers
+
+NONE = -1
+"""In place of an adapter's index: the model itself."""
+
+
+@dataclass(frozen=True)
+class ColumnLayout:
+    """The adapters of one layer, by index and ascending, and the rank of each. Layers have equal ones."""
+
+    adapters: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def span(self, owners: IntArray) -> slice | None:
+        """The columns from the first to the last adapter among `owners`; None if none of them is here."""
+        used = [place for place, adapter in enumerate(self.adapters) if (owners == adapter).any()]
+        return slice(sum(self.ranks[: used[0]]), sum(self.ranks[: used[-1] + 1])) if used else None
+
+    def column_owners(self) -> IntArray:
+        """The adapter of each column."""
+        return np.repeat(np.array(self.adapters, dtype=np.int32), self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What a batch needs of a layer's columns: those at `span`, and of them each row its own adapter's, which
+    `owners` are; None if all rows have one adapter, so that all are everybody's."""
+
+    span: slice
+    owners: mx.array | None
+
+    def keep_own(self, products: mx.array, row_owners: mx.array | None) -> mx.array:
+        """`products` `[..., columns]` with zeros for what is another's; `row_owners` `[..., 1]`."""
+        return products if self.owners is None else mx.where(self.owners == row_owners, products, 0)
+
+
+@dataclass(eq=False)
+class RowScope:
+    """A batch `[R, length, ...]`: `owners` `[R]` are the requests' adapters."""
+
+    owners: IntArray
+    length: int = 1
+    _columns: dict[ColumnLayout, Columns | None] = field(default_factory=dict)
+    _row_owners: dict[int, mx.array] = field(default_factory=dict)
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all have one adapter."""
+        return bool((self.owners == self.owners[0]).all())
+
+    def columns(self, layout: ColumnLayout) -> Columns | None:
+        """What a layer has to compute; None if no row of the batch has an adapter there. Made once a layout."""
+        if layout not in self._columns:
+            span = layout.span(self.owners)
+            owners = None if span is None or self.is_uniform else mx.array(layout.column_owners()[span])
+            self._columns[layout] = None if span is None else Columns(span, owners)
+        return self._columns[layout]
+
+    def row_owners(self, num_rows: int) -> mx.array:
+        """The adapter of each of a layer's rows, which are the batch's requests or its tokens: `[num_rows]`. Raises
+        `UnpageableError` for any others."""
+        if num_rows not in self._row_owners:
+            num_requests = len(self.owners)
+            if num_rows not in (num_requests, num_requests * self.length):
+                raise UnpageableError(f"adapters for {num_rows} rows, of a batch {num_requests} x {self.length}")
+            self._row_owners[num_rows] = mx.array(np.repeat(self.owners, num_rows // num_requests))
+        return self._row_owners[num_rows]
+
+    def select(self, rows: Sequence[int]) -> RowScope:
+        """Of these rows of the batch, counted over all of its tokens."""
+        return RowScope(np.repeat(self.owners, self.length)[list(rows)])
+
+
+class AdapterRows:
+    """The adapters of one model by `names`, and which of them the rows have that its layers compute now.
+
+    Shared by a model's layers and by what calls them. Between forward passes nobody has an adapter: the model is then
+    the one that the adapters were made for.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self.names = tuple(names)
+        self._scope: RowScope | None = None  # None if nobody in the batch has an adapter
+        self._groups: dict[tuple[int, int], RowScope] = {}
+
+    def columns(self, layout: ColumnLayout) -> Columns | None:
+        """What a layer of this layout has to compute; None for nothing."""
+        return None if self._scope is None else self._scope.columns(layout)
+
+    def keep_own(self, columns: Columns, products: mx.array) -> mx.array:
+        """`products` `[rows, ..., columns]` with zeros for what is another's. Raises `UnpageableError` if its rows are
+        not those of the batch."""
+        if columns.owners is None:
+            return products
+        num_rows = products.shape[0]
+        return columns.keep_own(products, self.owners(num_rows).reshape(num_rows, *[1] * (products.ndim - 1)))
+
+    def owners(self, num_rows: int) -> mx.array:
+        """The adapter of each of a layer's rows, `[num_rows]`, in a batch that has any. Raises `UnpageableError` if
+        they are not those of the batch."""
+        assert self._scope is not None, "nobody in the batch has an adapter"
+        return self._scope.row_owners(num_rows)
+
+    @contextmanager
+    def step(self, owners: IntArray | None) -> Iterator[None]:
+        """A forward pass over a ragged batch whose rows have these adapters, `[T]`; None if nobody has one."""
+        self._scope = None if owners is None or (owners == NONE).all() else RowScope(owners)
+        self._groups.clear()
+        try:
+            yield
+        finally:
+            self._scope = None
+
+    @contextmanager
+    def group(self, group: RowGroup) -> Iterator[None]:
+        """Within a step: layers compute this group of its rows."""
+        whole = self._scope
+        if whole is not None:
+            self._scope = self._groups.setdefault(
+                (group.first, group.last),
+                RowScope(whole.owners[group.first : group.last : group.length], group.length),
+            )
+        try:
+            yield
+        finally:
+            self._scope = whole
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Within a step or group: what is computed from here to its end are these rows of its tokens."""
+        if self._scope is not None:
+            self._scope = self._scope.select(rows)
+
+
+class LowRank(NamedTuple):
+    """What one adapter, by its index, adds to a layer: `x lora_a lora_b`, its scale in `lora_b`; `[inputs, rank]` and
+    `[rank, outputs]`, of experts one such pair each."""
+
+    adapter: int
+    lora_a: mx.array
+    lora_b: mx.array
+
+
+def layout_of(parts: Sequence[LowRank]) -> ColumnLayout:
+    return ColumnLayout(tuple(part.adapter for part in parts), tuple(part.lora_b.shape[-2] for part in parts))
+
+
+class _AdaptedLayer(nn.Module):  # type: ignore[misc]
+    """`lora_a` is `[columns, inputs]` and `lora_b` `[columns, outputs]`, of all adapters."""
+
+    def __init__(self, parts: Sequence[LowRank], rows: AdapterRows) -> None:
+        super().__init__()
+        self.lora_a = mx.concatenate([part.lora_a.T for part in parts])
+        self.lora_b = mx.concatenate([part.lora_b for part in parts])
+        self._layout = layout_of(parts)
+        self._rows = rows
+
+
+class AdaptedLinear(_AdaptedLayer):
+    """A linear layer, quantised or not."""
+
+    def __init__(self, linear: nn.Module, parts: Sequence[LowRank], rows: AdapterRows) -> None:
+        super().__init__(parts, rows)
+        self.linear = linear
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y: mx.array = self.linear(x)
+        columns = self._rows.columns(self._layout)
+        if columns is None:
+            return y
+        z = self._rows.keep_own(columns, x @ self.lora_a[columns.span].T) @ self.lora_b[columns.span]
+        return y + z.astype(x.dtype)
+
+
+class AdaptedEmbedding(_AdaptedLayer):
+    """An embedding, which may be the model's head as well."""
+
+    def __init__(self, embedding: nn.Module, parts: Sequence[LowRank], rows: AdapterRows) -> None:
+        super().__init__(parts, rows)
+        self.embedding = embedding
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        y: mx.array = self.embedding(ids)
+        columns = self._rows.columns(self._layout)
+        if columns is None:
+            return y
+        z = self._rows.keep_own(columns, self.lora_a[columns.span].T[ids]) @ self.lora_b[columns.span]
+        return y + z.astype(y.dtype)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        y: mx.array = self.embedding.as_linear(x)
+        columns = self._rows.columns(self._layout)
+        if columns is None:
+            return y
+        z = self._rows.keep_own(columns, x @ self.lora_b[columns.span].T) @ self.lora_a[columns.span]
+        return y + z.astype(x.dtype)
+
+
+class ExpertRoute:
+    """How the experts of one layer are told whose rows they get: rows come to them in another order, with the index
+    of an expert each. In a mixed batch that index says the adapter, too: `expert * num_owners + owner`."""
+
+    def __init__(self, rows: AdapterRows) -> None:
+        self.rows = rows
+        self.is_mixed = False
+        self._num_owners = len(rows.names) + 1
+
+    def mix(self, indices: mx.array, owners: mx.array) -> mx.array:
+        """`indices` `[rows, ..., k]` of experts with the owners `[rows]` in them."""
+        return indices * self._num_owners + (owners + 1).reshape(-1, *[1] * (indices.ndim - 1)).astype(indices.dtype)
+
+    def experts(self, indices: mx.array) -> mx.array:
+        return indices // self._num_owners if self.is_mixed else indices
+
+    def owners(self, indices: mx.array) -> mx.array | None:
+        """Whose each row is; None in a batch of one adapter."""
+        return (indices % self._num_owners).astype(mx.int32) - 1 if self.is_mixed else None
+
+
+class AdaptedExperts(nn.Module):  # type: ignore[misc]
+    """A layer of experts, whose products are `AdaptedExpertLinear`s. `adapters` are those of any of them."""
+
+    def __init__(self, experts: nn.Module, adapters: Collection[int], route: ExpertRoute) -> None:
+        super().__init__()
+        self.experts = experts
+        self._layout = ColumnLayout(tuple(sorted(adapters)), (1,) * len(adapters))
+        self._route = route
+
+    def __call__(self, x: mx.array, indices: mx.array) -> Any:
+        route = self._route
+        columns = route.rows.columns(self._layout)
+        if columns is None or columns.owners is None:
+            return self.experts(x, indices)
+        route.is_mixed = True
+        try:
+            return self.experts(x, route.mix(indices, route.rows.owners(indices.shape[0])))
+        finally:
+            route.is_mixed = False
+
+
+class AdaptedExpertLinear(nn.Module):  # type: ignore[misc]
+    """One of the products of a layer of experts. `lora_a` is `[experts, columns, inputs]` and `lora_b` `[experts,
+    columns, outputs]`, of all adapters; without any, there are only experts to be told."""
+
+    def __init__(self, linear: nn.Module, parts: Sequence[LowRank], route: ExpertRoute) -> None:
+        super().__init__()
+        self.linear = linear
+        self._layout = layout_of(parts)
+        self._route = route
+        if parts:
+            self.lora_a = mx.concatenate([part.lora_a.swapaxes(-1, -2) for part in parts], axis=1)
+            self.lora_b = mx.concatenate([part.lora_b for part in parts], axis=1)
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        experts = self._route.experts(indices)
+        y: mx.array = self.linear(x, experts, sorted_indices=sorted_indices)
+        columns = self._route.rows.columns(self._layout)
+        if columns is None:
+            return y
+        lora_a, lora_b = self.lora_a[:, columns.span].swapaxes(-1, -2), self.lora_b[:, columns.span]
+        z = mx.gather_mm(x, lora_a, rhs_indices=experts, sorted_indices=sorted_indices)
+        owners = self._route.owners(indices)
+        z = columns.keep_own(z, None if owners is None else owners[..., None, None])
+        z = mx.gather_mm(z, lora_b, rhs_indices=experts, sorted_indices=sorted_indices)
+        return y + z.astype(x.dtype)
+
 
 SETTINGS_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapters.safetensors"

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
-from mlx_server.runtime.row_pool import MakeRows, PlainRows, RowPool, Rows, RowsShape, row_bytes
-from mlx_server.runtime.slots import Slots
+from mlx_server.runtime.row_pool import MakeRows, PlainRows, RowPool, Rows, RowsShape, Slots, row_bytes
 
 IntArray = npt.NDArray[np.int32]
 

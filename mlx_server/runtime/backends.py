@@ -12,11 +12,10 @@ import numpy as np
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ConfigError
 from mlx_server.runtime.attention import AttentionBackend, IntArray, LayerSpec, ReferenceBackend, StepPlan
-from mlx_server.runtime.kernels.cpu import CpuBackend
-from mlx_server.runtime.kernels.cuda import CudaBackend
-from mlx_server.runtime.kernels.exact_rows import exact_rows
-from mlx_server.runtime.kernels.gpu_choice import load_choice
-from mlx_server.runtime.kernels.metal import MetalBackend
+from mlx_server.runtime.kernels.cpu.attention import CpuBackend
+from mlx_server.runtime.kernels.cpu.rows import exact_rows
+from mlx_server.runtime.kernels.gpu.backend import CudaBackend, MetalBackend
+from mlx_server.runtime.kernels.gpu.choice import load_choice
 
 logger = logging.getLogger(__name__)
 

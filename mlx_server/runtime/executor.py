@@ -18,8 +18,7 @@ import mlx.core as mx
 
 from mlx_server.errors import EngineDeadError
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
-from mlx_server.runtime.device_queue import DeviceQueue, DeviceStep
-from mlx_server.runtime.fair_share import FairShare
+from mlx_server.runtime.device_queue import DeviceQueue, DeviceStep, FairShare
 from mlx_server.runtime.memory import resident_memory
 from mlx_server.runtime.model_runner import LaunchedStep, ModelRunner
 

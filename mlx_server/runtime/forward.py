@@ -1,4 +1,13 @@
-"""One forward pass over a ragged batch, at the level that a model allows."""
+"""One forward pass over a ragged batch, at the level that a model allows.
+
+How many rows a step is computed in: as many as it has tokens, or a few more where that takes less time.
+
+OpenBLAS computes a product of 9 to 15 rows with a weight in up to 1.9 times the time of one of 16 (BENCHMARKS.md).
+So rows of padding go along behind a step's own: each is a token that no request owns, stores nothing and attends to
+nothing.
+
+Keeps the head of a model from computing logits that nobody reads.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +15,82 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlx_server.runtime.adapter_rows import NONE, AdapterRows
+from mlx_server.runtime.adapters import NONE, AdapterRows
 from mlx_server.runtime.attention import IntArray, StepPlan
+from mlx_server.runtime.cache_views import RowGroup
 from mlx_server.runtime.kv_cache import PagedKVCache
 from mlx_server.runtime.regroup import LEVELS, Level, Regrouping, Scope, StepGroups
-from mlx_server.runtime.row_groups import RowGroup
-from mlx_server.runtime.row_padding import gains_by_padding, padded
-from mlx_server.runtime.row_selector import RowSelector
 from mlx_server.runtime.seam import forward_pass
+
+_TILE = 16
+_FEWEST = 8
+"""So many rows beyond whole tiles take longer than another tile, with all that a model does besides products."""
+
+_BY_ROW = (nn.QuantizedLinear, nn.QuantizedEmbedding, nn.QQLinear, SwitchLinear, QuantizedSwitchLinear)
+"""Layers that take time for each row, on a CPU: those that unpack weights, and those that pick an expert."""
+
+
+def padded(num_rows: int) -> int:
+    """The rows to compute in place of `num_rows`."""
+    rest = num_rows % _TILE
+    return num_rows if rest < _FEWEST else num_rows - rest + _TILE
+
+
+def gains_by_padding(model: Any) -> bool:
+    """Whether all products of `model` are of whole float weights."""
+    return not any(isinstance(module, _BY_ROW) for module in model.modules())
+
+
+_BODIES = ("model", "backbone", "transformer")
+"""What mlx-lm's models call the part before their head."""
+
+
+class RowSelector:
+    """Stands before the body of a model and passes on only the rows of its hidden states that will
+    be sampled, counted over the whole batch: the head then computes S rows of logits instead of T.
+
+    It is set beside the module tree, in the instance's own namespace, so that parameters, quantisation and
+    saving see the model as it was; `remove` takes it away again. Other attributes pass through.
+    """
+
+    def __init__(self, owner: Any, name: str, adapters: AdapterRows) -> None:
+        self._owner = owner
+        self._name = name
+        self._adapters = adapters
+        self._inner = getattr(owner, name)
+        self.rows: list[int] | None = None
+
+    @classmethod
+    def install(cls, model: Any, adapters: AdapterRows) -> RowSelector | None:
+        """Puts a selector into `model`, or into the language model inside it; None if there is no body that is
+        called apart from a head. `adapters` are told of the rows that the head gets."""
+        owners = [owner for owner in (model, getattr(model, "language_model", None)) if isinstance(owner, nn.Module)]
+        for owner in owners:
+            children = owner.children()
+            name = next((name for name in _BODIES if isinstance(children.get(name), nn.Module)), None)
+            if name is not None:
+                selector = cls(owner, name, adapters)
+                object.__setattr__(owner, name, selector)
+                return selector
+        return None
+
+    def remove(self) -> None:
+        """Restores the model."""
+        vars(self._owner).pop(self._name, None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = self._inner(*args, **kwargs)
+        if self.rows is None:
+            return hidden
+        self._adapters.select(self.rows)
+        return hidden.reshape(-1, 1, hidden.shape[-1])[mx.array(self.rows, dtype=mx.int32)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 class ModelForward:

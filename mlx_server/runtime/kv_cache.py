@@ -12,13 +12,10 @@ import numpy as np
 
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import AttentionBackend, LayerSpec, StepPlan
-from mlx_server.runtime.cache_views import ListView, PagedView, StateView, StepMask, UnpageableError
-from mlx_server.runtime.layer_groups import LayerGroup, Place, group_layers, share_blocks
-from mlx_server.runtime.layer_pool import LayerPool
-from mlx_server.runtime.row_groups import RowGroup
-from mlx_server.runtime.row_pool import MakeRows, Rows
+from mlx_server.runtime.cache_views import ListView, PagedView, RowGroup, StateView, StepMask, UnpageableError
+from mlx_server.runtime.layer_pools import LayerGroup, LayerPool, Place, group_layers, share_blocks
+from mlx_server.runtime.row_pool import MakeRows, Rows, Slots
 from mlx_server.runtime.seam import AttendsItself
-from mlx_server.runtime.slots import Slots
 
 
 class PagedLayerCache(AttendsItself):

@@ -14,11 +14,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import BlockIds, ScheduledChunk
-from mlx_server.runtime.adapter_rows import NONE, AdapterRows
-from mlx_server.runtime.batch_state import BlockTables
+from mlx_server.runtime.adapters import NONE, AdapterRows
 from mlx_server.runtime.cache_views import UnpageableError
 from mlx_server.runtime.layers import model_failure
-from mlx_server.runtime.model_runner import ModelRunner
+from mlx_server.runtime.model_runner import BlockTables, ModelRunner
 from mlx_server.runtime.regroup import Level, Scope, possible_levels
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_server.runtime.adapter_rows import AdapterRows
+from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.attention import StepPlan
-from mlx_server.runtime.cache_views import StepMask
+from mlx_server.runtime.cache_views import RowGroup, StepMask, row_groups
 from mlx_server.runtime.kv_cache import LayerCache, PagedLayerCache, StateLayerCache, leaves
-from mlx_server.runtime.row_groups import RowGroup, row_groups
 
 
 class Scope(enum.StrEnum):

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_server.config import Config
-from mlx_server.engine.chat import ChatFormatter
 from mlx_server.engine.engine import EngineState, GenerationRequest
+from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed
+from mlx_server.engine.parts import ServedNames
 from mlx_server.engine.request_stream import OutputText
-from mlx_server.engine.served_names import ServedNames
-from mlx_server.engine.structured import GrammarCompiler
-from mlx_server.engine.tokenizer import Tokenizer
+from mlx_server.engine.text.chat import ChatFormatter
+from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ContextLengthError, EngineDeadError, OverloadedError, QueueFullError, ServeError
 from mlx_server.model_entries import ModelEntry
 from mlx_server.observability.engine_metrics import EngineMetrics, RequestSummary

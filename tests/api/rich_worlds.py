@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers.processors import TemplateProcessing
 
-from mlx_server.engine.chat import ChatFormatter
-from mlx_server.engine.tokenizer import Tokenizer
+from mlx_server.engine.text.chat import ChatFormatter
+from mlx_server.engine.text.tokenizer import Tokenizer
 from tests.api.fakes import REASONING_MARKERS, TOOL_MARKERS, say, shared_tokenizer
 from tests.api.worlds import World
 from tests.text_worlds import CHAT_TEMPLATE, make_tokenizer

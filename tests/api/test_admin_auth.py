@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_server.api.key_file import KeyFile
+from mlx_server.api.auth.key_file import KeyFile
 from mlx_server.tiers import Tier
 from tests.api.worlds import World
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlx_server.api.anthropic.request import MessagesRequest
+from mlx_server.api.anthropic.messages import MessagesRequest
 from mlx_server.api.openai.fields import GenerationFields
 from mlx_server.api.openai.responses_request import ResponsesRequest
 from tests.api.rich_worlds import ask

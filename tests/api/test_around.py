@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mlx_server.engine.chat import ChatFormatter
 from mlx_server.engine.engine import EngineState
+from mlx_server.engine.text.chat import ChatFormatter
 from tests.api.fakes import NUM_BLOCKS
 from tests.api.worlds import World, until, user
 from tests.text_worlds import make_tokenizer

@@ -5,9 +5,8 @@ from __future__ import annotations
 import openai
 import pytest
 
-from mlx_server.api.auth import exposure_warning
-from mlx_server.api.keys import build_key_ring
-from mlx_server.api.locality import is_loopback, local_url
+from mlx_server.api.auth.authentication import exposure_warning, is_loopback, local_url
+from mlx_server.api.auth.keys import build_key_ring
 from mlx_server.config import Config, ServerConfig
 from mlx_server.request import Priority
 from mlx_server.tiers import Tier

@@ -246,7 +246,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, {before})
 import mlx_server.runtime
 for finder in sys.meta_path:
     finder.find_spec("mlx_lm.utils", importlib.util.find_spec("mlx_lm").submodule_search_locations)
-import mlx_server.runtime.loader
+import mlx_server.runtime.models.loader
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == {before}
 from mlx_server.api.connections import room_for_connections
 print(room_for_connections(), *resource.getrlimit(resource.RLIMIT_NOFILE))

@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from mlx_server.engine.chat import ChatFormatter
 from mlx_server.engine.engine import GenerationRequest
-from mlx_server.engine.structured import GrammarCompiler
+from mlx_server.engine.grammar.constraints import GrammarCompiler
+from mlx_server.engine.text.chat import ChatFormatter
 from tests.api.fakes import say
 from tests.api.sse import bodies
 from tests.api.worlds import World, user

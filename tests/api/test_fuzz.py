@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mlx_server.api.admin import AbortBody
-from mlx_server.api.openai.chat_request import ChatCompletionRequest
-from mlx_server.api.openai.completion_request import CompletionRequest
-from mlx_server.api.tokenization import DetokenizeBody, TokenizeBody
+from mlx_server.api.openai.chat import ChatCompletionRequest
+from mlx_server.api.openai.completions import CompletionRequest
+from mlx_server.api.openai.tokenization import DetokenizeBody, TokenizeBody
 from tests.api.worlds import World, user
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_server.api import key_file, keys
+from mlx_server.api.auth import key_file, keys
+from mlx_server.api.auth.key_file import KeyFile, KeyRecord, NewKey
+from mlx_server.api.auth.keys import build_key_ring
 from mlx_server.api.generation_service import watch_revocations
-from mlx_server.api.key_file import KeyFile, KeyRecord, NewKey
-from mlx_server.api.keys import build_key_ring
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError, InvalidRequestError
 from mlx_server.request import Priority
@@ -281,7 +281,7 @@ async def test_usage_is_written_by_itself_and_not_on_the_event_loop(keyed: Keyed
         written.set()
 
     monkeypatch.setattr(KeyFile, "add_usage", noted)
-    monkeypatch.setattr("mlx_server.api.key_usage.FLUSH_S", 0.01)
+    monkeypatch.setattr("mlx_server.api.auth.keys.FLUSH_S", 0.01)
     key = keyed.new()
     assert await keyed.chat(key.text) == 200
     while not written.is_set():

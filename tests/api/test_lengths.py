@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_server.api.tokenization import MAX_IDS
+from mlx_server.api.openai.tokenization import MAX_IDS
 from tests.api.fakes import say
 from tests.api.worlds import World, user
 

@@ -14,7 +14,7 @@ from openai.types.responses import ResponseFunctionCallOutputItemParam, Response
 
 from tests.api.real_worlds import RealWorld, started
 from tests.api.worlds import Site, World, user
-from tests.test_vision_models import make_vision_folder
+from tests.runtime.test_vision_models import make_vision_folder
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -19,13 +19,13 @@ import pytest_asyncio
 
 from mlx_server.api.context import ServerContext
 from mlx_server.config import CacheConfig, Config, MemoryConfig, ModelConfig, PoolConfig, SchedulerConfig
-from mlx_server.engine.footprint import estimate_need
+from mlx_server.engine.memory_budget import estimate_need
 from mlx_server.model_entries import ModelEntry
 from mlx_server.pool.model_pool import ModelPool, build_pool
 from tests import architectures
 from tests.api.worlds import Site, until
+from tests.cli.test_cli_models import READY
 from tests.engine_worlds import make_folder, plain_greedy, random_prompts
-from tests.test_cli_models import READY
 from tests.tiny_models import describe_model_folder
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mlx_server.api.openai.chat_request import ChatCompletionRequest
-from mlx_server.api.openai.completion_request import CompletionRequest
+from mlx_server.api.openai.chat import ChatCompletionRequest
+from mlx_server.api.openai.completions import CompletionRequest
 from tests.api.rich_worlds import ask as ask_path
 from tests.api.worlds import World, user
 

@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 
-from mlx_server.api.key_file import KeyFile
-from mlx_server.api.sliding_window import WINDOW_S, SlidingWindow
+from mlx_server.api.auth.key_file import KeyFile
+from mlx_server.api.auth.quotas import WINDOW_S, SlidingWindow
 from mlx_server.config import CacheConfig, Config
 from mlx_server.errors import InvalidRequestError, QuotaExceededError, ServeError
 from mlx_server.request import Priority

@@ -13,13 +13,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_server.api import body_reader, json_reading
-from mlx_server.api.body_reader import BodyReader
-from mlx_server.api.caller import Caller
-from mlx_server.api.http_protocol import MAX_HEADERS, MAX_SMALL_CHUNKS
-from mlx_server.api.json_reading import MAX_BACKSLASHES, MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES
-from mlx_server.api.openai.completion_request import MAX_SEQUENCES
-from mlx_server.api.sizes import MAX_ECHO_CHARS, MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
+from mlx_server.api import body_reader
+from mlx_server.api import body_reader as json_reading
+from mlx_server.api.auth.keys import Caller
+from mlx_server.api.body_reader import (
+    MAX_BACKSLASHES,
+    MAX_CONTAINERS,
+    MAX_ECHO_CHARS,
+    MAX_MEMBERS,
+    MAX_MESSAGES,
+    MAX_NAME_CHARS,
+    MAX_TOOLS,
+    MAX_VALUES,
+    BodyReader,
+)
+from mlx_server.api.connections import MAX_HEADERS, MAX_SMALL_CHUNKS
+from mlx_server.api.openai.completions import MAX_SEQUENCES
 from mlx_server.errors import QuotaExceededError
 from mlx_server.request import Priority
 from mlx_server.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS

@@ -15,7 +15,7 @@ import pytest
 from mlx_server.errors import EngineDeadError, QueueFullError
 from tests.api.test_server_life import complete, in_progress, server
 from tests.api.worlds import World, until, user
-from tests.test_metrics import samples
+from tests.observability.test_metrics import samples
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

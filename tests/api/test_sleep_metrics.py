@@ -15,7 +15,7 @@ from mlx_server.errors import ModelLoadError
 from mlx_server.observability.series import render
 from mlx_server.observability.server_metrics import SleepMetrics, SleepOperation
 from tests.api.fakes import FakeEngine, fake_pool
-from tests.test_metrics import samples
+from tests.observability.test_metrics import samples
 
 IN_FLIGHT = "vllm:sleep_mode_operations_in_flight{operation=%s}"
 COUNT = "vllm:sleep_mode_operation_duration_seconds_count{operation=%s}"

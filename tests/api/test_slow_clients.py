@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from starlette.types import Receive, Scope, Send
 
-from mlx_server.api.client_timeouts import MIN_BYTES_PER_S
+from mlx_server.api.connections import MIN_BYTES_PER_S
 from tests.api.worlds import running, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

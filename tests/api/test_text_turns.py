@@ -12,10 +12,10 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from mlx_server.api.key_file import KeyFile
+from mlx_server.api.auth.key_file import KeyFile
 from mlx_server.api.text_turns import TextTurn, TextWorkers
 from mlx_server.engine.fair_slots import Asker
-from mlx_server.engine.tokenizer import Tokenizer
+from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.request import Priority
 from mlx_server.tiers import Tier
 from tests.api.worlds import World, until, user

@@ -14,8 +14,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from mlx_server.api.auth.key_file import KeyFile
 from mlx_server.api.context import ServerContext
-from mlx_server.api.key_file import KeyFile
 from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig, ServerConfig
 from mlx_server.outputs import EngineStats
 from mlx_server.pool.model_pool import ModelPool, build_pool

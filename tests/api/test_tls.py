@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mlx_server.api.http_protocol import READ_BYTES, BoundedReading
-from mlx_server.api.tls import check_tls
+from mlx_server.api.connections import READ_BYTES, BoundedReading
+from mlx_server.api.server import check_tls
 from mlx_server.cli.remote import RemoteServer
 from mlx_server.config import ServerConfig
 from mlx_server.errors import ConfigError

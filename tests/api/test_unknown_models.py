@@ -9,7 +9,7 @@ import anthropic
 import openai
 import pytest
 
-from mlx_server.api.key_file import KeyFile
+from mlx_server.api.auth.key_file import KeyFile
 from mlx_server.pool.catalog import model_not_found
 from mlx_server.tiers import Tier
 from tests.api.worlds import World, user

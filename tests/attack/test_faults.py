@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_server.api.key_file import KeyFile
-from mlx_server.api.key_usage import FLUSH_S
+from mlx_server.api.auth.key_file import KeyFile
+from mlx_server.api.auth.keys import FLUSH_S
 from tests.api.sse import bodies
 from tests.soak.requests import TEXT, seeded
 from tests.soak.worlds import Server, serving

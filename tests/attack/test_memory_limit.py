@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mlx_server.runtime.control_group import read_group_memory
+from mlx_server.runtime.machine import read_group_memory
 from tests.soak.requests import seeded
 from tests.soak.worlds import Server, ServerDied, serving
 

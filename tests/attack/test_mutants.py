@@ -20,9 +20,9 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from mlx_server.api.anthropic.request import MessagesRequest
-from mlx_server.api.openai.chat_request import ChatCompletionRequest
-from mlx_server.api.openai.completion_request import CompletionRequest
+from mlx_server.api.anthropic.messages import MessagesRequest
+from mlx_server.api.openai.chat import ChatCompletionRequest
+from mlx_server.api.openai.completions import CompletionRequest
 from mlx_server.api.openai.responses_request import ResponsesRequest
 from tests.api.worlds import user
 from tests.attack.mutants import mutant

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from mlx_server.api.key_file import KeyFile
+from mlx_server.api.auth.key_file import KeyFile
 from tests.engine_worlds import make_folder
 
 TIERS = ("high", "normal", "low")

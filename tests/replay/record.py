@@ -18,10 +18,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_server.outputs import SchedulerOutput
-from mlx_server.runtime.adapter_rows import AdapterRows
-from mlx_server.runtime.kernels import gpu_backend, gpu_rows
-from mlx_server.runtime.kernels.gpu_pool import buffer_address
-from mlx_server.runtime.kernels.metal import MetalBackend
+from mlx_server.runtime.adapters import AdapterRows
+from mlx_server.runtime.kernels.gpu import backend as gpu_backend
+from mlx_server.runtime.kernels.gpu import rows as gpu_rows
+from mlx_server.runtime.kernels.gpu.backend import MetalBackend
+from mlx_server.runtime.kernels.gpu.pool import buffer_address
 from mlx_server.runtime.kv_cache import PagedKVCache
 from mlx_server.runtime.layers import discover_layers
 from mlx_server.runtime.model_runner import ModelRunner

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from mlx_server.api.key_file import KeyFile
+from mlx_server.api.auth.key_file import KeyFile
 from tests.engine_worlds import make_folder
 
 ADMIN_KEY = "master-of-all-1234"

@@ -1,0 +1,1 @@
+"""Anthropic's Messages route: request bodies, answers and streams."""

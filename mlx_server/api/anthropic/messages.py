@@ -1,22 +1,354 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol over the same engine."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol over the same engine.
+
+Anthropic's system prompt and messages, as a chat template's turns.
+
+The bodies of POST /v1/messages and /v1/messages/count_tokens.
+
+Beside Anthropic's own fields, those of sampling that OpenAI's routes take are honoured (`min_p`, `seed`,
+`cache_salt` ...). What a field of Anthropic's means for hosted models only, like `cache_control`, is tolerated.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.responses import Response
 
-from mlx_server.api.anthropic.output import MessageShape, message_body, message_events
-from mlx_server.api.anthropic.request import CountTokensRequest, MessagesRequest
-from mlx_server.api.anthropic.stream import anthropic_stream
+from mlx_server.api.anthropic.output import MessageShape, anthropic_stream, message_body, message_events
+from mlx_server.api.body import TurnRoute
+from mlx_server.api.body_reader import FIRST_ERROR, MESSAGES, TOOLS
+from mlx_server.api.chat_plan import ChatCall, ToolUse
 from mlx_server.api.context import Context
-from mlx_server.api.disconnect import until_disconnect
+from mlx_server.api.middleware import until_disconnect
 from mlx_server.api.openai.exchange import open_exchange
+from mlx_server.api.openai.fields import ONE_ANSWER_OF_TEXT, Bool, GenerationFields, Int, StringOrList
 from mlx_server.api.sse import event_stream, whole_or_streamed
-from mlx_server.api.turn_route import TurnRoute
+from mlx_server.api.text_turns import Turns
+from mlx_server.engine.grammar.spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
+from mlx_server.engine.text.chat import ChatOptions, string_in, unreadable_part
+from mlx_server.errors import InvalidRequestError
+
+_STRING = {"type": "string"}
+
+
+def _block(kind: str, **properties: Any) -> dict[str, Any]:
+    named = {"type": {"const": kind}, **properties}
+    return {"type": "object", "required": list(named), "properties": named}
+
+
+_TEXT_BLOCK = _block("text", text=_STRING)
+_MAYBE = {"type": ["string", "null"]}
+_TEXTS = {"anyOf": [_STRING, {"type": "array", "items": _TEXT_BLOCK}]}
+_SOURCE = {"anyOf": [_block("text", data=_STRING), _block("content", content=_TEXTS)]}
+
+_DOCUMENT = _block("document", source=_SOURCE)
+_DOCUMENT["properties"] |= {"title": _MAYBE, "context": _MAYBE}
+_USER_BLOCKS = (
+    _DOCUMENT,
+    _block("search_result", title=_STRING, source=_STRING, content=_TEXTS),
+    _block("tool_result", tool_use_id=_STRING),
+)
+_ASSISTANT_BLOCKS = (
+    _block("thinking", thinking=_STRING),
+    _block("redacted_thinking"),
+    _block("tool_use", id=_STRING, name=_STRING, input={"type": "object"}),
+)
+
+
+def _message(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+    items = {"anyOf": [_TEXT_BLOCK, *blocks]}
+    content = {"anyOf": [_STRING, {"type": "array", "items": items}]}
+    return {"properties": {"role": {"const": role}, "content": content}}
+
+
+Block = dict[str, Any]
+TextBlock = Annotated[Block, WithJsonSchema(_TEXT_BLOCK)]
+Content = str | Annotated[list[Block], FIRST_ERROR]
+
+_VOLATILE = re.compile(r"^x-anthropic-billing-header:.*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
+"""A line that some agents write at the head of the system prompt, different in every request."""
+
+_HEAD_CHARS = 16_384
+"""How far it is looked for: the search holds the interpreter for as long as it lasts."""
+
+
+class MessageParam(BaseModel):
+    """One message as it comes."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [_message("user", *_USER_BLOCKS), _message("assistant", *_ASSISTANT_BLOCKS), _message("system")]
+        }
+    )
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+def read_conversation(system: Content | None, messages: Sequence[MessageParam]) -> Turns:
+    """The turns, the last of them open if it is the assistant's. Raises `InvalidRequestError`."""
+    turns = Turns()
+    for where, block in _blocks(system or "", "system"):
+        _instruct(turns, _text(block, where))
+    for index, message in enumerate(messages):
+        _READERS[message.role](turns, list(_blocks(message.content, f"messages[{index}].content")))
+    if turns.has_open_calls:
+        raise InvalidRequestError(
+            "The last message has tool_use blocks; send a user message with their tool_result blocks.", "messages"
+        )
+    return turns
+
+
+_Blocks = Sequence[tuple[str, Block]]
+"""Blocks, each with the path at which the client finds it."""
+
+
+def _blocks(content: Content, where: str) -> _Blocks:
+    if isinstance(content, str):
+        return [(where, {"type": "text", "text": content})] if content else []
+    return [(f"{where}[{index}]", block) for index, block in enumerate(content)]
+
+
+def _read_system(turns: Turns, blocks: _Blocks) -> None:
+    for where, block in blocks:
+        _instruct(turns, _text(block, where))
+
+
+def _read_user(turns: Turns, blocks: _Blocks) -> None:
+    # A template knows the results of calls only right behind the calls.
+    results = [item for item in blocks if item[1].get("type") == "tool_result"]
+    for where, block in results:
+        turns.result(string_in(block, "tool_use_id", where), _result_text(block, where))
+    others = [item for item in blocks if item[1].get("type") != "tool_result"]
+    for where, block in others:
+        turns.say(_text(block, where))
+
+
+def _read_assistant(turns: Turns, blocks: _Blocks) -> None:
+    for where, block in blocks:
+        match block.get("type"):
+            case "thinking":
+                turns.think(string_in(block, "thinking", where))
+            case "redacted_thinking":
+                pass  # only who wrote it can read it
+            case "tool_use":
+                arguments = block.get("input", {})
+                if not isinstance(arguments, dict):
+                    raise InvalidRequestError(f"{where}.input must be an object.", f"{where}.input")
+                turns.call(string_in(block, "id", where), string_in(block, "name", where), arguments)
+            case _:
+                turns.answer(_text(block, where))
+
+
+_READERS = {"user": _read_user, "assistant": _read_assistant, "system": _read_system}
+
+
+def _instruct(turns: Turns, text: str) -> None:
+    stable = _VOLATILE.sub("", text[:_HEAD_CHARS]) + text[_HEAD_CHARS:]
+    if stable:
+        turns.instruct(stable)
+
+
+def _result_text(block: Block, where: str) -> str:
+    text = _joined(block.get("content") or "", f"{where}.content", _result_part)
+    return f"Error: {text}" if block.get("is_error") else text
+
+
+def _result_part(block: Block, where: str) -> str:
+    """What a part of a tool's result says; a search for tools names those that it has found."""
+    return string_in(block, "tool_name", where) if block.get("type") == "tool_reference" else _text(block, where)
+
+
+def _text(block: Block, where: str) -> str:
+    """What a block of text says, a search result, or a document that is text."""
+    match block.get("type"):
+        case "document":
+            return _lines(block, ("title", "context"), _document_text(block.get("source"), where), where)
+        case "search_result":
+            return _lines(block, ("title", "source"), _joined(block.get("content"), f"{where}.content"), where)
+        case _:
+            return _plain_text(block, where)
+
+
+def _plain_text(block: Block, where: str) -> str:
+    kind = block.get("type")
+    if kind != "text":
+        raise unreadable_part(kind, where)
+    return string_in(block, "text", where)
+
+
+def _document_text(source: Any, where: str) -> str:
+    if not isinstance(source, Mapping):
+        raise InvalidRequestError(f"{where}.source must be an object.", f"{where}.source")
+    match source.get("type"):
+        case "text":
+            return string_in(source, "data", f"{where}.source")
+        case "content":
+            return _joined(source.get("content"), f"{where}.source.content")
+        case kind:
+            raise unreadable_part(f"document with a source of type {kind}", where)
+
+
+def _joined(content: Any, where: str, read: Callable[[Block, str], str] = _plain_text) -> str:
+    """A string, or what `read` makes of blocks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise InvalidRequestError(f"{where} must be a string or a list of blocks.", where)
+    return "\n".join(read(part, path) for path, part in _blocks(content, where))
+
+
+def _lines(block: Block, headings: Sequence[str], text: str, where: str) -> str:
+    """What stands over a text, as far as it is given, and the text."""
+    given = [string_in(block, name, where) for name in headings if block.get(name) is not None]
+    return "\n".join([*given, text])
+
+
+class ToolParam(BaseModel):
+    """A tool that the client runs; tools that Anthropic's servers run have another `type`."""
+
+    name: str = Field(min_length=1)
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+    def as_openai(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+class ToolChoice(BaseModel):
+    """Which tools the model may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: Bool | None = None
+
+
+class Thinking(BaseModel):
+    """Whether the model reasons first, for how many tokens at most, and whether the client sees it."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: Int | None = Field(None, ge=1)
+    display: str | None = None
+
+
+class OutputFormat(BaseModel):
+    """What the answer must look like."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(BaseModel):
+    """How the answer is to be written."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class MessagesFields(GenerationFields):
+    """What makes the prompt, in both bodies."""
+
+    messages: Annotated[list[MessageParam], FIRST_ERROR, MESSAGES] = Field(min_length=1)
+    system: str | Annotated[list[TextBlock], FIRST_ERROR] | None = None
+    tools: Annotated[list[ToolParam], FIRST_ERROR, TOOLS] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    stop: StringOrList | None = Field(None, validation_alias=AliasChoices("stop_sequences", "stop"))
+    chat_template_kwargs: dict[str, Any] | None = None
+    mcp_servers: list[Any] | None = None
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **GenerationFields.refused,
+        **ONE_ANSWER_OF_TEXT,
+        "mcp_servers": ([],),
+    }
+
+    @property
+    def thinks(self) -> bool:
+        """Off unless asked for: simple clients take an answer's first block for its text."""
+        return self.thinking is not None and self.thinking.type != "disabled"
+
+    @property
+    def shows_thinking(self) -> bool:
+        return self.thinking is not None and self.thinks and self.thinking.display != "omitted"
+
+    def call(self) -> ChatCall:
+        """The chat without what concerns sampling. Raises `InvalidRequestError`."""
+        turns = read_conversation(self.system, self.messages)
+        if not turns.messages():
+            raise InvalidRequestError("messages has no content; send at least one text.", "messages")
+        return ChatCall(
+            messages=turns.messages(),
+            tool_use=tool_use(self.tools or [], self.tool_choice),
+            options=ChatOptions(
+                continue_final_message=turns.ends_with_answer,
+                template_kwargs={"enable_thinking": self.thinks, **(self.chat_template_kwargs or {})},
+                reasoning_effort=None if self.output_config is None else self.output_config.effort,
+            ),
+            structured=self.structured(),
+            truncation=self.truncation,
+            max_reasoning_tokens=None if self.thinking is None else self.thinking.budget_tokens,
+        )
+
+    def structured(self) -> StructuredSpec | None:
+        """As in the base class, with Anthropic's own way to ask for a schema."""
+        config = self.output_config
+        wanted = self.output_format if config is None or config.format is None else config.format
+        fields = {name: getattr(self, name) for name in STRUCTURED_FIELDS}
+        if wanted is not None:
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted.json_schema}}
+        return parse_structured(fields)
+
+
+class CountTokensRequest(MessagesFields):
+    """The body of POST /v1/messages/count_tokens."""
+
+
+class MessagesRequest(MessagesFields):
+    """The body of POST /v1/messages."""
+
+    max_tokens: Int = Field(ge=1)
+
+    @property
+    def output_limit(self) -> int:
+        return self.max_tokens
+
+
+def tool_use(tools: list[ToolParam], choice: ToolChoice | None) -> ToolUse:
+    """Anthropic's `tools` and `tool_choice`. Raises `InvalidRequestError`."""
+    for index, tool in enumerate(tools):
+        if tool.type not in (None, "custom"):
+            raise InvalidRequestError(
+                f"tools[{index}] is of type {tool.type}; this server runs no tools of its own, "
+                "so leave it out or define it with an input_schema.",
+                f"tools[{index}].type",
+            )
+    shown = [tool.as_openai() for tool in tools]
+    if choice is None:
+        return ToolUse(tools=shown)
+    is_parallel = not choice.disable_parallel_tool_use
+    if choice.type in ("auto", "none"):
+        return ToolUse(tools=shown, mode="none" if choice.type == "none" else "auto", is_parallel=is_parallel)
+    if not tools:
+        raise InvalidRequestError(f"tool_choice {choice.type} needs tools.", "tool_choice")
+    if choice.type == "any":
+        return ToolUse(tools=shown, mode="required", is_parallel=is_parallel)
+    names = [tool.name for tool in tools]
+    if choice.name not in names:
+        raise InvalidRequestError(
+            f"tool_choice.name is {choice.name}, which is not in tools: {', '.join(names)}.", "tool_choice.name"
+        )
+    return ToolUse(tools=shown, mode="required", allowed=frozenset((choice.name,)), is_parallel=False)
+
 
 REQUEST_ID_HEADER = "request-id"
 """Where Anthropic's clients look for it."""

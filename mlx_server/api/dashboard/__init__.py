@@ -15,9 +15,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
 
 from mlx_server.api import sse
-from mlx_server.api.admin_auth import RequireAdmin
-from mlx_server.api.auth import caller_of
-from mlx_server.api.caller import Caller
+from mlx_server.api.auth.authentication import RequireAdmin, caller_of
+from mlx_server.api.auth.keys import Caller
 from mlx_server.api.context import Context, ServerContext
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.engine.engine import AsyncEngine, EngineState

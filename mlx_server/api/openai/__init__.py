@@ -1,0 +1,1 @@
+"""OpenAI's routes: request bodies, answers and streams."""

@@ -10,9 +10,9 @@ from typing import Any
 from mlx_server.api import sse
 from mlx_server.api.collect import Answer, Choice, ToolCall, UsageMeter
 from mlx_server.api.generation import Generation, OutputEvent
+from mlx_server.api.openai.exchange import metrics_fields, usage_body
 from mlx_server.api.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from mlx_server.api.openai.usage import metrics_fields, usage_body
-from mlx_server.engine.tools import ToolCallDelta
+from mlx_server.engine.tools.parser import ToolCallDelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

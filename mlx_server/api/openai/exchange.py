@@ -1,4 +1,7 @@
-"""What the generating routes have in common: ids, the job, and how an answer is sent."""
+"""What the generating routes have in common: ids, the job, and how an answer is sent.
+
+`usage` and `metrics` as OpenAI's and vLLM's clients read them.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,21 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_server.api.auth import caller_of
-from mlx_server.api.caller import Caller
+from mlx_server.api.auth.authentication import caller_of
+from mlx_server.api.auth.keys import Caller
+from mlx_server.api.auth.quotas import Demand
 from mlx_server.api.chat_plan import ChatPlan
-from mlx_server.api.collect import Answer, collect
+from mlx_server.api.collect import Answer, Usage, collect
 from mlx_server.api.context import ServerContext
-from mlx_server.api.disconnect import until_disconnect
 from mlx_server.api.generation import Generation, GenerationJob
-from mlx_server.api.leases import lease_engine
+from mlx_server.api.generation_service import lease_engine
+from mlx_server.api.middleware import REQUEST_ID_HEADER, load_headers, until_disconnect
 from mlx_server.api.openai.fields import GenerationFields
 from mlx_server.api.openai.logprobs import TokenNames
-from mlx_server.api.orca import load_headers
-from mlx_server.api.quotas import Demand
-from mlx_server.api.request_ids import REQUEST_ID_HEADER
 from mlx_server.api.sse import event_stream, openai_stream
 from mlx_server.api.text_turns import TextTurn, turn_of
 from mlx_server.engine.engine import AsyncEngine
+from mlx_server.outputs import RequestTimings
 from mlx_server.request import Priority
 from mlx_server.sampling_params import SamplingParams
 
@@ -139,3 +141,39 @@ async def open_exchange(
         context.quotas.check(caller, Demand())
     engine = await lease_engine(request, context.pool, body.model)
     return Exchange(request, context, engine, context.pool.offer(body.model).adapter, caller, request.state.request_id)
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    """Always with the details: they say how much of the prompt was not computed again."""
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+    }
+
+
+def metrics_fields(timings: RequestTimings | None, num_output_tokens: int) -> dict[str, Any]:
+    """`metrics`, the milliseconds of a request's stages; nothing where a job has no single timing.
+
+    `generation_time_ms` is from the first output token to the end, `mean_itl_ms` the mean gap in it.
+    """
+    if timings is None or timings.finished_s is None:
+        return {}
+    first, end = timings.first_token_s, timings.finished_s
+    generation_s = None if first is None else end - first
+    gaps = max(num_output_tokens - 1, 0)
+    has_gaps = generation_s is not None and gaps > 0 and generation_s > 0
+    metrics = {
+        "time_to_first_token_ms": _milliseconds(None if first is None else first - timings.arrival_s),
+        "queue_time_ms": _milliseconds((timings.first_scheduled_s or end) - timings.arrival_s),
+        "generation_time_ms": _milliseconds(generation_s),
+        "mean_itl_ms": _milliseconds(generation_s / gaps) if generation_s and has_gaps else None,
+        "tokens_per_second": round(gaps / generation_s, 3) if generation_s and has_gaps else None,
+    }
+    return {"metrics": metrics}
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)

@@ -14,11 +14,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
+from mlx_server.api.body_reader import FIRST_ERROR, Strings, at_most
+from mlx_server.api.generation import Truncation
+from mlx_server.api.middleware import MAX_ID_CHARS, is_request_id
 from mlx_server.api.openai.document import describe
-from mlx_server.api.prompts import Truncation
-from mlx_server.api.request_ids import MAX_ID_CHARS, is_request_id
-from mlx_server.api.sizes import FIRST_ERROR, Strings, at_most
-from mlx_server.engine.structured_spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
+from mlx_server.engine.grammar.spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
 from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_server.engine.tokenizer import Tokenizer
+from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.outputs import PositionLogprobs, TokenLogprob
 
 _LEAST = -9999.0

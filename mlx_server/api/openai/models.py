@@ -1,4 +1,7 @@
-"""GET /v1/models and /v1/models/{id}, in the shapes of OpenAI's and Anthropic's clients at once."""
+"""GET /v1/models and /v1/models/{id}, in the shapes of OpenAI's and Anthropic's clients at once.
+
+POST /v1/embeddings: says clearly that no embedding model is served.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from mlx_server.api.auth import caller_of
+from mlx_server.api.auth.authentication import caller_of, check_model_access, may_use
 from mlx_server.api.context import Context
-from mlx_server.api.model_access import check_model_access, may_use
+from mlx_server.api.errors import OpenAIError
+from mlx_server.errors import UnsupportedError
 from mlx_server.pool.catalog import Offer
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.pool.pooled_model import ModelState
@@ -57,3 +61,8 @@ def _card(pool: ModelPool, offer: Offer) -> dict[str, Any]:
         "max_input_tokens": limit,
         "state": model.state.value,
     }
+
+
+@router.post("/v1/embeddings", status_code=501, response_model=OpenAIError)
+async def embeddings() -> None:
+    raise UnsupportedError("This server generates text; it serves no embedding models.")

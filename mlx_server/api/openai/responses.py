@@ -1,34 +1,96 @@
 """The Responses API: POST /v1/responses, and what can be done with a response afterwards.
 
 Nothing runs in the background: a response that is not streamed is there when its request is answered.
+
+The event stream of a response, and what is kept of it while it runs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
-from mlx_server.api.auth import caller_of
+from mlx_server.api import sse
+from mlx_server.api.auth.authentication import caller_of
+from mlx_server.api.body import TurnRoute
 from mlx_server.api.body_reader import MAX_BODY_BYTES
 from mlx_server.api.chat_plan import ChatCall
-from mlx_server.api.collect import Answer
+from mlx_server.api.collect import Answer, UsageMeter
 from mlx_server.api.context import Context
-from mlx_server.api.disconnect import until_disconnect
+from mlx_server.api.errors import error_info
+from mlx_server.api.generation import Generation
+from mlx_server.api.middleware import until_disconnect
 from mlx_server.api.openai.exchange import open_exchange
-from mlx_server.api.openai.responses_input import normalise_input, referenced_ids
-from mlx_server.api.openai.responses_output import ResponseShape, check_echo, whole_output
-from mlx_server.api.openai.responses_request import ResponsesRequest
+from mlx_server.api.openai.responses_output import Event, OutputItems, ResponseShape, check_echo, whole_output
+from mlx_server.api.openai.responses_request import ResponsesRequest, normalise_input, referenced_ids
 from mlx_server.api.openai.responses_store import Keeping, KeptItem, ResponseStore, StoredResponse, total_bytes
-from mlx_server.api.openai.responses_stream import ResponseStream
 from mlx_server.api.sse import event_stream, whole_or_streamed
-from mlx_server.api.turn_route import TurnRoute
 from mlx_server.errors import InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+# The protocol has no event of its own for a response that was cancelled; its body says so.
+_LAST_EVENTS = {
+    "completed": "response.completed",
+    "incomplete": "response.incomplete",
+    "cancelled": "response.incomplete",
+    "failed": "response.failed",
+}
+
+
+class ResponseStream:
+    """One response that is streamed."""
+
+    def __init__(self, shape: ResponseShape, generation: Generation, keeping: Keeping) -> None:
+        self._shape = shape
+        self._generation = generation
+        self._keeping = keeping
+        self._body = shape.opening()
+        self._numbers = itertools.count()
+        keeping.put(self._body)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The response opens, then each item opens, grows and closes, then the response ends. An error on the way
+        ends it, too: the status is long sent."""
+        yield self._encode({"type": "response.created", "response": self._body})
+        yield self._encode({"type": "response.in_progress", "response": self._body})
+        output, meter = OutputItems(), UsageMeter(1)
+        try:
+            async with contextlib.aclosing(self._generation.events()) as events:
+                async for event in events:
+                    meter.update(event)
+                    for piece in output.append(event):
+                        yield self._encode(piece)
+                    if event.finish is not None:
+                        self._keep(self._shape.ending(event.finish, output.done, meter.total()))
+        except Exception as error:
+            if error_info(error).status == 500:
+                logger.exception("A stream failed")
+            self._keep(self._shape.failure(error, output.done))
+        yield self._encode({"type": _LAST_EVENTS[self._body["status"]], "response": self._body})
+
+    def close(self) -> None:
+        """Ends what is unfinished, for a client that has gone. Idempotent."""
+        self._generation.close()
+        if self._body["status"] == "in_progress":
+            self._keep({**self._body, "status": "cancelled"})
+
+    def _keep(self, body: dict[str, Any]) -> None:
+        self._body = body
+        self._keeping.update(body)
+
+    def _encode(self, event: Event) -> bytes:
+        return sse.named(event["type"], {**event, "sequence_number": next(self._numbers)})
+
 
 router = APIRouter(tags=["responses"], route_class=TurnRoute)
 

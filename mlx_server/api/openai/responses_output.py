@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_server.api.body_reader import MAX_ECHO_CHARS
 from mlx_server.api.collect import Choice, Usage
 from mlx_server.api.errors import error_info
 from mlx_server.api.generation import Finish, OutputEvent
 from mlx_server.api.openai.responses_request import ResponsesRequest
-from mlx_server.api.sizes import MAX_ECHO_CHARS
-from mlx_server.engine.tools import ToolCallDelta
+from mlx_server.engine.tools.parser import ToolCallDelta
 from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import SamplingParams
 

@@ -1,0 +1,1 @@
+"""Who calls, in which tier, and what the key may still do."""

@@ -1,0 +1,170 @@
+"""The door: every request is asked for a key, and goes on as the caller that its key stands for.
+
+Who is at this machine, and who only looks like it.
+
+Who may change the server: whoever has the admin key or a key of a tier that says so; where no key of any kind is
+asked for, whoever is at this machine.
+
+Which models a tier may use, by whatever names they are known.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from fastapi import Depends
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlx_server.api.auth.keys import ADMIN_REMEDY, Caller, KeyRing
+from mlx_server.api.errors import error_info
+from mlx_server.errors import AuthenticationError, ModelNotFoundError, PermissionDeniedError, ServeError
+from mlx_server.pool.catalog import Offer, model_not_found
+from mlx_server.pool.model_pool import ModelPool
+from mlx_server.tiers import Tier
+
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+_OWN_SITES = ("same-origin", "none")
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to `host`."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def local_url(host: str, port: int, scheme: str = "http") -> str:
+    """How programs on this machine reach what listens at `host`, which may be all of its addresses."""
+    host = _EVERYWHERE.get(host, host)
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def is_local(scope: Scope) -> bool:
+    """Whether a request comes from a program on this machine, as far as can be told: not through a proxy, and not
+    from a web page that a browser here has open (a foreign origin, or a name that was bound to our address)."""
+    client, headers = scope.get("client"), Headers(scope=scope)
+    if client is None or not is_loopback(client[0]) or any(name in headers for name in _FORWARDED):
+        return False
+    if not is_loopback(host_of(f"//{headers.get('host', '')}")):
+        return False
+    if headers.get("sec-fetch-site", "none") not in _OWN_SITES:
+        return False
+    origin = headers.get("origin")
+    return origin is None or is_loopback(host_of(origin))
+
+
+def host_of(url: str) -> str:
+    """The host that a URL names, in small letters; empty for none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+FREE_PATHS = frozenset(
+    {"/health", "/ping", "/version", "/metrics", "/", "/dashboard", "/dashboard/page.css", "/dashboard/page.js"}
+)
+"""What probes, routers, scrapers and browsers read without a key; none of it tells what users wrote."""
+
+
+def caller_of(request: Request) -> Caller:
+    """The caller that the middleware has let in."""
+    caller = request.state.caller
+    assert isinstance(caller, Caller)
+    return caller
+
+
+class ApiKeyMiddleware:
+    """Refuses requests without a known key, before their bodies are read."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        try:
+            caller = Caller() if _is_free(scope) else self._keys.identify(sent_key(scope), is_local=is_local(scope))
+        except ServeError as error:
+            return await error_info(error).response(scope["path"])(scope, receive, send)
+        scope.setdefault("state", {})["caller"] = caller
+        return await self._app(scope, receive, send)
+
+
+def _is_free(scope: Scope) -> bool:
+    return scope["path"] in FREE_PATHS or scope.get("method") == "OPTIONS"
+
+
+def sent_key(scope: Scope) -> str | None:
+    """The key that a request carries, as `Authorization: Bearer` or `X-Api-Key`."""
+    headers = Headers(scope=scope)
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token:
+        return token.strip()
+    return headers.get("x-api-key")
+
+
+def exposure_warning(host: str, keys: KeyRing) -> str | None:
+    """What to tell whoever starts a server that strangers can reach; None when they cannot."""
+    if keys.asks_for_keys or is_loopback(host):
+        return None
+    return (
+        f"Listening on {host} without an API key: anyone who can reach this machine can use the server. Make a key "
+        "with `mlx-serve keys create`, or set MLX_SERVE_SERVER_API_KEY, or listen on 127.0.0.1."
+    )
+
+
+async def require_admin(request: Request) -> None:
+    """Raises for callers who are no admins: `AuthenticationError` if they sent no key, else `PermissionDeniedError`."""
+    if caller_of(request).is_admin:
+        return
+    message = (
+        "This route is for admins. Send the admin key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`, or a key of "
+        f"a tier with `admin = true`. Where there is neither, {ADMIN_REMEDY}; only a server that asks for no key at "
+        "all lets clients on its own machine use it."
+    )
+    raise AuthenticationError(message) if sent_key(request.scope) is None else PermissionDeniedError(message)
+
+
+RequireAdmin = Depends(require_admin)
+"""For `APIRouter(dependencies=[RequireAdmin])`, or one route's."""
+
+
+def may_use(pool: ModelPool, tier: Tier, model: str | None) -> bool:
+    """Whether the tier's list has this model, by this or another of its names; a model with an adapter is another one
+    than without. Raises `ModelNotFoundError`."""
+    if tier.models is None:
+        return True
+    return pool.offer(model).name in {offer.name for offer in _offers(pool, tier.models)}
+
+
+def _offers(pool: ModelPool, names: Iterable[str]) -> list[Offer]:
+    """What those of the names stand for that are served."""
+    return [offer for offer in map(pool.look_up, names) if offer is not None]
+
+
+def check_model_access(pool: ModelPool, tier: Tier, model: str | None) -> None:
+    """Raises `PermissionDeniedError` for a model that the tier may not use, and `ModelNotFoundError`, which tells of no
+    model or adapter that the tier may not use."""
+    try:
+        is_allowed = may_use(pool, tier, model)
+    except ModelNotFoundError as error:
+        if tier.models is None:
+            raise
+        raise model_not_found(error.model, [offer.name for offer in _offers(pool, tier.models)]) from None
+    if not is_allowed:
+        raise PermissionDeniedError(
+            f"Keys of the tier {tier.name} may not use the model `{pool.offer(model).name}`; they may use "
+            f"{', '.join(tier.models or ())}."
+        )

@@ -1,0 +1,282 @@
+"""Which caller a key stands for.
+
+Who a request comes from, as far as the server has found out.
+
+What keys use, gathered on the event loop and written to their file now and then, by a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlx_server.api.auth.key_file import KeyFile, KeyText, Usage, parse_key
+from mlx_server.config import Config, ServerConfig, home
+from mlx_server.errors import AuthenticationError, ConfigError, OverloadedError, PermissionDeniedError
+from mlx_server.request import Priority
+from mlx_server.tiers import Tier
+
+ANONYMOUS = "anonymous"
+SHARED = "shared"
+ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whoever was let in. `identity` stays the same when a key is rotated: quotas, usage and the isolation of
+    caches go by it. It is a key's public id, or one of the three names above."""
+
+    identity: str = ANONYMOUS
+    tier: Tier = field(default_factory=Tier)
+    is_admin: bool = False
+
+    @property
+    def key_id(self) -> str | None:
+        """The id of the caller's own key; None for those who have none."""
+        return None if self.identity in (ANONYMOUS, SHARED, ADMIN) else self.identity
+
+    def priority_at(self, path: str, wish: int | None = None) -> Priority:
+        """The priority of what the caller sends to `path`. A wish to be later (larger) is granted, one to be sooner
+        has no effect."""
+        return Priority(min(self.tier.priority_at(path) + max(0, wish or 0), max(Priority)))
+
+    def cache_keys(self, isolation: str) -> tuple[str, ...]:
+        """What separates the caller's prefixes from those of others: by `tier`, by `key`, or (`none`) nothing."""
+        if isolation == "none":
+            return ()
+        return (f"{isolation}:{self.tier.name if isolation == 'tier' else self.identity}",)
+
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 5.0
+"""How long usage may be unwritten; a crash loses that much."""
+
+
+class UsageLog:
+    """On the event loop's thread. `flush` at the end, so that nothing is lost."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unwritten: dict[str, Usage] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    def add(
+        self, key_id: str, *, num_requests: int = 0, num_prompt_tokens: int = 0, num_output_tokens: int = 0
+    ) -> None:
+        """A key was used just now."""
+        used = self._unwritten.get(key_id, Usage(0.0))
+        self._unwritten[key_id] = Usage(
+            time.time(),
+            used.num_requests + num_requests,
+            used.num_prompt_tokens + num_prompt_tokens,
+            used.num_output_tokens + num_output_tokens,
+        )
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._start_flush)
+
+    async def flush(self) -> None:
+        """Writes down all there is."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        batch, self._unwritten = self._unwritten, {}
+        if batch:
+            await asyncio.to_thread(self._write, batch)
+
+    def _start_flush(self) -> None:
+        self._writing = asyncio.create_task(self.flush(), name="usage of keys")
+
+    def _write(self, batch: Mapping[str, Usage]) -> None:
+        try:
+            with KeyFile(self._path) as file:
+                file.add_usage(batch)
+        except (ConfigError, sqlite3.Error) as error:
+            logger.warning("The usage of %d keys is lost: %s", len(batch), error)
+
+
+_LOOKUP_TIMEOUT_S = 0.1
+ADMIN_REMEDY = "set MLX_SERVE_SERVER_ADMIN_KEY, or declare a tier with `admin = true` and give its keys to admins"
+_HOW = "send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`"
+
+
+class KeyRing:
+    """Every key of a server: the shared one, the admin's, and those of the key file. Event-loop thread only.
+
+    The file is asked on each request, by one indexed lookup, so that a change counts from the next request on.
+    Keys are asked for as soon as there is one of any kind, and never cease to be: whoever revokes the last key, or
+    loses the file, does not open the server.
+    """
+
+    def __init__(
+        self, key_file: Path, *, api_key: str | None, admin_key: str | None, shared_tier: str, tiers: Mapping[str, Tier]
+    ) -> None:
+        self.usage = UsageLog(key_file)
+        self.has_admin_key = admin_key is not None
+        self._file = _WatchedFile(key_file)
+        self._api_digest = None if api_key is None else _digest(api_key)
+        self._admin_digest = None if admin_key is None else _digest(admin_key)
+        self._shared_tier = tiers[shared_tier]
+        self._tiers = tiers
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether requests without a key are refused."""
+        return self._api_digest is not None or self._file.was_seen()
+
+    def identify(self, key: str | None, *, is_local: bool) -> Caller:
+        """The caller that a sent key stands for. Keys of a tier with `admin` are admins; where no key of any kind is
+        asked for, whoever `is_local` is one. Raises
+        `AuthenticationError` and, for a key whose tier is not declared, `PermissionDeniedError`."""
+        if _is_equal(key, self._admin_digest):
+            return Caller(ADMIN, self._shared_tier, is_admin=True)
+        if _is_equal(key, self._api_digest):
+            return Caller(SHARED, self._shared_tier, is_admin=self._shared_tier.is_admin)
+        if not self.asks_for_keys:
+            return Caller(ANONYMOUS, self._shared_tier, is_admin=is_local and not self.has_admin_key)
+        parsed = None if key is None else parse_key(key)
+        tier_name = None if parsed is None else self._file.tier_of(parsed)
+        if parsed is None or tier_name is None:
+            raise AuthenticationError(f"The API key is missing or wrong; {_HOW}.")
+        tier = self._tiers.get(tier_name)
+        if tier is None:
+            raise PermissionDeniedError(
+                f"The key {parsed.key_id} is of the tier {tier_name}, which this server does not have."
+            )
+        self.usage.add(parsed.key_id)
+        return Caller(parsed.key_id, tier, is_admin=tier.is_admin)
+
+    def revoked(self, key_ids: Iterable[str]) -> frozenset[str]:
+        """Those that were let in and would not be now. None while the file cannot be read, or is not there."""
+        return frozenset(key_id for key_id in key_ids if self._file.is_revoked(key_id))
+
+    def admins(self) -> str:
+        """Who may use the routes that change the server, as a sentence."""
+        who = ["the admin key"] if self.has_admin_key else []
+        if self.asks_for_keys:
+            who += [f"keys of the tier {tier.name}" for tier in self._tiers.values() if tier.is_admin]
+        elif not self.has_admin_key:
+            who = ["every program on this machine, until there is a key"]
+        return f"The routes for admins are open to {' and '.join(who) or f'nobody: {ADMIN_REMEDY}'}."
+
+
+class _WatchedFile:
+    """The key file, which may come, go or be replaced while the server runs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open: _Opened | None = None
+        self._was_seen = False
+
+    def was_seen(self) -> bool:
+        """Whether the file is there, or once was, or may be."""
+        if not self._was_seen:
+            try:
+                self._was_seen = self._path.exists()
+            except OSError:  # a folder that may not be looked into
+                self._was_seen = True
+        return self._was_seen
+
+    def tier_of(self, key: KeyText) -> str | None:
+        """The tier of a key; None for one that is not in the file. Raises `AuthenticationError` for a revoked one and
+        `OverloadedError` when the file cannot be read."""
+        try:
+            file = self._current()
+            secret = None if file is None else file.secret(key.key_id)
+        except (ConfigError, OSError, sqlite3.Error) as error:
+            logger.error("The key file cannot be read: %s", error)
+            raise OverloadedError("Keys cannot be checked now; the server's log has the details.") from error
+        if secret is None or not secret.matches(key.secret):
+            return None
+        if secret.is_revoked:
+            raise revocation(key.key_id)
+        return secret.tier
+
+    def is_revoked(self, key_id: str) -> bool:
+        """Whether a key that was once in the file is revoked there, or gone from it."""
+        try:
+            file = self._current()
+            if file is None:
+                return False
+            secret = file.secret(key_id)
+        except (ConfigError, OSError, sqlite3.Error):
+            return False  # whoever asks next is told, and the log
+        return secret is None or secret.is_revoked
+
+    def _current(self) -> KeyFile | None:
+        """The file that is at the path now."""
+        try:
+            status = os.stat(self._path)
+        except FileNotFoundError:
+            return None
+        identity = (status.st_dev, status.st_ino)
+        if self._open is None or self._open.identity != identity:
+            if self._open is not None:
+                self._open.file.close()
+                self._open = None
+            self._open = _Opened(identity, KeyFile(self._path, timeout_s=_LOOKUP_TIMEOUT_S))
+        return self._open.file
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    identity: tuple[int, int]
+    file: KeyFile
+
+
+def revocation(key_id: str) -> AuthenticationError:
+    """What the owner of a revoked key is told."""
+    return AuthenticationError(f"The key {key_id} has been revoked; ask for a new one.")
+
+
+def key_file_path(server: ServerConfig) -> Path:
+    """Where keys are kept: as configured, or in the home folder."""
+    return home() / "keys.sqlite" if server.key_file is None else Path(server.key_file).expanduser()
+
+
+def build_key_ring(config: Config) -> KeyRing:
+    """The keys that `config` describes. Raises `ConfigError` for a file that cannot be read."""
+    server = config.server
+    path = key_file_path(server)
+    if path.exists():
+        KeyFile(path).close()
+    elif server.key_file is not None:
+        raise ConfigError(f"key_file: {path} does not exist; `mlx-serve keys create --key-file {path}` makes it.")
+    return KeyRing(
+        path,
+        api_key=_secret("api_key", server.api_key, server.api_key_file),
+        admin_key=_secret("admin_key", server.admin_key, server.admin_key_file),
+        shared_tier=server.api_key_tier,
+        tiers=config.tiers,
+    )
+
+
+def _secret(name: str, value: str | None, file: str | None) -> str | None:
+    if file is None:
+        return value
+    if value is not None:
+        raise ConfigError(f"{name} and {name}_file are both set; keep one of them.")
+    try:
+        text = Path(file).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}_file: {file} cannot be read: {error}.") from error
+    if not text or len(text.splitlines()) != 1:
+        raise ConfigError(f"{name}_file: {file} must hold one line, the key.")
+    return text
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _is_equal(key: str | None, digest: bytes | None) -> bool:
+    return key is not None and digest is not None and hmac.compare_digest(_digest(key), digest)

@@ -1,0 +1,342 @@
+"""What each caller may still do: the limits of its tier, held against what it does.
+
+    Quotas.check(caller, demand)     raises what refuses it, and changes nothing
+    Quotas.refuse(caller)            counts a request that was wrong
+    Quotas.open(caller, demand)      -> Grant: takes it; the grant counts output as it comes, and gives seats back
+    Quotas.begin_reading(caller)     raises as `check`, or counts a request that only reads text
+
+Everything that generates passes here, right before it is queued. All limits but the scheduler's queue bounds hold
+for one identity: two keys of a tier have a quota each.
+
+How much was used within the last minute.
+
+Headers that tell clients what is left of their quota, in the words of the protocol that they speak.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_server.api.auth.keys import Caller, UsageLog
+from mlx_server.api.errors import ANTHROPIC_PREFIX
+from mlx_server.errors import ContextLengthError, InvalidRequestError, QuotaExceededError
+from mlx_server.sampling_params import SamplingParams
+from mlx_server.tiers import Tier
+
+WINDOW_S = 60.0
+_SLOT_S = 0.25
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Amounts that came close together. It leaves the window as a whole, when its last one does."""
+
+    first_s: float
+    last_s: float
+    amount: int
+
+
+class SlidingWindow:
+    """Amounts of the last 60 seconds: a limit on `used` is kept in any 60 seconds, not only in those of a clock's
+    minute, and nothing comes back in bursts. Amounts leave up to a quarter of a second late, so that a window holds
+    at most 240 slots. Times are those of one monotonic clock and never go back."""
+
+    def __init__(self) -> None:
+        self._slots: deque[_Slot] = deque()
+        self._total = 0
+
+    def add(self, amount: int, now: float) -> None:
+        self._forget(now)
+        if self._slots and now - self._slots[-1].first_s < _SLOT_S:
+            self._slots[-1].amount += amount
+            self._slots[-1].last_s = now
+        else:
+            self._slots.append(_Slot(now, now, amount))
+        self._total += amount
+
+    def used(self, now: float) -> int:
+        self._forget(now)
+        return self._total
+
+    def wait_s(self, amount: int, limit: int, now: float) -> float:
+        """Seconds until `amount` more keeps the limit, if nothing else comes: 0 if it does now, infinity if it is
+        more than the limit."""
+        excess = self.used(now) + amount - limit
+        if excess <= 0:
+            return 0.0
+        for slot in self._slots:
+            excess -= slot.amount
+            if excess <= 0:
+                return slot.last_s + WINDOW_S - now
+        return math.inf
+
+    def empty_in_s(self, now: float) -> float:
+        """Seconds until all of it has left."""
+        self._forget(now)
+        return self._slots[-1].last_s + WINDOW_S - now if self._slots else 0.0
+
+    def _forget(self, now: float) -> None:
+        while self._slots and self._slots[0].last_s + WINDOW_S <= now:
+            self._total -= self._slots.popleft().amount
+
+
+_SEAT_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request wants: answers generated side by side, and prompt tokens, each prompt counted once."""
+
+    num_answers: int = 1
+    num_prompt_tokens: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """One rate: its limit, what is left of it now, and the seconds until all of it is back."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """A caller's rates; None where there is no limit."""
+
+    requests: Allowance | None
+    tokens: Allowance | None
+
+
+@dataclass(slots=True)
+class _Meter:
+    """What one identity has used, and does."""
+
+    requests: SlidingWindow = field(default_factory=SlidingWindow)
+    tokens: SlidingWindow = field(default_factory=SlidingWindow)
+    readings: SlidingWindow = field(default_factory=SlidingWindow)
+    read_tokens: SlidingWindow = field(default_factory=SlidingWindow)
+    num_answers: int = 0
+
+
+class Grant:
+    """A request that was let in. `close` it on every path."""
+
+    def __init__(
+        self, meter: _Meter, demand: Demand, clock: Callable[[], float], on_close: Callable[[int], None]
+    ) -> None:
+        self._meter = meter
+        self._num_answers = demand.num_answers
+        self._clock = clock
+        self._on_close = on_close
+        self._num_output_tokens = 0
+        self._is_open = True
+
+    def add_output(self, num_tokens: int) -> None:
+        """Output tokens have come."""
+        self._meter.tokens.add(num_tokens, self._clock())
+        self._num_output_tokens += num_tokens
+
+    def close(self) -> None:
+        """Gives the seats back. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._meter.num_answers -= self._num_answers
+            self._on_close(self._num_output_tokens)
+
+
+class Quotas:
+    """The meters of all callers. Event-loop thread only, so that nothing comes between `check` and `open`."""
+
+    def __init__(self, usage: UsageLog | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`usage` is told what keys have used. `refused` counts requests that their tiers' rates and seats kept out."""
+        self.refused: Counter[str] = Counter()
+        self._usage = usage
+        self._clock = clock
+        self._meters: dict[str, _Meter] = {}
+
+    def check(self, caller: Caller, demand: Demand) -> None:
+        """Raises `QuotaExceededError` for what the caller may do later, and `InvalidRequestError` for what it never
+        may."""
+        with self._counting_refusals(caller.tier):
+            tier, meter, now = caller.tier, self._meter(caller), self._clock()
+            _check_seats(tier, meter, demand)
+            _check_rate(tier, tier.requests_per_minute, meter.requests, now, "requests have come", "send")
+            if tier.tokens_per_minute is not None:
+                _check_tokens(tier, tier.tokens_per_minute, meter.tokens, demand.num_prompt_tokens, now)
+
+    def begin_reading(self, caller: Caller) -> None:
+        """Counts a request that has text read and generates nothing. It is held against the tier's rates, too, but
+        apart from what generates. Raises `QuotaExceededError`."""
+        with self._counting_refusals(caller.tier):
+            tier, meter, now = caller.tier, self._meter(caller), self._clock()
+            _check_rate(tier, tier.requests_per_minute, meter.readings, now, "requests have come", "send")
+            _check_rate(tier, tier.tokens_per_minute, meter.read_tokens, now, "tokens have been read", "have read")
+            meter.readings.add(1, now)
+
+    def add_read(self, caller: Caller, num_tokens: int) -> None:
+        """Such a request's text had so many tokens."""
+        self._meter(caller).read_tokens.add(num_tokens, self._clock())
+
+    @contextlib.contextmanager
+    def _counting_refusals(self, tier: Tier) -> Iterator[None]:
+        try:
+            yield
+        except QuotaExceededError:
+            self.refused[tier.name] += 1
+            raise
+
+    def refuse(self, caller: Caller) -> None:
+        """A request was wrong: it counts as one, since reading it has cost as much as others."""
+        self._meter(caller).requests.add(1, self._clock())
+
+    def open(self, caller: Caller, demand: Demand) -> Grant:
+        """Takes what `check` has let pass."""
+        meter, now = self._meter(caller), self._clock()
+        meter.requests.add(1, now)
+        meter.tokens.add(demand.num_prompt_tokens, now)
+        meter.num_answers += demand.num_answers
+
+        def record(num_output_tokens: int) -> None:
+            if self._usage is not None and caller.key_id is not None:
+                self._usage.add(
+                    caller.key_id,
+                    num_requests=1,
+                    num_prompt_tokens=demand.num_prompt_tokens,
+                    num_output_tokens=num_output_tokens,
+                )
+
+        return Grant(meter, demand, self._clock, record)
+
+    def quota(self, caller: Caller) -> Quota:
+        """What is left now."""
+        meter, now = self._meter(caller), self._clock()
+        return Quota(
+            _allowance(caller.tier.requests_per_minute, meter.requests, now),
+            _allowance(caller.tier.tokens_per_minute, meter.tokens, now),
+        )
+
+    def _meter(self, caller: Caller) -> _Meter:
+        return self._meters.setdefault(caller.identity, _Meter())
+
+
+def _allowance(limit: int | None, window: SlidingWindow, now: float) -> Allowance | None:
+    if limit is None:
+        return None
+    return Allowance(limit, max(0, limit - window.used(now)), window.empty_in_s(now))
+
+
+def _check_seats(tier: Tier, meter: _Meter, demand: Demand) -> None:
+    limit = tier.max_concurrent_requests
+    if limit is None or meter.num_answers + demand.num_answers <= limit:
+        return
+    if demand.num_answers > limit:
+        raise InvalidRequestError(
+            f"The request asks for {demand.num_answers} answers; a key of the tier {tier.name} may have {limit} at a "
+            "time. Lower n, or send fewer prompts.",
+            "n",
+        )
+    raise QuotaExceededError(
+        f"{meter.num_answers} answers are in progress and the request asks for {demand.num_answers}; a key of the "
+        f"tier {tier.name} may have {limit} at a time. Wait for one to end.",
+        _SEAT_RETRY_S,
+    )
+
+
+def _check_rate(tier: Tier, limit: int | None, window: SlidingWindow, now: float, used: str, may: str) -> None:
+    wait_s = 0.0 if limit is None else window.wait_s(1, limit, now)
+    if wait_s > 0:
+        raise QuotaExceededError(
+            f"{window.used(now)} {used} within a minute; a key of the tier {tier.name} may {may} {limit}. "
+            f"Try again in {math.ceil(wait_s)} s.",
+            wait_s,
+        )
+
+
+def _check_tokens(tier: Tier, limit: int, window: SlidingWindow, num_prompt_tokens: int, now: float) -> None:
+    if num_prompt_tokens > limit:
+        raise ContextLengthError(
+            f"The prompt has {num_prompt_tokens} tokens; a key of the tier {tier.name} may use {limit} a minute. "
+            "Shorten the prompt.",
+            "input_tokens",
+        )
+    wait_s = window.wait_s(num_prompt_tokens, limit, now)
+    if wait_s > 0:
+        raise QuotaExceededError(
+            f"{window.used(now)} tokens were used within a minute and the prompt has {num_prompt_tokens}; a key of the "
+            f"tier {tier.name} may use {limit}. Try again in {math.ceil(wait_s)} s.",
+            wait_s,
+        )
+
+
+def bounded(sampling: SamplingParams, tier: Tier, num_prompt_tokens: int) -> SamplingParams:
+    """The parameters, `max_tokens` cut to what the tier allows beside the prompt. Raises `ContextLengthError` for a
+    prompt that leaves no room."""
+    limits = [sampling.max_tokens, tier.max_output_tokens]
+    if tier.max_context_tokens is not None:
+        if num_prompt_tokens >= tier.max_context_tokens:
+            raise ContextLengthError(
+                f"The prompt has {num_prompt_tokens} tokens; the context of a key of the tier {tier.name} is "
+                f"{tier.max_context_tokens} tokens, and at least one must be left for the answer. Shorten the prompt.",
+                "input_tokens",
+            )
+        limits.append(tier.max_context_tokens - num_prompt_tokens)
+    max_tokens = min((limit for limit in limits if limit is not None), default=None)
+    return sampling if max_tokens == sampling.max_tokens else replace(sampling, max_tokens=max_tokens)
+
+
+class QuotaHeadersMiddleware:
+    """Adds them to every answer, refusals included, for callers whose tier has rates."""
+
+    def __init__(self, app: ASGIApp, quotas: Quotas) -> None:
+        self._app = app
+        self._quotas = quotas
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = scope.get("state", {}).get("caller")
+        if scope["type"] != "http" or not isinstance(caller, Caller):
+            return await self._app(scope, receive, send)
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(quota_headers(self._quotas.quota(caller), scope["path"]))
+            await send(message)
+
+        return await self._app(scope, receive, with_headers)
+
+
+def quota_headers(quota: Quota, path: str) -> dict[str, str]:
+    """Of a response to `path`: Anthropic's names below its routes, OpenAI's elsewhere. Resets are instants there, and
+    durations here."""
+    return dict(_anthropic(quota) if path.startswith(ANTHROPIC_PREFIX) else _openai(quota))
+
+
+def _rates(quota: Quota) -> Iterator[tuple[str, Allowance]]:
+    if quota.requests is not None:
+        yield "requests", quota.requests
+    if quota.tokens is not None:
+        yield "tokens", quota.tokens
+
+
+def _openai(quota: Quota) -> Iterator[tuple[str, str]]:
+    for name, rate in _rates(quota):
+        yield f"x-ratelimit-limit-{name}", str(rate.limit)
+        yield f"x-ratelimit-remaining-{name}", str(rate.remaining)
+        yield f"x-ratelimit-reset-{name}", f"{math.ceil(rate.reset_s * 1000) / 1000:g}s"
+
+
+def _anthropic(quota: Quota) -> Iterator[tuple[str, str]]:
+    for name, rate in _rates(quota):
+        instant = datetime.datetime.fromtimestamp(math.ceil(time.time() + rate.reset_s), datetime.UTC)
+        yield f"anthropic-ratelimit-{name}-limit", str(rate.limit)
+        yield f"anthropic-ratelimit-{name}-remaining", str(rate.remaining)
+        yield f"anthropic-ratelimit-{name}-reset", instant.isoformat().replace("+00:00", "Z")

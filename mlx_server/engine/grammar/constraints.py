@@ -1,0 +1,352 @@
+"""Outputs that fit a grammar: constraints compiled with llguidance, and their cursors over one output.
+
+Where strangers' grammars are compiled: off the event loop, and apart from whatever else is done in threads.
+
+A grammar whose failure is its own request's: it is consulted amid the steps of all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+import llguidance
+
+from mlx_server.engine.fair_slots import ANYONE, Asker, FairSlots, Slot, in_daemon_thread, own_clock
+from mlx_server.engine.grammar.spec import MAX_SOURCE_CHARS, StructuredKind, StructuredSpec, check_length, keep_bounds
+from mlx_server.engine.grammar.structural_tag import LarkWriter, json_options, structural_tag_grammar
+from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.errors import InvalidRequestError, OverloadedError, UnsupportedError
+from mlx_server.request import TokenConstraint
+
+T = TypeVar("T")
+
+_RETRY_S = 5.0
+
+_STACK_BYTES = 256 * 2**20
+"""Three times what `MAX_SOURCE_CHARS` of the deepest grammars take; at the end of its stack, native code ends the
+process. It is address space: memory is taken as far as the recursion goes."""
+
+
+_TOLERANCE_S = 0.01
+"""Less of its time than this is not waited for."""
+
+
+class GrammarThreads:
+    """A few threads, so that hostile grammars leave the machine its cores and do not hold up the tokenizing of prompts.
+    Better tiers come first, and the keys of a tier in turn. Event-loop thread only, but for the work itself.
+
+    What a grammar costs is the processor time that its thread uses: that is the grammar's fault, and its client's to
+    mend. How long the clock on the wall runs meanwhile is the machine's, and may be better soon.
+    """
+
+    def __init__(self, num_threads: int = 3, cpu_limit_s: float = 10.0, patience_s: float = 30.0) -> None:
+        """`patience_s` bounds the wait for a thread, and again for the work."""
+        self._cpu_limit_s = cpu_limit_s
+        self._patience_s = patience_s
+        self._slots = FairSlots(num_threads)
+
+    async def run(self, work: Callable[[], T], param: str, asker: Asker = ANYONE) -> T:
+        """What `work` returns or raises. Raises `InvalidRequestError` with the request's field if the work takes too
+        much processor time, and `OverloadedError` if it got too little of it, or no thread was free in time. What is
+        given up goes on, and keeps its thread until it is done."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                slot = await self._slots.acquire(asker)
+        except TimeoutError:
+            raise OverloadedError(
+                f"Other requests' grammars have been compiled for {self._patience_s:g} s; try again.", _RETRY_S
+            ) from None
+        timed = _Timed(work)
+        working = asyncio.ensure_future(in_daemon_thread(timed, stack_bytes=_STACK_BYTES))
+        working.add_done_callback(partial(_on_done, slot))
+        await self._wait(working, timed, param)
+        return working.result()
+
+    async def _wait(self, working: asyncio.Future[T], timed: _Timed[T], param: str) -> None:
+        deadline_s = time.monotonic() + self._patience_s
+        while not working.done():
+            cpu_left_s = self._cpu_limit_s - timed.cpu_s()
+            time_left_s = deadline_s - time.monotonic()
+            if cpu_left_s <= 0:
+                raise InvalidRequestError(
+                    f"{param} takes more than {self._cpu_limit_s:g} s of processor time to compile; make it simpler.",
+                    param,
+                )
+            if time_left_s <= 0:
+                raise OverloadedError(
+                    f"{param} could not be compiled in {self._patience_s:g} s, of which the machine gave it "
+                    f"{timed.cpu_s():.1f} s: it is busy with other things. Try again.",
+                    _RETRY_S,
+                )
+            # A thread cannot use its time faster than time goes by.
+            await asyncio.wait((working,), timeout=max(_TOLERANCE_S, min(cpu_left_s, time_left_s)))
+
+
+class _Timed(Generic[T]):
+    """Work whose processor time others can read."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._clock: Callable[[], float] = float
+
+    def __call__(self) -> T:
+        self._clock = own_clock()
+        return self._work()
+
+    def cpu_s(self) -> float:
+        """So far; 0 before it has begun, and meaningless once it is done."""
+        try:
+            return self._clock()
+        except OSError:  # it has just ended
+            return 0.0
+
+
+def _on_done(slot: Slot, working: asyncio.Future[T]) -> None:
+    slot.release()
+    if not working.cancelled():
+        working.exception()  # nobody may be there to take it
+
+
+_MAX_CACHED = 128
+_MAX_CACHED_CHARS = 256 * 1024
+"""Of the sources of all that is remembered: long ones may take a hundred megabytes."""
+
+
+class GrammarCompiler:
+    """Compiles constraints for one model's vocabulary, and remembers the latest. Every method but `beside` may be
+    called from any thread; the first compilation takes about a second for the vocabulary's trie.
+
+    `vocab_size` is the width of the model's logits, if it is not the tokenizer's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
+        self._vocabulary: llguidance.LLTokenizer | None = None
+        self._vocabulary_lock = threading.Lock()
+        self._cache: OrderedDict[StructuredSpec, CompiledGrammar] = OrderedDict()
+        self._cache_lock = threading.Lock()
+        self._threads = GrammarThreads()
+
+    async def beside(self, work: Callable[[], T], param: str, asker: Asker = ANYONE) -> T:
+        """Does `work` that compiles what a client has sent in its field `param`, on a thread that can bear it. On the
+        event loop's thread; raises what the work raises, and as `GrammarThreads.run` does."""
+        return await self._threads.run(work, param, asker)
+
+    def compile(self, spec: StructuredSpec) -> CompiledGrammar:
+        """Raises `InvalidRequestError` with the reason when there is no such grammar, or it is too long or complex;
+        `UnsupportedError` when the model's tokenizer cannot be constrained. What is not known to be harmless is to be
+        compiled in `beside`."""
+        check_length(spec.source, MAX_SOURCE_CHARS, spec.param)
+        with self._cache_lock:
+            known = self._cache.get(spec)
+            if known is not None:
+                self._cache.move_to_end(spec)
+                return known
+        grammar = self._compile(spec)
+        with self._cache_lock:
+            self._cache[spec] = grammar
+            self._forget_oldest()
+        return grammar
+
+    def _forget_oldest(self) -> None:
+        num_chars = sum(len(spec.source) for spec in self._cache)
+        while len(self._cache) > _MAX_CACHED or num_chars > _MAX_CACHED_CHARS:
+            spec, _ = self._cache.popitem(last=False)
+            num_chars -= len(spec.source)
+
+    def warm_up(self) -> None:
+        """Builds what all grammars share, so that the first request does not wait for it."""
+        self._shared_vocabulary()
+
+    def _compile(self, spec: StructuredSpec) -> CompiledGrammar:
+        vocabulary = self._shared_vocabulary()
+        try:
+            grammar = _guidance_grammar(spec, self._tokenizer)
+        except (ValueError, RecursionError) as error:
+            raise _refusal(spec, str(error)) from error
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise _refusal(spec, matcher.get_error())
+        ignored = [warning for warning in matcher.get_grammar_warnings() if not warning.startswith("Unknown format")]
+        if ignored and spec.kind is StructuredKind.JSON_SCHEMA:
+            raise _refusal(spec, "; ".join(ignored))
+        matcher.compute_bitmask()  # warms what all cursors share, and finds out whether the grammar is too complex
+        if matcher.is_error():
+            raise _refusal(spec, matcher.get_error())
+        return CompiledGrammar(matcher, vocabulary, self.vocab_size)
+
+    def _shared_vocabulary(self) -> llguidance.LLTokenizer:
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._build_vocabulary()
+            return self._vocabulary
+
+    def _build_vocabulary(self) -> llguidance.LLTokenizer:
+        backend = self._tokenizer.backend_json
+        if backend is None:
+            raise UnsupportedError("Structured output needs a fast tokenizer (tokenizer.json), which this model lacks.")
+        num_tokens = max(self.vocab_size, self._tokenizer.vocab_size)
+        eos_token_ids = sorted(token_id for token_id in self._tokenizer.eos_token_ids if token_id < num_tokens)
+        try:
+            return llguidance.LLTokenizer(backend, n_vocab=num_tokens, eos_token=eos_token_ids)
+        except ValueError as error:
+            raise UnsupportedError(f"Structured output does not work with this model's tokenizer: {error}.") from error
+
+
+class CompiledGrammar:
+    """A grammar at its beginning. `start` gives each output a cursor of its own; any thread."""
+
+    def __init__(self, matcher: Any, vocabulary: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
+
+    def start(self) -> GrammarConstraint:
+        return GrammarConstraint(self._matcher.deep_copy(), self._vocabulary, self._vocab_size)
+
+
+class GrammarConstraint:
+    """A cursor over one output (`request.TokenConstraint`). One thread at a time.
+
+    The masks have `vocab_size` bits, filled up to whole 32-bit words. Once the grammar is complete and nothing
+    may follow, they allow the end-of-sequence tokens only. When llguidance gives up in the middle of an output
+    (`error`), no token is accepted any more, and the masks leave out the end of sequence: a broken output must not
+    pass for a finished one.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._num_mask_bytes = (vocab_size + 31) // 32 * 4
+        self._eos_token_ids = frozenset(vocabulary.eos_tokens)
+
+    @property
+    def error(self) -> str | None:
+        """Why llguidance has given up (its limits on time and memory), if it has."""
+        return self._matcher.get_error().partition("\n")[0] or None
+
+    def accept(self, token_id: int) -> bool:
+        """Advances by one token; False, and nothing done, when the grammar forbids it."""
+        if self.is_terminated():
+            return token_id in self._eos_token_ids
+        if token_id >= self._vocabulary.vocab_size:  # llguidance would take this for a failure of its own
+            return False
+        return self._consume([token_id]) or self._consume(self._spelling(token_id))
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens that are the only continuation, already accepted; none where the vocabulary has no canonical
+        tokenisation, since then they could differ from what the model would have written."""
+        if not self._vocabulary.is_canonical or self._matcher.is_stopped():
+            return []
+        return [token_id for token_id in self._matcher.compute_ff_tokens() if self.accept(token_id)]
+
+    def bitmask(self) -> bytes:
+        """The allowed next tokens: bit `i % 8` of byte `i // 8` is token `i`."""
+        mask: bytes = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            mask = self._all_but_eos()
+        return mask[: self._num_mask_bytes]
+
+    def is_terminated(self) -> bool:
+        """Whether the output is complete and only an end of sequence may follow."""
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    def _all_but_eos(self) -> bytes:
+        mask = bytearray(b"\xff" * self._num_mask_bytes)
+        for token_id in self._eos_token_ids:
+            mask[token_id // 8] &= ~(1 << token_id % 8)
+        return bytes(mask)
+
+    def _consume(self, token_ids: Sequence[int]) -> bool:
+        if not token_ids or self._matcher.validate_tokens(token_ids) < len(token_ids):
+            return False
+        return bool(self._matcher.consume_tokens(token_ids))
+
+    def _spelling(self, token_id: int) -> list[int]:
+        """An added token in other tokens. Where a grammar forces its text, llguidance offers the token, but then
+        understands the spelling only."""
+        if not self._vocabulary.is_special_token(token_id) or token_id in self._eos_token_ids:
+            return []
+        text = self._vocabulary.decode_str([token_id])
+        spelling: list[int] = self._vocabulary.greedy_tokenize(text)
+        return spelling
+
+
+def _guidance_grammar(spec: StructuredSpec, tokenizer: Tokenizer) -> str:
+    """The constraint in llguidance's own form. Raises `ValueError`."""
+    match spec.kind:
+        case StructuredKind.JSON_SCHEMA | StructuredKind.JSON_OBJECT:
+            overrides = {"lenient": True, **json_options(spec.whitespace_pattern)}
+            schema = json.dumps(keep_bounds(json.loads(spec.source)), ensure_ascii=False)
+            return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides))
+        case StructuredKind.REGEX:
+            return str(llguidance.LLMatcher.grammar_from_regex(spec.source))
+        case StructuredKind.CHOICE:
+            writer = LarkWriter(tokenizer.added_tokens)
+            return str(llguidance.LLMatcher.grammar_from_lark(writer.text(writer.one_of(json.loads(spec.source)))))
+        case StructuredKind.STRUCTURAL_TAG:
+            lark = structural_tag_grammar(json.loads(spec.source), tokenizer, json_options(spec.whitespace_pattern))
+            return str(llguidance.LLMatcher.grammar_from_lark(lark))
+        case StructuredKind.LARK | StructuredKind.GBNF:
+            return str(llguidance.grammar_from(spec.kind.value, spec.source))
+
+
+def _refusal(spec: StructuredSpec, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{spec.param} cannot be compiled: {reason.strip()}", spec.param)
+
+
+logger = logging.getLogger(__name__)
+
+
+class GuardedConstraint:
+    """`request.TokenConstraint` that raises nothing. Once `inner` has failed it accepts no token, and allows one only
+    that is none of `end_ids`: the request ends with an error at its next token, and not as if it was finished."""
+
+    def __init__(self, inner: TokenConstraint, request_id: str, end_ids: Collection[int]) -> None:
+        self._inner = inner
+        self._request_id = request_id
+        self._end_ids = end_ids
+        self._has_failed = False
+
+    def accept(self, token_id: int) -> bool:
+        return self._ask(lambda: self._inner.accept(token_id), bool)
+
+    def forced_tokens(self) -> Sequence[int]:
+        return self._ask(self._inner.forced_tokens, tuple)
+
+    def bitmask(self) -> bytes | None:
+        return self._ask(self._inner.bitmask, self._last_mask)
+
+    def is_terminated(self) -> bool:
+        return self._ask(self._inner.is_terminated, bool)
+
+    @property
+    def error(self) -> str | None:
+        return self._ask(lambda: self._inner.error, lambda: None)
+
+    def _ask(self, question: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        if self._has_failed:
+            return otherwise()
+        try:
+            return question()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a native library's panic is no Exception
+            self._has_failed = True
+            logger.exception("The grammar of %s has failed", self._request_id)
+            return otherwise()
+
+    def _last_mask(self) -> bytes:
+        token_id = next(token_id for token_id in count() if token_id not in self._end_ids)
+        return bytes(token_id // 8) + bytes((1 << token_id % 8,))

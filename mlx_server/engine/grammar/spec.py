@@ -1,0 +1,331 @@
+"""What a request wants its output to look like, read from the several fields in which clients say so.
+
+How long what describes an output may be. Compiling it takes time and stack in proportion to its length, at best.
+
+Bounds of numbers in JSON schemas, changed where llguidance does not keep them.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mlx_server.errors import InvalidRequestError
+
+MAX_SOURCE_CHARS = 128 * 1024
+"""Of any constraint. Grammars nest as deep as they are long, and compiling them recurses."""
+
+MAX_GRAMMAR_CHARS = 32 * 1024
+"""Of Lark and GBNF, whose terminals are regexes, too."""
+
+MAX_REGEX_CHARS = 8 * 1024
+"""Of a regex, or of all patterns in a schema: 8 Ki of `a?` take 30 MiB, 32 Ki half a gigabyte, and so on."""
+
+_PATTERNS = frozenset(("pattern", "regex", "whitespace_pattern", "item_separator", "key_separator"))
+
+
+def check_length(text: str, limit: int, where: str) -> None:
+    """Raises `InvalidRequestError` for a text that is longer than the limit."""
+    if len(text) > limit:
+        raise InvalidRequestError(f"{where} has {len(text)} characters; the most is {limit}.", where)
+
+
+def check_patterns(value: Any, where: str) -> None:
+    """The same for all the patterns together in a schema or structural tag, whatever else is wrong with it."""
+    num_chars = 0
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Mapping):
+            num_chars += sum(len(text) for key, text in item.items() if key in _PATTERNS and isinstance(text, str))
+            named = item.get("patternProperties")
+            num_chars += sum(map(len, named)) if isinstance(named, Mapping) else 0
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
+    if num_chars > MAX_REGEX_CHARS:
+        raise InvalidRequestError(
+            f"The patterns in {where} have {num_chars} characters; the most is {MAX_REGEX_CHARS}.", where
+        )
+
+
+class StructuredKind(enum.StrEnum):
+    """The kinds of constraint, by the form of `StructuredSpec.source`."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "lark"
+    GBNF = "gbnf"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredSpec:
+    """One constraint on an output; equal ones compile to the same grammar.
+
+    `source` is JSON text for schemas, choices and structural tags, else the regex or grammar itself. Between the
+    tokens of JSON stands what `whitespace_pattern` matches: None for what usual printing needs, empty for none.
+    `param` is the request's field, for messages.
+    """
+
+    kind: StructuredKind
+    source: str
+    whitespace_pattern: str | None = None
+    param: str = field(default="structured_outputs", compare=False)
+
+
+JSON_OBJECT_SCHEMA = '{"type":"object"}'
+
+STRUCTURED_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_whitespace_pattern",
+    "json_schema",
+    "regex",
+    "ebnf",
+)
+"""All fields of a request's body that `parse_structured` reads."""
+
+_OPTION_TYPES = {"disable_any_whitespace": bool, "disable_additional_properties": bool, "whitespace_pattern": str}
+
+
+def parse_structured(body: Mapping[str, Any]) -> StructuredSpec | None:
+    """The constraint that a request's body asks for, or None.
+
+    OpenAI's `response_format`; vLLM's `structured_outputs` and its former `guided_*`; SGLang's `json_schema`,
+    `regex` and `ebnf`. Null fields count as absent. Raises `InvalidRequestError` with the field's name for wrong
+    values, and for more than one constraint.
+    """
+    found = list(_constraints_in(body))
+    if len(found) > 1:
+        raise InvalidRequestError(
+            f"{found[0].param} and {found[1].param} exclude each other; ask for one constraint.", found[1].param
+        )
+    return found[0] if found else None
+
+
+def _constraints_in(body: Mapping[str, Any]) -> Iterator[StructuredSpec]:
+    response_format = body.get("response_format")
+    if response_format is not None:
+        spec = _from_response_format(response_format)
+        if spec is not None:
+            yield spec
+    outputs = body.get("structured_outputs")
+    if outputs is not None:
+        yield from _from_structured_outputs(outputs)
+    whitespace = _whitespace(body.get("guided_whitespace_pattern"), "guided_whitespace_pattern")
+    for name, read in _TOP_LEVEL.items():
+        if body.get(name) is not None:
+            yield replace(read(body[name], name), whitespace_pattern=whitespace)
+
+
+def _from_response_format(value: Any) -> StructuredSpec | None:
+    where = "response_format"
+    if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
+        raise InvalidRequestError(f"{where} must be an object with a type.", where)
+    match value["type"]:
+        case "text":
+            return None
+        case "json_object":
+            return StructuredSpec(StructuredKind.JSON_OBJECT, JSON_OBJECT_SCHEMA, param=where)
+        case "json_schema":
+            return _from_json_schema_format(value.get("json_schema"), f"{where}.json_schema")
+        case "structural_tag":
+            return _tag(value, where)
+    raise InvalidRequestError(
+        f"{where}.type is {value['type']!r}; it must be text, json_object, json_schema or structural_tag.",
+        f"{where}.type",
+    )
+
+
+def _from_json_schema_format(value: Any, where: str) -> StructuredSpec:
+    if not isinstance(value, Mapping) or value.get("schema") is None:
+        raise InvalidRequestError(f"{where}.schema is missing.", f"{where}.schema")
+    return _schema(value["schema"], f"{where}.schema")
+
+
+def _from_structured_outputs(value: Any) -> Iterator[StructuredSpec]:
+    where = "structured_outputs"
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"{where} must be an object.", where)
+    options = {name: value[name] for name in _OPTION_TYPES if value.get(name) is not None}
+    for name, option in options.items():
+        if not isinstance(option, _OPTION_TYPES[name]):
+            raise InvalidRequestError(f"{where}.{name} must be a {_OPTION_TYPES[name].__name__}.", f"{where}.{name}")
+    pattern = "" if options.get("disable_any_whitespace") else options.get("whitespace_pattern")
+    whitespace = _whitespace(pattern, f"{where}.whitespace_pattern")
+    for name, read in _IN_STRUCTURED_OUTPUTS.items():
+        content = value.get(name)
+        if content is None or (name == "json_object" and content is False):
+            continue
+        if options.get("disable_additional_properties") and name == "json":
+            content = _closed(_json_value(content, f"{where}.{name}"), f"{where}.{name}")
+        yield replace(read(content, f"{where}.{name}"), whitespace_pattern=whitespace)
+
+
+def _schema(value: Any, where: str) -> StructuredSpec:
+    schema = _json_value(value, where)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"{where} must be a JSON schema that something fits: an object or true.", where)
+    check_patterns(schema, where)
+    return StructuredSpec(StructuredKind.JSON_SCHEMA, _json_text(schema, where), param=where)
+
+
+def _any_object(value: Any, where: str) -> StructuredSpec:
+    if value is not True:
+        raise InvalidRequestError(f"{where} must be a boolean.", where)
+    return StructuredSpec(StructuredKind.JSON_OBJECT, JSON_OBJECT_SCHEMA, param=where)
+
+
+def _regex(value: Any, where: str) -> StructuredSpec:
+    return StructuredSpec(StructuredKind.REGEX, _text(value, where, MAX_REGEX_CHARS), param=where)
+
+
+def _grammar(value: Any, where: str) -> StructuredSpec:
+    text = _text(value, where, MAX_GRAMMAR_CHARS)
+    kind = StructuredKind.GBNF if "::=" in text else StructuredKind.LARK
+    return StructuredSpec(kind, text, param=where)
+
+
+def _choice(value: Any, where: str) -> StructuredSpec:
+    if not isinstance(value, list) or not value or not all(isinstance(choice, str) for choice in value):
+        raise InvalidRequestError(f"{where} must be a list of at least one string.", where)
+    return StructuredSpec(StructuredKind.CHOICE, json.dumps(value), param=where)
+
+
+def _tag(value: Any, where: str) -> StructuredSpec:
+    tag = _json_value(value, where)
+    if not isinstance(tag, Mapping):
+        raise InvalidRequestError(f"{where} must be a structural tag: an object.", where)
+    check_patterns(tag, where)
+    return StructuredSpec(StructuredKind.STRUCTURAL_TAG, _json_text(tag, where), param=where)
+
+
+_Reader = Callable[[Any, str], StructuredSpec]
+_IN_STRUCTURED_OUTPUTS: dict[str, _Reader] = {
+    "json": _schema,
+    "json_object": _any_object,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "structural_tag": _tag,
+}
+_TOP_LEVEL: dict[str, _Reader] = {
+    "guided_json": _schema,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+    "json_schema": _schema,
+    "regex": _regex,
+    "ebnf": _grammar,
+}
+
+
+def _text(value: Any, where: str, most: int) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequestError(f"{where} must be a non-empty string.", where)
+    check_length(value, most, where)
+    return value
+
+
+def _whitespace(pattern: str | None, where: str) -> str | None:
+    check_length(pattern or "", MAX_REGEX_CHARS, where)
+    return pattern
+
+
+def _json_value(value: Any, where: str) -> Any:
+    """Some clients send JSON as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{where} is not valid JSON: {error}.", where) from error
+
+
+def _json_text(value: Any, where: str) -> str:
+    """Keeps the order of keys: it is the order in which properties are generated."""
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{where} cannot be written as JSON: {error}.", where) from error
+
+
+def _closed(schema: Any, where: str) -> Any:
+    try:
+        return _close_objects(schema)
+    except RecursionError as error:
+        raise InvalidRequestError(f"{where} is nested too deeply.", where) from error
+
+
+def _close_objects(schema: Any) -> Any:
+    """The schema with `additionalProperties: false` wherever `properties` are listed without saying."""
+    if isinstance(schema, list):
+        return [_close_objects(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _close_objects(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict):
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+_STEP = 1e-6
+"""How far a bound is moved: the numbers between are lost to the model, which hardly writes any of them."""
+
+_LARGEST = 2.0**32
+"""Beyond it, a step may be too small to change a number."""
+
+_VALUES = frozenset(("const", "enum", "default", "examples"))
+"""Keywords that hold values, in which nothing is a bound."""
+
+
+def keep_bounds(schema: Any) -> Any:
+    """The schema, with each exclusive bound moved inwards that llguidance takes for an inclusive one.
+
+    It does so for a whole number when the other bound is less than 1 away: `{"exclusiveMinimum": 1, "maximum": 1.5}`
+    would allow 1.
+    """
+    if isinstance(schema, list):
+        return [keep_bounds(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {key: value if key in _VALUES else keep_bounds(value) for key, value in schema.items()}
+    low, high = _number(kept, "exclusiveMinimum"), _number(kept, "exclusiveMaximum")
+    lower = _largest(low, _number(kept, "minimum"))
+    upper = _smallest(high, _number(kept, "maximum"))
+    if lower is None or upper is None or upper - lower >= 1:
+        return kept
+    if low is not None and low == lower and float(low).is_integer():
+        del kept["exclusiveMinimum"]
+        kept["minimum"] = low + _STEP
+    if high is not None and high == upper and float(high).is_integer():
+        del kept["exclusiveMaximum"]
+        kept["maximum"] = high - _STEP
+    return kept
+
+
+def _number(schema: Mapping[str, Any], key: str) -> float | None:
+    value = schema.get(key)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    return value if abs(value) < _LARGEST else None
+
+
+def _largest(*bounds: float | None) -> float | None:
+    return max((bound for bound in bounds if bound is not None), default=None)
+
+
+def _smallest(*bounds: float | None) -> float | None:
+    return min((bound for bound in bounds if bound is not None), default=None)

@@ -1,0 +1,410 @@
+"""Messages to a prompt, by the chat template that the model brings along.
+
+What a message says, whichever protocol's parts it is made of: text is read, everything else is refused by name.
+
+OpenAI's messages, in all the forms that clients send, made into the one form that chat templates expect.
+
+Whether a model's chat templates can be compiled, found when the model is loaded and not by its first request.
+
+How a model's makers want it sampled: generation_config.json, for what requests leave out.
+
+All that turns text into token ids and back, for one model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from mlx_server.config import ModelConfig
+from mlx_server.engine.grammar.constraints import GrammarCompiler
+from mlx_server.engine.text.tokenizer import Tokenizer, read_model_json
+from mlx_server.engine.tools.formats import Tool
+from mlx_server.engine.tools.parser import write_tools_into_messages
+from mlx_server.errors import InvalidRequestError, ModelLoadError, UnsupportedError
+from mlx_server.runtime.models.tool_parsers import find_chat_renderer
+from mlx_server.sampling_params import SamplingParams
+
+_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+_MEDIA = ("image", "audio", "video", "file", "document", "screenshot", "upload")
+"""Words in the types of parts that are no text, in any protocol: `image_url`, `input_audio`, `computer_screenshot`."""
+
+
+def text_of(content: Any, where: str) -> str:
+    """The text of OpenAI's content: a string, or a list of parts, which are joined by line breaks. `where` is its path
+    in the request. Raises `InvalidRequestError`."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise InvalidRequestError(f"{where} must be a string or a list of parts.", where)
+    return "\n".join([_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)])
+
+
+def _part_text(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str):
+        raise InvalidRequestError(f"{where} must be a part with a type.", where)
+    if kind not in _TEXT_FIELDS:
+        raise unreadable_part(kind, where)
+    return string_in(part, _TEXT_FIELDS[kind], where)
+
+
+def unreadable_part(kind: Any, where: str) -> InvalidRequestError:
+    """The refusal of a part of type `kind`: what no model is given here so far, or what has no place at `where`."""
+    if isinstance(kind, str) and any(word in kind for word in _MEDIA):
+        return InvalidRequestError(
+            f"{where} is of type {kind}: this server reads only text so far, whatever the model could see or hear. "
+            "Leave the part out, or send what it says as a part of type text.",
+            where,
+        )
+    return InvalidRequestError(f"{where} is of type {kind}, which cannot stand there; send parts of type text.", where)
+
+
+def string_in(part: Mapping[str, Any], field: str, where: str) -> str:
+    """The string that `part` must have there. Raises `InvalidRequestError`."""
+    value = part.get(field)
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{where}.{field} must be a string.", f"{where}.{field}")
+    return value
+
+
+def normalise_messages(
+    messages: Sequence[Any], *, knows_developer: bool = True, parses_arguments: bool = True
+) -> list[dict[str, Any]]:
+    """Copies with: `content` a string (text parts joined by line breaks, null made empty); `tool_calls` present
+    only if there are any, their arguments objects instead of JSON text (`parses_arguments`); `reasoning` under
+    the name `reasoning_content`; role `developer` as `system` for templates that do not know it.
+
+    Other keys are kept for the template. Raises `InvalidRequestError`, for parts that are no text, too.
+    """
+    if not messages:
+        raise InvalidRequestError("messages is empty; send at least one message.", "messages")
+    normalised = [_normalise(message, f"messages[{i}]", parses_arguments) for i, message in enumerate(messages)]
+    if not knows_developer:
+        for message in normalised:
+            message["role"] = "system" if message["role"] == "developer" else message["role"]
+    return normalised
+
+
+def _normalise(message: Any, where: str, parses_arguments: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError(f"{where} must be an object with a role.", where)
+    copy = {key: value for key, value in message.items() if value is not None}
+    if "function_call" in copy or copy["role"] == "function":
+        where = f"{where}.function_call" if "function_call" in copy else f"{where}.role"
+        raise InvalidRequestError(
+            f"{where}: the former function calls are not read; send tool_calls, and their results as role tool.", where
+        )
+    copy["content"] = _text_of(copy.get("content", ""), f"{where}.content")
+    reasoning = copy.pop("reasoning", None)
+    if isinstance(reasoning, str):
+        copy.setdefault("reasoning_content", reasoning)
+    calls = copy.pop("tool_calls", None)
+    if calls:
+        where = f"{where}.tool_calls"
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise InvalidRequestError(f"{where} must be a list.", where)
+        copy["tool_calls"] = [_tool_call(call, f"{where}[{i}]", parses_arguments) for i, call in enumerate(calls)]
+    return copy
+
+
+def _text_of(content: Any, where: str) -> str:
+    """Like `content.text_of`; some clients mix strings with parts."""
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    return text_of(content, where)
+
+
+def _tool_call(call: Any, where: str, parses_arguments: bool) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError(f"{where} must have a function with a name.", where)
+    arguments = function.get("arguments")
+    if parses_arguments:
+        arguments = parse_arguments(arguments, f"{where}.function.arguments")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
+    """Templates iterate over arguments, but clients send them as JSON text. Text that is no JSON is shown to the model
+    under the key `invalid_json`: it wrote it, when its answer was cut off, and a client that sends its conversation
+    back must be able to go on. Raises `InvalidRequestError` for other JSON than an object."""
+    parsed = arguments
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments or "{}")
+        except ValueError:
+            return {"invalid_json": arguments}
+    if parsed is None:
+        return {}
+    if not isinstance(parsed, dict):
+        raise InvalidRequestError(f"{where} must be a JSON object.", where)
+    return parsed
+
+
+Message = dict[str, Any]
+
+_RESERVED_KWARGS = frozenset(
+    (
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    )
+)
+
+_PROBE = "What is seen of this?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How to write the prompt.
+
+    `add_generation_prompt` opens the assistant's turn (None: unless a message is continued);
+    `continue_final_message` leaves the last message open. `chat_template` replaces the model's own; it runs in a
+    sandbox, but nothing bounds its time. `template_kwargs` are variables for the template; `reasoning_effort` is
+    one, too, and sets `enable_thinking` where that is not given.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_effort: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """What the model reads. `token_ids` are those of `text`, or of the part of it that was to be tokenized."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+class ChatFormatter:
+    """Writes prompts for one model. Every method may be called from any thread.
+
+    `renderer` is a chat template in Python, for models that have one instead of a Jinja template; it takes the
+    messages, and the template's variables as keywords.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, renderer: Callable[..., str] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+        self._own_wants_parts: bool | None = None
+
+    def format(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Tool] | None = None,
+        options: ChatOptions | None = None,
+        cut: Callable[[str], str] | None = None,
+    ) -> ChatPrompt:
+        """The prompt for OpenAI's messages and tools; `cut` says what of its text is to be tokenized, None all of it.
+        Raises `InvalidRequestError`, for content that is no text, too. Takes time in proportion to the prompt: not for
+        the event loop."""
+        text = self.render(messages, tools, options)
+        part = text if cut is None else cut(text)
+        return ChatPrompt(text, tuple(self._tokenizer.encode(part, add_special_tokens=False)))
+
+    def render(
+        self, messages: Sequence[Any], tools: Sequence[Tool] | None = None, options: ChatOptions | None = None
+    ) -> str:
+        """The prompt's text alone; raises as `format` does."""
+        options = options or ChatOptions()
+        variables = _template_variables(options)
+        if self._renderer is not None and options.chat_template is None:
+            chat = normalise_messages(messages, parses_arguments=False)
+            return _guarded(self._renderer, chat, {"tools": tools, **variables})
+        template = self._template(options, tools)
+        chat = normalise_messages(messages, knows_developer="developer" in template)
+        if tools and "tools" not in template:
+            chat, tools = write_tools_into_messages(chat, tools), None
+        if self._wants_parts(options, template):
+            chat = [_with_parts(message) for message in chat]
+        return self._apply(chat, template, {"tools": tools, **variables})
+
+    def _template(self, options: ChatOptions, tools: Sequence[Tool] | None) -> str:
+        if options.chat_template is not None:
+            return options.chat_template
+        if self._tokenizer.hf.chat_template is None:
+            raise InvalidRequestError(
+                "This model has no chat template. Send the prompt as text to /v1/completions, "
+                "or send a chat_template with the request.",
+                "messages",
+            )
+        template: str = self._tokenizer.hf.get_chat_template(None, tools)  # some models have several
+        return template
+
+    def _apply(self, chat: list[Message], template: str, variables: Mapping[str, Any]) -> str:
+        own = {"chat_template": template, "tokenize": False}
+        return _guarded(self._tokenizer.hf.apply_chat_template, chat, {**variables, **own})
+
+    def _wants_parts(self, options: ChatOptions, template: str) -> bool:
+        """Whether the template drops content that is a plain string, and shows lists of parts. Found by trying."""
+        if options.chat_template is not None:
+            return self._probe(template)
+        if self._own_wants_parts is None:
+            self._own_wants_parts = self._probe(template)
+        return self._own_wants_parts
+
+    def _probe(self, template: str) -> bool:
+        message = {"role": "user", "content": _PROBE}
+        return not self._shows_probe(message, template) and self._shows_probe(_with_parts(message), template)
+
+    def _shows_probe(self, message: Message, template: str) -> bool:
+        try:
+            return _PROBE in self._apply([message], template, {"add_generation_prompt": True})
+        except InvalidRequestError:
+            return False
+
+
+def _template_variables(options: ChatOptions) -> dict[str, Any]:
+    reserved = sorted(_RESERVED_KWARGS & options.template_kwargs.keys())
+    if reserved:
+        raise InvalidRequestError(
+            f"chat_template_kwargs must not set {reserved[0]}; it has a request field of its own.",
+            "chat_template_kwargs",
+        )
+    if options.add_generation_prompt and options.continue_final_message:
+        raise InvalidRequestError(
+            "add_generation_prompt and continue_final_message exclude each other.", "continue_final_message"
+        )
+    variables = dict(options.template_kwargs)
+    if options.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", options.reasoning_effort)
+        variables.setdefault("enable_thinking", options.reasoning_effort != "none")
+    variables["continue_final_message"] = options.continue_final_message
+    variables["add_generation_prompt"] = (
+        not options.continue_final_message if options.add_generation_prompt is None else options.add_generation_prompt
+    )
+    return variables
+
+
+def _guarded(render: Callable[..., str], chat: list[Message], variables: Mapping[str, Any]) -> str:
+    """Renders; whatever a template raises was caused by the messages, the variables or the request's template."""
+    try:
+        return render(chat, **variables)
+    except jinja2.TemplateSyntaxError as error:
+        raise InvalidRequestError(
+            f"The chat template is not valid, line {error.lineno}: {error.message}.", "chat_template"
+        ) from error
+    except Exception as error:  # templates call methods of any value, so any exception can come out
+        raise InvalidRequestError(f"The chat template refused the messages: {error}", "messages") from error
+
+
+def _with_parts(message: Message) -> Message:
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}] if content else []}
+
+
+_OTHER_FILES = ("chat_template.json", "tokenizer_config.json")
+
+
+def check_chat_templates(hf: Any, folder: Path) -> None:
+    """Compiles every template of the tokenizer `hf`, which came from `folder`; none is run. Raises `ModelLoadError`
+    with the file and the line."""
+    templates = hf.chat_template or {}
+    named = templates if isinstance(templates, Mapping) else {"default": templates}
+    for name, text in named.items():
+        try:
+            render_jinja_template(conversations=[], chat_template=text)
+        except jinja2.TemplateSyntaxError as error:
+            which = "" if templates is text else f" `{name}`"
+            raise ModelLoadError(
+                f"The chat template{which} in {_source(folder, text)} is not valid, line {error.lineno}: "
+                f"{error.message}. Mend it there, or fetch the model again."
+            ) from error
+
+
+def _source(folder: Path, text: str) -> Path:
+    """The file that the template stands in, as far as can be told."""
+    paths = [*sorted(folder.glob("**/*.jinja")), *(folder / name for name in _OTHER_FILES)]
+    found = (path for path in paths if path.is_file() and _holds(path, text))
+    return next(found, folder)
+
+
+def _holds(path: Path, text: str) -> bool:
+    written = path.read_text(encoding="utf-8", errors="replace")
+    return written == text if path.suffix == ".jinja" else '"chat_template"' in written
+
+
+logger = logging.getLogger(__name__)
+
+FILE = "generation_config.json"
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+
+
+def read_default_sampling(folder: Path) -> SamplingParams:
+    """The sampling that `folder` asks for; OpenAI's defaults where it says nothing.
+
+    `max_new_tokens` and `do_sample` are not taken: the one would cut answers that nobody wanted short, the other is
+    false in most files that nevertheless name a temperature. Raises `ModelLoadError` for values that cannot be.
+    """
+    content = read_model_json(folder / FILE)
+    found = {name: content[name] for name in (*_NUMBERS, "top_k") if content.get(name) is not None}
+    for name, value in found.items():
+        wanted = int if name == "top_k" else int | float
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            raise _unusable(folder, f"{name} must be a {'whole ' if wanted is int else ''}number, got {value!r}.")
+    try:
+        sampling = SamplingParams(**found)
+    except InvalidRequestError as error:
+        raise _unusable(folder, error.message) from error
+    if found:
+        values = ", ".join(f"{name} {value}" for name, value in found.items())
+        logger.info("Requests that leave it out are sampled with %s, as %s says", values, folder / FILE)
+    return sampling
+
+
+def _unusable(folder: Path, fault: str) -> ModelLoadError:
+    return ModelLoadError(f"{folder / FILE}: {fault} Correct the file, or start with --generation-config none.")
+
+
+@dataclass(frozen=True, slots=True)
+class TextTools:
+    """A model's tokenizer, its chat template, grammars over its vocabulary, and how it samples unless told
+    otherwise."""
+
+    tokenizer: Tokenizer
+    chat: ChatFormatter
+    grammars: GrammarCompiler
+    default_sampling: SamplingParams
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int, settings: ModelConfig) -> TextTools:
+        """Reads a model's folder; `vocab_size` is the width of its logits. Takes up to seconds: not for the
+        event loop's thread. Raises `ModelLoadError`."""
+        reads_defaults = settings.generation_config == "auto"
+        default_sampling = read_default_sampling(folder) if reads_defaults else SamplingParams()
+        tokenizer = Tokenizer.from_folder(folder, trust_remote_code=settings.trust_remote_code)
+        renderer = find_chat_renderer(tokenizer.hf)
+        if renderer is None:
+            check_chat_templates(tokenizer.hf, folder)
+        grammars = GrammarCompiler(tokenizer, vocab_size)
+        try:
+            grammars.warm_up()
+        except UnsupportedError as error:  # it answers all requests but those with a grammar
+            logger.warning("%s", error.message)
+        return cls(tokenizer, ChatFormatter(tokenizer, renderer), grammars, default_sampling)

@@ -1,0 +1,201 @@
+// K and V in 8 or 4 bits a number: a run has its numbers' codes, then the scales, then the biases of its groups.
+//
+//     K codes   [key_dim / 32][4 * bits][32]    a row of bytes has a number of each of 32 tokens
+//     V codes   [value_dim / 32][32][4 * bits]  a row of bytes has 32 numbers of one token
+//     scales    [groups][32] floats, a token each; biases the same
+//
+// A number is code * scale + bias. Of 4 bits, numbers i and i + 16 of each 32 share byte i, low bits first; tokens
+// share no byte, so that threads may write side by side.
+//
+// Rows are widened into a few KiB that stay in the nearest cache, 32 or 64 of them at a time: memory is read in the
+// fewer bits, and the products are those of whole rows. Runs lie anywhere and are short, which hardware cannot foresee:
+// each row of bytes asks for one that is as far ahead as a phase, V's while K is widened and K's while V is.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "pool.h"
+
+namespace {
+
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+
+inline Floats widen(Bytes codes) {
+#if defined(__x86_64__) && !defined(__clang__)
+  asm("" : "+x"(codes));  // otherwise GCC loads and moves the bytes one by one
+#endif
+  return __builtin_convertvector(__builtin_convertvector(codes, Ints), Floats);
+}
+
+struct Affine {
+  float scale, bias;
+};
+
+// Packs a group of `count` numbers into `count` / 32 rows of 4 * kBits bytes. As MLX quantises: the number farthest
+// from 0 comes back as it was, and 0 as 0, but for a rounding, where it lies between the others.
+template <int kBits>
+Affine quantize(const float* numbers, int64_t count, uint8_t* rows) {
+  constexpr int kBytes = 4 * kBits;
+  constexpr float kMost = (1 << kBits) - 1, kSmallestScale = 1e-7f;
+  Floats lowest = load(numbers), highest = lowest;
+  for (int64_t i = kLanes; i < count; i += kLanes) {
+    const Floats x = load(numbers + i);
+    lowest = Smaller()(lowest, x);
+    highest = Larger()(highest, x);
+  }
+  const float low = across<Smaller>(lowest), high = across<Larger>(highest);
+  const float step = std::max((high - low) / kMost, kSmallestScale);
+  const bool is_low_far = low + high < 0;
+  const float edge = is_low_far ? low : high, guess = is_low_far ? step : -step;
+  const float steps = __builtin_rintf(edge / guess);
+  const Affine affine = steps == 0 ? Affine{guess, 0.0f} : Affine{edge / steps, edge};
+  uint8_t codes[kPanel];
+  for (int64_t i = 0; i < count; i += kPanel, rows += kBytes) {
+    for (int v = 0; v < kPanel; v += kLanes) {
+      const Floats place = (load(numbers + i + v) - affine.bias) / affine.scale;
+      const Floats clamped = Smaller()(Larger()(place, fill(0.0f)), fill(kMost));
+      const Bytes bytes = __builtin_convertvector((Ints)(clamped + kRounding) - kRoundingBits, Bytes);
+      std::memcpy(codes + v, &bytes, sizeof bytes);
+    }
+    for (int b = 0; b < kBytes; ++b) {
+      rows[b] = codes[b];
+      for (int n = 1; n < kPanel / kBytes; ++n) rows[b] |= codes[b + n * kBytes] << n * kBits;
+    }
+  }
+  return affine;
+}
+
+template <int kBits>
+class QuantizedRows {
+ public:
+  static constexpr double kReadNs = 0.05;  // a number, most of it for widening
+  static constexpr int64_t kRoom = kPanel * kBlock;
+
+  explicit QuantizedRows(const Pool& pool)
+      : pool_(pool), keys_(pool.keys, pool.key_dim, pool.key_group), values_(pool.values, pool.value_dim, pool.value_group) {}
+
+  void write(int64_t block, int64_t offset, int64_t head, const float* key, const float* value) const {
+    uint8_t rows[kMaxGroup / kPanel * kBytes];
+    const Run k = keys_.run(index(block, head));
+    for (int64_t d = 0, g = offset; d < pool_.key_dim; d += pool_.key_group, g += kBlock) {
+      const Affine affine = quantize<kBits>(key + d, pool_.key_group, rows);
+      k.scales[g] = affine.scale;
+      k.biases[g] = affine.bias;
+      uint8_t* column = k.codes + d / kPanel * kBytes * kBlock + offset;
+      for (int64_t b = 0; b < pool_.key_group / kPanel * kBytes; ++b) column[b * kBlock] = rows[b];
+    }
+    const Run v = values_.run(index(block, head));
+    for (int64_t d = 0, g = offset; d < pool_.value_dim; d += pool_.value_group, g += kBlock) {
+      const Affine affine = quantize<kBits>(value + d, pool_.value_group, rows);
+      v.scales[g] = affine.scale;
+      v.biases[g] = affine.bias;
+      for (int64_t p = 0; p < pool_.value_group / kPanel; ++p) {
+        std::memcpy(v.codes + ((d / kPanel + p) * kBlock + offset) * kBytes, rows + p * kBytes, kBytes);
+      }
+    }
+  }
+
+  // Fetches V of the same block meanwhile.
+  const float* keys(int64_t block, int64_t head, int64_t first, int64_t count, float* room) const {
+    const Run run = keys_.run(index(block, head)), later = values_.run(index(block, head));
+    for (int64_t d = 0; d < count; d += kPanel) {
+      if (first + d < pool_.value_dim) fetch_group(later, first + d, pool_.value_group);
+      const uint8_t* ahead = later.codes + (first + d) * kBytes;
+      const int64_t group = (first + d) / pool_.key_group * kBlock;
+      Floats scales[kVectors], biases[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        scales[v] = load(run.scales + group + v * kLanes);
+        biases[v] = load(run.biases + group + v * kLanes);
+      }
+      const uint8_t* codes = run.codes + (first + d) / kPanel * kBytes * kBlock;
+      float* rows = room + d * kBlock;
+      for (int b = 0; b < kBytes; ++b, codes += kBlock, ahead += kBlock) {
+        __builtin_prefetch(ahead);
+        UNROLL for (int v = 0; v < kVectors; ++v) {
+          const Bytes bytes = load_bytes(codes + v * kLanes);
+          UNROLL for (int n = 0; n < kPanel / kBytes; ++n) {
+            store(rows + (b + n * kBytes) * kBlock + v * kLanes, widen(part(bytes, n)) * scales[v] + biases[v]);
+          }
+        }
+      }
+    }
+    return room;
+  }
+
+  // Fetches K of block `later` meanwhile.
+  const float* values(int64_t block, int64_t head, int64_t column, int64_t tokens, int64_t later, float* room) const {
+    const Run run = values_.run(index(block, head));
+    const Run next = keys_.run(index(later, head));
+    if (column < pool_.key_dim) fetch_group(next, column, pool_.key_group);
+    const uint8_t* ahead = next.codes + column * kBytes;
+    const int64_t group = column / pool_.value_group * kBlock;
+    const uint8_t* codes = run.codes + column / kPanel * kBytes * kBlock;
+    for (int64_t token = 0; token < tokens; ++token, codes += kBytes, ahead += kBytes) {
+      __builtin_prefetch(ahead);
+      const Floats scale = fill(run.scales[group + token]), bias = fill(run.biases[group + token]);
+      UNROLL for (int v = 0; v < kVectors; ++v) {
+        const Bytes bytes = part(load_bytes(codes + v * kLanes % kBytes), v * kLanes / kBytes);
+        store(room + token * kPanel + v * kLanes, widen(bytes) * scale + bias);
+      }
+    }
+    return room;
+  }
+
+  // A product has nothing to fetch: widened rows are in the cache.
+  const float* keys_ahead(int64_t, int64_t, int64_t, float* room) const { return room; }
+  const float* values_ahead(int64_t, int64_t, int64_t, float* room) const { return room; }
+
+ private:
+  static constexpr int kBytes = 4 * kBits, kMaxGroup = 64, kLineBytes = 64;
+
+  struct Run {
+    uint8_t* codes;
+    float *scales, *biases;
+  };
+
+  // All runs of K or of V.
+  class Runs {
+   public:
+    Runs(void* memory, int64_t dim, int64_t group)
+        : memory_(static_cast<uint8_t*>(memory)), codes_(dim * kBytes), scales_(dim / group * kBlock) {}
+
+    Run run(int64_t index) const {
+      uint8_t* codes = memory_ + index * (codes_ + 2 * scales_ * int64_t(sizeof(float)));
+      float* scales = reinterpret_cast<float*>(codes + codes_);
+      return {codes, scales, scales + scales_};
+    }
+
+   private:
+    uint8_t* memory_;
+    int64_t codes_, scales_;  // bytes, and floats, of a run
+  };
+
+  static Bytes load_bytes(const uint8_t* from) {
+    Bytes bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return bytes;
+  }
+
+  // The n-th number of each byte, of two at most.
+  static Bytes part(Bytes bytes, int n) {
+    if (kBits == 8) return bytes;
+    return n == 0 ? bytes & 15 : bytes >> kBits;
+  }
+
+  int64_t index(int64_t block, int64_t head) const { return block * pool_.num_kv_heads + head; }
+
+  // Asks for the scales and biases of a group, if its dimensions begin at `first`.
+  static void fetch_group(const Run& run, int64_t first, int64_t group) {
+    for (int at = 0; first % group == 0 && at < kBlock; at += kLine) {
+      __builtin_prefetch(run.scales + first / group * kBlock + at);
+      __builtin_prefetch(run.biases + first / group * kBlock + at);
+    }
+  }
+
+  const Pool& pool_;
+  const Runs keys_, values_;
+};
+
+}  // namespace

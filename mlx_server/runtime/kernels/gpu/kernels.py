@@ -1,0 +1,263 @@
+"""The kernels of paged attention as MLX calls: their texts, and each made for the sizes of a kind of layer.
+
+`make_kernel` is `mx.fast.metal_kernel`, `mx.fast.cuda_kernel`, or anything of the same signature: tests pass one
+that runs the generated Metal source on the host. The texts are bodies in a dialect that Metal and CUDA share.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+import mlx.core as mx
+
+from mlx_server.config import BLOCK_SIZE
+from mlx_server.runtime.attention import LayerSpec
+from mlx_server.runtime.kernels.gpu.plan import (
+    MAX_SIMDGROUPS,
+    SIMD_WIDTH,
+    Cut,
+    DecodeIndices,
+    DecodeShape,
+    KernelVariant,
+)
+from mlx_server.runtime.kernels.gpu.pool import AnyGpuPool
+from mlx_server.runtime.row_pool import group_size_of
+
+Kernel = Callable[..., list[mx.array]]
+MakeKernel = Callable[..., Kernel]
+
+_MAX_THREADS = MAX_SIMDGROUPS * SIMD_WIDTH
+_LOG2_E = 1.4426950408889634
+_TOKEN = (1,)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelText:
+    """One kernel's name, body and argument names, in the order of its buffers."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def body(self) -> str:
+        """The body without its comments: MLX hashes it at every call and searches it for argument names."""
+        return re.sub(r"[ ]*//[^\n]*", "", read_text(f"{self.name}.msl"))
+
+
+KV_WRITE = KernelText(
+    "kv_write", ("new_keys", "new_values", "key_pool", "value_pool", "slots", "token"), ("token_out",)
+)
+KV_WRITE_QUANTIZED = KernelText("kv_write_quantized", KV_WRITE.inputs, KV_WRITE.outputs)
+KV_GATHER = KernelText("kv_gather", ("key_pool", "value_pool", "rows", "token"), ("keys", "values", "token_out"))
+PAGED_DECODE = KernelText(
+    "paged_decode",
+    ("queries", "key_pool", "value_pool", "block_tables", "work_items", "scale", "softcap", "sinks", "token"),
+    ("out", "stats", "token_out"),
+)
+PAGED_REDUCE = KernelText("paged_reduce", ("partial_out", "stats", "item_starts"), ("out",))
+KERNEL_TEXTS = (KV_WRITE, KV_WRITE_QUANTIZED, KV_GATHER, PAGED_DECODE, PAGED_REDUCE)
+
+
+def read_text(file_name: str) -> str:
+    """A kernel text or header that ships beside this module."""
+    return resources.files(__package__).joinpath(file_name).read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer turns dot products into softmax logits."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: mx.array | None = None
+
+
+class PagedKernels:
+    """Makes the kernels of each kind of layer once. On the MLX thread."""
+
+    def __init__(self, make_kernel: MakeKernel, header: str = "") -> None:
+        self._make_kernel = make_kernel
+        self._header = header
+        self._pools: dict[LayerSpec, PoolKernels] = {}
+        self._numbers: dict[float, mx.array] = {}
+
+    def make(self, text: KernelText, sizes: Mapping[str, int | bool]) -> Kernel:
+        """One kernel, with its sizes as constants in its text: as template arguments, MLX would read them anew at each
+        launch. They are in its name, too: CUDA tells kernels apart by names."""
+        constants = " ".join(f"constexpr {type(size).__name__} {name} = {int(size)};" for name, size in sizes.items())
+        return self._make_kernel(
+            name="__".join([text.name, *(str(int(size)) for size in sizes.values())]),
+            input_names=list(text.inputs),
+            output_names=list(text.outputs),
+            source=f"{constants} {text.body}",  # in one line, so that compilers report the file's lines
+            header=self._header,
+            ensure_row_contiguous=True,  # rows may be strided; pools never are, and would otherwise be copied
+        )
+
+    def of_pool(self, spec: LayerSpec) -> PoolKernels:
+        """What writes and gathers for layers like `spec`."""
+        if spec not in self._pools:
+            self._pools[spec] = PoolKernels(self, spec)
+        return self._pools[spec]
+
+    def number(self, value: float) -> mx.array:
+        """A float as `(1,)`: MLX passes it in constant memory. A model has few, so they are kept."""
+        if value not in self._numbers:
+            self._numbers[value] = mx.array([value], mx.float32)
+        return self._numbers[value]
+
+
+class PoolKernels:
+    """Writes into pools of one kind of layer, and gathers from them."""
+
+    def __init__(self, kernels: PagedKernels, spec: LayerSpec) -> None:
+        sizes = {**_row_sizes(spec), "KV_HEADS": spec.num_kv_heads}
+        dims = spec.key_dim, spec.value_dim
+        self.spec = spec
+        self._dtype = spec.dtype
+        self._dims = dims
+        if spec.bits is None:
+            self._write, width = kernels.make(KV_WRITE, sizes), max(dims) // 4
+        else:
+            self._write, width = kernels.make(KV_WRITE_QUANTIZED, sizes), sum(dim // group_size_of(dim) for dim in dims)
+        self._write_grid = width, spec.num_kv_heads
+        self._write_threads = _rows_threadgroup(width, spec.num_kv_heads)
+        self._gather = kernels.make(KV_GATHER, _row_sizes(spec))
+        self._gather_width = sum(dims) // 4
+        self._gather_threads = _rows_threadgroup(self._gather_width, BLOCK_SIZE)
+        self._template = [("T", spec.dtype)]
+
+    def write(self, pool: AnyGpuPool, keys: mx.array, values: mx.array, slots: mx.array) -> None:
+        """Writes rows `[T, num_kv_heads, 1, dim]` into their slots. Takes the pool's next token."""
+        if keys.dtype != self._dtype:
+            keys, values = keys.astype(self._dtype), values.astype(self._dtype)
+        (pool.token,) = self._write(
+            inputs=[keys, values, *pool.handles, slots, pool.token],
+            output_shapes=[_TOKEN],
+            output_dtypes=[mx.int32],
+            grid=(*self._write_grid, keys.shape[0]),
+            threadgroup=self._write_threads,
+            template=self._template,
+        )
+
+    def gather(self, pool: AnyGpuPool, rows: mx.array, num_rows: int) -> tuple[mx.array, mx.array]:
+        """K and V `[num_rows, 32, dim]` at the first `num_rows` of `rows`, which are block * num_kv_heads + head. Takes
+        the pool's next token, which later writes wait for."""
+        keys, values, pool.token = self._gather(
+            inputs=[*pool.handles, rows, pool.token],
+            output_shapes=[*((num_rows, BLOCK_SIZE, dim) for dim in self._dims), _TOKEN],
+            output_dtypes=[self._dtype, self._dtype, mx.int32],
+            grid=(num_rows * self._gather_width, BLOCK_SIZE, 1),
+            threadgroup=self._gather_threads,
+            template=self._template,
+        )
+        return keys, values
+
+
+class DecodeKernels:
+    """Attends from decodes of one kind of layer, in one launch or, if a sequence is split, two."""
+
+    def __init__(self, kernels: PagedKernels, shape: DecodeShape, variant: KernelVariant, scores: Scores) -> None:
+        """`scores` as far as layers of a kind have them alike: whether they have sinks, whose type, and a cap."""
+        self.cut = Cut(shape, variant)
+        self._decode = kernels.make(PAGED_DECODE, _decode_sizes(shape, variant, scores))
+        self._reduce = kernels.make(PAGED_REDUCE, {"VALUE_DIM": shape.value_dim, "QUERY_HEADS": shape.num_query_heads})
+        self._no_sinks = kernels.number(0.0)
+        pool_dtype = shape.dtype if shape.bits is None else mx.uint32
+        sinks_dtype = self._no_sinks.dtype if scores.sinks is None else scores.sinks.dtype
+        types = [("T", shape.dtype), ("P", pool_dtype), ("ST", sinks_dtype)]
+        self._templates = {dtype: [*types, ("OT", dtype)] for dtype in (shape.dtype, mx.float32)}
+        threads = variant.threads(shape)
+        self._threads = threads, 1, 1
+        self._width = threads * shape.num_kv_heads * variant.tiles(shape)
+        self._reduce_grid = shape.value_dim // 4, shape.num_query_heads
+        self._reduce_threads = _rows_threadgroup(*self._reduce_grid)
+        self._reduce_template = [("T", shape.dtype)]
+
+    def decode(
+        self,
+        pool: AnyGpuPool,
+        queries: mx.array,
+        indices: DecodeIndices,
+        factors: tuple[mx.array, mx.array],
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention of the first rows of queries `[T, H, 1, key_dim]`, one a sequence, over the pool: `[B, H, 1,
+        value_dim]`. `factors` are those of `score_factors`. Takes the pool's next token, which later writes wait for.
+        """
+        shape = self.cut.shape
+        asked = queries.dtype
+        if asked != shape.dtype:
+            queries = queries.astype(shape.dtype)
+        starts = indices.item_starts
+        dtype = shape.dtype if starts is None else mx.float32
+        rows = indices.num_items, shape.num_query_heads
+        factors_and_sinks = *factors, self._no_sinks if sinks is None else sinks
+        out, stats, pool.token = self._decode(
+            inputs=[queries, *pool.handles, indices.block_tables, indices.work_items, *factors_and_sinks, pool.token],
+            output_shapes=[(*rows, 1, shape.value_dim), (*rows, 2), _TOKEN],
+            output_dtypes=[dtype, mx.float32, mx.int32],
+            grid=(self._width, indices.num_items, 1),
+            threadgroup=self._threads,
+            template=self._templates[dtype],
+        )
+        if starts is not None:
+            (out,) = self._reduce(
+                inputs=[out, stats, starts],
+                output_shapes=[(indices.num_sequences, shape.num_query_heads, 1, shape.value_dim)],
+                output_dtypes=[shape.dtype],
+                grid=(*self._reduce_grid, indices.num_sequences),
+                threadgroup=self._reduce_threads,
+                template=self._reduce_template,
+            )
+        return out if asked == shape.dtype else out.astype(asked)
+
+
+def score_factors(kernels: PagedKernels, scores: Scores) -> tuple[mx.array, mx.array]:
+    """What queries are multiplied by, and the cap of capped scores; log2 e makes exp(x) an exp2(x)."""
+    if scores.softcap is None:
+        return kernels.number(scores.scale * _LOG2_E), kernels.number(0.0)
+    return kernels.number(scores.scale / scores.softcap), kernels.number(scores.softcap * _LOG2_E)
+
+
+def _decode_sizes(shape: DecodeShape, variant: KernelVariant, scores: Scores) -> dict[str, int | bool]:
+    return {
+        **_row_sizes(shape.spec),
+        "QUERY_HEADS": shape.num_query_heads,
+        "KV_HEADS": shape.num_kv_heads,
+        "GROUP": shape.group_size,
+        "HEADS": variant.heads_per_simdgroup,
+        "HEAD_SIMDGROUPS": variant.head_simdgroups(shape),
+        "STREAMS": variant.streams(shape),
+        "LANES": variant.lanes_per_row,
+        "AHEAD": variant.rows_ahead,
+        "SINKS": scores.sinks is not None,
+        "SOFTCAP": scores.softcap is not None,
+    }
+
+
+def _row_sizes(spec: LayerSpec) -> dict[str, int | bool]:
+    """How K and V rows lie in a block; BITS 0 is whole rows."""
+    groups = [dim if spec.bits is None else group_size_of(dim) for dim in (spec.key_dim, spec.value_dim)]
+    return {
+        "KEY_DIM": spec.key_dim,
+        "VALUE_DIM": spec.value_dim,
+        "BLOCK": BLOCK_SIZE,
+        "BITS": spec.bits or 0,
+        "KEY_GROUP": groups[0],
+        "VALUE_GROUP": groups[1],
+    }
+
+
+def _rows_threadgroup(width: int, heads: int) -> tuple[int, int, int]:
+    """Rows of `width` threads, as many heads as fit; the grid is a multiple of it."""
+    across = _largest_divisor(width, _MAX_THREADS)
+    return across, _largest_divisor(heads, _MAX_THREADS // across), 1
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(n for n in range(1, most + 1) if number % n == 0)

@@ -1,0 +1,283 @@
+"""Arrays of rows on a GPU that kernels write in place: recurrent states, and K/V that are read by group.
+
+Attention by gathering blocks into contiguous rows: prompt chunks, and decodes that no kernel supports.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_server.runtime.kernels.gpu.kernels import KernelText, MakeKernel, PoolKernels, Scores
+from mlx_server.runtime.kernels.gpu.plan import Gather, Seen
+from mlx_server.runtime.kernels.gpu.pool import AnyGpuPool, buffer_address
+from mlx_server.runtime.memory import max_elements
+from mlx_server.runtime.row_pool import SMALL_ARRAY, PlainRows, Rows, RowsShape, Slots
+
+logger = logging.getLogger(__name__)
+
+ROW_READ = KernelText("row_read", ("pool", "slots", "token"), ("rows", "token_out"))
+ROW_WRITE = KernelText("row_write", ("rows", "pool", "slots", "token"), ("token_out",))
+ROW_TEXTS = (ROW_READ, ROW_WRITE)
+
+_SIMD_WIDTH = 32
+_MAX_THREADS = 256
+_ELEMENTS_PER_THREAD = 4
+_STEPS = 8
+
+
+class RowKernels:
+    """Builds both kernels once and launches them with the right grid. On the MLX thread."""
+
+    def __init__(self, make_kernel: MakeKernel, header: str = "") -> None:
+        self._read, self._write = (
+            make_kernel(
+                name=text.name,
+                input_names=list(text.inputs),
+                output_names=list(text.outputs),
+                source=text.body,
+                header=header,
+                ensure_row_contiguous=False,  # a pool must never be copied
+            )
+            for text in ROW_TEXTS
+        )
+
+    def read(self, pool: mx.array, slots: Slots, row: RowsShape, token: mx.array) -> tuple[mx.array, mx.array]:
+        """Rows `[..., *row]` at slots `[...]` of the pool, and the token of their having been read."""
+        rows, token_out = self._read(
+            inputs=[pool, slots.padded, token],
+            output_shapes=[(*slots.numbers.shape, *row), (1,)],
+            output_dtypes=[pool.dtype, mx.int32],
+            **_launch(pool.dtype, math.prod(row), slots.numbers.size),
+        )
+        return rows, token_out
+
+    def write(self, pool: mx.array, slots: Slots, rows: mx.array, token: mx.array) -> mx.array:
+        """Writes contiguous rows `[N, ...]` of the pool's type to slots `[N]` of it; returns the token of that."""
+        return self._write(
+            inputs=[rows, pool, slots.padded, token],
+            output_shapes=[(1,)],
+            output_dtypes=[mx.int32],
+            **_launch(pool.dtype, math.prod(rows.shape[1:]), rows.shape[0]),
+        )[0]
+
+
+@dataclass(slots=True)
+class _Chained:
+    """An array that is never replaced, its first rows in the same memory, and the token of its last use.
+
+    Kernels get the first rows: MLX ends a command buffer by the number of elements that its inputs have.
+    """
+
+    array: mx.array
+    handle: mx.array
+    token: mx.array
+
+
+class GpuRows:
+    """Rows `[num_slots, ...]` that kernels read and write where they lie.
+
+    MLX cannot see that a kernel writes into the array, so whatever reads or writes it takes the token of the use
+    before as an input and leaves one of its own: the tokens are a chain through all uses of the memory, in whichever
+    shape, across steps.
+    """
+
+    needs_synchronous_steps = False
+
+    def __init__(self, kernels: RowKernels, array: mx.array) -> None:
+        token = mx.zeros((1,), mx.int32)
+        mx.eval(array, token)
+        handle = array[: -(-SMALL_ARRAY // math.prod(array.shape[1:]))]
+        mx.eval(handle)
+        self._kernels = kernels
+        self._memory = _Chained(array, handle, token)
+        self._shape = array.shape
+
+    def write(self, slots: Slots, rows: mx.array) -> None:
+        memory = self._memory
+        rows = mx.contiguous(rows.astype(memory.array.dtype))
+        memory.token = self._kernels.write(memory.handle, slots, rows, memory.token)
+
+    def read(self, slots: Slots) -> mx.array:
+        memory = self._memory
+        rows, memory.token = self._kernels.read(memory.handle, slots, self._shape[1:], memory.token)
+        return rows
+
+    def take(self, slots: Slots) -> GpuRows:
+        return GpuRows(self._kernels, self._memory.array.reshape(self._shape)[slots.array])
+
+    def view(self, shape: RowsShape) -> GpuRows:
+        view = copy(self)
+        view._shape = shape
+        return view
+
+    def arrays(self) -> list[mx.array]:
+        return [self._memory.array, self._memory.token]
+
+    def tokens(self) -> list[mx.array]:
+        return [self._memory.token]
+
+
+class RowMaker:
+    """Makes rows that kernels write in place, for each kind of row once they are proved to do so; else plain ones."""
+
+    def __init__(self, make_kernel: MakeKernel, header: str, name: str) -> None:
+        self._kernels = RowKernels(make_kernel, header)
+        self._name = name
+        self._failures: dict[tuple[int, mx.Dtype], str | None] = {}
+
+    def make(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
+        """Zeros. Plain rows are there at once, in place of those that kernels cannot write, and a warning says why."""
+        if self._writes(math.prod(shape[1:]), dtype) and math.prod(shape) >= SMALL_ARRAY:
+            return GpuRows(self._kernels, mx.zeros(shape, dtype))
+        return PlainRows(mx.zeros(shape, dtype))
+
+    def _writes(self, size: int, dtype: mx.Dtype) -> bool:
+        kind = size, dtype
+        if kind not in self._failures:
+            failure = self._failures[kind] = row_failure(self._kernels, size, dtype)
+            if failure is not None:
+                logger.warning(
+                    "%s cannot write rows of %d numbers in place, so steps are not submitted ahead and MLX copies "
+                    "what it writes into: %s",
+                    self._name,
+                    size,
+                    failure,
+                )
+        return self._failures[kind] is None
+
+
+def row_failure(kernels: RowKernels, size: int, dtype: mx.Dtype) -> str | None:
+    """Why rows of so many numbers cannot be trusted to be written in place here, or None.
+
+    Writes two slots again and again, reads them back after every write, and submits all of that without waiting: a
+    write that is lost, late or early shows in some reading.
+    """
+    rows = GpuRows(kernels, mx.zeros((max(3, -(-SMALL_ARRAY // size)), size), dtype))
+    (array, _), slots = rows.arrays(), Slots(np.array([2, 1], np.int32))
+    address = buffer_address(array)
+    readings = []
+    try:
+        for step in range(_STEPS):
+            written = mx.array((np.arange(2 * size).reshape(2, size) * 7 + step + 1) % 127).astype(dtype)
+            rows.write(slots, written)
+            seen = rows.read(slots)
+            mx.async_eval(seen, *rows.arrays())  # type: ignore[no-untyped-call]
+            readings.append((written, seen))
+        for step, (written, seen) in enumerate(readings):
+            if not mx.array_equal(written, seen).item():
+                return f"write {step} of {_STEPS} was not read back"
+        if array[0].any().item():
+            return "a slot that nobody wrote has changed"
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "the array was copied" if buffer_address(array) != address else None
+
+
+def _launch(dtype: mx.Dtype, size: int, num_rows: int) -> dict[str, object]:
+    """Grid, threadgroup and template for rows of `size` elements: whole simdgroups, no more than a threadgroup may
+    have or whole threadgroups of them."""
+    width = -(-size // _ELEMENTS_PER_THREAD)
+    threads = min(-(-width // _SIMD_WIDTH) * _SIMD_WIDTH, _MAX_THREADS)
+    width = -(-width // threads) * threads
+    return {
+        "grid": (num_rows * width, 1, 1),
+        "threadgroup": (threads, 1, 1),
+        "template": [("T", dtype), ("SIZE", size), ("WIDTH", width)],
+    }
+
+
+_FUSED_DIMS = (64, 72, 80, 96, 128)
+"""Head dimensions for which MLX attends over prompts without writing the logits down."""
+
+_FEWEST_QUERIES = 32
+"""In a piece: enough for matrix products to be worth it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredRows:
+    """K and V `[R, num_kv_heads, B * 32, dim]` that some queries see."""
+
+    seen: Seen
+    keys: mx.array
+    values: mx.array
+
+
+def read_rows(kernels: PoolKernels, pool: AnyGpuPool, gather: Gather) -> Iterator[GatheredRows]:
+    """What each of the gather's queries see. Takes the pool's next token, which later writes wait for; of a pool that
+    is scattered, MLX gathers, and knows the order itself."""
+    if pool.is_scattered:
+        rows = gather.rows[: gather.num_rows]
+        keys, values = (array.reshape(-1, *array.shape[2:])[rows] for array in (pool.keys, pool.values))
+    else:
+        keys, values = kernels.gather(pool, gather.rows, gather.num_rows)
+    return (GatheredRows(*part) for part in gather.parts(keys, values))
+
+
+def attend_rows(queries: mx.array, rows: GatheredRows, scores: Scores) -> mx.array:
+    """Attention of queries `[R, H, L, key_dim]` over what they see: `[R, H, L, value_dim]`.
+
+    Where the logits of all queries would be in memory at once, and would be many, it is done in pieces.
+    """
+    seen = rows.seen
+    keys, values = (array[:, :, seen.first : seen.end] for array in (rows.keys, rows.values))
+    length, num_keys = queries.shape[2], keys.shape[2]
+    piece = _queries_at_once(queries, num_keys, scores)
+    if piece >= length:
+        return _attend(queries, keys, values, seen.mask, scores)
+    parts = []
+    for first in range(0, length, piece):
+        last = min(first + piece, length)
+        mask, end = seen.mask, num_keys
+        if isinstance(mask, str):
+            end -= length - last
+        else:
+            mask = mask[:, :, first:last]
+        parts.append(_attend(queries[:, :, first:last], keys[:, :, :end], values[:, :, :end], mask, scores))
+    return mx.concatenate(parts, axis=2)
+
+
+def _queries_at_once(queries: mx.array, num_keys: int, scores: Scores) -> int:
+    """As many as one command buffer has room for the logits of, where MLX has no kernel that keeps these to itself: of
+    a prompt's chunk at a long context there would be gigabytes."""
+    sequences, num_heads, length, key_dim = queries.shape
+    if key_dim in _FUSED_DIMS and scores.softcap is None:
+        return int(length)
+    return max(_FEWEST_QUERIES, max_elements() // (2 * sequences * num_heads * num_keys))
+
+
+def _attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str, scores: Scores) -> mx.array:
+    if scores.softcap is not None:
+        return _attend_capped(queries, keys, values, mask, scores, scores.softcap)
+    return mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=scores.scale, mask=mask, sinks=scores.sinks
+    )
+
+
+def _attend_capped(
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str, scores: Scores, cap: float
+) -> mx.array:
+    """MLX's attention knows no cap on its logits, so this spells it out, in float32."""
+    sequences, num_heads, length, _ = queries.shape
+    num_kv_heads, num_keys = keys.shape[1:3]
+    grouped = queries.astype(mx.float32).reshape(sequences, num_kv_heads, -1, length, queries.shape[-1])
+    logits = cap * mx.tanh(grouped @ keys.astype(mx.float32)[:, :, None].swapaxes(-1, -2) * (scores.scale / cap))
+    if isinstance(mask, str):
+        mask = mx.arange(num_keys) <= mx.arange(num_keys - length, num_keys)[:, None]
+    else:
+        mask = mask[:, None]
+    logits = mx.where(mask, logits, -mx.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.astype(mx.float32).reshape(1, num_kv_heads, -1, 1, 1)
+        sinks = mx.broadcast_to(sinks, (*logits.shape[:-1], 1))
+        weights = mx.softmax(mx.concatenate([logits, sinks], axis=-1), axis=-1)[..., :-1]
+    else:
+        weights = mx.softmax(logits, axis=-1)
+    out = weights @ values.astype(mx.float32)[:, :, None]
+    return out.reshape(sequences, num_heads, length, -1).astype(queries.dtype)

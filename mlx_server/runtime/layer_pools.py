@@ -1,0 +1,183 @@
+"""The K/V of layers that share blocks: of one layer of each group, or of a few small ones.
+
+Which layers share blocks: groups of layers that look equally far back and fill equally much memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_server.outputs import PoolChange
+from mlx_server.runtime.attention import AttentionBackend, LayerSpec, ReferenceBackend, StepPlan
+from mlx_server.runtime.kernels.gpu.pool import GpuPool
+from mlx_server.runtime.row_pool import RowPool, is_quantised_alike
+
+
+class LayerPool:
+    """One pool of blocks and the backend that attends over it. MLX thread only.
+
+    Its blocks are those of a layer like `spec`. Layers of other shapes see the same memory as blocks of theirs, several
+    in one of the pool's; `contents[seat_of(spec)]` is what layers like `spec` see, and is the backend's. Once a layer
+    is read by groups of rows the pool `is_viewed`: it is then one of rows, since no backend attends over it.
+    """
+
+    def __init__(self, spec: LayerSpec, seen_as: Sequence[LayerSpec] = ()) -> None:
+        """`seen_as` are the layers that share it."""
+        self.contents: list[Any] = []
+        self.is_viewed = False
+        self._specs = list(dict.fromkeys([spec, *seen_as]))
+        self._num_blocks = 0
+        self.backend: AttentionBackend  # from the first allocation on
+
+    @property
+    def spec(self) -> LayerSpec:
+        return self._specs[0]
+
+    def seat_of(self, spec: LayerSpec) -> int:
+        return self._specs.index(spec)
+
+    def quantize(self, bits: int) -> None:
+        """From the next allocation on, K/V are stored in so many bits a number."""
+        self._specs = [replace(spec, bits=bits) for spec in self._specs]
+
+    def allocate(self, backend: AttentionBackend, num_blocks: int, max_blocks: int | None = None) -> None:
+        """Takes memory, which may grow to `max_blocks`."""
+        self.backend = ReferenceBackend(backend.make_rows) if self.is_viewed else backend
+        self._num_blocks = num_blocks
+        self._show(self.backend.make_pool(self.spec, num_blocks, max_blocks))
+
+    def rows(self, seat: int = 0) -> RowPool:
+        """What is seen from there as rows. The first call makes the pool one of rows, and loses what was in it."""
+        if not self.is_viewed:
+            self.is_viewed = True
+            self.allocate(self.backend, self._num_blocks)
+        rows = self.contents[seat]
+        assert isinstance(rows, RowPool)
+        return rows
+
+    @property
+    def needs_synchronous_steps(self) -> bool:
+        """Whether its writes would copy it while another step runs, since it is one of rows."""
+        return self.is_viewed and any(rows.needs_synchronous_steps for rows in self.contents)
+
+    def change(self, change: PoolChange) -> None:
+        """Moves, cuts or grows the blocks. Every step launched must have finished."""
+        self._num_blocks = change.num_blocks
+        del self.contents[1:]  # or the memory before would be held
+        self._show(self.backend.change_pool(self.contents[0], change))
+
+    def release(self) -> None:
+        self.contents.clear()
+
+    def state(self) -> list[mx.array]:
+        """What must be evaluated with a step for its K/V to be written."""
+        return self.backend.state(self.contents[0])
+
+    def check_moves(self) -> int:
+        """As `GpuPool.check_moves`; 0 for pools that no kernel writes."""
+        content = self.contents[0]
+        return content.check_moves() if isinstance(content, GpuPool) else 0
+
+    def _show(self, content: Any) -> None:
+        views = [
+            self.backend.view_pool(content, spec, self.spec.block_bytes // spec.block_bytes) for spec in self._specs[1:]
+        ]
+        self.contents = [content, *views]
+
+
+_MAX_GROUPS = 12
+"""More groups waste less on a last one that is not full, but each has a block table of its own in every step."""
+
+_LONG_CONTEXT = 4
+"""A request is taken to be so many times as long as the widest window when groups are sized."""
+
+_MAX_PARTS = 8
+"""Layers that a block of one pool has room for. Each reads the block under another number, which is another plan of
+the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers, by number, whose K/V of the same 32 tokens are in the same block: `pools[i]` are those that have it in
+    the i-th pool, one or several that fill it together. `window` is what they see, the last token included, None if
+    all.
+
+    A block holds K/V of one group. All groups' blocks are alike, so memory goes to whichever needs it.
+
+        pool 0   | layer 0        | layer 5        |      a block of a group with one layer a pool
+                 | layer 2, 8     | layer 11       |      and of one with two that are half as large
+    """
+
+    window: int | None
+    pools: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where layers have their K/V of a block: in those of a layer group, at `part` of `num_parts` of one pool's."""
+
+    group: int
+    part: int = 0
+    num_parts: int = 1
+
+    def plan(self, plans: Sequence[StepPlan]) -> StepPlan:
+        """The step's plan for these layers, of those of the groups."""
+        plan = plans[self.group]
+        return plan if self.num_parts == 1 else plan.part(self.part, self.num_parts)
+
+
+def share_blocks(specs: Sequence[LayerSpec]) -> list[int] | None:
+    """How many layers like each of `specs` fill a block, the same memory for all, K's and V's; None if no block of a
+    few layers fits all of them."""
+    rows = [(spec.num_kv_heads * spec.key_dim, spec.num_kv_heads * spec.value_dim) for spec in specs]
+    whole = math.lcm(*[keys for keys, _ in rows])
+    num_parts = [whole // keys for keys, _ in rows]
+    sizes = {(num * keys, num * values) for num, (keys, values) in zip(num_parts, rows)}
+    kinds = {(spec.dtype, spec.bits) for spec in specs}
+    dims = [{spec.key_dim for spec in specs}, {spec.value_dim for spec in specs}]
+    is_alike = len(sizes) == len(kinds) == 1 and all(map(is_quantised_alike, dims))
+    return num_parts if is_alike and max(num_parts) <= _MAX_PARTS else None
+
+
+def group_layers(windows: Sequence[int | None], num_parts: Sequence[int] | None = None) -> list[LayerGroup]:
+    """Groups over layers with these windows, those that see everything first. `num_parts` is how many layers like each
+    fill a block of a pool, one if it is not given."""
+    kinds: dict[int | None, dict[int, list[int]]] = {}
+    for layer, window in enumerate(windows):
+        kinds.setdefault(window, {}).setdefault(num_parts[layer] if num_parts else 1, []).append(layer)
+    filled = {window: _fill(layers) for window, layers in kinds.items()}
+    size = _group_size({window: len(pools) for window, pools in filled.items()})
+    return [
+        LayerGroup(window, tuple(pools[first : first + size]))
+        for window, pools in sorted(filled.items(), key=lambda kind: kind[0] or 0)
+        for first in range(0, len(pools), size)
+    ]
+
+
+def _fill(layers: dict[int, list[int]]) -> list[tuple[int, ...]]:
+    """Layers, given by how many fill a block, as so many together; the last of a kind may leave room."""
+    return [
+        tuple(alike[first : first + num_parts])
+        for num_parts, alike in layers.items()
+        for first in range(0, len(alike), num_parts)
+    ]
+
+
+def _group_size(counts: dict[int | None, int]) -> int:
+    """Pools a group, so that a long request takes least; `counts` are those that each window's layers would fill."""
+    longest = _LONG_CONTEXT * max(window or 1 for window in counts)
+
+    def num_groups(size: int) -> int:
+        return sum(-(-count // size) for count in counts.values())
+
+    def cost(size: int) -> tuple[int, int]:
+        reach = sum(-(-count // size) * size * (window or longest) for window, count in counts.items())
+        return reach, num_groups(size)
+
+    sizes = range(1, max(counts.values()) + 1)
+    return min((size for size in sizes if num_groups(size) <= max(_MAX_GROUPS, len(counts))), key=cost)

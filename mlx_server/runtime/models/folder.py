@@ -1,0 +1,174 @@
+"""What a folder must hold to be a model in mlx-lm format, judged without loading it.
+
+What a safetensors file says of its tensors, read without them.
+
+What a folder held when it was made, so that a file that was cut short or changed since is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_server.errors import ModelLoadError
+
+TensorHeader = dict[str, Any]
+"""`dtype` in safetensors' names, `shape`, and `data_offsets` within the file's data."""
+
+_MAX_BYTES = 100 * 2**20
+
+
+def read_headers(path: Path) -> dict[str, TensorHeader]:
+    """By the tensors' names. Raises `ModelLoadError` for what is no safetensors file, or not there."""
+    return _read(path).tensors
+
+
+def whole_bytes(path: Path) -> int:
+    """How long the file is when it is complete. Raises as `read_headers` does."""
+    file = _read(path)
+    try:
+        return file.start + max((tensor["data_offsets"][1] for tensor in file.tensors.values()), default=0)
+    except (KeyError, IndexError, TypeError) as error:
+        raise _broken(path) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """`start` is where the tensors' data begins in the file."""
+
+    start: int
+    tensors: dict[str, TensorHeader]
+
+
+def _read(path: Path) -> _Header:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MAX_BYTES:
+                raise ValueError("no header")
+            headers = json.loads(file.read(length))
+        headers.pop("__metadata__", None)
+    except (OSError, ValueError, AttributeError) as error:
+        raise _broken(path) from error
+    return _Header(8 + length, dict(headers))
+
+
+def _broken(path: Path) -> ModelLoadError:
+    return ModelLoadError(f"{path} is no safetensors file, or a broken one; fetch it again.")
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "*.tiktoken", "vocab.json", "vocab.txt")
+_OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+
+
+def missing_parts(folder: Path) -> list[str]:
+    """What stands between `folder` and being loaded, in words for the user; empty when it is complete."""
+    return [*_config_faults(folder), *_weight_faults(folder), *_tokenizer_faults(folder)]
+
+
+def _config_faults(folder: Path) -> list[str]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ["config.json"]
+    except (OSError, ValueError) as error:
+        return [f"a readable config.json ({error})"]
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        return ["model_type in config.json"]
+    return []
+
+
+def _weight_faults(folder: Path) -> list[str]:
+    present = {path.name for path in folder.glob("model*.safetensors")}
+    if not present:
+        others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern))
+        hint = f" (it has {others[0]}; `mlx_lm.convert` turns such weights into this format)" if others else ""
+        return [f"weights, model*.safetensors{hint}"]
+    lacking = [f"the weights {name}" for name in _indexed_files(folder) if name not in present]
+    return lacking + [fault for name in sorted(present) if (fault := _file_fault(folder / name)) is not None]
+
+
+def _file_fault(path: Path) -> str | None:
+    """What is wrong with a file of weights, as far as its header and its length tell: a copy or a download that was cut
+    short."""
+    try:
+        wanted, there = whole_bytes(path), path.stat().st_size
+    except (ModelLoadError, OSError):
+        return f"readable weights in {path.name}, which is broken (fetch it again)"
+    if there >= wanted:
+        return None
+    return f"the rest of {path.name}, of which {there:,} of {wanted:,} bytes are there (fetch it again)"
+
+
+def _indexed_files(folder: Path) -> list[str]:
+    """The shards that the index names; none when the weights are in one file."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return sorted(set(index["weight_map"].values()))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ["named by model.safetensors.index.json, which is unreadable"]
+
+
+def _tokenizer_faults(folder: Path) -> list[str]:
+    if any(path.is_file() for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
+        return []
+    return ["a tokenizer (tokenizer.json or tokenizer.model)"]
+
+
+_NAME = "files.json"
+
+
+def write_manifest(folder: Path) -> None:
+    """Notes the length, the time and the SHA-256 of every file in `folder`, and sees to it that they are on the disk:
+    what a power cut takes then was not there before."""
+    files = {path.name: _mark(path) for path in sorted(folder.iterdir())}
+    (folder / _NAME).write_text(json.dumps(files, indent=2) + "\n", encoding="utf-8")
+    for path in folder.iterdir():
+        _sync(path)
+    _sync(folder)
+
+
+def damaged_files(folder: Path) -> list[str]:
+    """The names of those that are not what they were; the manifest's own, if that cannot be read. Only files that were
+    written since are read as a whole."""
+    try:
+        files = json.loads((folder / _NAME).read_text(encoding="utf-8"))
+        return [name for name, mark in files.items() if not _is_as_marked(folder / name, mark)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [_NAME]
+
+
+def sha256_of(path: Path) -> str:
+    """Of all of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _mark(path: Path) -> dict[str, Any]:
+    status = path.stat()
+    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": sha256_of(path)}
+
+
+def _is_as_marked(path: Path, mark: Mapping[str, Any]) -> bool:
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    if status.st_size != mark["bytes"]:
+        return False
+    return bool(status.st_mtime_ns == mark["mtime_ns"] or sha256_of(path) == mark["sha256"])
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

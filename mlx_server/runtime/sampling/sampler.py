@@ -1,0 +1,201 @@
+"""Turns a step's logits into token ids: every row by its own request's parameters, all rows at once.
+
+Stages in their order, as in vLLM: log-probabilities of the raw logits; bitmasks and allowed ids; bans of
+`min_tokens` and bias; penalties; then each draw method over its rows (`sampling_draw`). A batch takes the
+stages that some row needs, over the rows that need them, and a stage is row-wise, so a row's token depends on
+its logits, its parameters, its seed and its position, and on nothing else in the batch.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_server.outputs import NewRequestData, SampledToken
+from mlx_server.runtime.sampling.draw import DrawColumns, DrawMethod, Method, draw
+from mlx_server.runtime.sampling.edits import (
+    Bitmask,
+    PenaltyTable,
+    ScoredTokens,
+    add_offsets,
+    apply_bitmasks,
+    edit_rows,
+    score_tokens,
+)
+from mlx_server.runtime.sampling.plan import RequestPlan, TokenOffsets, plan_request
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One row of logits. `num_output_tokens` is the position in the output of the token to sample, from 0.
+
+    `allowed_bitmask` has bit i of byte i // 8, from the lowest, for token i (llguidance's int32 words,
+    little endian); None allows all.
+    """
+
+    request_id: str
+    num_output_tokens: int
+    allowed_bitmask: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampledBatch:
+    """Sampled tokens of one step. `token_ids` `[S]` int32 can feed the next step before the host knows them.
+
+    `scores` has an entry for each of `scored_rows`. What a batch refers to is its own: requests may be
+    dropped, and later steps sampled, before `fetch`.
+    """
+
+    token_ids: mx.array
+    scores: ScoredTokens | None
+    scored_rows: list[int]
+
+    def arrays(self) -> list[mx.array]:
+        """Everything to submit with the step (`mx.async_eval`)."""
+        return [self.token_ids, *(() if self.scores is None else self.scores.arrays())]
+
+    def fetch(self) -> list[SampledToken]:
+        """Waits for the values; one entry a row, in order. MLX thread only."""
+        tokens = [SampledToken(token_id) for token_id in np.array(self.token_ids).tolist()]
+        if self.scores is not None:
+            for row, logprobs in zip(self.scored_rows, self.scores.fetch(), strict=True):
+                tokens[row] = SampledToken(tokens[row].token_id, logprobs)
+        return tokens
+
+
+class Sampler:
+    """Samples for the requests it was told of. MLX thread only; builds graphs and waits for nothing.
+
+    `vocab_size` is the number of columns of the logits, which may exceed the tokenizer's vocabulary.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._entropy = secrets.token_bytes(32)
+        self._plans: dict[str, RequestPlan] = {}
+        self._penalties = PenaltyTable(vocab_size)
+
+    def add(self, data: NewRequestData) -> None:
+        """Starts a request that was admitted or resumes, or restarts one; its known outputs are counted."""
+        self._plans[data.request_id] = plan_request(data, self._vocab_size, self._entropy)
+        if data.sampling.has_penalties:
+            self._penalties.add(data.request_id, data.prompt_token_ids, data.output_token_ids)
+
+    def drop(self, request_id: str) -> None:
+        """Forgets a request, also one of a batch that was not fetched yet; unknown ones are ignored."""
+        self._plans.pop(request_id, None)
+        self._penalties.drop(request_id)
+
+    def observe(self, request_id: str, token_ids: Sequence[int], end: int) -> None:
+        """Tells of tokens that the host put into a request, the last of them at position `end - 1`.
+
+        Those not counted yet, which a grammar forced and nobody sampled, are counted for the penalties.
+        Needed for requests whose outputs are not all sampled; harmless for others.
+        """
+        self._penalties.observe(request_id, token_ids, end)
+
+    def sample(self, logits: mx.array, rows: Sequence[SampleRow]) -> SampledBatch:
+        """Samples one token a row from `logits` `[S, V]` of any float type, S >= 1. Nothing is evaluated.
+
+        May be called for a step whose predecessor was not fetched. A row whose masks allow nothing gives
+        token 0.
+        """
+        assert logits.shape == (len(rows), self._vocab_size), f"{logits.shape} for {len(rows)} rows"
+        plans = [self._plans[row.request_id] for row in rows]
+        penalized = [i for i, row in enumerate(rows) if row.request_id in self._penalties]
+        edited = self._penalize(_offset_rows(_mask_rows(logits, rows, plans), rows, plans), rows, plans, penalized)
+        token_ids = _draw_rows(edited, rows, plans)
+        scored_rows = [i for i, plan in enumerate(plans) if plan.params.logprobs is not None]
+        scores = None
+        if scored_rows:
+            num_tops = [plans[i].params.logprobs or 0 for i in scored_rows]
+            scores = score_tokens(_take(logits, scored_rows), _take(token_ids, scored_rows), num_tops)
+        if penalized:
+            self._penalties.count([rows[i].request_id for i in penalized], _take(token_ids, penalized))
+        return SampledBatch(token_ids, scores, scored_rows)
+
+    def _penalize(
+        self, logits: mx.array, rows: Sequence[SampleRow], plans: Sequence[RequestPlan], penalized: list[int]
+    ) -> mx.array:
+        if not penalized:
+            return logits
+        names = [rows[i].request_id for i in penalized]
+        params = [plans[i].params for i in penalized]
+        return edit_rows(logits.astype(mx.float32), penalized, lambda part: self._penalties.apply(part, names, params))
+
+
+def _mask_rows(logits: mx.array, rows: Sequence[SampleRow], plans: Sequence[RequestPlan]) -> mx.array:
+    """Bitmasks and allowed ids; like `_offset_rows`, the very same array where no row has any."""
+    bitmasks = {i: mask for i in range(len(rows)) if (mask := _bitmask(rows[i], plans[i])) is not None}
+    if not bitmasks:
+        return logits
+    masks = list(bitmasks.values())
+    return edit_rows(logits.astype(mx.float32), list(bitmasks), lambda part: apply_bitmasks(part, masks))
+
+
+def _offset_rows(logits: mx.array, rows: Sequence[SampleRow], plans: Sequence[RequestPlan]) -> mx.array:
+    """Bias, and bans until `min_tokens`."""
+    offsets = [(i, offset) for i in range(len(rows)) for offset in _offsets(rows[i], plans[i])]
+    if not offsets:
+        return logits
+    return add_offsets(logits.astype(mx.float32), [i for i, _ in offsets], [offset for _, offset in offsets])
+
+
+def _bitmask(row: SampleRow, plan: RequestPlan) -> Bitmask | None:
+    if row.allowed_bitmask is None:
+        return plan.allowed_bitmask
+    bitmask = np.frombuffer(row.allowed_bitmask, dtype=np.uint8)
+    if plan.allowed_bitmask is None:
+        return bitmask
+    size = min(len(bitmask), len(plan.allowed_bitmask))
+    return bitmask[:size] & plan.allowed_bitmask[:size]
+
+
+def _offsets(row: SampleRow, plan: RequestPlan) -> list[TokenOffsets]:
+    offsets = [] if plan.bias is None else [plan.bias]
+    if plan.banned is not None and row.num_output_tokens < plan.params.min_tokens:
+        offsets.append(plan.banned)
+    return offsets
+
+
+def _draw_rows(logits: mx.array, rows: Sequence[SampleRow], plans: Sequence[RequestPlan]) -> mx.array:
+    """One token a row `[S]`: the rows of each draw method together, put back in order."""
+    groups: dict[DrawMethod, list[int]] = {}
+    for i, plan in enumerate(plans):
+        groups.setdefault(plan.method, []).append(i)
+    parts = []
+    for method, group in groups.items():
+        columns = None if method.method is Method.GREEDY else _columns([(rows[i], plans[i]) for i in group])
+        parts.append(draw(_take(logits, group), method, columns))
+    if len(parts) == 1:
+        return parts[0]
+    order = [i for group in groups.values() for i in group]
+    return mx.concatenate(parts)[mx.array(np.argsort(order))]
+
+
+def _columns(members: Sequence[tuple[SampleRow, RequestPlan]]) -> DrawColumns:
+    """The parameters of rows of one draw method, uploaded."""
+    params = [plan.params for _, plan in members]
+    keys = b"".join(plan.noise_key(row.num_output_tokens) for row, plan in members)
+    uses_min_p = any(p.min_p > 0.0 for p in params)
+    uses_top_p = any(p.top_p < 1.0 for p in params)
+    return DrawColumns(
+        keys=mx.array(np.frombuffer(keys, dtype="<u4").reshape(-1, 2)),
+        inverse_temperature=_column([1.0 / p.temperature for p in params]),
+        min_p=_column([p.min_p for p in params]) if uses_min_p else None,
+        top_p=_column([p.top_p if p.top_p < 1.0 else math.inf for p in params]) if uses_top_p else None,
+        top_k=mx.array([p.top_k for p in params])[:, None],
+    )
+
+
+def _column(values: list[float]) -> mx.array:
+    return mx.array(values)[:, None]
+
+
+def _take(array: mx.array, rows: list[int]) -> mx.array:
+    return array if len(rows) == array.shape[0] else array[mx.array(rows)]

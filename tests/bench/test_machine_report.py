@@ -1,0 +1,161 @@
+"""`mlx-serve doctor --report`: one file for an issue, whatever fails, with nothing in it that is the user's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import getpass
+import itertools
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_server.bench import machine_report, soak
+from mlx_server.bench.machine_report import redact, self_tests
+from mlx_server.cli.main import main
+from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.request_stream import GenerationRequest, RequestStream
+from mlx_server.runtime.attention import ReferenceBackend
+from mlx_server.runtime.kernels.gpu.plan import HEAD_DIMS
+from mlx_server.runtime.kv_cache import PagedKVCache
+from tests.engine_worlds import make_folder
+
+SECTIONS = ["Machine", "Self-tests of the kernels", "Timings of attention", "A chat over HTTP", "Soak", "Logs"]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A tiny model is served and soaked, with few requests, and little is copied."""
+    monkeypatch.setenv("MLX_SERVE_MODEL_MODEL", str(make_folder(tmp_path / "model")))
+    monkeypatch.setenv("MLX_SERVE_SERVER_API_KEY", "sesame-42")
+    monkeypatch.setenv("MLX_SERVE_SCHEDULER_MAX_NUM_SEQS", "17")
+    monkeypatch.setattr(soak, "_NUM_CASES", 4)
+    monkeypatch.setattr(machine_report, "_COPY_BYTES", 2**20)
+
+
+def written(path: Path) -> tuple[list[str], dict[str, str]]:
+    """The titles of a report's sections, and the results of its stages."""
+    lines = path.read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[4:] if line.startswith("|")][:5]
+    return [line[3:] for line in lines if line.startswith("## ")], {row[0]: row[1] for row in rows}
+
+
+@pytest.mark.usefixtures("small")
+def test_a_report_has_everything_but_what_is_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.md"
+    assert main(["doctor", "--report", str(path), "--seconds", "1"]) == 0
+    assert f"All stages have passed: see {path}" in capsys.readouterr().out
+    sections, results = written(path)
+    assert sections == SECTIONS
+    assert results == dict.fromkeys(SECTIONS[:-1], "passed")
+    text = path.read_text()
+    for word in ('"mlx-lm": ', '"chip": ', "decode 8 x 512", "blocks free at the end", "MLX's memory, peak"):
+        assert word in text
+    assert '"max_num_seqs": 17' in text
+    assert "mlx_server.pool.model_pool: Loading" in text, "the log of the server"
+    assert "answers that were those given alone" in text
+    for secret in ("sesame-42", str(tmp_path), str(Path.home()), str(Path.cwd())):
+        assert secret not in text
+
+
+@pytest.mark.usefixtures("small")
+def test_a_stage_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(num_bytes: int) -> None:
+        raise ZeroDivisionError("no bytes | none")
+
+    monkeypatch.setattr(machine_report, "measure_copy", fail)
+    path = tmp_path / "report.md"
+    assert main(["doctor", "--mac-report", str(path), "--seconds", "0.2"]) == 1
+    sections, results = written(path)
+    assert sections == SECTIONS
+    assert results.pop("Timings of attention") == "ZeroDivisionError: no bytes / none"
+    assert set(results.values()) == {"passed"}
+    assert 'raise ZeroDivisionError("no bytes | none")' in path.read_text()
+
+
+def test_a_file_that_cannot_be_written_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--report", "/nonexistent/report.md"]) == 2
+    assert "--report: cannot write /nonexistent/report.md: No such file" in capsys.readouterr().err
+
+
+def test_a_gpu_whose_kernels_are_not_used_has_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(machine_report, "choose_backend", lambda name, specs: ReferenceBackend())
+    finding = self_tests()
+    assert len(finding.problems) == 3 * (len(HEAD_DIMS) + 2)
+    assert finding.problems[0].endswith("the reference backend is used on a GPU")
+    assert "bfloat16 128 in 4 bits" in finding.text
+
+
+def test_names_are_left_out_where_they_are_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(getpass, "getuser", lambda: "kay")
+    monkeypatch.setattr("socket.gethostname", lambda: "kays-mac.local")
+    text = f"kay at kays-mac: okay, kay-box {Path.home() / 'models'}"
+    assert redact(text) == "<name> at <name>: okay, kay-box ~/models"
+
+
+# ---- the soak
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "_NUM_CASES", 4)
+    monkeypatch.setattr(soak, "_SETTLE_S", 0.3)
+
+
+async def test_a_soak_of_a_sound_engine_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = await soak.soak("random:mini", 1.0)
+    assert result.problems == []
+    assert min(result.num_whole, result.num_aborted, len(result.samples)) > 0
+    assert result.num_equal <= result.num_whole
+    assert result.stats.num_prefix_hit_tokens > 0
+    assert result.stats.num_free_blocks == result.stats.num_blocks
+
+
+def leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown = itertools.count(0, 64 * 2**20)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: next(grown))
+
+
+def move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedKVCache, "check_moves", lambda cache: 3)
+
+
+def hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = AsyncEngine.stats
+    monkeypatch.setattr(
+        AsyncEngine, "stats", lambda self: dataclasses.replace(stats(self), num_free_blocks=stats(self).num_blocks - 2)
+    )
+
+
+def forget_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, seeds = AsyncEngine.submit, itertools.count()
+
+    def reseeded(engine: AsyncEngine, generation: GenerationRequest) -> RequestStream:
+        sampling = dataclasses.replace(generation.sampling, seed=next(seeds), temperature=1.0)
+        return submit(engine, dataclasses.replace(generation, sampling=sampling))
+
+    monkeypatch.setattr(AsyncEngine, "submit", reseeded)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (leak, "MLX's memory has grown by"),
+        (move, "MLX has copied K/V pools 3 times"),
+        (hold, "2 blocks are held, 0 requests run and 0 wait"),
+        (forget_seeds, "4 of 4 requests that ran alone were answered otherwise afterwards"),
+    ],
+)
+@pytest.mark.usefixtures("short")
+async def test_a_soak_finds(fault, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    fault(monkeypatch)
+    (problem,) = (await soak.soak(str(folder), 0.8)).problems
+    assert words in problem
+
+
+@pytest.mark.full
+def test_the_bundled_model_is_reported_on(bundled_model: Path, tmp_path: Path) -> None:
+    assert main(["doctor", "--report", str(tmp_path / "report.md"), "--seconds", "5"]) == 0
+    assert "Paris" in (tmp_path / "report.md").read_text()

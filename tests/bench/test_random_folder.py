@@ -1,0 +1,28 @@
+"""A random model on disk, with a tokenizer that shows every id."""
+
+from __future__ import annotations
+
+import argparse
+import random
+
+import pytest
+
+from mlx_server.bench import random_folder
+from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.errors import ConfigError
+from mlx_server.runtime.models.loader import load
+
+
+def test_the_folder_loads_and_every_id_is_a_word(tmp_path):
+    folder = tmp_path / "mini"
+    parser = argparse.ArgumentParser()
+    random_folder.add_arguments(parser)
+    assert random_folder.run(parser.parse_args(["random:mini", str(folder)])) == 0
+    loaded = load(str(folder))
+    assert loaded.vocab_size == 16384
+    tokenizer = Tokenizer.from_folder(folder)
+    ids = random.Random(0).sample(range(2, 16384), 500)
+    assert tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) == ids
+    assert len(tokenizer.encode("time river stone", add_special_tokens=False)) == 3
+    with pytest.raises(ConfigError, match="exists"):
+        random_folder.run(parser.parse_args(["random:mini", str(folder)]))

@@ -1,0 +1,299 @@
+"""`mlx-serve` from the outside: exit statuses, one-line errors, and what each command prints."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from mlx_server import config
+from mlx_server.cli import main as cli
+from mlx_server.cli.command import Command, Group, run
+from mlx_server.cli.main import main
+from mlx_server.config import Config, load_config, settings
+from mlx_server.errors import ConfigError, EngineDeadError, ModelLoadError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def probe(monkeypatch):
+    """A command that does what its `act` says, under the name `probe`; `seen` are the arguments it got."""
+    module = types.ModuleType("probe_command", "Does as told.")
+    module.act = lambda: 0
+    module.seen = []
+    module.add_arguments = lambda parser: parser.add_argument("--level", type=int)
+    module.run = lambda args: (module.seen.append(args.level), module.act())[1]
+    monkeypatch.setitem(sys.modules, "probe_command", module)
+    monkeypatch.setattr(cli, "commands", lambda: Group("top", {"probe": Command("probe_command", "probes")}))
+    return module
+
+
+def raising(error: BaseException):
+    def fail() -> int:
+        raise error
+
+    return fail
+
+
+def test_the_status_of_a_command_is_the_exit_status(probe):
+    probe.act = lambda: 3
+    assert main(["probe", "--level", "7"]) == 3
+    assert probe.seen == [7]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("wrong port"), 2),
+        (ModelLoadError("no such folder"), 1),
+        (EngineDeadError("the thread\ndied"), 1),
+    ],
+)
+def test_an_error_is_one_line_without_a_traceback(probe, capsys, error, status):
+    probe.act = raising(error)
+    assert main(["probe"]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"mlx-serve: error: {' '.join(str(error).split())}\n"
+
+
+def test_our_own_bugs_are_not_hidden(probe):
+    probe.act = raising(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(["probe"])
+
+
+def test_an_interrupt_ends_quietly(probe, capsys):
+    probe.act = raising(KeyboardInterrupt())
+    assert main(["probe"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["prob"], "unknown command prob, did you mean probe?"),
+        (["--nope"], "unrecognized arguments: --nope"),
+        (["probe", "--lvel", "1"], "unknown argument --lvel, did you mean --level?"),
+        (["probe", "--lev", "1"], "unknown argument --lev, did you mean --level?"),
+        (["probe", "extra"], "unknown argument extra"),
+        (["probe", "--level", "x"], "argument --level: invalid int value: 'x'"),
+        (["probe", "--level"], "argument --level: expected one argument"),
+    ],
+)
+def test_a_wrong_command_line_is_status_2_and_names_the_help(probe, capsys, argv, words):
+    assert main(argv) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"mlx-serve: error: {words}")
+    assert message.endswith("--help`)\n")
+    assert message.count("\n") == 1
+    assert probe.seen == []
+
+
+def test_groups_nest_and_help_lists_their_commands(capsys):
+    tree = Group("top", {"inner": Group("inside", {"leaf": Command("no.such.module", "the leaf")})})
+    assert run("prog", tree, ["inner"]) == 0
+    assert "leaf  the leaf" in capsys.readouterr().out
+    with pytest.raises(ModuleNotFoundError):
+        run("prog", tree, ["inner", "leaf"])
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--version"], ["serve", "--help"], ["config", "--help"]])
+def test_help_and_version_end_with_status_0(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 0
+    assert "mlx-serve" in capsys.readouterr().out
+
+
+def leaves(prog: list[str], group: Group) -> list[list[str]]:
+    found = []
+    for name, node in group.commands.items():
+        found += leaves([*prog, name], node) if isinstance(node, Group) else [[*prog, name]]
+    return found
+
+
+@pytest.mark.parametrize("argv", leaves([], cli.commands()), ids=" ".join)
+def test_every_command_explains_itself(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([*argv, "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"usage: mlx-serve {' '.join(argv)}" in shown
+    assert shown.index("\n\n") < 500  # the usage does not push the explanation off the screen
+
+
+def test_serve_has_a_flag_for_every_setting_and_examples(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for setting in settings():
+        assert f"  {setting.flag}" in text
+    assert "--no-prefix-caching" in text
+    assert "mlx-serve serve mlx-community" in text
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What `serve` was called with, instead of serving."""
+    calls: list[Config] = []
+    server = types.ModuleType("mlx_server.api.server")
+    server.serve = lambda loaded, listener: (calls.append(loaded), 5)[1]
+    monkeypatch.setitem(sys.modules, "mlx_server.api.server", server)
+    monkeypatch.setattr("mlx_server.cli.serve.listen", lambda server: contextlib.nullcontext())
+    monkeypatch.setattr("mlx_server.cli.serve.forgive_lost_streams", lambda: None)
+    return calls
+
+
+def test_serve_passes_on_the_settings_and_the_status(served, tmp_path, monkeypatch):
+    path = tmp_path / "my.toml"
+    path.write_text('[model]\nmodel = "from/file"\n[server]\nport = 1\n')
+    monkeypatch.setenv("MLX_SERVE_SERVER_HOST", "0.0.0.0")
+    assert main(["serve", "--config", str(path), "--port", "9", "--no-prefix-caching", "--aging-rate", "0.5"]) == 5
+    assert served == [
+        load_config(
+            path,
+            environ={"MLX_SERVE_SERVER_HOST": "0.0.0.0"},
+            flags={"port": 9, "prefix_caching": False, "aging_rate": 0.5},
+        )
+    ]
+    assert served[0].model.model == "from/file"
+    assert served[0].cache.prefix_caching is False
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--port", "70000"], "--port: port is 70000; the most is 65535."),
+        (["--dtype", "int4"], "--dtype: dtype is 'int4'; it must be one of"),
+        (["--config", "/no/such.toml"], "Cannot read /no/such.toml"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_starts(served, capsys, argv, words):
+    assert main(["serve", *argv]) == 2
+    assert words in capsys.readouterr().err
+    assert served == []
+
+
+def test_serve_takes_the_model_as_a_bare_word(served, capsys):
+    assert main(["serve", "owner/name", "--port", "9"]) == 5
+    assert main(["serve", "owner/name", "--model", "owner/name"]) == 5
+    assert [config.model.model for config in served] == ["owner/name"] * 2
+    assert main(["serve", "owner/name", "--model", "other"]) == 2
+    assert "The model is owner/name, and --model is other" in capsys.readouterr().err
+
+
+def test_config_check_shows_what_results(capsys, monkeypatch):
+    monkeypatch.setenv("MLX_SERVE_SERVER_PORT", "9001")
+    assert main(["config", "check", "--api-key", "sesame", "--max-num-seqs", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "port = 9001\n" in shown
+    assert "max_num_seqs = 3\n" in shown
+    assert "sesame" not in shown
+
+
+def test_config_check_takes_the_file_as_a_bare_word(capsys, tmp_path):
+    path = tmp_path / "my.toml"
+    path.write_text("[server]\nport = 9003\n")
+    assert main(["config", "check", str(path)]) == 0
+    assert "port = 9003\n" in capsys.readouterr().out
+    assert main(["config", "check", str(path), "--config", "other.toml"]) == 2
+    assert "and --config is other.toml" in capsys.readouterr().err
+
+
+def test_config_check_refuses_what_serve_would(capsys, tmp_path):
+    (tmp_path / "bad.toml").write_text("[server]\nprot = 1\n")
+    assert main(["config", "check", "--config", str(tmp_path / "bad.toml")]) == 2
+    assert "did you mean port?" in capsys.readouterr().err
+
+
+def test_config_default_prints_the_file(capsys):
+    assert main(["config", "default"]) == 0
+    assert capsys.readouterr().out == (ROOT / "configs" / "default.toml").read_text()
+
+
+def test_pull_prints_the_folder_alone(monkeypatch, capsys, tmp_path):
+    from mlx_server.cli import pull
+
+    monkeypatch.setattr(pull, "resolve_model", lambda name: tmp_path / name)
+    assert main(["pull"]) == 0
+    assert main(["pull", "other"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'smollm2'}\n{tmp_path / 'other'}\n"
+
+
+def test_doctor_tells_what_is_there(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path))
+    (config.home() / "models" / "mine").mkdir(parents=True)
+    (config.home() / "models" / "mine" / "config.json").touch()
+    (config.home() / "models" / "mine" / "model.safetensors").write_bytes(bytes(10_000_000))
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    topics = [line.split()[0] for line in shown.splitlines() if not line.startswith(" ")]
+    assert topics == ["system", "memory", "python", "mlx", "compiler", "attention", "port", "admins", "models"]
+    assert "open to every program on this machine, until there is a key." in shown
+    assert "GFLOP/s" in shown
+    assert "reference: yes" in shown
+    assert "mine: 0.01 GB" in shown
+
+
+@pytest.mark.parametrize(("wire", "words"), [("off", "memory is not wired: "), ("on", "memory is wired (--")])
+def test_doctor_tells_on_a_mac_whether_memory_is_wired(capsys, monkeypatch, wire, words):
+    import mlx.core as mx
+
+    assert main(["doctor"]) == 0
+    assert "wired" not in capsys.readouterr().out or mx.metal.is_available()
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setenv("MLX_SERVE_MEMORY_WIRE_MEMORY", wire)
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert words in shown
+    assert "kernel panics" in shown
+
+
+def test_doctor_tells_when_the_port_is_taken(capsys, monkeypatch):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MLX_SERVE_SERVER_PORT", str(taken.getsockname()[1]))
+        assert main(["doctor"]) == 0
+    assert "cannot be listened on: Address already in use" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "words"),
+    [(["bogus"], 2, "unknown command bogus"), (["pull", "bogus"], 1, "There is no model bogus")],
+)
+def test_the_module_is_the_command_and_says_one_line(argv, status, words):
+    command = [sys.executable, "-m", "mlx_server", *argv]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == status
+    assert ended.stderr.startswith(f"mlx-serve: error: {words}")
+    assert ended.stderr.count("\n") == 1
+    assert ended.stdout == ""
+
+
+def test_help_does_not_load_mlx():
+    script = "import sys; from mlx_server.cli.main import main; main([]); assert 'mlx.core' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, timeout=60)
+
+
+def test_the_library_is_imported_without_a_word():
+    script = "from mlx_server import LLM, SamplingParams"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == (b"", b"")
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    script = "from mlx_server.cli.main import main; import sys; sys.exit(main(['config', 'default']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (cli.EXIT_BROKEN_PIPE, "")

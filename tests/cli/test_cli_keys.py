@@ -1,0 +1,149 @@
+"""`mlx-serve keys` from the outside, and what `mlx-serve serve` says of keys on its command line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from mlx_server.api.auth.key_file import KeyFile, Usage, parse_key
+from mlx_server.cli.main import main
+
+TIERS = '[server]\napi_key_tier = "gold"\n[tiers.gold]\n[tiers.free]\n'
+
+
+class Keys:
+    """Runs `mlx-serve keys` with a file and tiers of its own."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.path = folder / "deep" / "keys.sqlite"
+        self._config = folder / "tiers.toml"
+        self._config.write_text(TIERS)
+        self._capsys = capsys
+        self.errors = ""
+
+    def run(self, command: str, *arguments: str, status: int = 0) -> str:
+        argv = ["keys", command, *arguments, "--config", str(self._config), "--key-file", str(self.path)]
+        assert main(argv) == status
+        out, self.errors = self._capsys.readouterr()
+        return out
+
+    def create(self, *arguments: str) -> str:
+        return self.run("create", *arguments).strip()
+
+
+@pytest.fixture
+def keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Keys:
+    return Keys(tmp_path, capsys)
+
+
+def matches(keys: Keys, text: str) -> bool:
+    key = parse_key(text)
+    assert key is not None
+    with KeyFile(keys.path) as file:
+        secret = file.secret(key.key_id)
+    return secret is not None and secret.matches(key.secret) and not secret.is_revoked
+
+
+def id_of(text: str) -> str:
+    return text.split("_")[1]
+
+
+def test_a_key_is_printed_once_and_alone(keys):
+    text = keys.create("--tier", "free", "--label", "Ada's laptop")
+    assert matches(keys, text)
+    assert keys.errors == (f"Key {id_of(text)} of the tier free. It is shown only now, and kept nowhere: store it.\n")
+    listed = keys.run("list")
+    assert text not in listed
+    assert text.split("_")[2] not in listed
+
+
+def test_keys_are_of_the_tier_of_the_shared_one_unless_told(keys):
+    assert json.loads(keys.run("list", "--json") if keys.create() else "")[0]["tier"] == "gold"
+
+
+def test_a_tier_that_is_not_declared_makes_no_key_and_no_file(keys):
+    assert keys.run("create", "--tier", "fre", status=2) == ""
+    assert keys.errors == (
+        "mlx-serve: error: --tier: fre is no tier of the configuration (--config FILE); did you mean free?\n"
+    )
+    assert not keys.path.exists()
+
+
+def test_the_list_is_a_table(keys):
+    first, second = keys.create("--label", "one"), keys.create("--tier", "free")
+    keys.run("revoke", id_of(second))
+    header, *rows = keys.run("list").splitlines()
+    assert header.split() == ["id", "tier", "created", "last", "used", "requests", "prompt", "output", "label"]
+    assert [row.split()[:2] for row in rows] == [[id_of(first), "gold"], [id_of(second), "free"]]
+    assert [row.split()[3:] for row in rows] == [["never", "0", "0", "0", "one"], ["never", "0", "0", "0", "REVOKED"]]
+    assert all(len(line) <= 80 for line in (header, *rows))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(5, "just now"), (300, "5 min ago"), (7500, "2 h ago"), (200_000, "2 d ago")]
+)
+def test_the_list_tells_how_long_ago_a_key_was_used(keys, seconds, shown):
+    key_id = id_of(keys.create())
+    with KeyFile(keys.path) as file:
+        file.add_usage({key_id: Usage(last_used_s=time.time() - seconds, num_requests=1)})
+    assert f"  {shown}  " in keys.run("list")
+
+
+def test_revoking_and_rotating(keys):
+    first, second = keys.create(), keys.create()
+    assert keys.run("revoke", id_of(first)) == f"The key {id_of(first)} is refused from now on.\n"
+    rotated = keys.run("rotate", id_of(second)).strip()
+    assert id_of(rotated) == id_of(second)
+    assert [matches(keys, text) for text in (first, second, rotated)] == [False, False, True]
+    keys.run("rotate", id_of(first), status=1)
+    assert "revoked for good" in keys.errors
+
+
+@pytest.mark.parametrize("command", ["revoke", "rotate"])
+def test_an_id_that_is_unknown_is_told(keys, command):
+    keys.create()
+    keys.run(command, "0123", status=1)
+    assert keys.errors == "mlx-serve: error: There is no key with the id 0123; `mlx-serve keys list` shows all.\n"
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("revoke", "x"), ("rotate", "x")])
+def test_without_a_file_the_first_step_is_named(keys, arguments):
+    keys.run(*arguments, status=1)
+    assert "There are no keys yet" in keys.errors
+    assert "`mlx-serve keys create` makes one" in keys.errors
+    assert not keys.path.exists()
+
+
+def test_a_file_that_cannot_be_made_is_told(keys):
+    keys.path.parent.write_text("a file where a folder should be")
+    keys.run("create", status=1)
+    assert "cannot be changed" in keys.errors
+
+
+def test_the_file_is_at_home_unless_it_is_set(monkeypatch, tmp_path, capsys):
+    assert main(["keys", "create"]) == 0
+    assert (tmp_path / "home" / "keys.sqlite").exists()
+    monkeypatch.setenv("MLX_SERVE_SERVER_KEY_FILE", str(tmp_path / "other.sqlite"))
+    assert main(["keys", "create"]) == 0
+    assert (tmp_path / "other.sqlite").exists()
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_key"])
+def test_a_key_on_the_command_line_is_warned_of_and_one_in_the_environment_is_not(monkeypatch, capsys, name):
+    served = []
+    monkeypatch.setattr("mlx_server.api.server.serve", lambda config, listener: served.append(config) or 0)
+    monkeypatch.setattr("mlx_server.cli.serve.listen", lambda server: contextlib.nullcontext())
+    monkeypatch.setattr("mlx_server.cli.serve.forgive_lost_streams", lambda: None)
+    flag = "--" + name.replace("_", "-")
+    assert main(["serve", flag, "sesame"]) == 0
+    warning = capsys.readouterr().err
+    assert f"can read {flag} in the list of processes; use {flag}-file or MLX_SERVE_SERVER_{name.upper()}" in warning
+    assert "sesame" not in warning
+    monkeypatch.setenv(f"MLX_SERVE_SERVER_{name.upper()}", "sesame")
+    assert main(["serve"]) == 0
+    assert capsys.readouterr().err == ""
+    assert [getattr(config.server, name) for config in served] == ["sesame", "sesame"]

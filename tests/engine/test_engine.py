@@ -1,0 +1,624 @@
+"""The engine's promises: every request gets an end, every block comes back, whatever clients do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_server.bench.random_folder import word_tokenizer
+from mlx_server.config import CacheConfig, Config, ModelConfig, ObservabilityConfig, SchedulerConfig
+from mlx_server.engine.engine import AsyncEngine, EngineState, Surroundings
+from mlx_server.engine.grammar.spec import parse_structured
+from mlx_server.engine.request_stream import GenerationRequest, RequestStream
+from mlx_server.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    QueueFullError,
+    QueueTimeoutError,
+    QuotaExceededError,
+    ServeError,
+    UnsupportedError,
+)
+from mlx_server.observability.engine_metrics import EngineMetrics
+from mlx_server.observability.tracing import Tracing
+from mlx_server.outputs import CompletionDelta
+from mlx_server.request import FinishReason, Priority
+from mlx_server.runtime.executor import MLXThread
+from mlx_server.runtime.model_runner import LaunchedStep, ModelRunner
+from mlx_server.sampling_params import (
+    MAX_REPETITION_PENALTY,
+    MAX_TOP_K,
+    MIN_REPETITION_PENALTY,
+    SamplingParams,
+)
+from mlx_server.tiers import Tier
+from tests.engine_worlds import answers, greedy, make_folder, make_llm, plain_greedy, random_prompts
+from tests.tiny_models import VOCAB_SIZE, save_model_folder, tiny_model
+
+MAX_MODEL_LEN = 256
+
+
+@asynccontextmanager
+async def engine_of(
+    folder: Path,
+    *tiers: Tier,
+    metrics: EngineMetrics | None = None,
+    tracing: Tracing | None = None,
+    adapter: str | None = None,
+    observability: ObservabilityConfig | None = None,
+    **scheduler: Any,
+) -> AsyncIterator[AsyncEngine]:
+    config = Config(
+        model=ModelConfig(model=str(folder), served_model_name="tiny", max_model_len=MAX_MODEL_LEN, adapter=adapter),
+        cache=CacheConfig(num_kv_blocks=32),
+        scheduler=SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 64, **scheduler}),
+        tiers={tier.name: tier for tier in tiers},
+        observability=observability or ObservabilityConfig(),
+    )
+    thread = MLXThread()
+    engine = AsyncEngine(config, Surroundings(thread), metrics=metrics, tracing=tracing)
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.stop()
+        thread.stop()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("tiny"))
+
+
+def ask(
+    request_id: str, prompt: list[int] | None = None, sampling: SamplingParams | None = None, **more: Any
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id, prompt_token_ids=prompt or [1, 2, 3], sampling=sampling or greedy(8), **more
+    )
+
+
+async def read(stream: RequestStream) -> list[CompletionDelta]:
+    return [delta async for delta in stream]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - what is waited for is no event of ours
+            await asyncio.sleep(0.001)
+
+
+def is_empty(engine: AsyncEngine) -> bool:
+    stats = engine.stats()
+    return (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
+
+
+async def test_a_stream_carries_tokens_text_counts_and_one_end(folder):
+    async with engine_of(folder) as engine:
+        prompt = engine.tokenizer.encode("Hello")
+        deltas = await read(engine.submit(ask("a", prompt, greedy(5))))
+        text = engine.tokenizer.decode([token_id for delta in deltas for token_id in delta.token_ids])
+    assert [len(delta.token_ids) for delta in deltas] == [1] * 5
+    assert [delta.num_output_tokens for delta in deltas] == [1, 2, 3, 4, 5]
+    assert {delta.num_prompt_tokens for delta in deltas} == {5}
+    assert [delta.finish_reason for delta in deltas] == [None] * 4 + [FinishReason.LENGTH]
+    timings = deltas[-1].timings
+    assert timings.arrival_s <= timings.first_scheduled_s <= timings.first_token_s <= timings.finished_s
+    assert "".join(delta.text for delta in deltas) == text
+
+
+async def test_output_does_not_depend_on_who_else_is_in_the_batch(folder):
+    sampling = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True)
+    async with engine_of(folder) as engine:
+        alone = await read(engine.submit(ask("alone", sampling=sampling)))
+        strangers = [
+            ask(f"s{i}", prompt, SamplingParams(max_tokens=15, temperature=0.5 + i / 10, top_k=i, ignore_eos=True))
+            for i, prompt in enumerate(random_prompts(range(5, 20)))
+        ]
+        streams = [engine.submit(request) for request in [*strangers, ask("again", sampling=sampling)]]
+        together = (await asyncio.gather(*map(read, streams)))[-1]
+    assert [delta.token_ids for delta in together] == [delta.token_ids for delta in alone]
+
+
+async def test_a_stop_string_across_tokens_ends_the_request_and_is_not_shown(folder):
+    async with engine_of(folder) as engine:
+        free = await read(engine.submit(ask("free", sampling=greedy(12))))
+        text = "".join(delta.text for delta in free)
+        stop = text[3:6]
+        end = text.index(stop)
+        for include in (False, True):
+            sampling = greedy(12, stop=(stop,), include_stop_str_in_output=include)
+            deltas = await read(engine.submit(ask(f"stopped {include}", sampling=sampling)))
+            assert "".join(delta.text for delta in deltas) == text[: end + len(stop) * include]
+            assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, stop)
+        await until(lambda: is_empty(engine))
+
+
+async def test_a_stop_token_ends_the_request_and_its_text_is_hidden(folder):
+    async with engine_of(folder) as engine:
+        free = await read(engine.submit(ask("free", sampling=greedy(6))))
+        token_id = free[2].token_ids[0]
+        first = next(i for i, delta in enumerate(free) if delta.token_ids[0] == token_id)
+        deltas = await read(engine.submit(ask("stopped", sampling=greedy(6, stop_token_ids=(token_id,)))))
+    assert len(deltas) == first + 1
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, token_id)
+    assert "".join(delta.text for delta in deltas) == "".join(delta.text for delta in free[:first])
+
+
+async def test_min_tokens_holds_off_eos_and_stop_strings(folder):
+    async with engine_of(folder) as engine:
+        eos = next(iter(engine.tokenizer.eos_token_ids))
+        wants_eos = {"max_tokens": 6, "temperature": 0.0, "logit_bias": {eos: 100.0}}
+        at_once = await read(engine.submit(ask("a", sampling=SamplingParams(**wants_eos))))
+        later = await read(engine.submit(ask("b", sampling=SamplingParams(min_tokens=3, **wants_eos))))
+    assert [delta.num_output_tokens for delta in at_once] == [1]
+    assert at_once[-1].finish_reason is FinishReason.STOP
+    assert later[-1].num_output_tokens == 4
+
+
+async def test_aborting_gives_back_blocks_wherever_the_request_stands(folder):
+    async with engine_of(folder, max_num_seqs=2, max_num_batched_tokens=32) as engine:
+        long_prompt = random_prompts((200,))[0]
+        streams = [engine.submit(ask(f"r{i}", long_prompt[i:], greedy(50))) for i in range(5)]
+        await until(lambda: engine.stats().num_running == 2)
+        assert engine.stats().num_waiting == 3
+        for stream in reversed(streams):  # the waiting ones first, then those in their prompts
+            stream.abort()
+            stream.abort()
+            assert (await read(stream))[-1].finish_reason is FinishReason.ABORT
+        await until(lambda: is_empty(engine))
+        decoding = engine.submit(ask("d", sampling=greedy(200)))
+        await anext(decoding)
+        await decoding.aclose()
+        await until(lambda: is_empty(engine))
+        engine.scheduler.check_integrity()
+
+
+async def test_a_thousand_requests_with_random_aborts_leak_nothing(folder):
+    rng = random.Random(0)
+    async with engine_of(folder, max_num_seqs=8, max_num_batched_tokens=256, max_num_waiting=2000) as engine:
+
+        async def one(number: int) -> FinishReason | None:
+            prompt = random_prompts((rng.randrange(1, 60),), seed=number % 50)[0]
+            stream = engine.submit(
+                ask(f"r{number}", prompt, greedy(rng.randrange(1, 12)), priority=rng.choice(list(Priority)))
+            )
+            patience = rng.randrange(0, 12)
+            seen = 0
+            async for delta in stream:
+                seen += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    return delta.finish_reason
+                if seen >= patience and rng.random() < 0.3:
+                    stream.abort()
+            return None
+
+        reasons = await asyncio.gather(*(one(number) for number in range(1000)))
+        await until(lambda: is_empty(engine))
+        engine.scheduler.check_integrity()
+        assert engine.stats().num_model_calls == engine.stats().num_steps
+    assert set(reasons) == {FinishReason.LENGTH, FinishReason.ABORT}
+
+
+async def test_sixteen_cold_requests_compute_their_shared_prefix_once(folder):
+    head = random_prompts((160,))[0]
+    prompts = [head + tail for tail in random_prompts([20] * 16, seed=3)]
+    async with engine_of(folder, max_num_seqs=16) as engine:
+        streams = [engine.submit(ask(f"r{i}", prompt, greedy(2))) for i, prompt in enumerate(prompts)]
+        done = await asyncio.gather(*map(read, streams))
+        stats = engine.stats()
+    assert stats.num_prompt_tokens_computed == 160 + 16 * 20
+    assert [deltas[-1].num_cached_tokens for deltas in done] == [0] + [160] * 15
+    assert stats.num_prefix_hit_tokens == 15 * 160
+    assert stats.num_prefix_query_tokens == 16 * 180
+
+
+async def test_block_y_after_b_is_not_block_y_after_a(folder):
+    a, b, y = (random_prompts((32,), seed=seed)[0] for seed in range(3))
+    async with engine_of(folder) as engine:
+        cold = [delta.token_ids for delta in await read(engine.submit(ask("cold", [*b, *y, 1])))]
+        assert engine.reset_prefix_cache()
+        await read(engine.submit(ask("ay", [*a, *y, 1])))
+        warm = await read(engine.submit(ask("by", [*b, *y, 1])))
+    assert warm[0].num_cached_tokens == 0
+    assert [delta.token_ids for delta in warm] == cold
+
+
+async def test_salted_prefixes_are_not_shared(folder):
+    prompt = random_prompts((70,))[0]
+    async with engine_of(folder) as engine:
+        await read(engine.submit(ask("a", prompt, extra_keys=("salt",))))
+        other = await read(engine.submit(ask("b", prompt)))
+        same = await read(engine.submit(ask("c", prompt, extra_keys=("salt",))))
+    assert (other[0].num_cached_tokens, same[0].num_cached_tokens) == (0, 64)
+
+
+async def test_logprobs_of_output_and_prompt(folder):
+    prompt = random_prompts((40,))[0]
+    async with engine_of(folder, max_num_batched_tokens=16, max_num_seqs=2) as engine:
+        await read(engine.submit(ask("warms the cache", prompt)))
+        deltas = await read(engine.submit(ask("a", prompt, greedy(3, logprobs=2, prompt_logprobs=1))))
+    assert len(deltas[0].prompt_logprobs) == 39
+    assert [position.token.token_id for position in deltas[0].prompt_logprobs] == prompt[1:]
+    assert all(len(position.top) == 1 for position in deltas[0].prompt_logprobs)
+    for delta in deltas:
+        (position,) = delta.logprobs
+        assert position.token.token_id == position.top[0].token_id == delta.token_ids[0]
+        assert (position.token.rank, len(position.top)) == (1, 2)
+    assert deltas[0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "words"),
+    [
+        (ask("x", [1] * MAX_MODEL_LEN), ContextLengthError, f"{MAX_MODEL_LEN} tokens"),
+        (ask("x", [1, VOCAB_SIZE]), InvalidRequestError, f"token id {VOCAB_SIZE}"),
+        (ask("x", [-1]), InvalidRequestError, "token id -1"),
+        (ask("x", sampling=greedy(1, logit_bias={VOCAB_SIZE: 1.0})), InvalidRequestError, "logit_bias"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_with_the_numbers(folder, request_, kind, words):
+    async with engine_of(folder) as engine:
+        with pytest.raises(kind, match=words):
+            engine.submit(request_)
+        with pytest.raises(InvalidRequestError, match="no tokens"):
+            engine.submit(GenerationRequest(request_id="e", prompt_token_ids=[], sampling=greedy(1)))
+        assert is_empty(engine)
+
+
+async def test_output_ends_where_the_context_does(folder):
+    async with engine_of(folder) as engine:
+        prompt = random_prompts((MAX_MODEL_LEN - 3,))[0]
+        for max_tokens in (None, 100, MAX_MODEL_LEN + 1, 2**70):
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            deltas = await read(engine.submit(ask(f"{max_tokens}", prompt, sampling)))
+            assert (deltas[-1].num_output_tokens, deltas[-1].finish_reason) == (3, FinishReason.LENGTH)
+
+
+async def test_a_better_tier_finds_a_place_in_a_full_queue(folder):
+    async with engine_of(folder, max_num_seqs=1, max_num_waiting=2) as engine:
+        running = engine.submit(ask("running", sampling=greedy(250)))
+        await running.wait_for_output()
+        stays, goes = (engine.submit(ask(name, priority=Priority.LOW)) for name in ("stays", "goes"))
+        better = engine.submit(ask("better", priority=Priority.HIGH))
+        with pytest.raises(QueueFullError, match="a request of a better tier has taken this one's place"):
+            await read(goes)
+        with pytest.raises(QueueFullError, match="2 requests wait already"):
+            engine.submit(ask("late", priority=Priority.LOW))
+        assert engine.metrics.rejected == {("low", "displaced"): 1, ("low", "max_num_queued_reqs"): 1}
+        running.abort()
+        for stream in (better, stays):
+            assert (await read(stream))[-1].finish_reason is not None
+        await until(lambda: is_empty(engine))
+
+
+async def test_a_full_queue_and_a_long_wait_are_refused(folder):
+    async with engine_of(folder, max_num_seqs=1, max_num_waiting=2, queue_timeout_s=0.05) as engine:
+        running = engine.submit(ask("running", sampling=greedy(250)))
+        await running.wait_for_output()
+        assert (await anext(running)).num_output_tokens == 1
+        waiting = [engine.submit(ask(f"w{i}")) for i in range(2)]
+        with pytest.raises(QueueFullError, match="2 requests wait already; the limit is 2"):
+            engine.submit(ask("too many"))
+        with pytest.raises(QueueTimeoutError, match=r"the limit is 0\.05 s"):
+            await waiting[0].wait_for_output()
+        with pytest.raises(QueueTimeoutError, match=r"the limit is 0\.05 s"):
+            await read(waiting[1])
+        with pytest.raises(ContextLengthError):
+            engine.submit(ask("too long", [1] * MAX_MODEL_LEN, tier="gold"))
+        assert engine.metrics.rejected == {
+            ("normal", "max_num_queued_reqs"): 1,
+            ("normal", "queue_timeout"): 2,
+            ("gold", "context_length"): 1,
+        }
+        running.abort()
+        await until(lambda: is_empty(engine))
+
+
+async def test_draining_finishes_open_streams_and_refuses_new_ones(folder):
+    async with engine_of(folder) as engine:
+        stream = engine.submit(ask("a", sampling=greedy(30)))
+        stopping = asyncio.create_task(engine.stop(drain_timeout_s=30))
+        await asyncio.sleep(0)
+        assert engine.state is EngineState.DRAINING
+        with pytest.raises(OverloadedError, match="draining"):
+            engine.submit(ask("b"))
+        assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
+        await stopping
+        assert engine.state is EngineState.STOPPED
+
+
+async def test_streams_that_outlast_the_drain_end_with_an_error(folder):
+    async with engine_of(folder) as engine:
+        streams = [engine.submit(ask(name, sampling=greedy(250))) for name in "ab"]
+        await streams[0].wait_for_output()
+        await engine.stop(drain_timeout_s=0.0)
+        errors = await asyncio.gather(*map(read, streams), return_exceptions=True)
+        assert all(isinstance(error, OverloadedError) and "shut down" in str(error) for error in errors)
+        assert errors[0] is not errors[1]
+
+
+async def test_a_failed_step_fails_every_request_and_kills_the_engine(folder, monkeypatch):
+    async with engine_of(folder, max_num_seqs=2) as engine:
+        streams = [engine.submit(ask(f"r{i}", sampling=greedy(100))) for i in range(4)]
+        await anext(streams[0])
+
+        def explode(self: ModelRunner, step: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(ModelRunner, "launch", explode)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="out of memory"):
+                await read(stream)
+        assert (engine.state, engine.error) == (EngineState.DEAD, "RuntimeError: out of memory")
+        with pytest.raises(EngineDeadError):
+            engine.submit(ask("late"))
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+async def test_a_request_id_in_use_is_refused(folder):
+    async with engine_of(folder) as engine:
+        stream = engine.submit(ask("a", sampling=greedy(200)))
+        with pytest.raises(InvalidRequestError, match="in use"):
+            engine.submit(ask("a"))
+        stream.abort()
+        await read(engine.submit(ask("a", sampling=greedy(1))))
+
+
+async def test_settings_that_contradict_each_other_are_refused(folder):
+    with pytest.raises(ConfigError, match="at least --max-num-seqs"):
+        async with engine_of(folder, max_num_seqs=65):
+            raise AssertionError("never started")
+
+
+async def test_an_engine_stops_the_thread_that_is_its_own(folder):
+    settings = ModelConfig(model=str(folder), max_model_len=MAX_MODEL_LEN)
+    engine = AsyncEngine(Config(model=settings, cache=CacheConfig(num_kv_blocks=16)))
+    await engine.start()
+    assert "mlx" in {thread.name for thread in threading.enumerate()}
+    await engine.stop()
+    await engine.stop()
+    assert "mlx" not in {thread.name for thread in threading.enumerate()}
+
+
+class _Forces:
+    """A grammar that lets the first token be anything, then forces two given ones, and so on."""
+
+    def __init__(self, forced: list[int]) -> None:
+        self._forced = forced
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+    def forced_tokens(self) -> list[int]:
+        return self._forced
+
+    def bitmask(self) -> bytes | None:
+        return None
+
+    def is_terminated(self) -> bool:
+        return False
+
+    error: str | None = None
+
+
+async def test_forced_tokens_cost_no_model_call_and_count_for_penalties(folder):
+    """Of four allowed tokens, the repetition penalty rules out those already seen, forced ones included."""
+    sampling = SamplingParams(
+        max_tokens=4,
+        temperature=0.0,
+        allowed_token_ids=(5, 6, 7, 8),
+        logit_bias={5: 100.0, 6: 75.0, 7: 50.0, 8: 25.0},
+        repetition_penalty=1000.0,
+        ignore_eos=True,
+    )
+    async with engine_of(folder) as engine:
+        free = [delta.token_ids[0] for delta in await read(engine.submit(ask("free", sampling=sampling)))]
+        assert free == [5, 6, 7, 8]
+        calls = engine.stats().num_model_calls
+        forced = await read(engine.submit(ask("forced", sampling=sampling, constraint=_Forces([6, 7]))))
+        num_calls = engine.stats().num_model_calls - calls
+    assert [delta.token_ids for delta in forced] == [(5, 6, 7), (8,)]
+    assert num_calls == 2
+
+
+class _Panic(BaseException):
+    """What a native library raises when it has broken down."""
+
+
+class _Breaks(_Forces):
+    """A grammar that breaks down when it is asked one of its questions for the third time."""
+
+    def __init__(self, question: str) -> None:
+        super().__init__([])
+        self._question, self._num_asked = question, 0
+
+    def _asked(self, question: str) -> None:
+        self._num_asked += question == self._question
+        if self._num_asked == 3:
+            raise _Panic("assertion failed")
+
+    def accept(self, token_id: int) -> bool:
+        self._asked("accept")
+        return True
+
+    def forced_tokens(self) -> list[int]:
+        self._asked("forced_tokens")
+        return []
+
+    def bitmask(self) -> bytes | None:
+        self._asked("bitmask")
+        return None
+
+    def is_terminated(self) -> bool:
+        self._asked("is_terminated")
+        return False
+
+
+async def test_a_grammar_that_is_too_complex_is_the_request_s_own_fault(folder):
+    """Which shows only when its output is followed: here three items more than llguidance can hold."""
+    async with engine_of(folder) as engine:
+        spec = parse_structured({"guided_grammar": "start: " + " | ".join(f'"a{n}"' for n in range(2003))})
+        assert spec is not None
+        constraint = engine.grammars.compile(spec).start()
+        stream = engine.submit(ask("a", sampling=greedy(20), constraint=constraint))
+        with pytest.raises(InvalidRequestError, match="cannot be followed beyond 0 tokens of output: Parser Error"):
+            await read(stream)
+
+
+@pytest.mark.parametrize("question", ["accept", "forced_tokens", "bitmask", "is_terminated"])
+async def test_a_grammar_that_breaks_down_ends_only_its_own_request(folder, question, caplog):
+    sampling = SamplingParams(max_tokens=20, stop_token_ids=(0,), seed=1)
+    async with engine_of(folder) as engine:
+        good = engine.submit(ask("good", sampling=greedy(20)))
+        bad = engine.submit(ask("bad", sampling=sampling, constraint=_Breaks(question)))
+        with pytest.raises(ServeError, match="does not fit the request's grammar"):
+            await read(bad)
+        assert (await read(good))[-1].num_output_tokens == 20
+        assert engine.state is EngineState.READY
+        assert engine.metrics.finished == {FinishReason.ERROR: 1, FinishReason.LENGTH: 1}
+    assert "The grammar of bad has failed" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, _Panic])
+async def test_a_scheduler_that_breaks_leaves_no_stream_hanging(folder, kind, monkeypatch):
+    async with engine_of(folder) as engine:
+        stream = engine.submit(ask("a", sampling=greedy(200)))
+        await anext(stream)
+
+        def explode(now: float) -> None:
+            raise kind("broken")
+
+        monkeypatch.setattr(engine.scheduler, "schedule", explode)
+        with pytest.raises(EngineDeadError, match="broken"):
+            await read(stream)
+        assert engine.state is EngineState.DEAD
+
+
+async def test_one_output_that_cannot_be_shown_ends_only_its_request(folder, monkeypatch, caplog):
+    async with engine_of(folder) as engine:
+        bad, good = (engine.submit(ask(name, sampling=greedy(20))) for name in ("bad", "good"))
+        await anext(bad)
+
+        def explode(*args: Any) -> None:
+            raise ValueError("no such token")
+
+        monkeypatch.setattr(bad._text, "append", explode)
+        with pytest.raises(ServeError, match="no such token"):
+            await read(bad)
+        assert (await read(good))[-1].num_output_tokens == 20
+        await until(lambda: is_empty(engine))
+        assert engine.state is EngineState.READY
+        assert engine.metrics.finished == {FinishReason.ERROR: 1, FinishReason.LENGTH: 1}
+
+
+async def test_figures_that_fail_end_nobody_s_request(folder, monkeypatch, caplog):
+    async with engine_of(folder, max_num_seqs=1, queue_timeout_s=0.05) as engine:
+
+        def explode(*args: Any) -> None:
+            raise ValueError("no such tier")
+
+        monkeypatch.setattr(engine.metrics, "on_finished", explode)
+        monkeypatch.setattr(engine.metrics, "on_rejected", explode)
+        streams = [engine.submit(ask(name, sampling=greedy(250))) for name in ("first", "late")]
+        with pytest.raises(QueueTimeoutError):
+            await read(streams[1])
+        assert (await read(streams[0]))[-1].num_output_tokens == 250
+        await until(lambda: is_empty(engine))
+        assert engine.state is EngineState.READY
+        assert engine.num_streams == 0
+    told = [record.getMessage() for record in caplog.records if record.exc_info]
+    assert sorted(told) == [f"What {name} took is not counted" for name in ("first", "late")]
+
+
+async def test_a_stopped_engine_holds_nothing(folder):
+    async with engine_of(folder) as engine:
+        await read(engine.submit(ask("a")))
+        await engine.stop()
+        assert (engine.stats().num_blocks, engine.stats().weight_bytes) == (0, 0)
+        with pytest.raises(OverloadedError, match="not loaded"):
+            _ = engine.scheduler
+
+
+async def test_a_tokenizer_that_grammars_cannot_use_is_served_without_them(tmp_path, caplog):
+    model, config = tiny_model("llama")
+    folder = save_model_folder(model, dict(config), tmp_path / "words", word_tokenizer(VOCAB_SIZE))
+    async with engine_of(folder) as engine:
+        deltas = await read(engine.submit(ask("a", sampling=greedy(3))))
+        with pytest.raises(UnsupportedError):
+            engine.grammars.warm_up()
+    assert "Structured output does not work" in caplog.text
+    assert len("".join(delta.text for delta in deltas).split()) == 3
+
+
+async def test_a_tier_at_its_own_queue_limit_is_refused_and_others_are_not(folder):
+    async with engine_of(folder, Tier(name="free", max_num_waiting=1), max_num_seqs=1) as engine:
+        running = engine.submit(ask("running", sampling=greedy(250)))
+        await anext(running)
+        engine.submit(ask("w", tier="free"))
+        with pytest.raises(QuotaExceededError, match=r"1 requests of tier free wait already; the limit is 1"):
+            engine.submit(ask("x", tier="free"))
+        engine.submit(ask("y"))
+        assert engine.metrics.rejected == {("free", "tier_limit"): 1}
+
+
+EXTREMES: dict[str, tuple[Any, ...]] = {
+    "temperature": (0.0, 1e-6, 1e-5, 1.0, 100.0),
+    "top_p": (1e-300, 0.5, 1 - 2**-53, 1.0),
+    "top_k": (-1, 0, 1, 7, VOCAB_SIZE, MAX_TOP_K),
+    "min_p": (0.0, 1e-300, 1.0),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, 1.0, MAX_REPETITION_PENALTY),
+    "presence_penalty": (-2.0, 0.0, 2.0),
+    "frequency_penalty": (-2.0, 0.0, 2.0),
+    "logit_bias": ({}, dict.fromkeys(range(VOCAB_SIZE), -100.0), {0: 100.0, VOCAB_SIZE - 1: -100.0}),
+    "allowed_token_ids": (None, (0,), (VOCAB_SIZE - 1,) * VOCAB_SIZE),
+    "seed": (None, -(2**63), 0, 2**63 - 1),
+    "min_tokens": (0, 3),
+    "stop_token_ids": ((), (0, 2**70, -5)),
+    "logprobs": (None, 0, 20),
+    "prompt_logprobs": (None, 0, 20),
+    "ignore_eos": (False, True),
+}
+
+
+async def test_no_parameters_break_the_engine(folder):
+    """A step that fails takes all requests and the process with it."""
+    rng = random.Random(5)
+    async with engine_of(folder) as engine:
+        for number in range(60):
+            chosen = {name: rng.choice(values) for name, values in EXTREMES.items()}
+            deltas = await read(engine.submit(ask(f"r{number}", [1, 2, 3], SamplingParams(max_tokens=3, **chosen))))
+            ids = [token_id for delta in deltas for token_id in delta.token_ids]
+            assert all(0 <= token_id < VOCAB_SIZE for token_id in ids), chosen
+            assert chosen["allowed_token_ids"] is None or set(ids) <= set(chosen["allowed_token_ids"]), chosen
+        assert engine.state is EngineState.READY
+
+
+@pytest.mark.parametrize(("backend", "waiter"), [("reference", "mlx-device"), ("cpu", "mlx")])
+def test_who_waits_for_a_step_depends_on_who_computes_it(
+    backend: str, waiter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where MLX computes by itself, a thread of its own waits, and finds the step finished and its tokens right."""
+    waiters: set[str] = set()
+    wait = ModelRunner.wait
+
+    def watched(self: ModelRunner, launched: LaunchedStep) -> None:
+        wait(self, launched)
+        waiters.add(threading.current_thread().name)
+
+    monkeypatch.setattr(ModelRunner, "wait", watched)
+    prompts = random_prompts([9, 40])
+    expected = plain_greedy("llama", prompts, [8, 8])
+    with make_llm("llama", attention_backend=backend) as llm:
+        assert answers(llm, prompts, [8, 8]) == expected
+    assert waiters == {waiter}

@@ -1,0 +1,117 @@
+"""Reasoning that is free, but bounded, before an answer that is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from constraint_worlds import MODEL, WORLD, accepts, ids_of, spec_of, start
+from text_worlds import make_tokenizer
+
+from mlx_server.engine.grammar.constraints import GrammarCompiler
+from mlx_server.engine.grammar.reasoning import ReasoningConstraint
+from mlx_server.engine.text.reasoning import ReasoningMarkers, find_reasoning_markers
+
+THINK = ReasoningMarkers("<think>", "</think>")
+THINK_ID, END_THINK_ID = ids_of("<think>")[0], ids_of("</think>")[0]
+
+
+def thinking(*, is_open: bool, max_tokens: int | None = None, **grammar: Any) -> ReasoningConstraint:
+    answer = start(**grammar) if grammar else None
+    return ReasoningConstraint(WORLD, THINK, WORLD.vocab_size, is_open=is_open, answer=answer, max_tokens=max_tokens)
+
+
+def test_reasoning_is_free_and_the_answer_is_not() -> None:
+    constraint = thinking(is_open=True, choice=["the"])
+    assert constraint.is_reasoning
+    assert constraint.bitmask() is None
+    assert constraint.forced_tokens() == []
+    assert accepts(constraint, "anything at all")
+    assert not constraint.is_terminated()
+    assert accepts(constraint, "</think>")
+    assert not constraint.is_reasoning
+    assert MODEL.allowed_ids(constraint) == {*ids_of("\n"), *ids_of("the")}
+    assert accepts(constraint, "\n")
+    assert not accepts(constraint, "\n")
+    assert constraint.forced_tokens() == ids_of("the")
+    assert constraint.is_terminated()
+    assert MODEL.allowed_ids(constraint) == WORLD.eos_token_ids
+
+
+def test_an_output_may_open_reasoning_or_answer_at_once() -> None:
+    direct = thinking(is_open=False, choice=["the"])
+    assert MODEL.allowed_ids(direct) == {THINK_ID, *ids_of("the")}
+    assert accepts(direct, "the")
+    assert direct.is_terminated()
+    reasoned = thinking(is_open=False, choice=["the"])
+    assert accepts(reasoned, "<think>")
+    assert reasoned.bitmask() is None
+    assert accepts(reasoned, "x</think>the")
+    assert reasoned.is_terminated()
+    assert not accepts(thinking(is_open=False, choice=["the"]), "x")
+
+
+def test_the_end_marker_is_found_in_any_tokenisation() -> None:
+    constraint = thinking(is_open=True, choice=["the"])
+    for character in "x</think>":
+        assert constraint.accept(ids_of(character)[0])
+    assert not constraint.is_reasoning
+    assert not accepts(constraint, "x")
+
+
+def test_a_spent_budget_forces_the_end_marker() -> None:
+    constraint = thinking(is_open=False, max_tokens=3, choice=["the"])
+    assert accepts(constraint, "<think>ab")
+    assert constraint.bitmask() is None
+    assert accepts(constraint, "c")
+    assert MODEL.allowed_ids(constraint) == {END_THINK_ID}
+    assert not accepts(constraint, "d")
+    assert constraint.forced_tokens() == [END_THINK_ID]
+    assert accepts(constraint, "the")
+    assert constraint.is_terminated()
+
+
+def test_a_budget_without_a_grammar_leaves_the_answer_free() -> None:
+    constraint = thinking(is_open=True, max_tokens=0)
+    assert constraint.forced_tokens() == [END_THINK_ID]
+    assert constraint.bitmask() is None
+    assert accepts(constraint, "anything")
+    assert constraint.bitmask() is None
+    assert constraint.forced_tokens() == []
+    assert not constraint.is_terminated()
+    unopened = thinking(is_open=False)
+    assert unopened.bitmask() is None
+    assert accepts(unopened, "no thought")
+
+
+def test_markers_of_several_tokens() -> None:
+    markers = ReasoningMarkers("<think>hm", "</think>so")
+    constraint = ReasoningConstraint(
+        WORLD, markers, WORLD.vocab_size, is_open=False, answer=start(choice=["the"]), max_tokens=2
+    )
+    assert constraint.accept(THINK_ID)
+    assert constraint.is_reasoning
+    assert MODEL.allowed_ids(constraint) == {ids_of("h")[0]}
+    assert not accepts(constraint, "x")
+    assert WORLD.decode(constraint.forced_tokens()) == "hm"
+    assert accepts(constraint, "</think>s")  # the budget ends in the middle of the marker
+    assert WORLD.decode(constraint.forced_tokens()) == "</think>so"
+    assert accepts(constraint, "the")
+
+
+def test_an_answer_with_a_marker_of_its_own_is_reached_through_it() -> None:
+    tokens = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>")
+    tokenizer = make_tokenizer(special=tokens)
+    markers = find_reasoning_markers(tokenizer)
+    assert markers is not None
+    answer = GrammarCompiler(tokenizer).compile(spec_of(choice=["the"])).start()
+    constraint = ReasoningConstraint(tokenizer, markers, tokenizer.vocab_size, is_open=False, answer=answer)
+    written = constraint.forced_tokens()
+    assert constraint.is_reasoning
+    for token_id in tokenizer.encode("hm<|end|><|start|>assistant"):
+        assert constraint.accept(token_id)
+        written.append(token_id)
+    written += constraint.forced_tokens()
+    assert constraint.is_terminated()
+    assert tokenizer.decode(written, skip_special_tokens=False) == (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>the"
+    )

@@ -1,0 +1,411 @@
+"""Calls that a grammar forces, read back by the parser of their format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jsonschema
+import pytest
+from constraint_worlds import RandomModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text_worlds import make_tokenizer
+from tool_worlds import parser_named
+
+from mlx_server.engine.grammar.constraints import GrammarCompiler
+from mlx_server.engine.grammar.reasoning import ReasoningConstraint
+from mlx_server.engine.text.reasoning import ReasoningSplitter, find_reasoning_markers
+from mlx_server.engine.tools.formats import ToolParser
+from mlx_server.engine.tools.grammar import ForcedCalls, force_tool_calls
+from mlx_server.engine.tools.parser import ToolCallExtractor
+from mlx_server.errors import InvalidRequestError
+
+
+def tool(name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": name}
+    return {"type": "function", "function": function if parameters is None else {**function, "parameters": parameters}}
+
+
+TOOLS: list[dict[str, Any]] = [
+    tool(
+        "get_weather",
+        {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 9},
+                "unit": {"type": "string", "enum": ["C", "F", "a<b&c"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                "where": {"$ref": "#/$defs/place", "type": "object"},
+                "is_exact": {"type": "boolean"},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+            "$defs": {
+                "place": {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": False}
+            },
+        },
+    ),
+    tool("now"),
+    tool(
+        "odd",
+        {
+            "properties": {"tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True, "maxItems": 2}},
+            "additionalProperties": False,
+        },
+    ),
+]
+FLAT_TOOLS = [
+    tool("get_weather", {**TOOLS[0]["function"]["parameters"], "required": ["city", "days", "unit", "is_exact"]}),
+    tool("now"),
+]
+"""For a parser that reads neither objects nor arrays: those that must not be given are left out."""
+
+DEEP = tool(
+    "plan",
+    {
+        "type": "object",
+        "properties": {
+            "tree": {"$ref": "#/$defs/node"},
+            "either": {"anyOf": [{"type": "number"}, {"type": "array", "items": {"enum": ["a", 2, True, None]}}]},
+            "free": {"type": "object"},
+            "maybe": {"type": ["null", "string"]},
+            "fixed": {"const": "x"},
+            "any": {},
+        },
+        "required": ["tree", "either", "free", "maybe", "fixed", "any"],
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string"},
+                    "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+                    "is_leaf": {"type": "boolean"},
+                },
+                "required": ["name"],
+            }
+        },
+    },
+)
+
+ENDINGS = (
+    "\n</parameter>\n",
+    "</parameter>\n",
+    "]]></param>",
+    "</param>",
+    "</arg_value>",
+    "</arg_value>\n",
+    "<escape>",
+    '<|"|>',
+    "<|close|>argument<|sep|>",
+)
+"""Of texts, in all formats."""
+
+KIMI_K2 = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|start|>")
+CALL_WORLD = make_tokenizer(
+    added=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    special=("[TOOL_CALLS]", "[ARGS]"),
+)
+WORLDS = {
+    "mistral_list": make_tokenizer(special=("[TOOL_CALLS]",)),
+    "gemma4": make_tokenizer(special=("<|tool_call>", "<tool_call|>", '<|"|>')),
+    "function_gemma": make_tokenizer(special=("<start_function_call>", "<end_function_call>", "<escape>")),
+    "pythonic": make_tokenizer(special=("<|tool_call_start|>", "<|tool_call_end|>")),
+    "kimi_k2": make_tokenizer(special=KIMI_K2),
+    "kimi_k3": make_tokenizer(special=XTML),
+    "harmony": make_tokenizer(special=HARMONY),
+}
+COMPILERS = {name: GrammarCompiler(world) for name, world in (WORLDS | {"": CALL_WORLD}).items()}
+FORMATS = (
+    "json_tools",
+    "mistral",
+    "mistral_list",
+    "qwen3_coder",
+    "glm47",
+    "laguna",
+    "minimax_m2",
+    "minicpm5",
+    "longcat",
+    "kimi_k2",
+    "kimi_k3",
+    "gemma4",
+    "function_gemma",
+    "pythonic",
+    "harmony",
+    "llama3_json",
+    None,
+)
+
+
+def parser_of(name: str | None) -> ToolParser | None:
+    return None if name is None else parser_named("mistral" if name == "mistral_list" else name)
+
+
+def force(name: str | None, tools: list[dict[str, Any]], *, is_parallel: bool = True) -> ForcedCalls:
+    world = WORLDS.get(name or "", CALL_WORLD)
+    return force_tool_calls(world, parser_of(name), tools, is_parallel=is_parallel)
+
+
+def read_calls(parser: ToolParser, tools: list[dict[str, Any]], text: str) -> tuple[str, list[tuple[str, Any]]]:
+    extractor = ToolCallExtractor(parser, tools)
+    outputs = [extractor.append(text), extractor.finish()]
+    calls: dict[int, list[str]] = {}
+    ids = set()
+    for delta in (delta for output in outputs for delta in output.calls):
+        call = calls.setdefault(delta.index, [delta.name or "", ""])
+        call[1] += delta.arguments_fragment
+        ids.add((delta.index, delta.id) if delta.id else (delta.index, None))
+    named = [call_id for _, call_id in ids if call_id is not None]
+    assert len(set(named)) == len(named) == len(calls), "every call has an id of its own"
+    content = "".join(output.content for output in outputs)
+    return content, [(name, json.loads(arguments)) for name, arguments in calls.values()]
+
+
+def written(name: str | None, tools: list[dict[str, Any]], seeds: range, *, is_parallel: bool) -> list[Any]:
+    """The calls of each output that a random model has finished, read back."""
+    world = WORLDS.get(name or "", CALL_WORLD)
+    forced = force(name, tools, is_parallel=is_parallel)
+    grammar = COMPILERS.get(name or "", COMPILERS[""]).compile(forced.spec)
+    model = RandomModel(world, ENDINGS)
+    markers = find_reasoning_markers(world)
+    outputs = []
+    for seed in seeds:
+        ids = model.write(grammar.start(), seed, max_tokens=600)
+        if ids is None:
+            continue
+        text = world.decode(ids, skip_special_tokens=False)
+        if markers is not None:
+            splitter = ReasoningSplitter(markers)
+            split = [splitter.append(text), splitter.finish()]
+            assert not any(part.reasoning for part in split)
+            text = "".join(part.content for part in split)
+        content, calls = read_calls(forced.parser, tools, text)
+        assert content == "", text
+        outputs.append(calls)
+    return outputs
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_forced_calls_are_read_back_by_their_parser(name: str | None, is_parallel: bool) -> None:
+    tools = FLAT_TOOLS if name == "function_gemma" else TOOLS
+    outputs = written(name, tools, range(40), is_parallel=is_parallel)
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {"maxProperties": 0}) for tool in tools}
+    assert len(outputs) >= 15
+    for calls in outputs:
+        for called, arguments in calls:
+            _check_arguments(arguments, schemas[called])
+    num_calls = {len(calls) for calls in outputs}
+    assert num_calls >= {1, 2} if is_parallel and name not in ("harmony", "llama3_json") else num_calls == {1}
+    assert {called for calls in outputs for called, _ in calls} == set(schemas)
+
+
+def _check_arguments(arguments: Any, schema: Mapping[str, Any]) -> None:
+    """Formats without quotes cannot bound the length of a string."""
+    unbounded = json.loads(
+        json.dumps(schema).replace('"maxLength": 9', '"minLength": 0').replace("uniqueItems", "title_")
+    )
+    for name in ("maxItems", "minItems"):
+        unbounded = json.loads(json.dumps(unbounded).replace(f'"{name}"', '"title_"'))
+    jsonschema.validate(arguments, unbounded)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "pythonic"])
+def test_notations_write_every_kind_of_value(name: str) -> None:
+    outputs = written(name, [DEEP], range(80), is_parallel=False)
+    assert len(outputs) >= 40
+    seen = set()
+    for ((called, arguments),) in outputs:
+        assert called == "plan"
+        jsonschema.validate(arguments, DEEP["function"]["parameters"])
+        seen |= {type(arguments["any"]), type(arguments["either"]), type(arguments["maybe"])}
+        seen |= {key for key in ("next",) if key in arguments["tree"]}
+    assert {dict, list, str, type(None), "next"} <= seen
+
+
+def test_a_models_own_format_is_forced() -> None:
+    def first_text(name: str | None) -> str:
+        world = WORLDS.get(name or "", CALL_WORLD)
+        constraint = COMPILERS.get(name or "", COMPILERS[""]).compile(force(name, TOOLS[:1]).spec).start()
+        return world.decode(constraint.forced_tokens(), skip_special_tokens=False)
+
+    assert first_text("json_tools").startswith('<tool_call>\n{"name": "get_weather", "arguments":')
+    assert first_text("mistral").startswith("[TOOL_CALLS]get_weather[ARGS]{")
+    assert first_text("mistral_list").startswith('[TOOL_CALLS] [{"name": "get_weather", "arguments": {')
+    assert first_text("qwen3_coder") == "<tool_call>\n<function=get_weather>\n<parameter=city>\n"
+    assert first_text("glm47") == "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>"
+    assert first_text("minicpm5") == '<function name="get_weather"><param name="city">'
+    assert first_text("kimi_k2") == "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:"
+    assert first_text("kimi_k3").endswith('<|open|>tools<|sep|><|open|>call tool="get_weather" index="')
+    assert first_text("gemma4") == '<|tool_call>call:get_weather{city:<|"|>'
+    assert first_text("function_gemma") == "<start_function_call>call:get_weather{city:<escape>"
+    assert first_text("pythonic") == '<|tool_call_start|>[get_weather(city="'
+    assert first_text("harmony").startswith(
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"
+    )
+    assert first_text("llama3_json").startswith('{"name": "get_weather", "parameters": {')
+    assert first_text(None).startswith("<tool_call>")
+
+
+def test_a_call_behind_reasoning_stands_in_its_own_channel() -> None:
+    """Models with channels write the answer's marker before an answer, but not before a call."""
+    world, forced = WORLDS["harmony"], force("harmony", TOOLS[1:2])
+    markers = find_reasoning_markers(world)
+    assert markers is not None
+    constraint = ReasoningConstraint(
+        world,
+        markers,
+        COMPILERS["harmony"].vocab_size,
+        is_open=False,
+        answer=COMPILERS["harmony"].compile(forced.spec).start(),
+        is_answer_opened=forced.is_opened,
+        max_tokens=2,
+    )
+    ids = constraint.forced_tokens()
+    assert world.decode(ids, skip_special_tokens=False) == "<|channel|>analysis<|message|>"
+    for token_id in world.encode("ab"):
+        assert constraint.accept(token_id)
+        ids.append(token_id)
+    ids += constraint.forced_tokens()
+    assert world.decode(ids, skip_special_tokens=False).startswith(
+        "<|channel|>analysis<|message|>ab<|end|><|start|>assistant"
+        "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "offered", "message", "param"),
+    [
+        ("muse_spark", tool("f"), "cannot be forced", "tool_choice"),
+        ("function_gemma", tool("a-b"), "tools[0].function.name is 'a-b'", "tools[0].function.name"),
+        ("pythonic", tool("a-b"), "tools[0].function.name is 'a-b'", "tools[0].function.name"),
+        ("qwen3_coder", tool("a b"), "tools[0].function.name is 'a b'", "tools[0].function.name"),
+        (
+            "glm47",
+            tool("f", {"properties": {"a b": {}}, "required": ["a b"]}),
+            "requires 'a b'",
+            "tools[0].function.parameters",
+        ),
+        (
+            "function_gemma",
+            tool("f", {"properties": {"a": {"type": "array"}}, "required": ["a"]}),
+            "names or types",
+            "tools[0].function.parameters",
+        ),
+        (
+            "pythonic",
+            tool("f", {"properties": {"from": {"type": "string"}}, "required": ["from"]}),
+            "names or types",
+            "tools[0].function.parameters",
+        ),
+    ],
+)
+def test_what_a_format_cannot_write_is_refused(name: str, offered: dict[str, Any], message: str, param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        force(name, [offered])
+    assert message in caught.value.message
+    assert caught.value.param == param
+    assert "tool_choice to auto" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["gemma4", "pythonic", "qwen3_coder"])
+def test_what_need_not_be_given_and_cannot_be_written_is_left_out(name: str) -> None:
+    offered = tool("f", {"properties": {"a b": {"type": "string"}, "c": {"type": "integer"}}, "required": ["c"]})
+    for calls in written(name, [offered], range(5), is_parallel=False):
+        assert [set(arguments) for _, arguments in calls] == [{"c"}]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "where", "wanted"),
+    [
+        ({"properties": ["a"]}, "properties", "an object of schemas"),
+        ({"properties": {"a": 5}}, "properties.a", "a JSON schema"),
+        ({"required": "a"}, "required", "a list of strings"),
+        ({"required": [5]}, "required", "a list of strings"),
+        ({"properties": {"a": {"type": 5}}}, "properties.a.type", "a string, or a list of strings"),
+        ({"properties": {"a": {"enum": "b"}}}, "properties.a.enum", "a list"),
+        ({"properties": {"a": {"anyOf": {}}}}, "properties.a.anyOf", "a list of schemas"),
+        ({"properties": {"a": {"anyOf": [True, "b"]}}}, "properties.a.anyOf[1]", "a JSON schema"),
+        ({"properties": {"a": {"items": 5}}}, "properties.a.items", "a JSON schema"),
+        ({"$defs": {"a": None}}, "$defs.a", "a JSON schema"),
+    ],
+)
+@pytest.mark.parametrize("name", ["json_tools", "pythonic", "qwen3_coder"])
+def test_parameters_that_are_no_schema_are_refused_with_the_place(
+    name: str, parameters: dict[str, Any], where: str, wanted: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        force(name, [tool("f", parameters)])
+    assert caught.value.param == f"tools[0].function.parameters.{where}"
+    assert f"{where} must be {wanted}" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["json_tools", "pythonic", "qwen3_coder"])
+def test_parameters_without_a_bottom_are_refused(name: str) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(900):
+        deep = {"properties": {"a": deep}, "required": ["a"]}
+    with pytest.raises(InvalidRequestError, match="64 schemas deep"):
+        force(name, [tool("f", deep)])
+
+
+def test_a_chain_of_references_without_a_bottom_is_refused() -> None:
+    chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(2000)}
+    schema = {"properties": {"a": {"$ref": "#/$defs/d0"}}, "required": ["a"], "$defs": chain}
+    with pytest.raises(InvalidRequestError, match="nested too deeply"):
+        force("pythonic", [tool("f", schema)])
+
+
+@pytest.mark.parametrize("name", ["json_tools", "pythonic"])
+def test_null_keywords_count_as_absent(name: str) -> None:
+    """Some clients send null for what they leave out; a constant may be null all the same."""
+    a = {"type": ["integer", "null"], "enum": None, "minimum": None, "anyOf": None}
+    schema = {"properties": {"a": a, "b": {"const": None}}, "required": ["a", "b"], "$defs": None}
+    outputs = written(name, [tool("f", schema)], range(20), is_parallel=False)
+    assert outputs
+    for ((_, arguments),) in outputs:
+        assert isinstance(arguments["a"], int | None)
+        assert arguments["b"] is None
+
+
+def test_a_type_that_may_be_null_is_written_as_what_else_it_may_be() -> None:
+    offered = tool("f", {"properties": {"a": {"type": ["null", "integer"]}}, "required": ["a"]})
+    assert 'argument key=\\"a\\" type=\\"number\\"' in force("kimi_k3", [offered]).spec.source
+
+
+_KEYWORDS = (
+    *("type", "properties", "required", "enum", "const", "anyOf", "oneOf", "items", "$ref", "$defs", "pattern"),
+    *("minimum", "exclusiveMinimum", "exclusiveMaximum", "maxLength", "additionalProperties", "a", "b c", "#/$defs/a"),
+    *("string", "integer", "array", "object"),
+)
+_WORDS = st.sampled_from(_KEYWORDS)
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.just(10**400) | st.floats() | _WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_WORDS, inner, max_size=4),
+    max_leaves=12,
+)
+_CALL = "<tool_call>\n<function=f>\n<parameter=a>\nseveral words\n</parameter>\n</function>\n</tool_call>"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(FORMATS), st.dictionaries(_WORDS, _VALUES, max_size=4))
+def test_whatever_parameters_clients_send_calls_are_forced_or_refused(name: str | None, parameters: Any) -> None:
+    offered = [tool("f", parameters)]
+    refusals: list[InvalidRequestError] = []
+    try:
+        COMPILERS.get(name or "", COMPILERS[""]).compile(force(name, offered).spec)
+    except InvalidRequestError as error:
+        refusals.append(error)
+    assert all((error.param or "").startswith("tools") for error in refusals)
+    content, calls = read_calls(parser_named("qwen3_coder"), offered, _CALL)
+    assert content == ""
+    assert [called for called, _ in calls] == ["f"]

@@ -1,0 +1,331 @@
+"""Tool calls in streamed output, in every model family's format, over every cut of the text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from text_worlds import make_tokenizer
+from tool_worlds import LLAMA_TEMPLATE, parser_named
+
+from mlx_server.engine.text.reasoning import find_dialect, find_reasoning_markers
+from mlx_server.engine.tools.formats import JsonTagParser, ToolParser
+from mlx_server.engine.tools.parser import ToolCallDelta, ToolCallExtractor
+from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.models.tool_parsers import find_chat_renderer, find_tool_parser
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+PARIS = '{"city": "Paris"}'
+WEATHER = ("get_weather", {"city": "Paris"})
+
+
+def extractor(parser: ToolParser | None = None) -> ToolCallExtractor:
+    numbers = itertools.count()
+    return ToolCallExtractor(parser or JsonTagParser(), TOOLS, lambda: f"id{next(numbers)}")
+
+
+def run(pieces: list[str], parser: ToolParser | None = None) -> tuple[str, list[tuple[str, str, str]]]:
+    """Content, and (id, name, arguments) of each call, put together as a client does."""
+    following = extractor(parser)
+    outputs = [*(following.append(piece) for piece in pieces), following.finish()]
+    calls: list[list[str]] = []
+    for delta in (delta for output in outputs for delta in output.calls):
+        if delta.index == len(calls):
+            assert delta.id is not None
+            assert delta.name is not None
+            calls.append([delta.id, delta.name, ""])
+        else:
+            assert (delta.index, delta.id, delta.name) == (len(calls) - 1, None, None)
+        calls[-1][2] += delta.arguments_fragment
+    assert following.has_calls == bool(calls)
+    return "".join(output.content for output in outputs), [(c[0], c[1], c[2]) for c in calls]
+
+
+def parsed(text: str, parser: ToolParser | None = None) -> tuple[str, list[tuple[str, Any]]]:
+    """The same with arguments parsed, checked for the text whole and cut after each character."""
+    content, calls = run([text], parser)
+    assert run(list(text), parser) == (content, calls)
+    return content, [(name, json.loads(arguments)) for _, name, arguments in calls]
+
+
+def test_arguments_stream_as_they_come() -> None:
+    following = extractor()
+    assert following.append("Let me look. <tool").content == "Let me look. "
+    assert following.append('_call>\n{"name": "get_weather", "argu').calls == ()
+    assert following.append('ments": {"ci').calls == (
+        ToolCallDelta(0, "id0", "get_weather", ""),
+        ToolCallDelta(0, None, None, '{"ci'),
+    )
+    assert following.append('ty": "Par').calls == (ToolCallDelta(0, None, None, 'ty": "Par'),)
+    output = following.append('is"}}\n</tool_call>')
+    assert output.calls == (ToolCallDelta(0, None, None, 'is"}'),)
+    assert output.content == ""
+    assert following.finish().calls == ()
+
+
+def tag(body: str) -> str:
+    return f"<tool_call>{body}</tool_call>"
+
+
+def test_parallel_calls_are_numbered_and_white_space_between_them_is_dropped() -> None:
+    first, second = tag('{"name": "a", "arguments": {}}'), tag(f'\n{{"name": "b", "arguments": {PARIS}}}\n')
+    expected = ("", [("id0", "a", "{}"), ("id1", "b", PARIS)])
+    assert run([f"{first}\n\n{second}\n"]) == expected
+    assert run(list(f"{first}\n\n{second}\n")) == expected
+
+
+CALLS: list[tuple[str, list[tuple[str, Any]]]] = [
+    (tag(f'{{"arguments": {PARIS}, "name": "get_weather"}}'), [WEATHER]),
+    (tag(f'{{"name": "get_weather", "parameters": {PARIS}}}'), [WEATHER]),
+    (tag('{"name": "f"}'), [("f", {})]),
+    (tag('{"name": "f", "arguments": "{\\"a\\": 1}"}'), [("f", {"a": 1})]),
+    (tag('{"name": "f\\n\\u00e9", "arguments": {}}'), [("f\né", {})]),
+    (tag('{"name": "f", "arguments": {"a": "</tool_call>{\\""}}'), [("f", {"a": '</tool_call>{"'})]),
+    (tag('{"name": "f", "arguments": {"a": "\\ud83d"}}'), [("f", {"a": "\ud83d"})]),  # streamed as it was spelled
+    (tag('{"id": 7, "name": "f"}'), [("f", {})]),
+    (tag('[{"name": "a"}, {"name": "b"}]'), [("a", {}), ("b", {})]),
+    (tag('{"name": "a", "arguments": {}}\n{"name": "b", "arguments": {}}'), [("a", {}), ("b", {})]),
+    (tag(f'{{"name": "get_weather", "arguments": {PARIS}}}}}'), [WEATHER]),  # a brace too many
+    (tag(f'{{"name": "get_weather", "arguments": {PARIS}'), [WEATHER]),  # one too few
+    (tag(f'{{"name": "get_weather", "arguments": {PARIS}, "id": 7}}'), [WEATHER]),
+    (f'<tool_call>{{"name": "get_weather", "arguments": {PARIS}}}', [WEATHER]),  # the end marker is missing
+    ('<tool_call>{"name": "f"}', [("f", {})]),
+]
+NOT_CALLS = [
+    "no calls <tool_box>",
+    "ends in <tool_",
+    tag("call f(1)") + "!",
+    tag('{"nam": "f"}'),
+    tag('{"name": 3}'),
+    tag('{"name": ""}'),
+    tag('{"name": "\\q", "arguments": {}}'),
+    tag('{"name": "\\ud83d", "arguments": {}}'),
+    tag('{"arguments": {"a": "\\ud83d"}, "name": "f"}'),
+    tag('{"arguments": {"a": NaN}, "name": "f"}'),
+    tag('{"name": "f", "arguments": [1]}'),
+    '<tool_call>{"name": "f", "argum',
+    f"a {tag('')} b",
+    "\n\n",
+]
+JSON_TAG_CASES = [
+    *((text, "", calls) for text, calls in CALLS),
+    *((text, text, []) for text in NOT_CALLS),
+    ("\n\n" + tag('{"name": "f"}') + "\n", "", [("f", {})]),
+    (tag('{"name": "f"}') + " done", " done", [("f", {})]),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), JSON_TAG_CASES)
+def test_json_between_tags(text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    assert parsed(text) == (content, calls)
+
+
+def test_arguments_that_break_off_stay_as_streamed() -> None:
+    content, calls = run(['<tool_call>{"name": "f", "arguments": {"a": "b'])
+    assert (content, calls) == ("", [("id0", "f", '{"a": "b')])
+
+
+@given(st.lists(st.sampled_from(JSON_TAG_CASES), max_size=3), st.lists(st.integers(0, 150), max_size=6))
+def test_any_cut_gives_the_same(cases: list[tuple[str, str, list[Any]]], cuts: list[int]) -> None:
+    text = "".join(case[0] for case in cases)
+    bounds = [0, *sorted(cuts), len(text)]
+    assert run([text[a:b] for a, b in itertools.pairwise(bounds)]) == run([text])
+
+
+PIECES = st.lists(st.sampled_from([*'{}[]",: \n\\a<>/', "<tool_call>", "</tool_call>", '{"name": "f"', "arguments"]))
+
+
+@given(PIECES.map("".join))
+def test_nothing_is_lost_of_text_that_has_no_calls(text: str) -> None:
+    content, calls = run(list(text))
+    assert (content, calls) == run([text])
+    if not calls:
+        assert content == text
+
+
+FORMATS = [
+    ("json_tools", f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>', [WEATHER]),
+    ("harmony", f"to=functions.get_weather json{PARIS}", [WEATHER]),
+    ("llama3_json", f'{{"name": "get_weather", "parameters": {PARIS}}}', [WEATHER]),
+    (
+        "llama3_json",
+        f'{{"name":"f","parameters":{{}}}}; {{"name": "get_weather", "parameters": {PARIS} }}\n',
+        [("f", {}), WEATHER],
+    ),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{PARIS}", [WEATHER]),
+    ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]abc[ARGS]{PARIS}[TOOL_CALLS]f[ARGS]{{}}", [WEATHER, ("f", {})]),
+    ("mistral", f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {PARIS}}}]', [WEATHER]),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        [("get_weather", {"city": "Paris", "days": 3})],
+    ),
+    ("pythonic", '<|tool_call_start|>[get_weather(city="Paris"), f()]<|tool_call_end|>', [WEATHER, ("f", {})]),
+    ("gemma4", '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>', [WEATHER]),
+    (
+        "function_gemma",
+        "<start_function_call>call:get_weather{city:<escape>Paris<escape>}<end_function_call>",
+        [WEATHER],
+    ),
+    (
+        "glm47",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>",
+        [WEATHER],
+    ),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        f"{PARIS}<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        [WEATHER, ("f", {})],
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        [WEATHER],
+    ),
+    (
+        "longcat",
+        "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
+        "<longcat_arg_value>Paris</longcat_arg_value>\n</longcat_tool_call>",
+        [WEATHER],
+    ),
+    ("minicpm5", '<function name="get_weather"><param name="city">Paris</param></function>', [WEATHER]),
+    (
+        "kimi_k3",
+        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+        '<|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>",
+        [WEATHER],
+    ),
+    (
+        "muse_spark",
+        '<atem:function_calls><atem:invoke name="get_weather"><atem:parameter name="city">Paris</atem:parameter>'
+        "</atem:invoke></atem:function_calls>",
+        [WEATHER],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), FORMATS)
+def test_every_format_of_mlx_lm(name: str, text: str, calls: list[tuple[str, Any]]) -> None:
+    parser = parser_named(name)
+    assert parsed(text, parser) == ("", calls)
+    assert parsed(f"I will look. {text}", parser) == ("I will look. ", calls)
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), FORMATS)
+def test_a_call_cut_short_is_never_shortened_or_lost(name: str, text: str, calls: list[tuple[str, Any]]) -> None:
+    parser = parser_named(name)
+    for end in range(len(text)):
+        content, found = run([text[:end]], parser)
+        if not found:
+            assert content == text[:end]
+        for _, called, arguments in found:
+            complete = [json.dumps(expected) for known, expected in calls if known == called]
+            assert any(whole.startswith(arguments) for whole in complete), (end, content, found)
+
+
+def test_the_models_own_ids_are_kept() -> None:
+    text = FORMATS[12][1]
+    assert [call[0] for call in run([text], parser_named("kimi_k2"))[1]] == ["functions.get_weather:0", "functions.f:1"]
+    assert [call[0] for call in run([FORMATS[5][1]], parser_named("mistral"))[1]] == ["abc", "id0"]
+
+
+def test_an_id_that_the_model_gives_twice_is_kept_once() -> None:
+    call = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    text = f"<|tool_calls_section_begin|>{call * 2}<|tool_calls_section_end|>"
+    first, second = (call[0] for call in run([text], parser_named("kimi_k2"))[1])
+    assert first == "functions.f:0"
+    assert second not in ("", first)
+
+
+def test_without_a_source_of_ids_they_are_random() -> None:
+    ids = {
+        ToolCallExtractor(JsonTagParser(), []).append('<tool_call>{"name": "f", "arguments": {').calls[0].id
+        for _ in range(9)
+    }
+    assert len(ids) == 9
+    assert all(call_id is not None and call_id.startswith("call_") for call_id in ids)
+
+
+def test_the_catch_all_of_a_parser_is_not_a_call() -> None:
+    text = "<tool_call></tool_call>"
+    assert parsed(text, parser_named("glm47")) == (text, [])
+
+
+def test_the_parser_is_inferred_as_mlx_lm_does() -> None:
+    def found(template: str | None, added: tuple[str, ...] = ()) -> str | None:
+        parser = find_tool_parser(make_tokenizer(chat_template=template, added=added).hf)
+        return parser and parser.name
+
+    assert found("<tool_call>{{ tool_call.name }}</tool_call>") == "json_tools"
+    assert found("[TOOL_CALLS]") == "mistral"
+    assert found("<tool_call>\n<function=") == "qwen3_coder"
+    assert found(LLAMA_TEMPLATE) == "llama3_json"
+    assert found("plain") is None
+    assert found(None, ("<|tool_call_start|>", "<|tool_call_end|>")) == "pythonic"
+
+
+def test_the_configuration_may_name_the_parser() -> None:
+    assert parser_named("gemma4").markers == ("<|tool_call>", "<tool_call|>", '<|"|>')
+    with pytest.raises(ModelLoadError, match="no_such_parser"):
+        parser_named("no_such_parser")
+
+
+def test_a_parser_that_is_not_there_leaves_json_between_tags(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.hf.init_kwargs["tool_parser_type"] = "no_such_parser"
+    dialect = find_dialect(tokenizer)
+    assert isinstance(dialect.tool_parser, JsonTagParser)
+    assert "no_such_parser" in caplog.text
+
+
+def test_the_configuration_may_name_a_template_in_python() -> None:
+    tokenizer = make_tokenizer().hf
+    assert find_chat_renderer(tokenizer) is None
+    tokenizer.init_kwargs["chat_template_type"] = "deepseek_v32"
+    renderer = find_chat_renderer(tokenizer)
+    assert renderer is not None
+    assert renderer([{"role": "user", "content": "hi"}], add_generation_prompt=True).endswith("<think>")
+    tokenizer.init_kwargs["chat_template_type"] = "no_such_template"
+    with pytest.raises(ModelLoadError, match="no_such_template"):
+        find_chat_renderer(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        ("<think>", "</think>"),
+        ("<longcat_think>", "</longcat_think>"),
+        ("<|think:start|>", "<|think:end|>"),
+        ("<|channel>", "<channel|>"),
+        ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"),
+    ],
+)
+def test_reasoning_markers_are_those_of_mlx_lm(added: tuple[str, ...]) -> None:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    tokenizer = make_tokenizer(added=added)
+    markers = find_reasoning_markers(tokenizer)
+    wrapper = TokenizerWrapper(tokenizer.hf)
+    assert markers is not None
+    assert (markers.start, markers.end) == (wrapper.think_start, wrapper.think_end)

@@ -1,0 +1,310 @@
+"""K/V in 8 and 4 bits on a GPU: written, decoded in place and gathered by kernels, from the source a Mac compiles."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from emulator.kernel import Emulator, text_name
+from emulator.worlds import (
+    Chunk,
+    check_decode,
+    decode_world,
+    gpu,
+    kernel_maker,
+    make_backend,
+    quantised,
+    runs_of,
+    step_of,
+    step_rows,
+    toolchain,
+)
+
+from mlx_server.runtime import backends
+from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
+from mlx_server.runtime.kernels.gpu.backend import MetalBackend
+from mlx_server.runtime.kernels.gpu.kernels import PagedKernels
+from mlx_server.runtime.kernels.gpu.plan import DecodeShape, Gather, KernelVariant, Seen
+from mlx_server.runtime.kernels.gpu.pool import GpuPool
+from mlx_server.runtime.kernels.gpu.rows import read_rows
+
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+DIMS = (32, 64, 96, 128, 160, 192, 256, 512)
+BATCHES = ([1], [31, 32, 33], [64, 0, 200, 5])
+NUM_BLOCKS = 12
+NUM_HEADS = 6
+
+STEPS = (
+    (0, [Chunk((3, 7), 0, 40), Chunk((1,), 0, 5)]),
+    (2, [Chunk((3, 7), 40), Chunk((1,), 5), Chunk((9, 0, 5), 0, 70)]),
+    (2, [Chunk((1,), 6), Chunk((9, 0, 5), 70), Chunk((4,), 0, 1), Chunk((3, 7), 41, 9)]),
+    (3, [Chunk((9, 0, 5), 71), Chunk((1,), 7), Chunk((3, 7), 50)]),
+)
+"""(decodes, chunks) of four steps: prompts of several blocks, mixed steps, a chunk of one token, decodes alone."""
+
+
+def spec_of(bits: int, dtype: mx.Dtype = mx.float32, key_dim: int = 64, value_dim: int = 64) -> LayerSpec:
+    return LayerSpec(2, key_dim, value_dim, dtype, bits)
+
+
+def shape_of(group: int, dim: int, bits: int, dtype: mx.Dtype = mx.float32, value_dim: int = 0) -> DecodeShape:
+    return DecodeShape(2 * group, 2, dim, value_dim or dim, dtype, bits)
+
+
+# ---- decodes
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "dtype", "bits"),
+    [
+        (64, 4, mx.float32, 8),
+        (96, 3, mx.float16, 4),
+        (128, 8, mx.bfloat16, 8),
+        (192, 1, mx.float32, 4),
+        (256, 5, mx.float16, 8),
+        (64, 2, mx.bfloat16, 4),
+        (32, 4, mx.float16, 8),
+        (160, 2, mx.bfloat16, 4),
+        (512, 4, mx.float32, 8),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in itertools.product(DIMS, (6,), DTYPES, (8, 4))),
+    ],
+)
+def test_every_head_dim_and_type(dim: int, group: int, dtype: mx.Dtype, bits: int) -> None:
+    backend = make_backend()
+    for contexts in BATCHES:
+        check_decode(backend, decode_world(backend, shape_of(group, dim, bits, dtype), contexts))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_keys_and_values_of_different_sizes_and_groups(bits: int) -> None:
+    backend = make_backend()
+    check_decode(backend, decode_world(backend, shape_of(2, 192, bits, mx.bfloat16, value_dim=96), [70, 33]))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_windows_sinks_and_capped_scores(bits: int) -> None:
+    backend = make_backend()
+    world = decode_world(backend, shape_of(2, 64, bits), [1, 32, 33, 64, 100, 131, 300])
+    for window in (1, 33, 100):
+        check_decode(backend, world, window=window, has_sinks=True)
+    check_decode(backend, world, softcap=0.7)
+
+
+@pytest.mark.parametrize(
+    ("variant", "bits"),
+    [(KernelVariant(1, 1, 32, 1), 8), (KernelVariant(3, 4, 16, 2, 64), 4), (KernelVariant(6, 7, 8, 2, 96), 8)],
+    ids=str,
+)
+def test_variants_differ_in_speed_alone(variant: KernelVariant, bits: int) -> None:
+    backend = make_backend(choose_variant=lambda shape: variant)
+    check_decode(backend, decode_world(backend, shape_of(6, 64, bits), [130, 70, 7]), has_sinks=True)
+
+
+# ---- the writer, and rows that are gathered
+
+
+def random_rows(spec: LayerSpec, num_tokens: int) -> tuple[mx.array, mx.array]:
+    _, keys, values = step_rows(7, spec, 2, num_tokens)
+    return keys, values
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(8, mx.float32), (4, mx.float16), (8, mx.bfloat16)], ids=str)
+def test_a_block_holds_what_mlx_makes_of_its_rows(dtype: mx.Dtype, bits: int) -> None:
+    """To the bit where division is exact, as it is in the emulator."""
+    spec = spec_of(bits, dtype, key_dim=64, value_dim=96)
+    kernels, pool = PagedKernels(kernel_maker()), GpuPool.make(spec, 3)
+    keys, values = random_rows(spec, 64)
+    keys[3, 0, 0, :] = 0.5
+    kernels.of_pool(spec).write(pool, keys, values, mx.array([*range(64, 96), *range(32)], mx.int32))
+    mx.eval(pool.token)
+    for array, rows in ((pool.keys, keys), (pool.values, values)):
+        blocks = rows[:, :, 0].reshape(2, 32, 2, -1).swapaxes(1, 2)
+        wanted = np.array(runs_of(*quantised(blocks, bits)))
+        assert not np.array(array[1]).any()
+        if gpu() is None:
+            np.testing.assert_array_equal(np.array(array)[[2, 0]], wanted)
+    gather = Gather.of(Seen(slice(0, 64), np.array([[[4, 0], [5, 1]]], np.int32), 0, 64, "causal"))
+    (both,) = read_rows(kernels.of_pool(spec), pool, gather)
+    for read, rows in zip((both.keys, both.values), (keys, values)):
+        parts = quantised(rows[:, :, 0].swapaxes(0, 1), bits)
+        stored = mx.dequantize(*parts, group_size=rows.shape[-1] if rows.shape[-1] == 64 else 32, bits=bits)
+        largest = float(mx.abs(stored).max())
+        np.testing.assert_allclose(
+            np.array(read[0].astype(mx.float32)), np.array(stored.astype(mx.float32)), rtol=0, atol=largest * 2**-8
+        )
+
+
+FAULTS = (
+    ("kv_write_quantized", "int64_t(slot / BLOCK) * KV_HEADS + head", "int64_t(slot / BLOCK) * KV_HEADS"),
+    ("kv_write_quantized", "codes[w] = word", "codes[0] = word"),
+    ("kv_write_quantized", "<< (i * BITS)", "<< (i * (BITS - 1))"),
+    ("kv_write_quantized", "is_low_far ? low : high", "high"),
+    ("kv_write_quantized", "scales[BLOCK * groups] = T(bias);", ""),
+    ("kv_write_quantized", "scales[0] = T(scale);", "scales[0] = T(-scale);"),
+    ("kv_gather", "at * groups + first / group", "at * groups"),
+    ("kv_gather", "(at * dim + first) * BITS / 32", "(at * dim) * BITS / 32"),
+    ("kv_gather", "+ groups * GROUP_WORDS", ""),
+    ("kv_gather", "float(scales[BLOCK * groups])", "float(scales[0])"),
+)
+
+
+@pytest.mark.parametrize(("kernel", "old", "new"), FAULTS)
+def test_what_writes_or_reads_wrongly_is_not_used(kernel: str, old: str, new: str) -> None:
+    backend = MetalBackend(Emulator(toolchain(), mutations={kernel: ((old, new),)}).metal_kernel, num_cores=4)
+    with pytest.raises(RuntimeError, match=r"K/V of 8 bits cannot be written in place: (keys|values) of write"):
+        backend.make_pool(spec_of(8, key_dim=96, value_dim=96), 4)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("element / KEY_GROUP", "0"),
+        ("element / VALUE_GROUP", "0"),
+        ("KEY_CODES) + at * KEY_GROUPS", "KEY_CODES) + BLOCK * KEY_GROUPS + at * KEY_GROUPS"),
+        ("codes >> (i * BITS) & MASK) * value_scale", "codes >> (i * BITS)) * value_scale"),
+        ("(element * BITS % 32)", "0"),
+    ],
+)
+def test_a_decode_kernel_that_is_wrong_is_not_used(old: str, new: str, caplog: pytest.LogCaptureFixture) -> None:
+    mutations = {"paged_decode": ((old, new),)}
+    backend = MetalBackend(Emulator(toolchain(), mutations=mutations).metal_kernel, num_cores=4)
+    spec = spec_of(8, key_dim=96, value_dim=96)
+    with caplog.at_level(logging.WARNING):
+        backend.warm_up(spec, NUM_HEADS)
+        outs = attend_all(backend, spec)
+    assert "metal decodes gather K/V instead of reading it in place: attention over a context" in caplog.text
+    check_equal(outs, attend_all(ReferenceBackend(), spec))
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(8, mx.float32), (4, mx.bfloat16)], ids=str)
+def test_no_races_and_no_misaligned_vectors(bits: int, dtype: mx.Dtype) -> None:
+    backend = MetalBackend(Emulator(toolchain(), check_races=True).metal_kernel, num_cores=4)
+    attend_all(backend, spec_of(bits, dtype, 64, 96))
+
+
+# ---- the backend
+
+
+def attend_all(backend: Any, spec: LayerSpec, num_heads: int = NUM_HEADS, **options: Any) -> list[np.ndarray]:
+    pool = backend.make_pool(spec, NUM_BLOCKS)
+    outs = []
+    for seed, (num_decodes, chunks) in enumerate(STEPS):
+        step = step_of(chunks, num_decodes)
+        queries, keys, values = step_rows(seed, spec, num_heads, step.num_tokens)
+        out = backend.attend(pool, queries, keys, values, backend.plan(step), scale=0.2, **options)
+        mx.eval(out, *backend.state(pool))
+        outs.append(np.array(out.astype(mx.float32)))
+    return outs
+
+
+def check_equal(outs: list[np.ndarray], wanted: list[np.ndarray], atol: float = 1e-5) -> None:
+    for out, want in zip(outs, wanted, strict=True):
+        np.testing.assert_allclose(out, want, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_equals_the_reference_over_mixed_steps(window: int | None, has_sinks: bool, bits: int) -> None:
+    sinks = mx.array(np.linspace(-1, 2, NUM_HEADS), mx.float32) if has_sinks else None
+    wanted = attend_all(ReferenceBackend(), spec_of(bits), window=window, sinks=sinks)
+    check_equal(attend_all(make_backend(), spec_of(bits), window=window, sinks=sinks), wanted)
+
+
+def test_head_dims_without_a_kernel_gather_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    spec = spec_of(8, key_dim=224, value_dim=32)
+    with caplog.at_level(logging.WARNING):
+        outs = attend_all(make_backend(), spec, window=45)
+    check_equal(outs, attend_all(ReferenceBackend(), spec, window=45))
+    assert caplog.messages == [
+        "metal decodes gather K/V instead of reading it in place: key head_dim 224 is none of 32, 64, 80, 96, 112, 128,"
+        " 160, 192, 256, 512"
+    ]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_nothing_is_compiled_after_warm_up(bits: int) -> None:
+    emulator = Emulator(toolchain())
+    backend = MetalBackend(emulator.metal_kernel, num_cores=40)
+    spec = spec_of(bits, mx.float16)
+    backend.warm_up(spec, NUM_HEADS)
+    warm = set(emulator.sources)
+    assert len(warm) == 5  # writer, gather, decode of whole and of split sequences, reduce
+    attend_all(backend, spec)
+    pool = backend.make_pool(spec, 64)
+    for batch, context in ((1, 1), (1, 2000), (7, 3), (64, 100)):
+        tables = tuple(range(-(-context // 32)))
+        step = step_of([Chunk(tables, context - 1)] * batch, batch)
+        queries = step_rows(0, spec, NUM_HEADS, batch)[0]
+        backend.attend(pool, queries, None, None, backend.plan(step), scale=0.2)
+    assert emulator.sources == warm
+
+
+def test_every_use_of_a_pool_takes_the_token_of_the_one_before() -> None:
+    calls: list[tuple[str, mx.array, mx.array]] = []
+
+    def recorder(**definition: Any) -> Any:
+        kernel = kernel_maker()(**definition)
+        token = definition["input_names"].index("token") if "token" in definition["input_names"] else None
+
+        def call(**launch: Any) -> list[mx.array]:
+            outputs = kernel(**launch)
+            if token is not None:
+                calls.append((text_name(definition["name"]), launch["inputs"][token], outputs[-1]))
+            return outputs
+
+        return call
+
+    backend = MetalBackend(recorder, num_cores=4)
+    pool = backend.make_pool(spec_of(8), NUM_BLOCKS)
+    calls.clear()
+    token = pool.token
+    for num_decodes, chunks in STEPS:
+        step = step_of(chunks, num_decodes)
+        backend.attend(pool, *step_rows(0, spec_of(8), NUM_HEADS, step.num_tokens), backend.plan(step), scale=0.2)
+    for _, taken, given in calls:
+        assert taken is token
+        token = given
+    assert pool.token is token
+    assert [name for name, _, _ in calls] == [
+        *("kv_write_quantized", "kv_gather"),
+        *("kv_write_quantized", "paged_decode", "kv_gather"),
+        *("kv_write_quantized", "paged_decode", "kv_gather"),
+        *("kv_write_quantized", "paged_decode"),
+    ]
+
+
+def test_pools_are_never_copied_and_take_what_their_spec_says() -> None:
+    spec = spec_of(8, mx.float16, 128, 96)
+    backend = make_backend()
+    pool = backend.make_pool(spec, NUM_BLOCKS)
+    assert pool.keys.nbytes + pool.values.nbytes == NUM_BLOCKS * spec.block_bytes
+    assert spec.block_bytes == 32 * 2 * (128 + 96 + 2 * 2 * (2 + 3))
+    pool.check_moves()
+    for num_decodes, chunks in STEPS * 3:
+        step = step_of(chunks, num_decodes)
+        out = backend.attend(pool, *step_rows(0, spec, NUM_HEADS, step.num_tokens), backend.plan(step), scale=0.1)
+        mx.async_eval(out, *backend.state(pool))
+    assert pool.check_moves() == 0
+
+
+def test_where_kernels_cannot_write_them_another_backend_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mutations = {"kv_write_quantized": (("scales[0] = T(scale);", "scales[0] = T(-scale);"),)}
+
+    def faulty() -> MetalBackend:
+        return MetalBackend(Emulator(toolchain(), mutations=mutations).metal_kernel, num_cores=4)
+
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(backends, "_FACTORIES", {"metal": faulty, "reference": ReferenceBackend})
+    with caplog.at_level(logging.WARNING):
+        assert backends.choose_backend("auto", [spec_of(8)]).name == "reference"
+    assert len(caplog.messages) == 1
+    assert "The metal attention backend is not used: RuntimeError: K/V of 8 bits cannot be written" in caplog.text
+    assert backends.choose_backend("metal", [LayerSpec(2, 64, 64, mx.float32)]).name == "metal"

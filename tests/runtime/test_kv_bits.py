@@ -1,0 +1,142 @@
+"""K/V in 8 or 4 bits: less memory, bounded errors, and answers that still depend on nothing but the prompt."""
+
+from __future__ import annotations
+
+import logging
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_server.errors import ConfigError
+from mlx_server.runtime import memory
+from mlx_server.runtime.kernels.cpu.rows import exact_rows
+from mlx_server.runtime.row_pool import QuantizedRows, Slots, row_bytes
+from tests.architectures import config_of
+from tests.conformance import CROWDED, LENGTHS, MAX_TOKENS, Subject, answer, preempt_every
+from tests.engine_worlds import random_prompts
+
+WIDER = {"head_dim": 64, "global_head_dim": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 32}
+"""Dimensions that can be quantised."""
+
+KINDS = [
+    *("qwen3", "deepseek_v3"),
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3_next", "gpt_oss", "gemma3_text", "gemma4_text")),
+]
+
+
+def wide(architecture: str) -> Subject:
+    return Subject(architecture, {**config_of(architecture), **WIDER})
+
+
+def first_errors(subject: Subject, bits: str) -> float:
+    """Worst difference of a likely first token's log-probability, relative to the largest logit."""
+    prompts = random_prompts((70, 33, 5, 50), seed=3)
+    wanted = subject.wanted(prompts, [1] * 4)
+    with subject.make_llm(kv_bits=bits) as llm:
+        # The second round reads prefixes that the first has written.
+        rounds = [answer(llm, prompts, [1] * 4).completions for _ in range(2)]
+    worst = 0.0
+    for completions in rounds:
+        for completion, reference in zip(completions, wanted, strict=True):
+            row = (reference.logits - mx.logsumexp(reference.logits, axis=-1, keepdims=True)).tolist()[0]
+            largest = float(mx.abs(reference.logits).max())
+            top = completion.logprobs[0].top
+            worst = max(worst, *(abs(entry.logprob - row[entry.token_id]) / largest for entry in top))
+    return worst
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_errors_are_bounded_and_grow_with_fewer_bits(architecture: str) -> None:
+    subject = wide(architecture)
+    full, eight, four = (first_errors(subject, bits) for bits in ("full", "8", "4"))
+    assert full < 1e-5 < eight < 0.05
+    assert eight < four < 0.8
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_answers_do_not_depend_on_who_else_runs(architecture: str, bits: str) -> None:
+    """Chunks apart: a chunk sees its own K/V as the pool has them, so where it is cut changes nothing."""
+    subject = wide(architecture)
+    prompts = random_prompts(LENGTHS)
+    with subject.make_llm(kv_bits=bits, max_num_seqs=1, prefix_caching=False) as llm:
+        alone = [list(c.token_ids) for c in answer(llm, prompts, MAX_TOKENS).completions]
+    with subject.make_llm(kv_bits=bits, **CROWDED) as llm:
+        preempt_every(7, llm.engine.scheduler)
+        crowded = answer(llm, prompts, MAX_TOKENS)
+        answer(llm, prompts[2:3], MAX_TOKENS[2:3])
+        again = answer(llm, prompts[2:3], MAX_TOKENS[2:3])
+    assert crowded.num_preemptions > 0
+    assert [list(c.token_ids) for c in crowded.completions] == alone
+    assert list(again.completions[0].token_ids) == alone[2]
+    assert again.completions[0].num_cached_tokens == 64
+
+
+def test_a_block_takes_what_its_bits_take() -> None:
+    sizes = {}
+    for bits in ("full", "8", "4"):
+        with wide("qwen3").make_llm(kv_bits=bits) as llm:
+            sizes[bits] = llm.info.block_bytes
+            pools = [layer.pool.contents[0] for layer in llm.engine._parts.runner.cache.paged]
+            held = sum(pool.keys.nbytes + pool.values.nbytes for pool in pools)
+            assert held == llm.info.num_blocks * llm.info.block_bytes
+    # A scale and a bias of float32 for 64 numbers.
+    assert sizes["8"] / sizes["full"] == (64 + 8) / 256
+    assert sizes["4"] / sizes["full"] == (32 + 8) / 256
+    assert row_bytes(128, mx.float16, 8) / row_bytes(128, mx.float16, None) == (128 + 8) / 256
+    assert row_bytes(128, mx.float16, 4) / row_bytes(128, mx.float16, None) == (64 + 8) / 256
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma4_text"])
+def test_quantised_pools_grow(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second, layers of two shapes share blocks."""
+    monkeypatch.setattr(memory, "_FIRST_BLOCKS", 2)
+    subject = wide(architecture)
+    prompts = random_prompts((50, 90))
+    answers = []
+    for settings in ({"num_kv_blocks": None, "kv_cache_memory": "1MB"}, {}):
+        with subject.make_llm(kv_bits="8", **settings) as llm:
+            answers.append([c.token_ids for c in answer(llm, prompts, (40, 8)).completions])
+            assert (llm.stats().num_pool_growths > 0) == bool(settings)
+    assert answers[0] == answers[1]
+
+
+def test_rows_come_back_close_to_what_was_written() -> None:
+    rows = QuantizedRows.zeros((64, 2, 32), mx.float32, 8)
+    written = mx.random.normal((3, 2, 32))
+    slots = Slots(np.array([5, 63, 0]))
+    rows.write(slots, written)
+    assert float(mx.abs(rows.read(slots) - written).max()) < 0.02
+    assert not rows.read(Slots(np.array([[1, 2]]))).any()
+    kept = rows.take(Slots(np.array([63, 63, 1])))
+    assert mx.array_equal(kept.read(Slots(np.array([0]))), rows.read(Slots(np.array([63]))))
+
+
+def test_what_cannot_be_quantised_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match="--kv-bits needs head dimensions that are multiples of 32; one is 16"):
+        Subject("llama").make_llm(kv_bits="8")
+
+
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_they_are_read_by_the_backend_that_reads_whole_ones(bits: str, caplog: pytest.LogCaptureFixture) -> None:
+    subject = wide("qwen3")
+    with subject.make_llm() as llm:
+        name = llm.info.backend
+    assert name != "reference"
+    with caplog.at_level(logging.INFO), subject.make_llm(kv_bits=bits) as llm:
+        assert llm.info.backend == name
+    share = {"8": 28, "4": 16}[bits]
+    assert f"K/V of {bits} bits take {share} % of the memory and are read by the {name} backend" in caplog.text
+    with subject.make_llm(kv_bits=bits, attention_backend="reference") as llm:
+        assert llm.info.backend == "reference"
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_for_self_tests_lose_nothing(bits: int, dtype: mx.Dtype) -> None:
+    for dim, group_size in ((64, 64), (96, 32)):
+        rows = exact_rows(np.random.default_rng(1), (50, 3, dim), dtype, bits)
+        quantised = mx.quantize(rows, group_size=group_size, bits=bits)
+        assert mx.array_equal(mx.dequantize(*quantised, group_size=group_size, bits=bits), rows)
+        assert len(np.unique(np.array(rows.astype(mx.float32)))) > 2**bits
