@@ -106,7 +106,7 @@ async def serving(
     keys = keys or make_keys(folder / "keys.sqlite")
     config = folder / "config.toml"
     config.write_text(
-        f'[server]\nport = 0\nclient_timeout_s = 2.0\ndrain_timeout_s = 10.0\nadmin_key = "{ADMIN_KEY}"\n'
+        f'[server]\nport = 0\nclient_timeout_s = 5.0\ndrain_timeout_s = 10.0\nadmin_key = "{ADMIN_KEY}"\n'
         f'key_file = "{folder / "keys.sqlite"}"\n'
         f'[model]\nmodel = "{make_folder(folder / "tiny")}"\nmax_model_len = {MAX_MODEL_LEN}\n'
         "[cache]\nnum_kv_blocks = 100\n"
