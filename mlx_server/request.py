@@ -85,6 +85,7 @@ class Request:
         "finished_s",
         "first_scheduled_s",
         "first_token_s",
+        "has_lost_seat",
         "is_promoted",
         "last_token_s",
         "max_total_tokens",
@@ -93,6 +94,7 @@ class Request:
         "num_ever_computed",
         "num_in_flight",
         "num_preemptions",
+        "num_tokens_overtaken",
         "output_token_ids",
         "priority",
         "prompt_token_ids",
@@ -140,6 +142,8 @@ class Request:
         self.num_in_flight = 0
         self.num_ever_computed = 0  # the most that `num_computed_tokens` has been
         self.is_promoted = False  # runs by its age, and does not give way to better tiers
+        self.num_tokens_overtaken = 0  # work of its tier that started before it although it was younger
+        self.has_lost_seat = False  # the last one, to such work
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
         self.block_hashes: list[bytes] = []

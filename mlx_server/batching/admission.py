@@ -4,18 +4,54 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from mlx_server.batching.headroom import AdmissionHeadroom
+from mlx_server.batching.layer_groups import num_blocks_for
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
 from mlx_server.batching.prefix_cache import CachedPrefix
 from mlx_server.batching.request_table import RequestTable
+from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds
 from mlx_server.request import Priority, Request
 
 AGED_SHARE = 8
 """One in so many seats, blocks and prompt tokens is for those who have aged past better tiers."""
+
+
+class AdmissionHeadroom:
+    """Free blocks that admission leaves to the running requests' future tokens.
+
+    The share of their remaining output that is kept free falls a little with every step and jumps when a
+    preemption shows that it was too small: SGLang's adaptive new-token ratio. It differs in that the
+    remaining output of a request counts up to a cap, since most clients leave `max_tokens` open.
+    """
+
+    _MAX_REMAINING = 1024
+    _LEAST = 0.02
+    _DECAY = 0.002
+    _JUMP = 0.2
+
+    def __init__(self, windows: Sequence[int | None] = (None,)) -> None:
+        """`windows` are those of the layer groups."""
+        self.ratio = 0.3
+        self._windows = windows
+
+    def num_blocks(self, running: Sequence[Request]) -> int:
+        """Blocks to keep free beside `running`. Where layers see a window only, a request whose window is full gives
+        up as much as it takes."""
+        remaining = [0] * len(self._windows)
+        for request in running:
+            num_tokens = request.num_tokens
+            num_left = min(request.max_total_tokens - num_tokens, self._MAX_REMAINING)
+            for group, window in enumerate(self._windows):
+                remaining[group] += num_left if window is None else min(num_left, max(0, window - num_tokens))
+        return sum([num_blocks_for(int(self.ratio * num_tokens)) for num_tokens in remaining])
+
+    def on_step(self) -> None:
+        self.ratio = max(self._LEAST, self.ratio - self._DECAY)
+
+    def on_preemption(self) -> None:
+        self.ratio = min(1.0, self.ratio + self._JUMP)
 
 
 class Admission:
@@ -36,16 +72,15 @@ class Admission:
     """
 
     def __init__(self, table: RequestTable, limits: SchedulerLimits, counters: SchedulerCounters) -> None:
-        self.headroom = AdmissionHeadroom(table.blocks.groups)
+        self.headroom = AdmissionHeadroom(table.blocks.groups.windows)
         self.is_held = False
-        self._is_closed = False
         self.closed_by: Request | None = None  # who found no room in this step
+        self._is_closed = False
         self._table = table
         self._limits = limits
         self._counters = counters
         self._now = 0.0
         self._started = Counter({Priority.HIGH: AGED_SHARE})  # by tier, since the last promotion
-        self._overtaken: dict[int, _Overtaken] = {}  # the oldest of each tier
         self._preempted_for: Request | None = None
         self._is_overtaking_over = False
 
@@ -64,19 +99,21 @@ class Admission:
 
     def promoted(self) -> Request | None:
         """The waiting request that has aged past all better tiers', if one more may have its seat by its age."""
-        waiting = self._table.waiting
-        oldest, first = waiting.most_urgent(self._now), waiting.first(self._now)
-        if oldest is None or first is None or oldest.priority == first.priority:
-            return None
-        return oldest if self._may_promote(oldest) else None
+        heads = self._table.waiting.heads(self._now)
+        oldest = min(heads, key=self._table.waiting.turn, default=None)
+        return None if oldest is None or oldest is heads[0] or not self._may_promote(oldest) else oldest
+
+    def first(self) -> Request | None:
+        """The waiting request that starts before all others, or keeps them from starting."""
+        return self.promoted() or next(iter(self._table.waiting.heads(self._now)), None)
 
     def next_to_start(self) -> Request | None:
         """The waiting request whose start a step is made for, if any can start: the oldest of the best tier, or else
         its shortest."""
-        first = self._table.waiting.first(self._now) if self.is_open else None
-        if first is None:
+        heads = self._table.waiting.heads(self._now) if self.is_open else []
+        if not heads:
             return None
-        promoted = self.promoted()
+        first, promoted = heads[0], self.promoted()
         for request in dict.fromkeys((first, self.shortest(first.priority))):
             if request is not None and self._has_room(request, self._table.blocks.find_prefix(request), promoted):
                 return request
@@ -85,60 +122,50 @@ class Admission:
 
     def shortest(self, priority: int) -> Request | None:
         """The waiting request of a tier that has the least work, if it is the oldest or may overtake that one."""
-        oldest = self._table.waiting.oldest(priority, self._now)
-        shortest = self._table.waiting.shortest(priority, self._now)
+        waiting = self._table.waiting
+        oldest, shortest = waiting.oldest(priority, self._now), waiting.shortest(priority, self._now)
         if oldest is None or shortest is None or shortest is oldest:
             return oldest
         if self._is_overtaking_over or self._preempted_for not in (None, shortest):
             return None
-        overtaken = self._overtaken.get(priority)
-        if overtaken is None or overtaken.request is not oldest:
-            overtaken = self._overtaken[priority] = _Overtaken(oldest)
-        if overtaken.has_lost_seat and self._is_last_seat():
+        if oldest.has_lost_seat and self._is_last_seat():
             return None
-        work = self._table.waiting.work
-        return shortest if overtaken.num_tokens + work(shortest) <= work(oldest) else None
-
-    def first(self) -> Request | None:
-        """The waiting request that starts before all others, or keeps them from starting."""
-        return self.promoted() or self._table.waiting.first(self._now)
+        return shortest if oldest.num_tokens_overtaken + waiting.work(shortest) <= waiting.work(oldest) else None
 
     def admit(self, request: Request) -> BlockIds | None:
-        """Lets a waiting request run, if it can: its block tables, the cached prefix included and counted as
-        computed."""
+        """Lets the oldest or the shortest of a tier run, if it can: its block tables, the cached prefix included and
+        counted as computed."""
         promoted = self.promoted()
         self._is_closed |= self._is_holding()
-        if (self._is_closed and request is not promoted) or self._is_holding():
+        if self._is_closed and (request is not promoted or self._is_holding()):
             return None
-        if not self._table.waiting.is_ready(request, self._now):
+        oldest = self._table.waiting.oldest(request.priority, self._now)
+        if self._table.waiting.parked_for(request) is not None:
             return None
         prefix = self._table.blocks.find_prefix(request)
         if not self._has_room(request, prefix, promoted):
-            if request is self._table.waiting.oldest(request.priority, self._now):
+            if request is oldest:
                 self._is_closed, self.closed_by = True, request
             self._is_overtaking_over = True
             return None
-        is_promoted = request is promoted
-        self._book_overtaking(request)
-        block_ids = self._table.admit(request, prefix, is_promoted=is_promoted)
-        if is_promoted:
-            self._started.clear()
-        self._started[request.priority] += not is_promoted
-        if request.first_scheduled_s is None:
-            self._count_first_admission(request)
+        if oldest is not None and oldest is not request:
+            oldest.num_tokens_overtaken += request.num_tokens - len(prefix) * BLOCK_SIZE
+            oldest.has_lost_seat |= self._is_last_seat()
+        block_ids = self._table.admit(request, prefix, is_promoted=request is promoted)
+        self._book_start(request)
         return block_ids
 
     def preemptions(self, would_compute: Callable[[Request], bool]) -> list[Request]:
         """If the next waiting request finds no room: the fewest running requests of worse tiers whose preemption
         makes it; none if all of them would not, or if the step has no tokens for it (`would_compute`). The next is the
         oldest of the best tier, or else the shortest."""
-        first, running = self._table.waiting.first(self._now), self._table.running
-        if first is None or not running or running[-1].priority <= first.priority or self._is_holding():
+        heads, running = self._table.waiting.heads(self._now), self._table.running
+        if not heads or not running or running[-1].priority <= heads[0].priority or self.is_held:
             return []
-        able = [request for request in (first, self.shortest(first.priority)) if request and would_compute(request)]
-        if not able:
+        able = (heads[0], self.shortest(heads[0].priority))
+        request = next((request for request in able if request and would_compute(request)), None)
+        if request is None:
             return []
-        request = able[0]
         if self._fewest_preempted(request):
             self._promote_aged(request)
         preempted = self._fewest_preempted(request)
@@ -162,8 +189,8 @@ class Admission:
     def _promote_aged(self, request: Request) -> None:
         """Running requests that `request` may preempt, but that have aged past it and past all others who wait, keep
         their seats, as far as the share goes."""
-        key = self._table.waiting.by_age.key
-        least = min(map(key, (request, self._table.waiting.most_urgent(self._now) or request)))
+        key = self._table.waiting.key
+        least = min(map(key, (request, *self._table.waiting.heads(self._now))))
         aged = sorted((other for other in self._worse_tiers(request) if key(other) <= least), key=key)
         for other in aged:
             if not self._may_promote(other):
@@ -175,9 +202,9 @@ class Admission:
         """Whether the share has room for one more, or this one's turn has come if it is more than a share alone."""
         blocks = self._table.blocks
         beside = [other for other in self._table.running if other.is_promoted]
-        num_blocks = sum(blocks.groups.num_needed(other.num_tokens) for other in [*beside, request])
+        num_blocks = sum([blocks.groups.num_needed(other.num_tokens) for other in [*beside, request]])
         num_shares = AGED_SHARE * max((len(beside) + 1) / self._limits.max_num_seqs, num_blocks / blocks.num_blocks)
-        num_better = sum(count for priority, count in self._started.items() if priority < request.priority)
+        num_better = sum([count for priority, count in self._started.items() if priority < request.priority])
         return num_shares <= 1.0 or (not beside and num_better >= min(math.ceil(num_shares), AGED_SHARE) - 1)
 
     def _worse_tiers(self, request: Request) -> list[Request]:
@@ -208,27 +235,16 @@ class Admission:
     def _is_last_seat(self) -> bool:
         return len(self._table.running) + 1 + (self.promoted() is not None) >= self._limits.max_num_seqs
 
-    def _book_overtaking(self, request: Request) -> None:
-        """Before a request starts."""
-        overtaken = self._overtaken.get(request.priority)
-        if overtaken is not None and overtaken.request is not request:
-            overtaken.num_tokens += self._table.waiting.work(request)
-            overtaken.has_lost_seat |= self._is_last_seat()
-
-    def _count_first_admission(self, request: Request) -> None:
-        num_cached = request.num_computed_tokens
+    def _book_start(self, request: Request) -> None:
+        if request.is_promoted:
+            self._started.clear()
+        else:
+            self._started[request.priority] += 1
+        if request.first_scheduled_s is not None:
+            return
         request.first_scheduled_s = self._now
-        request.num_cached_tokens = num_cached
+        request.num_cached_tokens = num_cached = request.num_computed_tokens
         if self._table.blocks.may_hit(request):
             self._counters.num_prefix_query_tokens += request.num_prompt_tokens
             self._counters.num_prefix_hit_tokens += num_cached
             self._counters.num_prompt_tokens_cached += num_cached
-
-
-@dataclass(slots=True)
-class _Overtaken:
-    """The oldest waiting request of a tier, and what has started before it: work, and whether on the last seat."""
-
-    request: Request
-    num_tokens: int = 0
-    has_lost_seat: bool = False

@@ -125,17 +125,20 @@ class PagedBlockManager:
         extend_block_hashes(request, self._root, request.num_tokens)
         return self._cache.longest_prefix(request.block_hashes, _most_hit(request), self.checkpoints)
 
-    def num_cached(self, request: Request) -> int:
-        """How long the prefix that `find_prefix` finds is. Where layers keep everything, in O(log n): blocks are
-        evicted from a prefix's end, so that a cached block has all before it cached, too. Where that does not hold
-        (equal blocks of two requests that were freed in turns), the answer is another boundary of the prefix."""
+    def num_cached(self, request: Request, guess: int = 0) -> int:
+        """How long the prefix that `find_prefix` finds is, in blocks. Where layers keep everything, in O(1) if `guess`
+        is right and O(log n) else: blocks are evicted from a prefix's end, so that a cached block has all before it
+        cached, too. Where that does not hold (equal blocks of two requests that were freed in turns), the answer is
+        another boundary of the prefix."""
         if not self.may_hit(request):
             return 0
         if self.groups.has_windows or self.checkpoints is not None:
             return len(self.find_prefix(request))
         extend_block_hashes(request, self._root, request.num_tokens)
-        hashes = request.block_hashes
-        return bisect_left(range(_most_hit(request)), True, key=lambda index: self._cache.get(hashes[index]) is None)
+        cached, hashes, most = self._cache, request.block_hashes, _most_hit(request)
+        if (guess == 0 or hashes[guess - 1] in cached) and (guess == most or hashes[guess] not in cached):
+            return guess
+        return bisect_left(range(most), True, key=lambda index: hashes[index] not in cached)
 
     def resumed_checkpoint(self, request: Request) -> int | None:
         """Where the recurrent state is from which a request that was just admitted goes on; None if it starts."""

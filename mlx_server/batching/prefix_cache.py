@@ -92,6 +92,10 @@ class PrefixCache:
     def __iter__(self) -> Iterator[tuple[bytes, Block]]:
         return chain.from_iterable(blocks.items() for blocks in self._groups)
 
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Whether the first layer group has the block."""
+        return block_hash in self._groups[0]
+
     def get(self, block_hash: bytes, group: int = 0) -> Block | None:
         return self._groups[group].get(block_hash)
 

@@ -60,7 +60,7 @@ class RequestTable:
 
     def rank(self, request: Request) -> Rank:
         """Who keeps running if not all can: the promoted, then by tier, then by effective priority."""
-        return not request.is_promoted, request.priority, self.waiting.by_age.key(request)
+        return not request.is_promoted, request.priority, self.waiting.key(request)
 
     def admit(self, request: Request, prefix: CachedPrefix, *, is_promoted: bool = False) -> BlockIds:
         """A waiting request runs, with blocks for all its tokens; its whole block tables. There must be room."""

@@ -93,7 +93,7 @@ class ContinuousBatchingScheduler:
 
     def in_order(self) -> Iterator[Request]:
         """Running requests, then waiting ones in the order of their turns. None may come or go meanwhile."""
-        return chain(self._table.running, self._table.waiting.in_order())
+        return chain(self._table.running, self._table.waiting)
 
     def waiting(self) -> Iterator[Request]:
         """Waiting requests in no particular order."""
@@ -104,7 +104,7 @@ class ContinuousBatchingScheduler:
         return iter(self._table.running)
 
     def effective_priority(self, request: Request, now: float) -> float:
-        return self._table.waiting.by_age.effective_priority(request, now)
+        return self._table.waiting.effective_priority(request, now)
 
     def learn(self, num_prompt_tokens: int, prompt_s: float, decode_s: float) -> None:
         """Seeds the cost curve with what a prompt's chunk from position 0 and one token took, so that no step is of

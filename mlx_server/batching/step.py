@@ -9,7 +9,7 @@ from typing import Protocol
 
 from mlx_server.batching.block import Block
 from mlx_server.batching.step_budget import StepShape
-from mlx_server.outputs import ModelRunnerOutput, NewRequestData, PoolChange, ScheduledChunk, SchedulerOutput
+from mlx_server.outputs import BlockIds, ModelRunnerOutput, NewRequestData, PoolChange, ScheduledChunk, SchedulerOutput
 from mlx_server.request import Request
 
 
@@ -40,23 +40,22 @@ class SubmittedStep:
 class StepBuilder:
     """The step being put together; single-token chunks come first in it, whatever the order of adding.
 
-    `filled` are requests whose chunk begins or ends a block: they may have full blocks to share.
+    `given` are the prompt tokens of each who computes its prompt, and `block_ids` what is new to their tables. `filled`
+    are requests whose chunk begins or ends a block: they may have full blocks to share.
     """
 
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}
+        self.given: Counter[Request] = Counter()
+        self.block_ids: dict[str, BlockIds] = {}
         self.filled: list[Request] = []
         self.new_requests: list[NewRequestData] = []
         self.num_sampling = 0
         self.num_decode_tokens = 0
         self.num_prompt_tokens = 0
         self.prompt_cost = 0.0
-        self.prompt_tokens: Counter[int] = Counter()  # by priority
         self._singles: list[ScheduledChunk] = []
         self._longer: list[ScheduledChunk] = []
-
-    def __contains__(self, request: Request) -> bool:
-        return request.request_id in self.requests
 
     def add(self, request: Request, chunk: ScheduledChunk) -> None:
         self.requests[request.request_id] = request

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from mlx_server.batching.admission import AGED_SHARE, Admission
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
@@ -191,97 +190,93 @@ class StepComposer:
     # --- prompts ------------------------------------------------------------------------------------------
 
     def _add_prompts(self, step: StepBuilder, prefilling: list[Request]) -> None:
-        """Spends the step's prompt tokens tier by tier, but for the part of one that has aged past better tiers."""
+        """Shares the step's prompt tokens out tier by tier, but for the part of one that has aged past better tiers.
+        The part is on top of a prompt that ends in the step."""
         waiting = self._admission.next_to_start()
         first = min([*prefilling, waiting] if waiting is not None else prefilling, key=_turn, default=None)
         if first is None:
             return
-        share = self._share(step.num_decode_tokens, first, prefilling)
-        if share.num_tokens <= 0:
+        most, most_of_worse = self._shares(first, prefilling, step.num_decode_tokens)
+        if most <= 0:
             return
         aged = self._aged(prefilling, first)
-        part = 0 if aged is None else self._part(aged, share.num_tokens)
-        room = self._limits.max_num_batched_tokens - step.num_decode_tokens
-        if self._wanted(first) <= share.num_tokens:  # the part comes on top of a prompt that ends in the step
-            kept = max(share.num_tokens + part - room, 0)
-        else:
-            kept = part
-        priorities = sorted({request.priority for request in prefilling} | self._table.waiting.priorities)
-        for left in dict.fromkeys((kept, 0)):
-            for priority in priorities:
-                self._serve_tier(step, priority, prefilling, share.of(priority) - left)
-            if aged is not None and aged not in step and step.num_prompt_tokens < min(part, 1) * room:
-                self._serve(step, aged, min(part, room - step.num_prompt_tokens))
+        part = 0 if aged is None else self._part(aged, most)
+        if self._wanted(first) <= most:
+            room = self._limits.max_num_batched_tokens - step.num_decode_tokens
+            most, most_of_worse = min(most + part, room), min(most_of_worse + part, room)
+        tiers = {request.priority for request in (*prefilling, *self._table.waiting.heads(self._now))}
+        for kept in dict.fromkeys((part, 0)):
+            for priority in sorted(tiers):
+                end = most if priority <= first.priority else most_of_worse
+                self._serve_tier(step, priority, prefilling, end - kept)
+            if kept and aged is not None:
+                self._give(step, aged, kept - step.given[aged])
         self._settle(step, aged)
+        for request, num_tokens in step.given.items():
+            self._put_prompt(step, request, num_tokens)
 
-    def _share(self, num_decodes: int, first: Request, prefilling: list[Request]) -> _PromptShare:
-        """What prompts may take of the step beside those who decode.
+    def _shares(self, first: Request, prefilling: list[Request], num_decodes: int) -> tuple[int, int]:
+        """How many prompt tokens the step may have beside those who decode: of the tier of `first`, the best that
+        has some, and of worse ones.
 
-        Streams of `first`'s tier or a better one have the target kept. Those of worse tiers are held up for as long as
+        Streams of that tier or a better one have the target kept. Those of worse tiers are held up for as long as
         a step may last at most, which also bounds how long one who arrives meanwhile waits for its first token; prompts
         of worse tiers never make a step as long as that.
         """
         room = self._limits.max_num_batched_tokens - num_decodes
         if not self._limits.bound_stalls:
-            return _PromptShare(first.priority, room, room)
-        start = first.num_tokens - self._table.waiting.work(first)
+            return room, room
+        start = first.num_tokens - self._work(first)
         beside = min(room, self._budget.num_tokens(start, num_decodes, self._limits.target_step_s))
         streams = [request for request in self._table.running if request not in prefilling]
         if self._is_device_shared() or any(stream.priority <= first.priority for stream in streams):
-            return _PromptShare(first.priority, beside, beside)
+            return beside, beside
         most = room
         if self._budget.is_known:
             most = self._budget.num_tokens(start, num_decodes, self._limits.max_step_s)
             most = wanted if most < (wanted := self._wanted(first)) <= _STRETCH * most else most
-        return _PromptShare(first.priority, min(room, max(beside, most)), beside)
+        return min(room, max(beside, most)), beside
 
     def _serve_tier(self, step: StepBuilder, priority: int, prefilling: list[Request], most: int) -> None:
-        """Gives tokens to prompts of one tier, until the step has `most` of prompts.
+        """Gives tokens to prompts of one tier, until all prompts have `most`.
 
-        The first half goes to those with the least work left, the second to the oldest; what one does not use the
-        other does. So a prompt waits for at most twice the work of those that are shorter than it, or twice the work
-        of those that are older, whichever is less: each half by itself is shortest-remaining-work-first, or
-        first-come-first-served, at half the speed.
+        The first half goes to those with the least work left, the rest to the oldest. So a prompt waits for at most
+        twice the work of those that are shorter than it, or twice the work of those that are older, whichever is less:
+        each half by itself is shortest-remaining-work-first, or first-come-first-served, at half the speed.
 
             400 tokens a step; the oldest has 24,000 left, others come with 200 and 300
             step 1  oldest 200, second 200 (its first token)
             step 2  oldest 200, third 200
             step 3  oldest 300, third 100 (its first token)
         """
-        running = [request for request in prefilling if request.priority == priority and request not in step]
-        half = step.num_prompt_tokens + (most - step.num_prompt_tokens) // 2
-        while step.num_prompt_tokens < most:
-            oldest = self._oldest(priority, running)
-            if oldest is None:
-                return
-            request = self._shortest(priority, running, oldest) if step.num_prompt_tokens < half else oldest
-            if request in running:
-                running.remove(request)
-            end = most if request is oldest else max(half, most - self._wanted_beside(request, {*running, oldest}))
-            self._serve(step, request, end - step.num_prompt_tokens)
+        served = [request for request in dict.fromkeys([*prefilling, *step.given]) if request.priority == priority]
+        given = step.given.total()
+        for find, end in ((self._shortest, given + (most - given) // 2), (self._oldest, most)):
+            able = list(served)
+            while (num_tokens := end - step.given.total()) > 0 and (request := find(priority, able)) is not None:
+                if request in able:
+                    able.remove(request)
+                else:
+                    served.append(request)
+                self._give(step, request, num_tokens)
 
-    def _oldest(self, priority: int, running: list[Request]) -> Request | None:
-        """Of a tier's prompts: those of `running`, and those that may start."""
+    def _oldest(self, priority: int, able: list[Request]) -> Request | None:
+        """Of a tier's prompts: those of `able`, and those that may start."""
         waiting = self._table.waiting.oldest(priority, self._now) if self._admission.is_open else None
-        return min([*running, waiting] if waiting is not None else running, key=_turn, default=None)
+        return min([*able, waiting] if waiting is not None else able, key=_turn, default=None)
 
-    def _shortest(self, priority: int, running: list[Request], oldest: Request) -> Request:
-        """The one with the least work left; `oldest` among equals."""
+    def _shortest(self, priority: int, able: list[Request]) -> Request | None:
+        """The one with the least work left; the oldest among equals."""
+        oldest = self._oldest(priority, able)
+        if oldest is None:
+            return None
         waiting = self._admission.shortest(priority) if self._admission.is_open else None
-        return min([oldest, *running, waiting] if waiting is not None else [oldest, *running], key=self._work)
+        return min([oldest, *able, waiting] if waiting is not None else [oldest, *able], key=self._work)
 
-    def _wanted_beside(self, request: Request, others: set[Request]) -> int:
-        """Tokens that those other prompts of its tier can use; as many as a step has, if more of them may start."""
-        num_ready = self._table.waiting.num_ready(request.priority) if self._admission.is_open else 0
-        if num_ready > sum(prompt.status is RequestStatus.WAITING for prompt in {request, *others}):
-            return self._limits.max_num_batched_tokens
-        return sum(map(self._wanted, others))
-
-    def _serve(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
-        """Gives up to `num_tokens` to one that is not in the step yet, if it runs or can start."""
-        block_ids = self._ensure_running(step, request)
-        if block_ids is not None:
-            self._put_prompt(step, request, min(self._wanted(request), num_tokens), block_ids)
+    def _give(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
+        """Up to `num_tokens` more of the step are for a prompt, if it runs or can start."""
+        if request.request_id in step.block_ids or self._ensure_running(step, request):
+            step.given[request] += min(self._wanted(request) - step.given[request], num_tokens)
 
     def _would_compute(self, request: Request) -> bool:
         """Whether those who run will leave a waiting prompt tokens of the step, or of the next one if one is submitted,
@@ -294,9 +289,9 @@ class StepComposer:
         before = [other for other in prefilling if other.priority <= request.priority]
         num_steps = 2 if self._table.submitted else 1
         first = min([*before, request], key=_turn)
-        share = self._share(len(self._table.running) - len(prefilling), first, prefilling)
-        wanted = {other: min(self._work(other), num_steps * self._most(other)) for other in before}
-        left = num_steps * share.num_tokens - sum(wanted[o] for o in before if o.priority < request.priority)
+        most, _ = self._shares(first, prefilling, len(self._table.running) - len(prefilling))
+        wanted = {other: min(self._work(other), num_steps * self._wanted(other)) for other in before}
+        left = num_steps * most - sum(wanted[o] for o in before if o.priority < request.priority)
         mates = [other for other in before if other.priority == request.priority]
         if not any(_turn(other) <= _turn(request) for other in mates):
             return left > 0
@@ -309,7 +304,7 @@ class StepComposer:
         """The prompt that has waited past all of better tiers; None if the oldest is of the best tier."""
         promoted = self._admission.promoted()
         able = [*prefilling, promoted] if promoted is not None else prefilling
-        oldest = min(able, key=self._table.waiting.by_age.key, default=first)
+        oldest = min(able, key=self._table.waiting.key, default=first)
         return oldest if oldest.priority > first.priority else None
 
     def _part(self, aged: Request, num_tokens: int) -> int:
@@ -325,60 +320,59 @@ class StepComposer:
         if aged is None:
             self._due = 0.0
             return
-        num_better = sum(count for priority, count in step.prompt_tokens.items() if priority < aged.priority)
-        due = self._due + num_better / (AGED_SHARE - 1) - (step.num_prompt_tokens - num_better)
+        num_better = sum([count for request, count in step.given.items() if request.priority < aged.priority])
+        due = self._due + num_better / (AGED_SHARE - 1) - (step.given.total() - num_better)
         most = float(self._limits.max_num_batched_tokens)
         self._due = min(max(due, -most), most)
 
-    def _ensure_running(self, step: StepBuilder, request: Request) -> BlockIds | None:
-        """The blocks that are new to a request's tables; None if it waits and cannot start now."""
-        if request.status is RequestStatus.RUNNING:
-            return self._move_windows(step, request) if self._table.blocks.groups.has_windows else ()
-        block_ids = self._admission.admit(request)
-        if block_ids is not None:
-            step.new_requests.append(
-                NewRequestData(
-                    request.request_id,
-                    tuple(request.prompt_token_ids),
-                    tuple(request.output_token_ids),
-                    request.sampling,
-                    request.eos_token_ids,
-                    self._table.blocks.resumed_checkpoint(request),
-                    request.adapter,
+    def _ensure_running(self, step: StepBuilder, request: Request) -> bool:
+        """Whether a request runs now, with the blocks that the step computes it in; it may wait and find no room."""
+        blocks = self._table.blocks
+        block_ids: BlockIds | None = ()
+        if request.status is RequestStatus.WAITING:
+            block_ids = self._admission.admit(request)
+            if block_ids is not None:
+                step.new_requests.append(
+                    NewRequestData(
+                        request.request_id,
+                        tuple(request.prompt_token_ids),
+                        tuple(request.output_token_ids),
+                        request.sampling,
+                        request.eos_token_ids,
+                        blocks.resumed_checkpoint(request),
+                        request.adapter,
+                    )
                 )
-            )
-        return block_ids
+        elif blocks.groups.has_windows:
+            block_ids = self._move_windows(step, request)
+        if block_ids is not None:
+            step.block_ids[request.request_id] = block_ids
+        return block_ids is not None
 
     def _move_windows(self, step: StepBuilder, request: Request) -> BlockIds | None:
         """Blocks for a running prompt's next chunk where layers see a window only: admission gave it as many as it
         ever holds there. What it has given up since pays for them, unless others hold it, too; then it may have to
         sit out a step (None), or to preempt others if there would be no step otherwise."""
-        if step.requests or self._table.submitted:
+        if step.requests or step.given or self._table.submitted:
             return self._table.blocks.allocate(request, request.num_tokens)
         return self._grow(request, request.num_tokens - request.num_computed_tokens)
-
-    def _wanted(self, request: Request) -> int:
-        return min(self._work(request), self._most(request))
 
     def _work(self, request: Request) -> int:
         return self._table.waiting.work(request)
 
-    def _most(self, request: Request) -> int:
-        """Tokens that one step may compute of a request's prompt."""
-        most = self._limits.max_chunk_tokens or request.num_tokens
-        is_scored = request.sampling.prompt_logprobs is not None and not request.output_token_ids
-        return min(most, _MAX_SCORED_TOKENS) if is_scored else most
+    def _wanted(self, request: Request) -> int:
+        """Tokens that the next step may compute of a request's prompt; fewer if recurrent state is to be kept there."""
+        wanted = min(self._work(request), self._limits.max_chunk_tokens or request.num_tokens)
+        if request.sampling.prompt_logprobs is not None and not request.output_token_ids:
+            wanted = min(wanted, _MAX_SCORED_TOKENS)
+        if self._checkpoints is not None and request.status is RequestStatus.RUNNING:
+            wanted = self._checkpoints.cut(request, wanted)
+        return wanted
 
-    def _put_prompt(self, step: StepBuilder, request: Request, num_tokens: int, block_ids: BlockIds) -> int:
-        """Adds the next chunk of a prompt, shorter if recurrent state is to be kept within it; its size."""
-        start = request.num_computed_tokens
-        if self._checkpoints is not None:
-            num_tokens = self._checkpoints.cut(request, num_tokens)
+    def _put_prompt(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
         step.num_prompt_tokens += num_tokens
-        step.prompt_tokens[request.priority] += num_tokens
-        step.prompt_cost += self._budget.cost(start, num_tokens)
-        self._put(step, request, num_tokens, block_ids)
-        return num_tokens
+        step.prompt_cost += self._budget.cost(request.num_computed_tokens, num_tokens)
+        self._put(step, request, num_tokens, step.block_ids[request.request_id])
 
     # --- progress -----------------------------------------------------------------------------------------
 
@@ -421,20 +415,6 @@ class StepComposer:
             table.blocks.cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
             table.blocks.give_up_unseen(request)
             table.waiting.advance(request)
-
-
-@dataclass(frozen=True, slots=True)
-class _PromptShare:
-    """Prompt tokens of a step: all that prompts of `priority` may take, and all that those of worse tiers may fill
-    it up to."""
-
-    priority: int
-    num_tokens: int
-    num_tokens_of_worse: int
-
-    def of(self, priority: int) -> int:
-        """The prompt tokens at which a step is full for a tier."""
-        return self.num_tokens if priority <= self.priority else self.num_tokens_of_worse
 
 
 def _turn(request: Request) -> tuple[int, float]:

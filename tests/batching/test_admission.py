@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mlx_server.batching.admission import AdmissionHeadroom
 from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.headroom import AdmissionHeadroom
 from mlx_server.batching.prefix_cache import CachedPrefix
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Priority, Request
@@ -77,17 +77,17 @@ def test_nobody_keeps_headroom_for_nobody() -> None:
 
 
 def test_headroom_falls_with_steps_and_jumps_with_preemptions() -> None:
-    headroom = AdmissionHeadroom(initial=0.5, least=0.1, decay=0.01, jump=0.2)
+    headroom = AdmissionHeadroom()
     running = [make_request("a", 10, max_tokens=320), make_request("b", 10, max_tokens=5000)]
-    assert headroom.num_blocks(running) == (320 + 1024) // 2 // BLOCK_SIZE
+    assert headroom.num_blocks(running) == int(0.3 * (320 + 1024)) // BLOCK_SIZE + 1
     assert headroom.num_blocks([]) == 0
     headroom.on_step()
-    assert headroom.ratio == pytest.approx(0.49)
-    for _ in range(100):
+    assert headroom.ratio == pytest.approx(0.298)
+    for _ in range(200):
         headroom.on_step()
-    assert headroom.ratio == 0.1
+    assert headroom.ratio == 0.02
     headroom.on_preemption()
-    assert headroom.ratio == pytest.approx(0.3)
+    assert headroom.ratio == pytest.approx(0.22)
     for _ in range(10):
         headroom.on_preemption()
     assert headroom.ratio == 1.0

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from mlx_server.batching.block import Block
 from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.headroom import AdmissionHeadroom
+from mlx_server.batching.admission import AdmissionHeadroom
 from mlx_server.batching.layer_groups import LayerGroups, first_seen, num_blocks_for
 from mlx_server.batching.prefix_cache import PrefixCache
 from mlx_server.batching.state_checkpoints import StateCheckpoints
@@ -68,8 +68,10 @@ def test_one_group_without_a_window_needs_what_it_needed_before() -> None:
 
 def test_headroom_counts_windows_that_are_not_full_yet() -> None:
     running = [make_request("short", 40, 200), make_request("long", 100, 64)]
-    assert AdmissionHeadroom(initial=1.0).num_blocks(running) == 9  # 264 tokens
-    assert AdmissionHeadroom(LayerGroups((None, 100), 32), initial=1.0).num_blocks(running) == 9 + 2  # and 60
+    of_all, of_windows = AdmissionHeadroom(), AdmissionHeadroom((None, 100))
+    of_all.ratio = of_windows.ratio = 1.0
+    assert of_all.num_blocks(running) == 9  # 264 tokens
+    assert of_windows.num_blocks(running) == 9 + 2  # and 60
 
 
 # --- prefixes -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from itertools import islice
 
 import pytest
 
-from mlx_server.batching.priority_queue import PriorityQueueWithAging
+from mlx_server.batching.block_manager import PagedBlockManager
+from mlx_server.batching.waiting import WaitingRequests
 from mlx_server.request import Priority, Request
 from tests.batching.worlds import make_request
 
@@ -18,18 +19,22 @@ def arrival(request_id: str, priority: int, arrival_s: float) -> Request:
     return make_request(request_id, 1, arrival_s=arrival_s, priority=Priority(priority))
 
 
-def make_queue(*requests: Request, aging_rate: float = AGING_RATE) -> PriorityQueueWithAging:
-    queue = PriorityQueueWithAging(aging_rate)
+def make_queue(*requests: Request, aging_rate: float = AGING_RATE) -> WaitingRequests:
+    queue = WaitingRequests(PagedBlockManager(1), aging_rate)
     for request in requests:
         queue.push(request)
     return queue
 
 
-def drain(queue: PriorityQueueWithAging) -> list[str]:
+def most_urgent(queue: WaitingRequests) -> Request | None:
+    return min(queue.heads(0.0), key=queue.turn, default=None)
+
+
+def drain(queue: WaitingRequests) -> list[str]:
     names = []
-    while (request := queue.peek()) is not None:
+    while (request := most_urgent(queue)) is not None:
         names.append(request.request_id)
-        queue.remove(request.request_id)
+        queue.remove(request)
     return names
 
 
@@ -81,35 +86,31 @@ def test_the_order_is_the_brute_force_aging_order_of_ten_thousand_arrivals() -> 
         else:
             best = min(waiting, key=lambda r: r.priority - AGING_RATE * (now - r.arrival_s))
             waiting.remove(best)
-            assert queue.peek() is best
-            assert queue.remove(best.request_id)
+            assert most_urgent(queue) is best
+            queue.remove(best)
     assert len(queue) == 0
 
 
 def test_a_request_can_be_removed_from_anywhere() -> None:
-    queue = make_queue(*(arrival(f"r{index}", 1, float(index)) for index in range(6)))
-    assert queue.remove("r0")
-    assert queue.remove("r3")
-    assert not queue.remove("r3")
-    assert not queue.remove("unknown")
-    assert "r3" not in queue
-    assert "r4" in queue
+    requests = [arrival(f"r{index}", 1, float(index)) for index in range(6)]
+    queue = make_queue(*requests)
+    queue.remove(requests[0])
+    queue.remove(requests[3])
     assert len(queue) == 4
-    assert queue.peek() is not None
+    assert most_urgent(queue) is not None
     queue.check_integrity()
     assert drain(queue) == ["r1", "r2", "r4", "r5"]
-    assert queue.peek() is None
+    assert most_urgent(queue) is None
 
 
 def test_a_removed_request_may_come_back() -> None:
     first, second = arrival("first", 1, 0.0), arrival("second", 1, 1.0)
     queue = make_queue(first, second)
-    queue.remove("first")
+    queue.remove(first)
     queue.push(first)
     queue.check_integrity()
     assert len(queue) == 2
-    assert sorted(request.request_id for request in queue) == ["first", "second"]
-    assert [request.request_id for request in queue.in_order()] == ["first", "second"]
+    assert [request.request_id for request in queue] == ["first", "second"]
     assert drain(queue) == ["first", "second"]
 
 
@@ -124,13 +125,14 @@ def test_requests_are_seen_in_order_without_being_taken() -> None:
     requests = [arrival(f"r{index}", rng.randrange(3), rng.uniform(0, 30)) for index in range(200)]
     queue = make_queue(*requests)
     for request in rng.sample(requests, 80):
-        queue.remove(request.request_id)
-    in_order = sorted(queue, key=lambda request: (queue.key(request), request.arrival_s))
-    assert list(queue.in_order()) == in_order
-    assert list(islice(queue.in_order(), 7)) == in_order[:7]
-    by_tier = sorted(queue, key=lambda request: (request.priority, request.arrival_s))
-    assert queue.first_by_tier() is by_tier[0]
-    assert queue.first_of(1) is next(request for request in by_tier if request.priority == 1)
+        queue.remove(request)
+        requests.remove(request)
+    in_order = sorted(requests, key=lambda request: (queue.key(request), request.arrival_s))
+    assert list(queue) == in_order
+    assert list(islice(queue, 7)) == in_order[:7]
+    by_tier = sorted(requests, key=lambda request: (request.priority, request.arrival_s))
+    assert queue.heads(0.0) == [next(r for r in by_tier if r.priority == priority) for priority in range(3)]
+    assert queue.oldest(1, 0.0) is queue.heads(0.0)[1]
     assert len(queue) == 120
     assert drain(queue) == [request.request_id for request in in_order]
-    assert list(queue.in_order()) == []
+    assert list(queue) == []

@@ -185,9 +185,9 @@ def lookups(monkeypatch: pytest.MonkeyPatch, num_waiting: int) -> Counter[str]:
 def counted(num_calls: Counter[str], name: str):  # type: ignore[no-untyped-def]
     function = getattr(PagedBlockManager, name)
 
-    def call(self: PagedBlockManager, request: Request) -> object:
+    def call(self: PagedBlockManager, *arguments: object) -> object:
         num_calls[name] += 1
-        return function(self, request)
+        return function(self, *arguments)
 
     return call
 
