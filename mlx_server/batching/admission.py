@@ -103,10 +103,6 @@ class Admission:
         oldest = min(heads, key=self._table.waiting.turn, default=None)
         return None if oldest is None or oldest is heads[0] or not self._may_promote(oldest) else oldest
 
-    def first(self) -> Request | None:
-        """The waiting request that starts before all others, or keeps them from starting."""
-        return self.promoted() or next(iter(self._table.waiting.heads(self._now)), None)
-
     def next_to_start(self) -> Request | None:
         """The waiting request whose start a step is made for, if any can start: the oldest of the best tier, or else
         its shortest."""

@@ -1,10 +1,15 @@
-"""A block of KV memory, by its number only, and the queue of those that nobody references."""
+"""A block of KV memory, by its number only: the queue of those that nobody references, the table of one request, and
+how a pool of them grows and is cut."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+from mlx_server.outputs import NULL_BLOCK_ID, BlockMove
 
 
 class BlockState(enum.IntEnum):
@@ -25,15 +30,13 @@ class Block:
     says which layers' K/V that is.
     """
 
-    __slots__ = ("block_hash", "block_id", "layer_group", "next_free", "prev_free", "ref_cnt")
+    __slots__ = ("block_hash", "block_id", "layer_group", "ref_cnt")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
         self.block_hash: bytes | None = None
         self.layer_group = 0
-        self.prev_free: Block | None = None
-        self.next_free: Block | None = None
 
     @property
     def state(self) -> BlockState:
@@ -49,70 +52,113 @@ class Block:
 class FreeBlockQueue:
     """Unreferenced blocks in the order in which to take them; every operation is O(1).
 
-    The links live in the blocks themselves because a prefix hit takes a block from the middle, which a
-    deque cannot do in constant time, and so that nothing is allocated per operation. One sentinel, whose
-    links point at the ends, spares every operation its special cases.
+    An ordered dictionary because a prefix hit takes a block from the middle, which a deque cannot do in constant time.
     """
 
     def __init__(self, blocks: list[Block]) -> None:
-        self._sentinel = Block(-1)
-        self._sentinel.prev_free = self._sentinel.next_free = self._sentinel
-        self._len = 0
-        for block in blocks:
-            self.append(block)
+        self._blocks = OrderedDict.fromkeys(blocks)
 
     def __len__(self) -> int:
-        return self._len
+        return len(self._blocks)
 
     def __iter__(self) -> Iterator[Block]:
-        block = self._sentinel.next_free
-        while block is not None and block is not self._sentinel:
-            yield block
-            block = block.next_free
+        return iter(self._blocks)
 
     @property
     def first(self) -> Block | None:
         """The next to be taken."""
-        block = self._sentinel.next_free
-        return None if block is self._sentinel else block
+        return next(iter(self._blocks), None)
 
     def append(self, block: Block) -> None:
         """Makes `block` the last to be taken."""
-        last = self._sentinel.prev_free
-        assert last is not None
-        self._insert(block, last, self._sentinel)
+        assert block not in self._blocks, f"{block} is in the queue already"
+        self._blocks[block] = None
 
     def appendleft(self, block: Block) -> None:
         """Makes `block` the next to be taken."""
-        first = self._sentinel.next_free
-        assert first is not None
-        self._insert(block, self._sentinel, first)
+        self.append(block)
+        self._blocks.move_to_end(block, last=False)
 
     def popleft(self) -> Block:
         """Takes the first block; the queue must not be empty."""
-        block = self._sentinel.next_free
-        assert block is not None
-        assert block is not self._sentinel, "the free queue is empty"
-        self.remove(block)
-        return block
+        assert self._blocks, "the free queue is empty"
+        return self._blocks.popitem(last=False)[0]
 
     def remove(self, block: Block) -> None:
         """Takes `block` from wherever it stands."""
-        before, after = block.prev_free, block.next_free
-        assert before is not None, f"{block} is not in the queue"
-        assert after is not None
-        before.next_free = after
-        after.prev_free = before
-        block.prev_free = block.next_free = None
-        self._len -= 1
+        assert block in self._blocks, f"{block} is not in the queue"
+        del self._blocks[block]
 
-    def _insert(self, block: Block, before: Block, after: Block) -> None:
-        assert block.next_free is None, f"{block} is in the queue already"
-        before.next_free = block
-        block.prev_free = before
-        block.next_free = after
-        after.prev_free = block
-        self._len += 1
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one request in one layer group. Block i holds tokens 32 * i to 32 * i + 31. Grows at its end; its
+    first `num_gone` entries are given up, or were never held."""
+
+    blocks: list[Block]
+    num_gone: int
+
+    def __len__(self) -> int:
+        """Entries, those given up included."""
+        return self.num_gone + len(self.blocks)
+
+    def ids(self, start: int = 0) -> tuple[int, ...]:
+        """The entries from index `start` on."""
+        num_null = max(0, self.num_gone - start)
+        held = self.blocks[max(0, start - self.num_gone) :]
+        return (NULL_BLOCK_ID,) * num_null + tuple([block.block_id for block in held])
+
+    def give_up(self, num_gone: int) -> list[Block]:
+        """Makes the first `num_gone` entries empty; the blocks that were held there, in order."""
+        count = max(0, num_gone - self.num_gone)
+        assert count <= len(self.blocks), "a block is given up before it is there"
+        gone = self.blocks[:count]
+        del self.blocks[:count]
+        self.num_gone += count
+        return gone
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """A pool cut to `num_blocks`. Moves go from above the cut to below it, so their order does not matter.
+
+    before   0 1 2 3 4 5 6 7     referenced 1 6, cached 4 7, cut to 4
+    after    6 1 7 .             moves 6 -> 0, 7 -> 2; 4 is evicted if there is no room for it
+    """
+
+    num_blocks: int
+    moves: tuple[BlockMove, ...]
+    evicted: tuple[int, ...]
+
+
+def plan_compaction(num_blocks: int, referenced: Collection[int], cached: Sequence[int]) -> Compaction:
+    """The fewest moves that bring every referenced block, and as many cached ones as there is room for, below
+    `num_blocks`, which must hold the referenced ones.
+
+    `cached` are those that nobody references, the least recently used first: these are given up first.
+    """
+    assert len(referenced) <= num_blocks, "referenced blocks cannot be cut"
+    num_evicted = max(0, len(cached) - (num_blocks - len(referenced)))
+    kept = {*referenced, *cached[num_evicted:]}
+    holes = (block_id for block_id in range(num_blocks) if block_id not in kept)
+    above = sorted(block_id for block_id in kept if block_id >= num_blocks)
+    moves = tuple(BlockMove(source, next(holes)) for source in above)
+    return Compaction(num_blocks, moves, tuple(cached[:num_evicted]))
+
+
+class BlockSupply(Protocol):
+    """Decides whether a pool may grow: where its memory comes from, as far as the policy needs to know.
+
+    Called between steps, on the scheduler's thread; must be quick."""
+
+    def take(self, least: int, most: int, *, is_needed: bool) -> int:
+        """How many blocks the pool may grow by now: from `least` to `most`, or 0. `is_needed`: a request would
+        have to wait otherwise; else only cached content would have to go."""
+        ...
+
+    def give_back(self, num_blocks: int) -> None:
+        """The memory of so many blocks is free again."""
+        ...
 
 
 class BlockObserver(Protocol):
@@ -120,16 +166,20 @@ class BlockObserver(Protocol):
 
     def on_taken(self, block: Block) -> None:
         """A request got the block for tokens of its own; what was in it is gone."""
-        ...
+        return
 
     def on_hit(self, block: Block) -> None:
         """A request shares what is in the block."""
-        ...
+        return
 
     def on_freed(self, block: Block) -> None:
         """Nobody holds the block any more."""
-        ...
+        return
 
     def on_evicted(self, block: Block) -> None:
         """What is in the block is lost, if there was anything."""
-        ...
+        return
+
+
+class Unobserved(BlockObserver):
+    """Of a pool that nobody observes."""

@@ -7,10 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from mlx_server.batching.block import Block, BlockObserver, BlockState, FreeBlockQueue
-from mlx_server.batching.block_supply import BlockSupply, NoSupply
-from mlx_server.batching.block_table import BlockTable
-from mlx_server.batching.compaction import plan_compaction
+from mlx_server.batching.block import (
+    Block,
+    BlockObserver,
+    BlockState,
+    BlockSupply,
+    BlockTable,
+    FreeBlockQueue,
+    Unobserved,
+    plan_compaction,
+)
 from mlx_server.batching.layer_groups import LayerGroups, first_seen, num_blocks_for
 from mlx_server.batching.prefix_cache import CachedPrefix, PrefixCache, extend_block_hashes, root_hash
 from mlx_server.batching.state_checkpoints import StateCheckpoints
@@ -33,7 +39,7 @@ class PagedBlockManager:
 
     The pool grows when an allocation would evict or fail, as long as `supply` gives, up to `max_blocks`; it is
     cut by `shrink`. `take_change` says what the runner must do before the next step. Ids are stable on growth.
-    `observer`, if there is one, is told what becomes of the content of blocks.
+    `observer` is told what becomes of the content of blocks.
     """
 
     def __init__(
@@ -61,13 +67,13 @@ class PagedBlockManager:
         self._cache = PrefixCache(self.groups.windows)
         self._root = root_hash(model_key)
         self._detached: list[list[Block]] = []
-        self._supply = supply or NoSupply()
+        self._supply = supply
         self._moves: tuple[BlockMove, ...] = ()
         self._num_cut = 0
         self._is_changed = False
         self.enable_prefix_caching = enable_prefix_caching
         self.checkpoints = checkpoints
-        self.observer: BlockObserver | None = None
+        self.observer: BlockObserver = Unobserved()
         self.num_evictions = 0
         self.num_growths = 0
         self.num_cuts = 0
@@ -100,11 +106,6 @@ class PagedBlockManager:
         """The block table of a request that holds blocks; () otherwise."""
         tables = self._tables.get(request_id)
         return () if tables is None else tables[group].ids()
-
-    def num_held(self, request_id: str, group: int = 0) -> int:
-        """How many blocks of a group the request holds."""
-        tables = self._tables.get(request_id)
-        return 0 if tables is None else len(tables[group].blocks)
 
     def holds(self, request: Request, num_tokens: int) -> bool:
         """Whether `allocate` has given the request room for `num_tokens` tokens already."""
@@ -272,8 +273,7 @@ class PagedBlockManager:
             self._swap(self._blocks[move.source], self._blocks[move.destination])
         for block in self._blocks[plan.num_blocks :]:
             self._free.remove(block)
-            if self.observer is not None:
-                self.observer.on_evicted(block)
+            self.observer.on_evicted(block)
         del self._blocks[plan.num_blocks :]
         self.num_evictions += len(plan.evicted)
         self.num_cuts += 1
@@ -284,7 +284,7 @@ class PagedBlockManager:
 
     def on_changed(self, change: PoolChange) -> None:
         """A step with this change has been executed."""
-        if change.num_blocks_cut:
+        if change.num_blocks_cut and self._supply is not None:
             self._supply.give_back(change.num_blocks_cut)
 
     def take_change(self) -> PoolChange | None:
@@ -299,7 +299,7 @@ class PagedBlockManager:
         """Adds at least so many blocks, as many as there are if they can be had; False if nothing was added."""
         num_blocks = len(self._blocks)
         most = self.max_blocks - num_blocks
-        if least > most:
+        if self._supply is None or least > most:
             return False
         num_new = self._supply.take(least, min(most, max(least, num_blocks)), is_needed=is_needed)
         if num_new == 0:
@@ -323,17 +323,16 @@ class PagedBlockManager:
             self.checkpoints.check_integrity()
         holders = Counter(block.block_id for request_id in self._tables for block in self._held_blocks(request_id))
         holders.update(block.block_id for group in self._detached for block in group)
-        free_ids = [block.block_id for block in self._free]
-        assert len(free_ids) == len(set(free_ids)) == len(self._free), "the free queue repeats a block"
+        free = set(self._free)
         assert len(self._blocks) <= self.max_blocks, "the pool has outgrown its limit"
         for block_id, block in enumerate(self._blocks):
             assert block.block_id == block_id, f"{block} stands at {block_id}"
             assert block.ref_cnt == holders[block.block_id], f"{block} has {holders[block.block_id]} holders"
-            assert (block.ref_cnt == 0) == (block.next_free is not None), f"{block} is free and held, or neither"
+            assert (block.ref_cnt == 0) == (block in free), f"{block} is free and held, or neither"
             if block.block_hash is not None:
                 found = self._cache.get(block.block_hash, block.layer_group)
                 assert found is block, f"{block} is not what its hash finds"
-        assert len(free_ids) + len(holders) == len(self._blocks), "free and referenced blocks are not all blocks"
+        assert len(free) + len(holders) == len(self._blocks), "free and referenced blocks are not all blocks"
         for block_hash, block in self._cache:
             assert block.block_hash == block_hash, f"{block} is cached under another hash"
         for request_id, tables in self._tables.items():
@@ -345,8 +344,7 @@ class PagedBlockManager:
         """Tables of a request that is admitted: they begin with its cached prefix."""
         for block in prefix:
             self._reference(block)
-            if self.observer is not None:
-                self.observer.on_hit(block)
+            self.observer.on_hit(block)
         if prefix:
             self._num_cached[request.request_id] = len(prefix)
         if self.checkpoints is not None:
@@ -388,16 +386,14 @@ class PagedBlockManager:
             self._cache.remove(block)
             self.num_evictions += 1
         block.ref_cnt = 1
-        if self.observer is not None:
-            self.observer.on_taken(block)
+        self.observer.on_taken(block)
         return block
 
     def _release(self, block: Block) -> None:
         block.ref_cnt -= 1
         if block.ref_cnt > 0:
             return
-        if self.observer is not None:
-            self.observer.on_freed(block)
+        self.observer.on_freed(block)
         if block.block_hash is None:
             self._free.appendleft(block)
         else:

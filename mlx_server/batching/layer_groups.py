@@ -33,9 +33,9 @@ class LayerGroups:
         self.windows = tuple(windows)
         self.max_chunk_tokens = max_chunk_tokens
         self.has_windows = any(window is not None for window in windows)
-        self.most_held = tuple(
-            None if window is None else _num_touched(window - 1 + max_chunk_tokens) for window in windows
-        )
+        # So many successive tokens lie in the most blocks where the first is the last one of its block.
+        most_tokens = [None if window is None else window - 1 + max_chunk_tokens for window in windows]
+        self.most_held = tuple(num and num_blocks_for(num + BLOCK_SIZE - 1) for num in most_tokens)
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -49,17 +49,10 @@ class LayerGroups:
         """How many tokens a request can grow to, alone in a pool of `num_blocks`."""
         if None not in self.windows and num_blocks >= self.num_needed(_NO_BOUND):
             return _NO_BOUND
-        return BLOCK_SIZE * (bisect_right(range(num_blocks + 1), num_blocks, key=self._num_needed_for_blocks) - 1)
-
-    def _num_needed_for_blocks(self, num_blocks: int) -> int:
-        return self.num_needed(num_blocks * BLOCK_SIZE)
+        fits = bisect_right(range(num_blocks + 1), num_blocks, key=lambda num: self.num_needed(num * BLOCK_SIZE))
+        return BLOCK_SIZE * (fits - 1)
 
 
 def first_seen(position: int, window: int | None) -> int:
     """Index of the first block of which the token at `position` sees anything."""
     return 0 if window is None else max(0, position - window + 1) // BLOCK_SIZE
-
-
-def _num_touched(num_tokens: int) -> int:
-    """The most blocks that so many successive tokens lie in, wherever the first of them stands."""
-    return num_blocks_for(num_tokens + BLOCK_SIZE - 1)

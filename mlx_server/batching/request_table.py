@@ -9,7 +9,7 @@ from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.layer_groups import num_blocks_for
 from mlx_server.batching.limits import QueueLoad
 from mlx_server.batching.prefix_cache import CachedPrefix
-from mlx_server.batching.step import SubmittedStep
+from mlx_server.batching.step import Step
 from mlx_server.batching.waiting import WaitingRequests
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, PositionLogprobs
@@ -24,7 +24,8 @@ class RequestTable:
 
     `running` is sorted by `rank`, the earlier admitted among equals. `unscheduled` are
     those that have never run, by arrival. `prompt_logprobs` are those collected of prompts that are not
-    computed to their end. All are for reading; the methods here change them.
+    computed to their end. `queued_requests` counts the waiting ones of each tier. All are for reading; the methods here
+    change them.
 
     Blocks of a request that a submitted step names are detached, not freed: the device may still write them.
     """
@@ -36,20 +37,16 @@ class RequestTable:
         self.running: list[Request] = []
         self.unscheduled: OrderedDict[str, Request] = OrderedDict()
         self.prompt_logprobs: dict[str, list[PositionLogprobs]] = {}
-        self.submitted: deque[SubmittedStep] = deque()
+        self.submitted: deque[Step] = deque()
         self._dropped: list[str] = []
         self._queued_tokens: Counter[str] = Counter()
-        self._queued_requests: Counter[str] = Counter()
+        self.queued_requests: Counter[str] = Counter()
 
     def queued(self, tier: str | None = None) -> QueueLoad:
         """What waits now, of one tier or in all."""
         if tier is None:
             return QueueLoad(len(self.waiting), self._queued_tokens.total())
-        return QueueLoad(self._queued_requests[tier], self._queued_tokens[tier])
-
-    @property
-    def num_waiting_by_tier(self) -> dict[str, int]:
-        return dict(self._queued_requests)
+        return QueueLoad(self.queued_requests[tier], self._queued_tokens[tier])
 
     def add(self, request: Request) -> None:
         """A new request waits."""
@@ -121,7 +118,7 @@ class RequestTable:
         for request in self.requests.values():
             self._check_request(request)
         load = self.queued()
-        assert load.num_waiting == self._queued_requests.total() == len(waiting_ids), "the queue's count is wrong"
+        assert load.num_waiting == self.queued_requests.total() == len(waiting_ids), "the queue's count is wrong"
         assert load.num_tokens == sum(request.num_tokens for request in self.waiting)
         for step in self.submitted:
             assert set(step.requests) <= running_ids, "a submitted step names a request that has left"
@@ -138,13 +135,13 @@ class RequestTable:
 
     def _enqueue(self, request: Request) -> None:
         self.waiting.push(request)
-        self._queued_requests[request.tier] += 1
+        self.queued_requests[request.tier] += 1
         self._queued_tokens[request.tier] += request.num_tokens
 
     def _leave_waiting(self, request: Request) -> None:
         self.waiting.remove(request)
         self.unscheduled.pop(request.request_id, None)
-        self._queued_requests[request.tier] -= 1
+        self.queued_requests[request.tier] -= 1
         self._queued_tokens[request.tier] -= request.num_tokens
 
     def _leave_running(self, request: Request) -> None:

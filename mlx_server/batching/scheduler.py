@@ -89,7 +89,7 @@ class ContinuousBatchingScheduler:
     @property
     def num_waiting_by_tier(self) -> dict[str, int]:
         """Waiting requests of each tier that has or had some."""
-        return self._table.num_waiting_by_tier
+        return dict(self._table.queued_requests)
 
     def in_order(self) -> Iterator[Request]:
         """Running requests, then waiting ones in the order of their turns. None may come or go meanwhile."""
@@ -199,10 +199,9 @@ class ContinuousBatchingScheduler:
         change = self.blocks.take_change()
         if not step.requests and change is None:
             return None
-        step_id = self.counters.num_steps
+        self._table.submitted.append(step)
         self.counters.num_steps += 1
-        self._table.submitted.append(step.submitted(step_id, change))
-        return step.output(step_id, self._table.take_dropped(), change)
+        return step.submit(self.counters.num_steps - 1, self._table.take_dropped(), change)
 
     def next_schedule_s(self, began_s: float) -> float:
         """When to compose the step behind the oldest submitted one, which began at `began_s`: late in it if it is
@@ -225,7 +224,7 @@ class ContinuousBatchingScheduler:
     @property
     def is_starving(self) -> bool:
         """Whether nothing can be computed for want of memory; it is tried again at each `schedule`."""
-        return self._composer.is_starving
+        return self._composer.starving_since is not None
 
     # --- memory -------------------------------------------------------------------------------------------
 
@@ -237,7 +236,7 @@ class ContinuousBatchingScheduler:
 
     def hold_admission(self, is_held: bool) -> None:
         """While it is held, nobody starts beside one who runs. Wakes `run`, which may wait for memory."""
-        self._composer.hold_admission(is_held)
+        self._composer.admission.is_held = is_held
         self._wake.set()
 
     def lowest_rank(self) -> Rank | None:
@@ -248,7 +247,10 @@ class ContinuousBatchingScheduler:
 
     def preempt_lowest(self) -> bool:
         """Makes the running request of the lowest rank wait, unless it is the only one."""
-        return self._composer.preempt_lowest()
+        if len(self._table.running) < 2:
+            return False
+        self._composer.preempt(self._table.running[-1])
+        return True
 
     def update(self, output: ModelRunnerOutput) -> list[RequestOutput]:
         """Takes the result of the oldest submitted step. Rows of requests that have ended or were preempted
@@ -270,7 +272,10 @@ class ContinuousBatchingScheduler:
         ]
         for blocks in submitted.detached:
             self.blocks.free_detached(blocks)
-        self._count(output, outputs)
+        self.counters.num_generated_tokens += sum([len(news.new_token_ids) for news in outputs])
+        self.counters.num_model_calls += output.num_model_calls
+        self.counters.busy_time_s += output.step_time_s
+        self.counters.idle_time_s += output.idle_time_s
         return outputs
 
     def check_integrity(self) -> None:
@@ -321,13 +326,6 @@ class ContinuousBatchingScheduler:
             # With output there, they have been delivered: the prompt is computed again after a preemption.
             if request is not None and not request.output_token_ids:
                 self._table.prompt_logprobs.setdefault(request_id, []).extend(positions)
-
-    def _count(self, result: ModelRunnerOutput, outputs: list[RequestOutput]) -> None:
-        counters = self.counters
-        counters.num_generated_tokens += sum([len(output.new_token_ids) for output in outputs])
-        counters.num_model_calls += result.num_model_calls
-        counters.busy_time_s += result.step_time_s
-        counters.idle_time_s += result.idle_time_s
 
     # --- the loop -----------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from mlx_server.batching.admission import AGED_SHARE, Admission
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
 from mlx_server.batching.request_table import RequestTable
-from mlx_server.batching.step import StepBuilder
+from mlx_server.batching.step import Step
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk, SchedulerOutput
@@ -48,46 +48,32 @@ class StepComposer:
         self._budget = budget
         self._is_device_shared = is_device_shared
         self._checkpoints = table.blocks.checkpoints
-        self._admission = Admission(table, limits, counters)
+        self.admission = Admission(table, limits, counters)
         self.starved: list[Request] = []
-        self._starving_since: float | None = None
+        self.starving_since: float | None = None  # there is no memory for one who is alone
         self._is_short = False
         self._due = 0.0  # prompt tokens that those who have aged are due
         self._now = 0.0
 
-    @property
-    def is_starving(self) -> bool:
-        """Whether nothing can be computed for want of memory, although nothing runs beside."""
-        return self._starving_since is not None
-
-    def hold_admission(self, is_held: bool) -> None:
-        """While it is held, nobody starts beside one who runs."""
-        self._admission.is_held = is_held
-
-    def preempt_lowest(self) -> bool:
-        """Makes the running request of the lowest rank wait, unless it is the only one."""
-        if len(self._table.running) < 2:
-            return False
-        self._preempt(self._table.running[-1])
-        return True
-
-    def compose(self, now: float) -> StepBuilder:
+    def compose(self, now: float) -> Step:
         """The next step, its effects on blocks and progress already booked; empty if nothing can run now."""
         self._now = now
         self._is_short = False
-        step = StepBuilder()
+        step = Step()
         self._table.waiting.expire(now)
-        self._admission.open(now)
-        for request in self._admission.preemptions(self._would_compute):
-            self._preempt(request)
+        self.admission.open(now)
+        for request in self.admission.preemptions(self._would_compute):
+            self.preempt(request)
         self._add_prompts(step, self._add_decodes(step))
         if step.requests:
             self._publish(step)
-            self._admission.headroom.on_step()
+            self.admission.headroom.on_step()
         elif not self._table.running and not self._table.submitted:
-            self._starve_first_waiting()
+            heads = self._table.waiting.heads(now)
+            if first := self.admission.promoted() or next(iter(heads), None):
+                self._starve(first)
         if not self._is_short:
-            self._starving_since = None
+            self.starving_since = None
         return step
 
     def explain(self, request: Request, step: SchedulerOutput) -> str:
@@ -95,10 +81,9 @@ class StepComposer:
         given = {chunk.request_id: chunk.num_tokens for chunk in step.chunks}
         others = ", ".join(f"{name} {num_tokens}" for name, num_tokens in given.items() if name != request.request_id)
         if request.request_id in given:
-            return (
-                f"gets {given[request.request_id]} tokens and has {self._work(request)} left; others: {others or '-'}"
-            )
-        waiting, closed_by = self._table.waiting, self._admission.closed_by
+            num_tokens, num_left = given[request.request_id], self._work(request)
+            return f"gets {num_tokens} tokens and has {num_left} left; others: {others or '-'}"
+        waiting, closed_by = self._table.waiting, self.admission.closed_by
         if request.status is RequestStatus.WAITING:
             if (owner := waiting.parked_for(request)) is not None:
                 return f"is parked: {owner} computes the prefix that it begins with"
@@ -112,21 +97,16 @@ class StepComposer:
     def _starve(self, request: Request) -> None:
         """There is no memory for one who is alone. It may come back, but is not waited for without end."""
         self._is_short = True
-        if self._starving_since is None:
-            self._starving_since = self._now
-        if self._now - self._starving_since >= self._limits.memory_wait_s:
-            self._starving_since = None
+        if self.starving_since is None:
+            self.starving_since = self._now
+        if self._now - self.starving_since >= self._limits.memory_wait_s:
+            self.starving_since = None
             self._table.end(request, FinishReason.ERROR)
             self.starved.append(request)
 
-    def _starve_first_waiting(self) -> None:
-        request = self._admission.first()
-        if request is not None:
-            self._starve(request)
-
     # --- decodes ------------------------------------------------------------------------------------------
 
-    def _add_decodes(self, step: StepBuilder) -> list[Request]:
+    def _add_decodes(self, step: Step) -> list[Request]:
         """Adds everyone who decodes; returns those who run but have prompt to compute.
 
         Up to a block of known tokens counts as a decode (those that a grammar forces, or the uncached tail of a
@@ -178,21 +158,22 @@ class StepComposer:
             if victim is self._table.running[0]:
                 self._starve(victim)
                 return None
-            self._preempt(victim)
-            self._admission.headroom.on_preemption()
+            self.preempt(victim)
+            self.admission.headroom.on_preemption()
             if victim is request:
                 return None
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """Makes a running request wait."""
         self._table.preempt(request)
         self._counters.preemptions_by_tier[request.tier] += 1
 
     # --- prompts ------------------------------------------------------------------------------------------
 
-    def _add_prompts(self, step: StepBuilder, prefilling: list[Request]) -> None:
+    def _add_prompts(self, step: Step, prefilling: list[Request]) -> None:
         """Shares the step's prompt tokens out tier by tier, but for the part of one that has aged past better tiers.
         The part is on top of a prompt that ends in the step."""
-        waiting = self._admission.next_to_start()
+        waiting = self.admission.next_to_start()
         first = min([*prefilling, waiting] if waiting is not None else prefilling, key=_turn, default=None)
         if first is None:
             return
@@ -213,7 +194,8 @@ class StepComposer:
                 self._give(step, aged, kept - step.given[aged])
         self._settle(step, aged)
         for request, num_tokens in step.given.items():
-            self._put_prompt(step, request, num_tokens)
+            step.prompt_cost += self._budget.cost(request.num_computed_tokens, num_tokens)
+            self._put(step, request, num_tokens, step.block_ids[request.request_id])
 
     def _shares(self, first: Request, prefilling: list[Request], num_decodes: int) -> tuple[int, int]:
         """How many prompt tokens the step may have beside those who decode: of the tier of `first`, the best that
@@ -237,7 +219,7 @@ class StepComposer:
             most = wanted if most < (wanted := self._wanted(first)) <= _STRETCH * most else most
         return min(room, max(beside, most)), beside
 
-    def _serve_tier(self, step: StepBuilder, priority: int, prefilling: list[Request], most: int) -> None:
+    def _serve_tier(self, step: Step, priority: int, prefilling: list[Request], most: int) -> None:
         """Gives tokens to prompts of one tier, until all prompts have `most`.
 
         The first half goes to those with the least work left, the rest to the oldest. So a prompt waits for at most
@@ -262,7 +244,7 @@ class StepComposer:
 
     def _oldest(self, priority: int, able: list[Request]) -> Request | None:
         """Of a tier's prompts: those of `able`, and those that may start."""
-        waiting = self._table.waiting.oldest(priority, self._now) if self._admission.is_open else None
+        waiting = self._table.waiting.oldest(priority, self._now) if self.admission.is_open else None
         return min([*able, waiting] if waiting is not None else able, key=_turn, default=None)
 
     def _shortest(self, priority: int, able: list[Request]) -> Request | None:
@@ -270,10 +252,10 @@ class StepComposer:
         oldest = self._oldest(priority, able)
         if oldest is None:
             return None
-        waiting = self._admission.shortest(priority) if self._admission.is_open else None
+        waiting = self.admission.shortest(priority) if self.admission.is_open else None
         return min([oldest, *able, waiting] if waiting is not None else [oldest, *able], key=self._work)
 
-    def _give(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
+    def _give(self, step: Step, request: Request, num_tokens: int) -> None:
         """Up to `num_tokens` more of the step are for a prompt, if it runs or can start."""
         if request.request_id in step.block_ids or self._ensure_running(step, request):
             step.given[request] += min(self._wanted(request) - step.given[request], num_tokens)
@@ -293,16 +275,15 @@ class StepComposer:
         wanted = {other: min(self._work(other), num_steps * self._wanted(other)) for other in before}
         left = num_steps * most - sum(wanted[o] for o in before if o.priority < request.priority)
         mates = [other for other in before if other.priority == request.priority]
-        if not any(_turn(other) <= _turn(request) for other in mates):
-            return left > 0
+        before_it = mates if any(_turn(other) <= _turn(request) for other in mates) else []
         shorter = [other for other in mates if self._work(other) < self._work(request)]
-        return sum(map(wanted.__getitem__, mates)) < left or sum(map(wanted.__getitem__, shorter)) < left // 2
+        return sum(map(wanted.__getitem__, before_it)) < left or sum(map(wanted.__getitem__, shorter)) < left // 2
 
     # --- those who have aged past better tiers ----------------------------------------------------------------
 
     def _aged(self, prefilling: list[Request], first: Request) -> Request | None:
         """The prompt that has waited past all of better tiers; None if the oldest is of the best tier."""
-        promoted = self._admission.promoted()
+        promoted = self.admission.promoted()
         able = [*prefilling, promoted] if promoted is not None else prefilling
         oldest = min(able, key=self._table.waiting.key, default=first)
         return oldest if oldest.priority > first.priority else None
@@ -315,22 +296,22 @@ class StepComposer:
             return 0
         return min(max(int(self._due), least), self._wanted(aged), max(num_tokens // 2, 1))
 
-    def _settle(self, step: StepBuilder, aged: Request | None) -> None:
+    def _settle(self, step: Step, aged: Request | None) -> None:
         """Books what its tier is due: one prompt token for each `AGED_SHARE - 1` that better tiers get."""
         if aged is None:
             self._due = 0.0
             return
         num_better = sum([count for request, count in step.given.items() if request.priority < aged.priority])
         due = self._due + num_better / (AGED_SHARE - 1) - (step.given.total() - num_better)
-        most = float(self._limits.max_num_batched_tokens)
-        self._due = min(max(due, -most), most)
+        most = self._limits.max_num_batched_tokens
+        self._due = float(min(max(due, -most), most))
 
-    def _ensure_running(self, step: StepBuilder, request: Request) -> bool:
+    def _ensure_running(self, step: Step, request: Request) -> bool:
         """Whether a request runs now, with the blocks that the step computes it in; it may wait and find no room."""
         blocks = self._table.blocks
         block_ids: BlockIds | None = ()
         if request.status is RequestStatus.WAITING:
-            block_ids = self._admission.admit(request)
+            block_ids = self.admission.admit(request)
             if block_ids is not None:
                 step.new_requests.append(
                     NewRequestData(
@@ -349,7 +330,7 @@ class StepComposer:
             step.block_ids[request.request_id] = block_ids
         return block_ids is not None
 
-    def _move_windows(self, step: StepBuilder, request: Request) -> BlockIds | None:
+    def _move_windows(self, step: Step, request: Request) -> BlockIds | None:
         """Blocks for a running prompt's next chunk where layers see a window only: admission gave it as many as it
         ever holds there. What it has given up since pays for them, unless others hold it, too; then it may have to
         sit out a step (None), or to preempt others if there would be no step otherwise."""
@@ -369,14 +350,9 @@ class StepComposer:
             wanted = self._checkpoints.cut(request, wanted)
         return wanted
 
-    def _put_prompt(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
-        step.num_prompt_tokens += num_tokens
-        step.prompt_cost += self._budget.cost(request.num_computed_tokens, num_tokens)
-        self._put(step, request, num_tokens, step.block_ids[request.request_id])
-
     # --- progress -----------------------------------------------------------------------------------------
 
-    def _put(self, step: StepBuilder, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
+    def _put(self, step: Step, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
         """Books the next `num_tokens` positions of the request as computed by this step."""
         start = request.num_computed_tokens
         end = start + num_tokens
@@ -407,7 +383,7 @@ class StepComposer:
         if start % BLOCK_SIZE == 0 or end // BLOCK_SIZE > start // BLOCK_SIZE:
             step.filled.append(request)
 
-    def _publish(self, step: StepBuilder) -> None:
+    def _publish(self, step: Step) -> None:
         """Lets later steps hit what this one computes. Not earlier: inside one step a model may run its
         requests one after the other, in any order."""
         table = self._table

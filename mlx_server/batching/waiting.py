@@ -32,9 +32,6 @@ class OrderedRequests:
         self._entry_of: dict[str, _Entry] = {}
         self._num_pushes = 0
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def __iter__(self) -> Iterator[Request]:
         """In order. None may come or go meanwhile."""
         return (entry[3] for entry in self._entries)

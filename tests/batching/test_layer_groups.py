@@ -10,9 +10,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from mlx_server.batching.admission import AdmissionHeadroom
 from mlx_server.batching.block import Block
 from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.admission import AdmissionHeadroom
 from mlx_server.batching.layer_groups import LayerGroups, first_seen, num_blocks_for
 from mlx_server.batching.prefix_cache import PrefixCache
 from mlx_server.batching.state_checkpoints import StateCheckpoints
@@ -20,7 +20,7 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ContextLengthError
 from mlx_server.outputs import ModelRunnerOutput, SampledToken
 from mlx_server.request import Priority, Request
-from tests.batching.worlds import World, chunks, count_held, make_request, make_scheduler, make_world, prompt
+from tests.batching.worlds import World, chunks, count_held, make_request, make_scheduler, make_world, num_held, prompt
 
 WINDOWS = st.lists(st.one_of(st.none(), st.integers(1, 200)), min_size=1, max_size=4)
 
@@ -148,7 +148,7 @@ def test_a_window_takes_blocks_for_a_chunk_and_gives_up_what_is_behind_it() -> N
         assert blocks.allocate(request, 320) is not None
         compute(blocks, request, end)
     assert blocks.block_ids("r", 1)[:8] == (0,) * 8, "position 320 sees 281 to 320"
-    assert (blocks.num_held("r"), blocks.num_held("r", 1)) == (10, 2)
+    assert (num_held(blocks, "r"), num_held(blocks, "r", 1)) == (10, 2)
     new_ids = blocks.allocate(request, 321)
     assert new_ids is not None
     assert [len(ids) for ids in new_ids] == [1, 1]
@@ -182,7 +182,7 @@ def test_a_prefix_needs_the_window_before_its_end_only() -> None:
     assert [[block.block_id for block in group] for group in prefix.groups] == [[0, 1, 2, 3, 4, 5], [14, 15]]
     assert blocks.num_new_blocks(again, 201, prefix) == 8 + 2, "eight revived, and two"
     assert blocks.allocate(again, 201, prefix) == ((0, 1, 2, 3, 4, 5, 20), (0, 0, 0, 0, 14, 15, 21))
-    assert blocks.num_held("again", 1) == 3
+    assert num_held(blocks, "again", 1) == 3
     blocks.check_integrity()
 
 
@@ -220,7 +220,7 @@ def check_tables(blocks: PagedBlockManager, request: Request) -> None:
         table = blocks.block_ids(request.request_id, group)
         assert len(table) >= num_blocks_for(request.num_computed_tokens)
         seen = table[first_seen(request.num_computed_tokens, window) :]
-        assert len(set(seen)) == len(seen) <= blocks.num_held(request.request_id, group)
+        assert len(set(seen)) == len(seen) <= num_held(blocks, request.request_id, group)
 
 
 @pytest.mark.parametrize("windows", [(None, 40), (24, 100), (None, None, 1, 64)])
@@ -293,7 +293,7 @@ def test_once_a_prompt_is_computed_windows_hold_a_window() -> None:
     held = []
     for _ in range(150):
         world.step()
-        held.append(world.scheduler.blocks.num_held("r", 1))
+        held.append(num_held(world.scheduler.blocks, "r", 1))
     assert max(held) == 5
     assert min(held) == 4
     world.finish()

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.limits import QueueLimits
 from mlx_server.outputs import ModelRunnerOutput, SampledToken
-from mlx_server.request import Request
 from tests.batching.worlds import make_request, make_scheduler, prompt
 
 BUDGET = 256

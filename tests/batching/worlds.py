@@ -39,6 +39,12 @@ VOCAB_SIZE = 997
 _SEED = 17
 
 
+def num_held(blocks: PagedBlockManager, request_id: str, group: int = 0) -> int:
+    """How many blocks of a group the request holds."""
+    tables = blocks._tables.get(request_id)
+    return 0 if tables is None else len(tables[group].blocks)
+
+
 def prompt(num_tokens: int, first: int = 0) -> list[int]:
     """`num_tokens` ids that count up from `first`: prompts of different `first` share no block."""
     return [(first + index) % VOCAB_SIZE for index in range(num_tokens)]
@@ -416,7 +422,7 @@ def count_held(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     def counted(self: PagedBlockManager, request: Request, *args: Any) -> Any:
         ids = allocate(self, request, *args)
-        held.append(tuple(self.num_held(request.request_id, group) for group in range(len(self.groups))))
+        held.append(tuple(num_held(self, request.request_id, group) for group in range(len(self.groups))))
         return ids
 
     monkeypatch.setattr(PagedBlockManager, "allocate", counted)
