@@ -57,6 +57,22 @@ def test_admission_stops_at_the_oldest_that_does_not_fit_once_it_has_been_overta
     world.check_tokens()
 
 
+def test_what_has_overtaken_one_is_remembered_when_an_older_one_is_preempted() -> None:
+    world = make_world(num_blocks=10)
+    world.add(make_request("first", 90, max_tokens=30), make_request("old", 60, max_tokens=30, arrival_s=0.1))
+    world.step()
+    world.add(make_request("large", 170, arrival_s=1.0), make_request("small", 90, max_tokens=1, arrival_s=2.0))
+    assert chunks(world.step())["small"] == (0, 90)  # 5 blocks are free, `large` needs 6
+    assert world.scheduler.preempt_lowest()
+    world.add(make_request("tiny", 3, max_tokens=1, arrival_s=3.0))
+    assert {"old", "tiny"} <= set(chunks(world.step()))
+    world.add(make_request("next", 90, max_tokens=1, arrival_s=4.0))
+    while "old" not in world.reasons:  # 90 tokens have overtaken `large`, and 180 are more than its 170
+        assert "next" not in chunks(world.step())
+    world.finish()
+    world.check_tokens()
+
+
 def test_who_runs_keeps_headroom() -> None:
     world = make_world(num_blocks=8)
     world.add(make_request("runs", 90, max_tokens=160), make_request("next", 90, max_tokens=4, arrival_s=0.1))
