@@ -9,8 +9,8 @@ from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.layer_groups import num_blocks_for
 from mlx_server.batching.limits import QueueLoad
 from mlx_server.batching.prefix_cache import CachedPrefix
+from mlx_server.batching.priority_queue import PriorityQueueWithAging
 from mlx_server.batching.step import Step
-from mlx_server.batching.waiting import WaitingRequests
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, PositionLogprobs
 from mlx_server.request import FinishReason, Request, RequestStatus
@@ -33,7 +33,7 @@ class RequestTable:
     def __init__(self, blocks: PagedBlockManager, aging_rate: float, *, deduplicates: bool = True) -> None:
         self.blocks = blocks
         self.requests: dict[str, Request] = {}
-        self.waiting = WaitingRequests(blocks, aging_rate, deduplicates=deduplicates)
+        self.waiting = PriorityQueueWithAging(blocks, aging_rate, deduplicates=deduplicates)
         self.running: list[Request] = []
         self.unscheduled: OrderedDict[str, Request] = OrderedDict()
         self.prompt_logprobs: dict[str, list[PositionLogprobs]] = {}

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.waiting import WaitingRequests
+from mlx_server.batching.priority_queue import PriorityQueueWithAging
 from mlx_server.request import Priority, Request
 from tests.batching.worlds import make_request
 
@@ -19,18 +19,18 @@ def arrival(request_id: str, priority: int, arrival_s: float) -> Request:
     return make_request(request_id, 1, arrival_s=arrival_s, priority=Priority(priority))
 
 
-def make_queue(*requests: Request, aging_rate: float = AGING_RATE) -> WaitingRequests:
-    queue = WaitingRequests(PagedBlockManager(1), aging_rate)
+def make_queue(*requests: Request, aging_rate: float = AGING_RATE) -> PriorityQueueWithAging:
+    queue = PriorityQueueWithAging(PagedBlockManager(1), aging_rate)
     for request in requests:
         queue.push(request)
     return queue
 
 
-def most_urgent(queue: WaitingRequests) -> Request | None:
+def most_urgent(queue: PriorityQueueWithAging) -> Request | None:
     return min(queue.heads(0.0), key=queue.turn, default=None)
 
 
-def drain(queue: WaitingRequests) -> list[str]:
+def drain(queue: PriorityQueueWithAging) -> list[str]:
     names = []
     while (request := most_urgent(queue)) is not None:
         names.append(request.request_id)

@@ -1,4 +1,4 @@
-"""Everyone who waits to run: by tier and age, by the work left, or parked until a common prefix is computed."""
+"""The queue of those who wait to run: by tier and age, by the work left, or parked until a common prefix is computed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class OrderedRequests:
         assert self._entries == sorted(self._entry_of.values()), "a list of requests is out of order"
 
 
-class WaitingRequests:
+class PriorityQueueWithAging:
     """The queue of one scheduler.
 
     Who may start next is found in two orders of each tier: by age and by work. The work of a request is what it would
