@@ -1,4 +1,4 @@
-"""The queue of those who wait to run: by tier and age, by the work left, or parked until a common prefix is computed."""
+"""The queue of those who wait: by tier and age, by the work left, or parked until a common prefix is computed."""
 
 from __future__ import annotations
 
