@@ -3,7 +3,6 @@ workflow say the same as pyproject.toml."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -116,7 +115,15 @@ def test_the_formula_describes_the_project() -> None:
 
 
 def test_the_formula_has_what_brew_wants_in_its_order() -> None:
-    order = [r"desc ", r"homepage ", r"url ", r"sha256 ", r"license ", r"depends_on arch: :arm64", r"depends_on macos: "]
+    order = [
+        r"desc ",
+        r"homepage ",
+        r"url ",
+        r"sha256 ",
+        r"license ",
+        r"depends_on arch: :arm64",
+        r"depends_on macos: ",
+    ]
     order += [r'depends_on "python@3.12"', r"def install", r"service do", r"test do"]
     places = [match.start() for stanza in order if (match := re.search(rf"^  {stanza}", FORMULA, re.MULTILINE))]
     assert len(places) == len(order)
@@ -132,13 +139,13 @@ def test_the_formula_is_filled_in_from_a_release() -> None:
         {"packagetype": "sdist", "url": "https://a/s.tar.gz", "digests": {"sha256": "2" * 64}},
     ]
     report = {"install": [installed(name) for name in ("PyYAML", "mlx_server", "mlx-metal")]}
-    sdist, resources = sdist_of({"urls": files}), downloads_of(json.loads(json.dumps(report)))
+    sdist, resources = sdist_of({"urls": files}), downloads_of(report)
     assert [download.name for download in resources] == ["mlx-metal", "pyyaml"]
     formula = filled(FORMULA, sdist, resources)
     assert stanza('url "(.*)"', formula) == "https://a/s.tar.gz"
     assert stanza('sha256 "(.*)"', formula) == "2" * 64
-    blocks = re.findall(r'  resource "(.+)" do\n    url "(.+)",\n        using: :nounzip\n    sha256 "(.+)"\n  end\n', formula)
-    assert [Download(*block) for block in blocks] == resources
+    block = r'  resource "(.+)" do\n    url "(.+)",\n        using: :nounzip\n    sha256 "(.+)"\n  end\n'
+    assert [Download(*found) for found in re.findall(block, formula)] == resources
     assert filled(formula, sdist, resources) == formula
     assert filled(formula, sdist, []) == filled(FORMULA, sdist, [])
 

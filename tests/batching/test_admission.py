@@ -117,6 +117,7 @@ def num_preemptions(num_requests: int) -> int:
     return world.scheduler.counters.num_preemptions
 
 
+@pytest.mark.slow
 def test_admission_learns_from_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
     with_learning = num_preemptions(60)
     monkeypatch.setattr(AdmissionHeadroom, "on_preemption", lambda self: None)

@@ -26,6 +26,7 @@ def crowd(count: int, seed: int) -> list[Request]:
     ]
 
 
+@pytest.mark.slow
 @BOTH_MODES
 def test_five_hundred_requests_in_a_pool_of_eight_percent(is_async: bool) -> None:
     """All finish, with the tokens that an unconstrained run gives (`check_tokens`: those of each alone)."""
@@ -48,6 +49,7 @@ def test_five_hundred_requests_in_a_pool_of_eight_percent(is_async: bool) -> Non
     assert world.scheduler.counters.num_preemptions > 0
 
 
+@pytest.mark.slow
 @BOTH_MODES
 def test_nothing_leaks_from_a_thousand_requests_with_random_aborts(is_async: bool) -> None:
     rng = random.Random(5)

@@ -220,6 +220,7 @@ PROMPTS = st.sampled_from([4, 20, 90, 300, MOST_TOKENS, 600, 1500])
 OUTPUTS = st.sampled_from([1, 3, 30])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     num_seats=st.sampled_from([1, 2, 3, 8, 17, 64]),
