@@ -20,7 +20,7 @@ from mlx_server.config import Config, load_config, settings
 from mlx_server.tiers import Tier
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = {"./scripts/serve": "serve", "./scripts/bench-peers": "bench peers"}
 VARIABLES = {setting.env for setting in settings()} | {"MLX_SERVE_HOME", KEY_VARIABLE, URL_VARIABLE}
 FOREIGN_FLAGS = {"--reload", "--user"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from scripts.release_notes import section
 from tests.test_docs import parser_of
 
 ROOT = Path(__file__).parents[1]
@@ -18,15 +20,23 @@ IMAGES = {"macos-15", "macos-26", "ubuntu-24.04"}
 
 OURS = ".venv/bin/mlx-serve"
 RESULTS = "results"
+TESTS = ("macos", "nightly")
+"""The workflows that test a checkout."""
 
 
-def jobs() -> Iterator[dict[str, Any]]:
-    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
-        yield from yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values()
+def workflow(name: str) -> dict[str, Any]:
+    text = (ROOT / ".github" / "workflows" / f"{name}.yml").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = yaml.safe_load(text)
+    return loaded
+
+
+def jobs(*names: str) -> Iterator[dict[str, Any]]:
+    for name in names:
+        yield from workflow(name)["jobs"].values()
 
 
 def steps() -> list[dict[str, Any]]:
-    return [step for job in jobs() for step in job["steps"]]
+    return [step for job in jobs(*TESTS) for step in job["steps"]]
 
 
 def commands() -> list[list[str]]:
@@ -37,7 +47,9 @@ def commands() -> list[list[str]]:
 
 
 def test_images_are_those_that_there_are() -> None:
-    assert {image for job in jobs() for image in job["strategy"]["matrix"]["os"]} <= IMAGES
+    for job in jobs(*TESTS, "release"):
+        named = job["strategy"]["matrix"]["os"] if "matrix" in job["runs-on"] else [job["runs-on"]]
+        assert set(named) <= IMAGES
 
 
 def test_commands_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,8 +91,41 @@ def test_skips_and_results_of_tests_are_kept(words: list[str]) -> None:
 
 def test_nothing_waits_for_the_success_of_another() -> None:
     """Once the packages are installed and the GPU was found, each step runs, and what it leaves is uploaded."""
-    for job in jobs():
+    for job in jobs(*TESTS):
         names = [step.get("name") for step in job["steps"]]
         for step in job["steps"][names.index("Install") + 2 :]:
             assert "always()" in step["if"], step
         assert job["steps"][-1]["with"]["path"] == RESULTS
+
+
+def test_only_what_was_tried_is_published_and_only_then_announced() -> None:
+    release = workflow("release")
+    needs = {name: job.get("needs") for name, job in release["jobs"].items()}
+    assert needs == {"build": None, "try": "build", "publish": "try", "announce": "publish", "homebrew": "announce"}
+    assert release["permissions"] == {"contents": "read"}
+    rights = {name: job["permissions"] for name, job in release["jobs"].items() if "permissions" in job}
+    write = {"contents": "write"}
+    assert rights == {"publish": {"id-token": "write"}, "announce": write, "homebrew": write}
+
+
+def test_commands_of_a_release_are_there() -> None:
+    text = "\n".join(step.get("run", "") for job in jobs("release") for step in job["steps"])
+    scripts = re.findall(r"scripts/\w+\.py", text)
+    ours = re.findall(r"clean/bin/mlx-serve ([^&\n]+)", text)
+    assert scripts
+    assert all((ROOT / script).is_file() for script in scripts)
+    assert "--version" in {line.strip() for line in ours}
+    for line in ours:
+        words = shlex.split(line)
+        if words != ["--version"]:
+            parser, rest = parser_of(words)
+            assert parser is not None
+            parser.parse_args(rest)
+
+
+def test_a_release_has_its_section_of_the_changelog() -> None:
+    changelog = "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-11-22\n\n### Added\n- one\n\n## [0.1.0]\n- zero\n"
+    assert section(changelog, "0.2.0") == "### Added\n- one"
+    assert section(changelog, "0.1.0") == "- zero"
+    assert section(changelog, "Unreleased") is None
+    assert section(changelog, "0.2") is None

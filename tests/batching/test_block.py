@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mlx_server.batching.block import Block, FreeBlockQueue
+from mlx_server.batching.block import Block, BlockState, FreeBlockQueue
 
 
 def make_queue(count: int) -> tuple[list[Block], FreeBlockQueue]:
@@ -16,6 +16,25 @@ def make_queue(count: int) -> tuple[list[Block], FreeBlockQueue]:
 
 def ids(queue: FreeBlockQueue) -> list[int]:
     return [block.block_id for block in queue]
+
+
+@pytest.mark.parametrize(
+    ("ref_cnt", "block_hash", "state"),
+    [
+        (0, None, BlockState.FREE),
+        (0, b"h", BlockState.CACHED),
+        (1, None, BlockState.REFERENCED),
+        (1, b"h", BlockState.REFERENCED),
+        (2, b"h", BlockState.SHARED),
+        (3, b"h", BlockState.SHARED),
+    ],
+)
+def test_a_block_is_what_its_references_and_its_hash_make_it(
+    ref_cnt: int, block_hash: bytes | None, state: BlockState
+) -> None:
+    block = Block(0)
+    block.ref_cnt, block.block_hash = ref_cnt, block_hash
+    assert block.state is state
 
 
 def test_blocks_come_out_in_the_order_of_going_in() -> None:

@@ -67,11 +67,22 @@ def test_one_group_without_a_window_needs_what_it_needed_before() -> None:
 
 
 def test_headroom_counts_windows_that_are_not_full_yet() -> None:
-    running = [make_request("short", 40, 200), make_request("long", 100, 64)]
-    of_all, of_windows = AdmissionHeadroom(), AdmissionHeadroom((None, 100))
-    of_all.ratio = of_windows.ratio = 1.0
-    assert of_all.num_blocks(running) == 9  # 264 tokens
-    assert of_windows.num_blocks(running) == 9 + 2  # and 60
+    running = [make_request("short", 40, 192), make_request("long", 150, 64)]
+    assert full_headroom().num_blocks(running) == 8  # 256 tokens
+    for window, num_blocks in ((103, 2), (104, 2), (105, 3)):  # the short one may still grow by 63, 64 or 65 tokens
+        assert full_headroom(None, window).num_blocks(running) == 8 + num_blocks
+
+
+def test_headroom_counts_the_rest_of_an_answer_up_to_a_cap() -> None:
+    for max_tokens, num_blocks in ((32, 1), (33, 2), (1024, 32), (1025, 32), (9000, 32)):
+        assert full_headroom().num_blocks([make_request("r", 10, max_tokens)]) == num_blocks
+
+
+def full_headroom(*windows: int | None) -> AdmissionHeadroom:
+    """One that keeps all that running requests may still need."""
+    headroom = AdmissionHeadroom(windows or (None,))
+    headroom.ratio = 1.0
+    return headroom
 
 
 # --- prefixes -------------------------------------------------------------------------------------------------------

@@ -203,6 +203,27 @@ def test_a_broken_folder_is_a_load_error(bundled_model: Path, tmp_path: Path) ->
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("word", "num_words", "num_tokens", "expected"),
+    [
+        ("a", 2**16, 10, 2**16),  # no more than a piece
+        ("a", 2**16 + 1, 10, 2**16),  # more: one piece is enough
+        ("a", 560_000, 70_000, 560_000),  # eight characters a token are usual
+        ("a", 560_001, 70_000, 2 * 2**16),
+        ("a", 560_001, 65_519, 2**16),  # 16 tokens may come of the cut: a piece is sure to have 65,520
+        ("a", 560_001, 65_520, 2 * 2**16),
+        (" abcdefghijklmnopqrs", 10_000, 20_000, 200_000),  # 20 characters a token: all of it fits
+    ],
+)
+def test_of_a_text_that_is_far_too_long_a_part_is_read(
+    word: str, num_words: int, num_tokens: int, expected: int
+) -> None:
+    tokenizer = make_tokenizer(words=(word,))
+    text = "!" + (word * num_words)[1:]
+    assert tokenizer.part_of(text, num_tokens) == text[:expected]
+    assert tokenizer.part_of(text, num_tokens, is_end=True) == text[-expected:]
+
+
 def test_many_threads_may_encode_and_decode_at_once(bundled: Tokenizer) -> None:
     texts = [f"{text} number {n}" for n in range(20) for text in TEXTS]
     expected = {text: bundled.encode(text) for text in texts}

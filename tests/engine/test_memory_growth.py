@@ -241,6 +241,21 @@ async def test_a_loaded_model_stays_within_what_was_estimated(thread):
         await engine.stop()
 
 
+@on_the_cpu
+@pytest.mark.parametrize(
+    ("num_seqs", "num_tokens", "expected"),
+    [  # 4 arrays a step: tokens x (384 + 4 x 384) and rows x 16,384 logits, of 4 bytes
+        (8, 128, 4 * 4 * (128 * 1920 + 8 * 16_384)),
+        (8, 129, 4 * 4 * (129 * 1920 + 8 * 16_384)),
+        (9, 128, 4 * 4 * (128 * 1920 + 9 * 16_384)),
+    ],
+)
+def test_what_a_step_takes_is_foreseen_by_its_tokens_and_rows(num_seqs, num_tokens, expected):
+    limits = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens)
+    need = estimate_need(Config(model=ModelConfig(model="random:mini"), scheduler=limits))
+    assert need.activation_bytes == expected
+
+
 # What is foreseen of pools is held against every architecture's in test_architectures.
 
 

@@ -331,6 +331,7 @@ async def test_counters_go_on_when_the_model_is_loaded_again(tmp_path):
         second = samples(render([EngineReading("tiny", again.stats(), again.metrics, True)]))
     assert second["vllm:generation_tokens_total"] == 8
     assert second["vllm:time_to_first_token_seconds_count"] == 2
+    assert second["vllm:inter_token_latency_seconds_count"] == 4 + 2
     assert second["mlx_serve:model_memory_bytes{use=weights}"] > 0
     assert [name for name, value in first.items() if name.endswith("_total") and second[name] < value] == []
 
