@@ -357,6 +357,24 @@ def test_the_wait_is_bounded_after_another_one_has_ended() -> None:
         assert list(chunks(world.step())) == started
 
 
+def test_each_wait_is_bounded_by_its_own_begin() -> None:
+    world = make_world(max_chunk_tokens=1)
+    world.add(shared("first", 40), shared("second", 40))
+    world.step()
+    world.now = 30.0
+    world.add(shared("third", 40, arrival_s=30.0))
+    world.step()
+    seconds_and_started = (
+        (59.9, ["first"]),
+        (60.1, ["first", "second"]),
+        (89.9, ["first", "second"]),
+        (90.1, ["first", "second", "third"]),
+    )
+    for now, started in seconds_and_started:
+        world.now = now
+        assert list(chunks(world.step())) == started
+
+
 def test_the_bound_of_a_wait_is_not_inherited_by_the_next_request_of_an_id() -> None:
     world = make_world(max_chunk_tokens=1)
     world.add(shared("first", 40), shared("second", 40))
