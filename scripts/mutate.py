@@ -177,11 +177,10 @@ def _annotations(source: str) -> Iterator[tuple[Position, Position]]:
 
 def survival(mutant: Mutant) -> str | None:
     """What it changes, if no test notices."""
-    suites = suites_of(_tests_of(mutant.path))
-    with use_mutation(mutant.path, mutant.operator, mutant.occurrence) as (original, mutated):
-        for suite in suites:
-            outcome, _ = run_tests(suite.command, suite.timeout_s)
-            if outcome is not TestOutcome.SURVIVED:
+    for marks in ROUNDS:
+        suite = suite_of(_tests_of(mutant.path), marks)
+        with use_mutation(mutant.path, mutant.operator, mutant.occurrence) as (original, mutated):
+            if suite and run_tests(suite.command, suite.timeout_s)[0] is not TestOutcome.SURVIVED:
                 return None
     line = mutant.start[0] - 1
     old, new = original.splitlines(), mutated.splitlines()
@@ -200,18 +199,14 @@ def _tests_of(path: Path) -> tuple[str, ...]:
 
 
 @cache
-def suites_of(tests: tuple[str, ...]) -> list[Suite]:
-    """Those that have tests at all; each is run once as the code is, and must pass."""
-    suites = []
-    for marks in ROUNDS:
-        command = f"{shlex.quote(sys.executable)} {TESTS} -m {shlex.quote(marks)} {shlex.join(tests)}"
-        start_s = time.monotonic()
-        status = subprocess.run(shlex.split(command), stdout=subprocess.DEVNULL, check=False).returncode
-        if status not in (0, NO_TESTS_COLLECTED):
-            sys.exit(f"The tests fail as the code is: {command}")
-        if status == 0:
-            suites.append(Suite(command, timeout_s=20 + 3 * (time.monotonic() - start_s)))
-    return suites
+def suite_of(tests: tuple[str, ...], marks: str) -> Suite | None:
+    """Those of `tests` with these marks, if there are any. They are run once as the code is, and must pass."""
+    command = f"{shlex.quote(sys.executable)} {TESTS} -m {shlex.quote(marks)} {shlex.join(tests)}"
+    start_s = time.monotonic()
+    status = subprocess.run(shlex.split(command), stdout=subprocess.DEVNULL, check=False).returncode
+    if status not in (0, NO_TESTS_COLLECTED):
+        sys.exit(f"The tests fail as the code is: {command}")
+    return Suite(command, timeout_s=20 + 3 * (time.monotonic() - start_s)) if status == 0 else None
 
 
 def _name(mutant: Mutant) -> str:
