@@ -18,6 +18,8 @@ def __getattr__(name: str) -> Any:
     if name in ("LLM", "Completion"):
         # transformers would tell every user that PyTorch is missing, which nothing here needs.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        # pydantic would import logfire, a second's work, only because it is installed.
+        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "logfire-plugin")
         from mlx_server.engine import llm
 
         return getattr(llm, name)

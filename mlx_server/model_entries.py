@@ -1,27 +1,67 @@
-"""The models of a server that has several: declared as `[[models]]`, each with settings of its own."""
+"""The models of a server that has several, declared as `[[models]]`, and the adapters of one."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from mlx_server.adapter_entries import parse_adapters
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
 from mlx_server.errors import ConfigError
-from mlx_server.setting import Setting, declare, declared, nearest
+from mlx_server.setting import STRICT, Name, keys, read_table, refuse_unknown
+
+_FORBIDDEN = frozenset(":/=")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter(NamedTuple):
+    """A folder that mlx-lm has written an adapter to. Clients call a model with it `model:name`."""
+
+    name: str
+    folder: str
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder).expanduser()
+
+
+def parse_adapters(text: str) -> tuple[Adapter, ...]:
+    """Out of a list joined by `:`, each as NAME=FOLDER, or as FOLDER, whose last part is the name then. Raises
+    `ValueError`."""
+    adapters = tuple(_parse_adapter(part) for part in text.split(os.pathsep) if part)
+    folders: dict[str, str] = {}
+    for name, folder in adapters:
+        if not name or not folder or _FORBIDDEN & set(name):
+            raise ValueError(f"{name!r} in {folder!r} is no adapter; write NAME=FOLDER, with none of `:/=` in NAME")
+        if name in folders:
+            raise ValueError(
+                f"{folders[name]} and {folder} both are the adapter {name}; name one of them otherwise, as "
+                f"OTHER={folder}"
+            )
+        folders[name] = folder
+    return adapters
+
+
+def _parse_adapter(text: str) -> Adapter:
+    name, separator, folder = text.partition("=")
+    if separator and "/" not in name:
+        return Adapter(name, folder)
+    return Adapter(Path(text.rstrip("/")).name, text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ModelEntry:
     """One model. `id` is what clients call it, beside its aliases; `overrides` are settings of [model] and [cache]
     by name, for this model only."""
 
-    id: str
-    model: str
-    aliases: tuple[str, ...] = ()
-    pinned: bool = declare(False, "load it at start, and keep it until an admin unloads it")
-    idle_ttl_s: float | None = declare(None, "unload it when nobody has used it for so long; 0 is never", minimum=0.0)
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    id: Name
+    model: Name
+    aliases: tuple[Name, ...] = Field(default=(), strict=False)
+    pinned: bool = Field(default=False, description="load it at start, and keep it until an admin unloads it")
+    idle_ttl_s: float | None = Field(default=None, ge=0, description="unload it when nobody has used it for so long")
+    overrides: Mapping[str, Any] = Field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -32,57 +72,35 @@ class ModelEntry:
     def own_names(self) -> frozenset[str]:
         """Those that no other model may have: id and aliases, alone and with each adapter."""
         names = {self.id, *self.aliases}
-        adapters = parse_adapters(self.overrides.get("adapter") or "", "adapter")
+        adapters = parse_adapters(self.overrides.get("adapter") or "")
         return frozenset(names | {f"{name}:{adapter.name}" for name in names for adapter in adapters})
 
 
-_OWN: Mapping[str, Setting] = {setting.name: setting for setting in declared("models", ModelEntry)}
-_INSTEAD = {"served_model_name": "id"}
-
-
-def parse_models(tables: Any, settings: Iterable[Setting], source: str) -> tuple[ModelEntry, ...]:
-    """The entries in their order; the first one is the default. `settings` are those that an entry may override.
-    Raises `ConfigError` with `source`."""
+def read_models(tables: Any, overridable: Mapping[str, type], source: str) -> tuple[ModelEntry, ...]:
+    """The entries in their order; the first one is the default. `overridable` are the sections of the settings that an
+    entry may override, by setting. Raises `ConfigError` with `source`."""
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"{source}: models must be written as [[models]], one such section a model.")
-    known = {setting.name: setting for setting in settings if setting.name not in ("model", *_INSTEAD)}
-    entries = tuple(_parse_entry(table, known, f"{source}: [[models]] {i}") for i, table in enumerate(tables, 1))
+    entries = tuple(_entry(table, overridable, f"{source}: [[models]] {i}") for i, table in enumerate(tables, 1))
     _check_names(entries, source)
     return entries
 
 
-def _parse_entry(table: Mapping[str, Any], known: Mapping[str, Setting], where: str) -> ModelEntry:
-    values: dict[str, Any] = {}
-    overrides: dict[str, Any] = {}
-    for key, value in table.items():
-        if key in _INSTEAD:
-            raise ConfigError(f"{where}: {key} is not for [[models]]; use {_INSTEAD[key]}.")
-        if key in _OWN:
-            values[key] = _OWN[key].parse(value, where)
-        elif key in known:
-            overrides[key] = known[key].parse(value, where)
-        elif key == "aliases":
-            values[key] = _aliases(value, where)
-        elif key in ("id", "model"):
-            values[key] = _name(key, value, where)
-        else:
-            raise ConfigError(f"{where}: unknown key {key}{nearest(key, ('id', 'model', 'aliases', *_OWN, *known))}")
-    if "model" not in values:
+def _entry(table: Mapping[str, Any], overridable: Mapping[str, type], where: str) -> ModelEntry:
+    if "served_model_name" in table:
+        raise ConfigError(f"{where}: served_model_name is not for [[models]]; use id.")
+    own = keys(ModelEntry).keys() - {"overrides"}
+    refuse_unknown(table, own | overridable.keys(), where)
+    if "model" not in table:
         raise ConfigError(f"{where}: model is missing; it names a folder, a hub id, or `smollm2`.")
-    values.setdefault("id", values["model"].rstrip("/").rpartition("/")[2])
-    return ModelEntry(**values, overrides=overrides)
-
-
-def _name(key: str, value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{where}: {key} is {value!r}; it must be a name.")
-    return value
-
-
-def _aliases(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise ConfigError(f'{where}: aliases is {value!r}; it must be a list like ["gpt-4o-mini"].')
-    return tuple(_name("an alias", name, where) for name in value)
+    overrides = {
+        name: getattr(read_table(overridable[name], {name: value}, where), name)
+        for name, value in table.items()
+        if name not in own
+    }
+    values = {name: value for name, value in table.items() if name in own}
+    last_part = str(table["model"]).rstrip("/").rpartition("/")[2]
+    return read_table(ModelEntry, {"id": last_part, **values}, where, overrides=overrides)
 
 
 def _check_names(entries: Iterable[ModelEntry], source: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from mlx_server.sampling_params import SamplingParams
@@ -59,6 +60,7 @@ class TokenConstraint(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One sequence to generate, and how far it has come.
 
@@ -72,87 +74,45 @@ class Request:
     `num_computed_tokens` catches up with the number of tokens step by step; prefill, decode, prefix hits,
     chunks and resumption after preemption are all this one rule.
     Mutated by the scheduler only.
+
+    `prompt_token_ids` are taken over, not copied. `max_total_tokens` bounds prompt and output together (context length
+    and `max_tokens`, already combined). `extra_keys` separate the prefix cache (salt, tenant), and so does `adapter`,
+    the name of one of the model's. `arrival_s` is on the scheduler's clock.
     """
 
-    __slots__ = (
-        "adapter",
-        "arrival_s",
-        "block_hashes",
-        "constraint",
-        "eos_token_ids",
-        "extra_keys",
-        "finish_reason",
-        "finished_s",
-        "first_scheduled_s",
-        "first_token_s",
-        "has_lost_seat",
-        "is_promoted",
-        "last_token_s",
-        "max_total_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_ever_computed",
-        "num_in_flight",
-        "num_preemptions",
-        "num_tokens_overtaken",
-        "output_token_ids",
-        "priority",
-        "prompt_token_ids",
-        "request_id",
-        "sampling",
-        "status",
-        "stop_reason",
-        "tier",
-    )
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    _: KW_ONLY
+    arrival_s: float
+    max_total_tokens: int
+    priority: Priority = Priority.NORMAL
+    eos_token_ids: frozenset[int] = frozenset()
+    extra_keys: tuple[str, ...] = ()
+    adapter: str | None = None
+    tier: str = "default"
+    constraint: TokenConstraint | None = None
+    status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
+    output_token_ids: list[int] = field(default_factory=list, init=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    num_in_flight: int = field(default=0, init=False)
+    num_ever_computed: int = field(default=0, init=False)  # the most that `num_computed_tokens` has been
+    is_promoted: bool = field(default=False, init=False)  # runs by its age, and does not give way to better tiers
+    num_tokens_overtaken: int = field(default=0, init=False)  # work of its tier that started before it, though younger
+    has_lost_seat: bool = field(default=False, init=False)  # the last one, to such work
+    num_cached_tokens: int | None = field(default=None, init=False)
+    num_preemptions: int = field(default=0, init=False)
+    block_hashes: list[bytes] = field(default_factory=list, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    stop_reason: int | str | None = field(default=None, init=False)
+    first_scheduled_s: float | None = field(default=None, init=False)
+    first_token_s: float | None = field(default=None, init=False)
+    last_token_s: float | None = field(default=None, init=False)
+    finished_s: float | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        arrival_s: float,
-        max_total_tokens: int,
-        priority: Priority = Priority.NORMAL,
-        eos_token_ids: frozenset[int] = frozenset(),
-        extra_keys: tuple[str, ...] = (),
-        adapter: str | None = None,
-        tier: str = "default",
-        constraint: TokenConstraint | None = None,
-    ) -> None:
-        """`max_total_tokens` bounds prompt and output together (context length and `max_tokens`, already
-        combined). `extra_keys` separate the prefix cache (salt, tenant), and so does `adapter`, the name of one of
-        the model's. `arrival_s` is on the scheduler's clock."""
-        assert len(prompt_token_ids) >= 1, "an empty prompt is refused before a Request is made"
-        assert max_total_tokens > len(prompt_token_ids), "no room for an output token"
-        self.request_id = request_id
-        self.prompt_token_ids = list(prompt_token_ids)
-        self.sampling = sampling
-        self.priority = priority
-        self.tier = tier
-        self.arrival_s = arrival_s
-        self.max_total_tokens = max_total_tokens
-        self.eos_token_ids = eos_token_ids
-        self.extra_keys = extra_keys
-        self.adapter = adapter
-        self.constraint = constraint
-        self.status = RequestStatus.WAITING
-        self.output_token_ids: list[int] = []
-        self.num_computed_tokens = 0
-        self.num_in_flight = 0
-        self.num_ever_computed = 0  # the most that `num_computed_tokens` has been
-        self.is_promoted = False  # runs by its age, and does not give way to better tiers
-        self.num_tokens_overtaken = 0  # work of its tier that started before it although it was younger
-        self.has_lost_seat = False  # the last one, to such work
-        self.num_cached_tokens: int | None = None
-        self.num_preemptions = 0
-        self.block_hashes: list[bytes] = []
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-        self.first_scheduled_s: float | None = None
-        self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
-        self.finished_s: float | None = None
+    def __post_init__(self) -> None:
+        assert len(self.prompt_token_ids) >= 1, "an empty prompt is refused before a Request is made"
+        assert self.max_total_tokens > len(self.prompt_token_ids), "no room for an output token"
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -35,6 +35,22 @@ _INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_lo
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "max_tokens": (1, MAX_TOKENS),
+    "min_tokens": (0, MAX_TOKENS),
+    "temperature": (0, 100),
+    "top_k": (-1, MAX_TOP_K),
+    "min_p": (0, 1),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "seed": (-(2**63), 2**63 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+"""Least and most of each number."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling and stopping of one request. Immutable; raises `InvalidRequestError` on a bad value.
@@ -69,49 +85,25 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._take_plain_numbers()
         self._cut_token_counts()
-        check = _check
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None:
+                _check(least <= value <= most, name, value, f"between {least} and {most}")
         if self.max_tokens is not None:
-            check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-            check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
-        check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
-        check(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "between 0 and 100")
-        check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
-        top_k = f"-1 or 0 (off) or a positive count of at most {MAX_TOP_K}"
-        check(-1 <= self.top_k <= MAX_TOP_K, "top_k", self.top_k, top_k)
-        check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "between 0 and 1")
-        least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-        repetition = self.repetition_penalty
-        check(least <= repetition <= most, "repetition_penalty", repetition, f"between {least:g} and {most:g}")
-        check(
-            -2.0 <= self.presence_penalty <= 2.0,
-            "presence_penalty",
-            self.presence_penalty,
-            "between -2 and 2",
-        )
-        check(
-            -2.0 <= self.frequency_penalty <= 2.0,
-            "frequency_penalty",
-            self.frequency_penalty,
-            "between -2 and 2",
-        )
+            _check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
+        _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
+        if self.allowed_token_ids is not None:
+            _check(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "a non-empty list")
         _check_size("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS, "tokens")
         for token_id, bias in self.logit_bias.items():
             if not (token_id >= 0 and -100.0 <= bias <= 100.0):
                 wanted = "token ids of at least 0, with values between -100 and 100"
-                check(False, "logit_bias", f"{token_id}: {bias}", wanted)
-        if self.allowed_token_ids is not None:
-            check(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "a non-empty list")
-        if self.seed is not None:
-            check(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
+                _check(False, "logit_bias", f"{token_id}: {bias}", wanted)
         _check_size("stop", len(self.stop), MAX_STOP_STRINGS, "strings")
         for stop in self.stop:
-            check(len(stop) > 0, "stop", list(self.stop), "non-empty strings")
+            _check(len(stop) > 0, "stop", list(self.stop), "non-empty strings")
             _check_size("stop", len(stop), MAX_STOP_CHARS, "characters a string")
         _check_size("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                check(0 <= value <= MAX_LOGPROBS, name, value, f"between 0 and {MAX_LOGPROBS}")
 
     def _take_plain_numbers(self) -> None:
         """Numbers of other libraries become Python's: what reads them later knows no others."""

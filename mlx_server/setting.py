@@ -1,140 +1,151 @@
-"""One setting: how it is declared as a field of a section, and how its values are checked, wherever they come from."""
+"""What a setting may be: the types of values that pydantic does not have, and how values are checked.
+
+Sections of settings are pydantic dataclasses in strict mode: a file's `port = "8000"` is no number. The environment and
+the command line have texts only, which are converted first.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
-import types
-import typing
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, StringConstraints, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from mlx_server.errors import ConfigError
 
-ENV_PREFIX = "MLX_SERVE_"
+ANY_ORIGIN = "*"
+
+STRICT = ConfigDict(strict=True, extra="forbid")
+"""How sections are checked, made by code or read."""
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_HOST = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?", re.IGNORECASE)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,*]+", re.IGNORECASE)
+_OUR_WORDS = {"Input": "it", "String": "it", "Tuple": "it", "tuple": "list", "dictionary": "table"}
+"""What pydantic calls by Python's names."""
+
+T = TypeVar("T")
 
 
-def declare(default: Any, help: str, **extra: Any) -> Any:
-    """A field of a section. `extra`: `choices`, `minimum`, `maximum`, `secret`, `form`, `joined`."""
-    return dataclasses.field(default=default, metadata={"help": help, **extra})
+def parse_size(text: str) -> int:
+    """Bytes of `512MB`, `4GiB`, `1.5g` or a plain number. Raises `ValueError`."""
+    match = _SIZE.match(text)
+    if match is None:
+        raise ValueError("write bytes, or a size like 512MB or 4GiB")
+    number, unit, binary = match.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** " kmgt".index(unit.lower() or " "))
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One leaf of `Config`, as the command line and the documentation see it."""
+def parse_share(text: str, whole_bytes: int = 0) -> int:
+    """Bytes of a size, or of a share of `whole_bytes` like `70%`. Raises `ValueError`."""
+    match = _PERCENT.fullmatch(text.strip())
+    if match is None:
+        return parse_size(text)
+    percent = float(match[1])
+    if percent > 100:
+        raise ValueError("the most is 100%")
+    return int(whole_bytes * percent / 100)
 
-    section: str
-    name: str
-    type: type
-    is_optional: bool
-    default: Any
-    help: str
-    choices: tuple[str, ...] | None
-    minimum: float | None
-    maximum: float | None
-    is_secret: bool
-    form: Callable[[str, str], object] | None
-    """Raises `ConfigError` for a text that is wrong, given that and what to call it."""
-    is_joined: bool
-    """A text of several, joined by `:`: files may have a list of them, or a table, and its flag may be repeated."""
 
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+def parse_origins(text: str) -> tuple[str, ...]:
+    """Origins of web pages out of a list joined by commas, as browsers send them; `*` is any. Raises `ValueError`."""
+    origins = tuple(part.strip() for part in text.split(",") if part.strip())
+    for origin in origins:
+        # Browsers send `null` for pages that are files.
+        if origin not in (ANY_ORIGIN, "null") and _ORIGIN.fullmatch(origin) is None:
+            raise ValueError(
+                f"{origin} is no origin; write scheme, host and port alone, like http://localhost:3000, or "
+                f"`{ANY_ORIGIN}` for all"
+            )
+    return origins
 
-    @property
-    def env(self) -> str:
-        return f"{ENV_PREFIX}{self.section}_{self.name}".upper()
 
-    def parse(self, value: Any, source: str) -> Any:
-        """Checks, and converts from text where the source is text; raises `ConfigError` with `source`."""
-        if value is None and self.is_optional:
-            return None
-        parsed = self._convert(joined(value) if self.is_joined else value, source)
-        if self.choices is not None and parsed not in self.choices:
-            raise ConfigError(f"{source}: {self.name} is {value!r}; it must be one of {', '.join(self.choices)}.")
-        if isinstance(parsed, int | float) and not isinstance(parsed, bool):
-            if self.minimum is not None and not parsed >= self.minimum:
-                raise ConfigError(f"{source}: {self.name} is {value}; the least is {self.minimum:g}.")
-            if self.maximum is not None and not parsed <= self.maximum:
-                raise ConfigError(f"{source}: {self.name} is {value}; the most is {self.maximum:g}.")
-        if self.form is not None and parsed is not None:
-            self.form(parsed, f"{source}: {self.name}")
-        return parsed
+def parse_hosts(text: str) -> tuple[str, ...]:
+    """Names of hosts out of a list joined by commas, in small letters. Raises `ValueError`."""
+    hosts = tuple(part.strip().lower() for part in text.split(",") if part.strip())
+    for host in hosts:
+        if _HOST.fullmatch(host) is None:
+            raise ValueError(f"{host} is no name of a host; write names alone, like my-mac.local, no port")
+    return hosts
 
-    def _convert(self, value: Any, source: str) -> Any:
-        wanted = self.type
-        if wanted is bool:
-            if isinstance(value, bool):
-                return value
-            if isinstance(value, str) and value.lower() in _BOOLEANS:
-                return _BOOLEANS[value.lower()]
-        elif wanted is str and isinstance(value, str):
-            return value or (None if self.is_optional else "")
-        elif wanted is str and type(value) is int and (self.form is not None or self.choices is not None):
-            return str(value)
-        elif wanted in (int, float) and not isinstance(value, bool):
-            if isinstance(value, wanted) or (wanted is float and isinstance(value, int)):
-                return wanted(value)
-            if isinstance(value, str):
-                try:
-                    return wanted(value)
-                except ValueError:
-                    pass
-        raise ConfigError(f"{source}: {self.name} is {value!r}; it must be a {_TYPE_NAMES[wanted]}.")
+
+def form(parse: Callable[[str], object], *words: str) -> AfterValidator:
+    """Checks that `parse` takes a text, unless it is one of `words`, and leaves it as it is."""
+
+    def check(text: str | None) -> str | None:
+        if text is not None and text not in words:
+            parse(text)
+        return text
+
+    return AfterValidator(check)
 
 
 def joined(value: Any) -> Any:
-    """A list of texts as one, and a table as one of `name=text`; anything else as it is."""
+    """A list of texts as one joined by `:`, and a table as one of `name=text`; anything else as it is."""
     parts = [f"{name}={part}" for name, part in value.items()] if isinstance(value, Mapping) else value
     is_list = isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts)
     return os.pathsep.join(parts) if is_list else value
 
 
-_BOOLEANS = {
-    "1": True,
-    "true": True,
-    "yes": True,
-    "on": True,
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
-}
-_TYPE_NAMES = {bool: "boolean", str: "string", int: "whole number", float: "number"}
+UNQUOTED = BeforeValidator(lambda value: str(value) if type(value) is int else value)
+"""For texts that may be numbers: a file need not quote them."""
+
+Text = Annotated[str | None, BeforeValidator(lambda text: None if text == "" else text)]
+"""An empty one is none."""
+
+Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+Size = Annotated[str, UNQUOTED, form(parse_size, "auto")]
+Limit = Annotated[str, UNQUOTED, form(parse_share, "auto")]
+Share = Annotated[str, UNQUOTED, form(parse_share)]
 
 
-def declared(section: str, section_type: Any) -> tuple[Setting, ...]:
-    """The settings among the fields of a section's dataclass, in their order."""
-    hints = typing.get_type_hints(section_type)
-    found: list[Setting] = []
-    for leaf in dataclasses.fields(section_type):
-        extra = leaf.metadata
-        if "help" not in extra:
-            continue
-        kinds = typing.get_args(hints[leaf.name]) if isinstance(hints[leaf.name], types.UnionType) else ()
-        found.append(
-            Setting(
-                section=section,
-                name=leaf.name,
-                type=kinds[0] if kinds else hints[leaf.name],
-                is_optional=bool(kinds),
-                default=leaf.default,
-                help=extra["help"],
-                choices=extra.get("choices"),
-                minimum=extra.get("minimum"),
-                maximum=extra.get("maximum"),
-                is_secret=extra.get("secret", False),
-                form=extra.get("form"),
-                is_joined=extra.get("joined", False),
-            )
-        )
-    return tuple(found)
+def read_table(declared: type[T], table: Mapping[str, Any], where: str, **more: Any) -> T:
+    """An instance of the section with a file's values, and with `more`, which the file may not set. Raises
+    `ConfigError`, which begins with `where`."""
+    refuse_unknown(table, keys(declared).keys() - more.keys(), where)
+    try:
+        return declared(**table, **more)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_first(error)}") from error
+
+
+def read_text(declared: Any, name: str, text: str, where: str) -> Any:
+    """The value of one setting, converted from a text. Raises `ConfigError`, which begins with `where`."""
+    try:
+        return getattr(TypeAdapter(declared).validate_strings({name: text}), name)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_first(error)}") from error
+
+
+def keys(declared: Any) -> dict[str, FieldInfo]:
+    """The fields of a section by name."""
+    fields: dict[str, FieldInfo] = declared.__pydantic_fields__
+    return fields
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raises `ConfigError` with the nearest known key."""
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{where}: unknown key {name}{nearest(name, known)}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about a mistyped name: `; did you mean ...?`, or what there is."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}."
+
+
+def _first(error: ValidationError) -> str:
+    """`port is 70000; it should be less than or equal to 65535.`"""
+    fault = error.errors()[0]
+    name, *inner = (str(part) for part in fault["loc"] if part != "[key]")
+    reason = fault["msg"].removeprefix("Value error, ")
+    reason = re.sub("|".join(_OUR_WORDS), lambda word: _OUR_WORDS[word[0]], reason)
+    return f"{name}{''.join(f'[{part}]' for part in inner)} is {fault['input']!r}; {reason}."

@@ -19,8 +19,6 @@ VOCABULARY = {
     "outputs",
     "config",
     "setting",
-    "adapter_entries",
-    "setting_forms",
     "tiers",
     "model_entries",
     "errors",
@@ -125,8 +123,8 @@ def import_faults(module: str, source: str) -> Iterator[str]:
         library = name.split(".")[0]
         if floor not in ONLY_IN.get(library, {floor}):
             yield f"imports {library}, which only {' and '.join(sorted(ONLY_IN[library]))} may"
-        if floor == "vocabulary" and library not in sys.stdlib_module_names and library != PACKAGE:
-            yield f"imports {library}, and the vocabulary needs nothing but Python"
+        if floor == "vocabulary" and library not in {*sys.stdlib_module_names, "pydantic", PACKAGE}:
+            yield f"imports {library}, and the vocabulary needs nothing but Python and pydantic"
 
 
 def black_box_faults(sources: Sources) -> Iterator[str] | list[str]:

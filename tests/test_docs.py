@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 
 from mlx_server.api.server import FREE_PATHS
 from mlx_server.cli import main as cli
-from mlx_server.cli.command import Command, Group
+from mlx_server.cli.main import Command, Group
 from mlx_server.cli.remote import KEY_VARIABLE, URL_VARIABLE
 from mlx_server.config import Config, load_config, settings
 from mlx_server.tiers import Tier
@@ -57,15 +56,13 @@ def words_of_commands(text: str) -> Iterator[list[str]]:
 
 def parser_of(words: list[str]) -> tuple[Parser | None, list[str]]:
     """The parser of the command that `words` name, and what is left for it; None for a group of commands."""
-    node: Command | Group = cli.commands()
-    while isinstance(node, Group):
-        if not words:
-            return None, []
-        assert words[0] in node.commands, f"there is no command {words[0]}"
-        node, words = node.commands[words[0]], words[1:]
+    _, node, rest = cli.find("mlx-serve", cli.commands(), words)
+    if isinstance(node, Group):
+        assert not rest or rest[0].startswith("-")
+        return None, []
     parser = Parser(allow_abbrev=False)
-    importlib.import_module(node.module).add_arguments(parser)
-    return parser, words
+    node.add_to(parser)
+    return parser, list(rest)
 
 
 def all_flags(node: Command | Group) -> Iterator[str]:
@@ -74,7 +71,7 @@ def all_flags(node: Command | Group) -> Iterator[str]:
             yield from all_flags(child)
     else:
         parser = argparse.ArgumentParser()
-        importlib.import_module(node.module).add_arguments(parser)
+        node.add_to(parser)
         yield from (option for action in parser._actions for option in action.option_strings)
 
 
@@ -149,7 +146,7 @@ def test_every_limit_of_a_tier_is_explained() -> None:
     text = text_of(ROOT / "docs" / "keys-and-tiers.md")
     table = set(re.findall(r"^\| .*", text, re.MULTILINE))
     named = {name for row in table for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert {name.removeprefix("is_") for name in Tier.__dataclass_fields__ if name != "name"} <= named
+    assert {name for name in Tier.__dataclass_fields__ if name != "name"} <= named
 
 
 def test_free_paths_are_those_that_are_told() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_server.cli.settings_toml import effective_document
+from mlx_server.cli.config import effective_document
 from mlx_server.config import Config, load_config
 from mlx_server.errors import ConfigError
 
@@ -52,14 +52,14 @@ def test_the_example_is_valid_and_shown_as_it_is_read(tmp_path):
         ('[[models]]\nid = "a"', r"\[\[models\]\] 1: model is missing"),
         ('[[models]]\nmodel = "a"\n[[models]]\nmodel = "x/a"', "the name a is that of two"),
         ('[[models]]\nmodel = "a"\naliases = ["b"]\n[[models]]\nmodel = "b"', "the name b is that of two"),
-        ('[[models]]\nmodel = "a"\naliases = "b"', "aliases is 'b'; it must be a list"),
-        ('[[models]]\nmodel = "a"\naliases = [""]', "an alias is ''; it must be a name"),
-        ("[[models]]\nmodel = 3", "model is 3; it must be a name"),
+        ('[[models]]\nmodel = "a"\naliases = "b"', "aliases is 'b'; it should be a valid list"),
+        ('[[models]]\nmodel = "a"\naliases = [""]', r"aliases\[0\] is ''; it should have at least 1 char"),
+        ("[[models]]\nmodel = 3", "model is 3; it should be a valid string"),
         ('[[models]]\nmodel = "a"\npined = true', r"\[\[models\]\] 1: unknown key pined; did you mean pinned\?"),
-        ('[[models]]\nmodel = "a"\nmax_model_len = 1', "max_model_len is 1; the least is 2"),
+        ('[[models]]\nmodel = "a"\nmax_model_len = 1', "max_model_len is 1; it should be greater than or equal to 2"),
         ('[[models]]\nmodel = "a"\nport = 1', "unknown key port"),
         ('[[models]]\nmodel = "a"\nserved_model_name = "b"', "served_model_name is not for .*; use id"),
-        ('[[models]]\nmodel = "a"\nidle_ttl_s = -1', "idle_ttl_s is -1; the least is 0"),
+        ('[[models]]\nmodel = "a"\nidle_ttl_s = -1', "idle_ttl_s is -1; it should be greater than or equal to 0"),
         ('[model]\nmodel = "b"\n[[models]]\nmodel = "a"', "give either one model or several"),
     ],
 )

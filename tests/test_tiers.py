@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from mlx_server.cli.config import effective_document
 from mlx_server.cli.main import main
-from mlx_server.cli.settings_toml import effective_document
 from mlx_server.config import Config, load_config
 from mlx_server.errors import ConfigError
 from mlx_server.request import Priority
@@ -41,7 +41,7 @@ def test_a_tier_is_what_its_section_says(tmp_path):
         "gold": Tier(
             name="gold",
             priority=Priority.HIGH,
-            is_admin=True,
+            admin=True,
             requests_per_minute=60,
             models=("a", "b/c"),
             floors={"/v1/completions": Priority.LOW},
@@ -62,22 +62,31 @@ def test_the_default_tier_can_be_declared(tmp_path):
         ("tiers = 3\n", "tiers must be sections, like [tiers.default]"),
         ("[tiers]\ngold = 3\n", "tiers must be sections"),
         ("[[tiers]]\n", "tiers must be sections"),
-        ("[tiers.gold]\nrequest_per_minute = 3\n", "unknown key request_per_minute in [tiers.gold]; did you mean"),
+        ("[tiers.gold]\nrequest_per_minute = 3\n", "[tiers.gold]: unknown key request_per_minute; did you mean"),
         ("[tiers.gold]\nzzz = 3\n", "known are admin, floors, max_concurrent_requests"),
-        ('[tiers.gold]\nname = "x"\n', "unknown key name in [tiers.gold]"),
-        ("[tiers.gold]\nrequests_per_minute = 0\n", "[tiers.gold]: requests_per_minute is 0; the least is 1."),
-        ('[tiers.gold]\ntokens_per_minute = "many"\n', "tokens_per_minute is 'many'; it must be a whole number"),
-        ("[tiers.gold]\nmax_context_tokens = 1\n", "the least is 2"),
-        ("[tiers.gold]\nmax_output_tokens = true\n", "it must be a whole number"),
+        ('[tiers.gold]\nname = "x"\n', "[tiers.gold]: unknown key name"),
+        (
+            "[tiers.gold]\nrequests_per_minute = 0\n",
+            "[tiers.gold]: requests_per_minute is 0; it should be greater than or equal to 1.",
+        ),
+        ('[tiers.gold]\ntokens_per_minute = "many"\n', "tokens_per_minute is 'many'; it should be a valid integer"),
+        ("[tiers.gold]\nmax_context_tokens = 1\n", "max_context_tokens is 1; it should be greater than or equal to 2"),
+        ("[tiers.gold]\nmax_output_tokens = true\n", "it should be a valid integer"),
         ('[tiers.gold]\npriority = "urgent"\n', "priority is 'urgent'; it must be one of high, normal, low"),
         ("[tiers.gold]\npriority = 0\n", "priority is 0; it must be one of high, normal, low"),
-        ("[tiers.gold]\nmodels = []\n", "it must be a list of models' names, with at least one"),
-        ('[tiers.gold]\nmodels = "a"\n', "it must be a list of models' names"),
-        ("[tiers.gold]\nmodels = [1]\n", "it must be a list of models' names"),
-        ('[tiers.gold]\nadmin = "yes"\n', "admin is 'yes'; it must be true or false."),
-        ('[tiers.gold]\nfloors = "low"\n', "it must be a table like"),
-        ('[tiers.gold.floors]\n"/v1/completion" = "low"\n', "the path '/v1/completion'; did you mean /v1/completions?"),
-        ('[tiers.gold.floors]\n"/v1/completions" = "lowest"\n', "the floor of /v1/completions is 'lowest'"),
+        ("[tiers.gold]\nmodels = []\n", "models is []; it should have at least 1 item"),
+        ('[tiers.gold]\nmodels = "a"\n', "models is 'a'; it should be a valid list"),
+        ("[tiers.gold]\nmodels = [1]\n", "models[0] is 1; it should be a valid string"),
+        ('[tiers.gold]\nadmin = "yes"\n', "admin is 'yes'; it should be a valid boolean"),
+        ('[tiers.gold]\nfloors = "low"\n', "floors is 'low'; it should be a valid"),
+        (
+            '[tiers.gold.floors]\n"/v1/completion" = "low"\n',
+            "floors[/v1/completion] is '/v1/completion'; it should be '/v1/chat/completions', '/v1/completions', ",
+        ),
+        (
+            '[tiers.gold.floors]\n"/v1/completions" = "lowest"\n',
+            "floors[/v1/completions] is 'lowest'; it must be one of high, normal, low.",
+        ),
         ('[server]\napi_key_tier = "glod"\n[tiers.gold]\n', "api_key_tier is glod, which is not declared; did you"),
     ],
 )
@@ -107,17 +116,15 @@ def test_config_check_shows_the_tiers_and_refuses_what_serve_would(tmp_path, cap
     assert '[tiers."interactive"]\npriority = "high"\nmax_concurrent_requests = 4\n' in capsys.readouterr().out
     (tmp_path / "wrong.toml").write_text('[tiers.gold]\nprioritie = "high"\n')
     assert main(["config", "check", "--config", str(tmp_path / "wrong.toml")]) == 2
-    assert "unknown key prioritie in [tiers.gold]; did you mean priority?" in capsys.readouterr().err
+    assert "[tiers.gold]: unknown key prioritie; did you mean priority?" in capsys.readouterr().err
 
 
 def test_the_example_shows_every_key_of_a_tier():
     tiers = load_config(EXAMPLE, environ={}).tiers.values()
     shown = {name for tier in tiers for name, _ in tier.limits()}
-    assert shown == {
-        name for name in Tier.__slots__ if name not in ("name", "priority", "is_admin", "models", "floors")
-    }
+    assert shown == {name for name in Tier.__slots__ if name not in ("name", "priority", "admin", "models", "floors")}
     assert any(tier.models for tier in tiers)
-    assert any(tier.is_admin for tier in tiers)
+    assert any(tier.admin for tier in tiers)
     assert any(tier.floors for tier in tiers)
 
 

@@ -43,7 +43,7 @@ from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.observability.logs import log_event
 from mlx_server.observability.server_metrics import HttpMetrics
 from mlx_server.outputs import EngineStats
-from mlx_server.setting_forms import ANY_ORIGIN, parse_hosts, parse_origins
+from mlx_server.setting import ANY_ORIGIN, parse_hosts, parse_origins
 
 _UNCOUNTED_PATHS = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/server_info"})
 """What is asked again and again by machines, and would drown what clients do; vLLM leaves out the same."""
@@ -245,8 +245,8 @@ class HostMiddleware:
         self._app = app
         self._keys = keys
         self._is_local_only = is_loopback(server.host)
-        self._hosts = frozenset(parse_hosts(server.allowed_hosts, "allowed_hosts"))
-        self._origins = frozenset(parse_origins(server.allowed_origins or "", "allowed_origins"))
+        self._hosts = frozenset(parse_hosts(server.allowed_hosts))
+        self._origins = frozenset(parse_origins(server.allowed_origins or ""))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._is_local_only and not self._keys.asks_for_keys:
@@ -290,7 +290,7 @@ def allow_origins(app: FastAPI, server: ServerConfig) -> None:
         return
     app.add_middleware(
         CORSMiddleware,
-        allow_origins=parse_origins(server.allowed_origins, "allowed_origins"),
+        allow_origins=parse_origins(server.allowed_origins),
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["*"],

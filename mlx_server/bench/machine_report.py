@@ -148,7 +148,7 @@ def _changed_settings(config: Config) -> dict[str, object]:
     for setting in settings():
         value = getattr(getattr(config, setting.section), setting.name)
         if value != setting.default:
-            is_shown = setting.type is not str or setting.choices is not None
+            is_shown = setting.type is not str or bool(setting.choices)
             found[setting.name] = value if is_shown else "<another>"
     return found
 

@@ -1,0 +1,1 @@
+"""The commands of `mlx-serve`: `main.py` has the tree of them, and each other file the verbs of one noun."""

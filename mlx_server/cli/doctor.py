@@ -17,8 +17,8 @@ import psutil
 
 from mlx_server.api.auth.keys import build_key_ring
 from mlx_server.bench.arguments import above_0
-from mlx_server.cli.settings_flags import add_config_flag, config_from
-from mlx_server.cli.table import size
+from mlx_server.cli.config import add_config_flag, config_from
+from mlx_server.cli.remote import size
 from mlx_server.config import Config, MemoryConfig, ServerConfig
 from mlx_server.engine.memory_budget import MemoryBudget
 from mlx_server.engine.model_store import stored_models

@@ -1,32 +1,120 @@
-"""What the commands for keys share: their flags, the file, and how a new key is handed over."""
+"""`mlx-serve keys`: the file of API keys, changed from the command line."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import datetime
+import json
 import sqlite3
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mlx_server.api.auth.key_file import KeyFile, NewKey
+from mlx_server.api.auth.key_file import KeyFile, KeyRecord, NewKey
 from mlx_server.api.auth.keys import key_file_path
-from mlx_server.cli.settings_flags import add_config_flag
+from mlx_server.cli.config import add_config_flag, config_from
+from mlx_server.cli.remote import ago, table
 from mlx_server.config import Config
-from mlx_server.errors import ServeError
+from mlx_server.errors import ConfigError, ServeError
+from mlx_server.setting import nearest
+
+_HEADER = ("id", "tier", "created", "last used", "requests", "prompt", "output", "label")
 
 
-def add_key_flags(parser: argparse.ArgumentParser) -> None:
-    """`--config` and `--key-file`."""
+def add_create(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tier", default=None, help="a tier of the configuration; default: `api_key_tier`")
+    parser.add_argument("--label", default="", help="what the list shows: who has it, or what for")
+    _add_key_flags(parser)
+
+
+def run_create(args: argparse.Namespace) -> int:
+    """Makes a key and prints it, once. Running servers accept it from their next request on.
+
+    The first key closes the server: from then on, every request needs one.
+
+    examples:
+      mlx-serve keys create --label "Ada's laptop"
+      mlx-serve keys create --config my.toml --tier interactive --label editor
+    """
+    config = config_from(args)
+    tier = args.tier or config.server.api_key_tier
+    if tier not in config.tiers:
+        raise ConfigError(
+            f"--tier: {tier} is no tier of the configuration (--config FILE){nearest(tier, config.tiers)}"
+        )
+    with _open_keys(config, creates=True) as file:
+        _hand_over(file.add(tier, args.label), tier)
+    return 0
+
+
+def add_list(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, with times in seconds since 1970")
+    _add_key_flags(parser)
+
+
+def run_list(args: argparse.Namespace) -> int:
+    """Shows all keys: what they are for, and what they have used. A server writes usage down every few seconds.
+
+    examples:
+      mlx-serve keys list
+      mlx-serve keys list --json
+    """
+    with _open_keys(config_from(args)) as file:
+        records = file.records()
+    if args.json:
+        print(json.dumps([dataclasses.asdict(record) for record in records], indent=2))
+    else:
+        print(table([_HEADER, *map(_row, records)], right={4, 5, 6}))
+    return 0
+
+
+def add_revoke(parser: argparse.ArgumentParser) -> None:
+    _add_id(parser)
+    _add_key_flags(parser)
+
+
+def run_revoke(args: argparse.Namespace) -> int:
+    """Refuses a key for good, from a running server's next request on. Its record and usage stay in the list.
+
+    example:
+      mlx-serve keys revoke 3f9c0a1b2c4d
+    """
+    with _open_keys(config_from(args)) as file:
+        file.revoke(args.id)
+    print(f"The key {args.id} is refused from now on.")
+    return 0
+
+
+def add_rotate(parser: argparse.ArgumentParser) -> None:
+    _add_id(parser)
+    _add_key_flags(parser)
+
+
+def run_rotate(args: argparse.Namespace) -> int:
+    """Gives a key a new secret and prints it, once. The old one is refused from a running server's next request on; the
+    key's id, tier, limits and usage stay.
+
+    example:
+      mlx-serve keys rotate 3f9c0a1b2c4d
+    """
+    with _open_keys(config_from(args)) as file:
+        _hand_over(file.rotate(args.id), file.record(args.id).tier)
+    return 0
+
+
+def _add_key_flags(parser: argparse.ArgumentParser) -> None:
     add_config_flag(parser)
     parser.add_argument("--key-file", metavar="FILE", help="the file of keys; default: that of the configuration")
 
 
-def add_id_argument(parser: argparse.ArgumentParser) -> None:
+def _add_id(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", help="the key's id: the part between its first and second underscore, as `list` shows it")
 
 
 @contextmanager
-def open_keys(config: Config, *, creates: bool = False) -> Iterator[KeyFile]:
+def _open_keys(config: Config, *, creates: bool = False) -> Iterator[KeyFile]:
     """The configured file; made if need be, when it `creates`. Raises `ServeError`."""
     path = key_file_path(config.server)
     if not creates and not path.exists():
@@ -38,7 +126,19 @@ def open_keys(config: Config, *, creates: bool = False) -> Iterator[KeyFile]:
         raise ServeError(f"The keys in {path} cannot be changed: {error}.") from error
 
 
-def hand_over(key: NewKey, tier: str) -> None:
+def _hand_over(key: NewKey, tier: str) -> None:
     """The key alone on standard output, for a pipe; what a person should know beside it."""
     print(f"Key {key.key_id} of the tier {tier}. It is shown only now, and kept nowhere: store it.", file=sys.stderr)
     print(key.text)
+
+
+def _row(record: KeyRecord) -> tuple[str, ...]:
+    counts = (record.num_requests, record.num_prompt_tokens, record.num_output_tokens)
+    return (
+        record.key_id,
+        record.tier,
+        f"{datetime.datetime.fromtimestamp(record.created_s):%Y-%m-%d}",
+        "never" if record.last_used_s is None else ago(time.time() - record.last_used_s),
+        *(f"{count:,}" for count in counts),
+        f"REVOKED {record.label}".strip() if record.revoked_s is not None else record.label,
+    )

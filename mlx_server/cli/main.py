@@ -1,19 +1,89 @@
-"""`mlx-serve`: finds the command, runs it, and turns every error that a user can cause into one line."""
+"""`mlx-serve`: the tree of commands, how a command line walks down it, and every error of a user in one line.
+
+A module of commands offers `add_VERB(parser)` and `run_VERB(args) -> int`, the exit status, for each of its verbs. It
+is imported when one is called, so `mlx-serve --help` and a mistyped command answer at once.
+"""
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import importlib
 import importlib.util
+import inspect
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
 
-from mlx_server.cli.command import Command, Group, UsageError, run
 from mlx_server.errors import ConfigError, ServeError
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+
+_MAX_USAGE_CHARS = 400
+
+
+class UsageError(Exception):
+    """The command line is wrong; the message says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command: `add_VERB` and `run_VERB` of a module, whose docstring is the description. Without a verb the module
+    has this one command only: `add_arguments`, `run`, and the description is its own docstring."""
+
+    module: str
+    summary: str
+    verb: str = ""
+
+    def add_to(self, parser: argparse.ArgumentParser, *, is_whole: bool = True) -> None:
+        """Adds its arguments and description, and itself as `run`."""
+        module: Any = importlib.import_module(self.module)
+        add, run = (f"add_{self.verb}", f"run_{self.verb}") if self.verb else ("add_arguments", "run")
+        getattr(module, add)(parser)
+        parser.set_defaults(run=getattr(module, run))
+        parser.description = inspect.getdoc(getattr(module, run) if self.verb else module)
+        parser.usage = _short_usage(parser)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Commands under one name."""
+
+    summary: str
+    commands: Mapping[str, Command | Group]
+
+    def add_to(self, parser: argparse.ArgumentParser, *, is_whole: bool = False) -> None:
+        """Adds the names of its commands to the help. If `is_whole`, also all that is below them, from all modules."""
+        width = max(map(len, self.commands), default=0)
+        lines = [f"  {name:<{width}}  {node.summary}" for name, node in self.commands.items()]
+        title = f"{self.summary}\n\ncommands (`{parser.prog} COMMAND --help` tells more):\n"
+        parser.usage = f"{parser.prog} COMMAND [options]"
+        parser.description = title + "\n".join(lines)
+        parser.add_argument("--version", action="version", version=f"mlx-serve {_version()}")
+        if is_whole:
+            below = parser.add_subparsers(prog=parser.prog)
+            for name, node in self.commands.items():
+                child = below.add_parser(name, help=node.summary)
+                node.add_to(child, is_whole=True)
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviations, and raises `UsageError`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
 
 _BENCHMARKS = {
     "throughput": "offline: this engine beside mlx-lm's own, on the same prompts",
@@ -46,46 +116,47 @@ def commands() -> Group:
         {
             "serve": Command("mlx_server.cli.serve", "serve a model over HTTP"),
             "chat": Command("mlx_server.cli.chat", "chat with a running server"),
-            "pull": Command("mlx_server.cli.pull", "fetch a model without serving it"),
-            "models": Group(
+            "pull": Command("mlx_server.cli.models", "fetch a model without serving it", "pull"),
+            "models": _noun(
+                "mlx_server.cli.models",
                 "models on this machine, and those of a running server",
-                {
-                    "ls": Command("mlx_server.cli.models_ls", "list what is on this machine"),
-                    "pull": Command("mlx_server.cli.pull", "fetch a model"),
-                    "rm": Command("mlx_server.cli.models_rm", "delete pulled models"),
-                    "ps": Command("mlx_server.cli.models_ps", "show what a server's models are doing"),
-                    "load": Command("mlx_server.cli.models_load", "have a server load a model"),
-                    "unload": Command("mlx_server.cli.models_unload", "have a server unload a model"),
-                },
+                ls="list what is on this machine",
+                pull="fetch a model",
+                rm="delete pulled models",
+                ps="show what a server's models are doing",
+                load="have a server load a model",
+                unload="have a server unload a model",
             ),
-            "config": Group(
+            "config": _noun(
+                "mlx_server.cli.config",
                 "look at settings",
-                {
-                    "check": Command("mlx_server.cli.config_check", "show the settings that result, or what is wrong"),
-                    "default": Command("mlx_server.cli.config_default", "print a file with every setting"),
-                },
+                check="show the settings that result, or what is wrong",
+                default="print a file with every setting",
             ),
-            "keys": Group(
+            "keys": _noun(
+                "mlx_server.cli.keys",
                 "API keys: who may use the server, and in which tier",
-                {
-                    "create": Command("mlx_server.cli.keys_create", "make a key, shown once"),
-                    "list": Command("mlx_server.cli.keys_list", "show all keys and what they have used"),
-                    "revoke": Command("mlx_server.cli.keys_revoke", "refuse a key from now on"),
-                    "rotate": Command("mlx_server.cli.keys_rotate", "give a key a new secret"),
-                },
+                create="make a key, shown once",
+                list="show all keys and what they have used",
+                revoke="refuse a key from now on",
+                rotate="give a key a new secret",
             ),
-            "service": Group(
+            "service": _noun(
+                "mlx_server.cli.service",
                 "let macOS start the server and keep it running",
-                {
-                    "install": Command("mlx_server.cli.service_install", "start the server now and at every login"),
-                    "uninstall": Command("mlx_server.cli.service_uninstall", "stop it, and start it no more"),
-                },
+                install="start the server now and at every login",
+                uninstall="stop it, and start it no more",
             ),
             "doctor": Command("mlx_server.cli.doctor", "show what this machine offers"),
-            "completion": Command("mlx_server.cli.completion", "complete commands and options in your shell"),
+            "completion": Command("mlx_server.cli.main", "complete commands and options in your shell", "completion"),
             "bench": Group("measure speed; every figure of BENCHMARKS.md is one of these commands", _benchmarks()),
         },
     )
+
+
+def _noun(module: str, summary: str, **verbs: str) -> Group:
+    """The commands of one module, each with its summary."""
+    return Group(summary, {verb: Command(module, about, verb) for verb, about in verbs.items()})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # pydantic would import logfire, traced or not, only because it is installed.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "logfire-plugin")
     try:
-        status = run("mlx-serve", commands(), sys.argv[1:] if argv is None else argv)
+        status = run(commands(), sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return status
     except (UsageError, ConfigError) as error:
@@ -113,3 +184,91 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(error: Exception, status: int) -> int:
     print(f"mlx-serve: error: {' '.join(str(error).split())}", file=sys.stderr)
     return status
+
+
+def run(tree: Group, argv: Sequence[str], prog: str = "mlx-serve") -> int:
+    """Runs the command that `argv` names in the tree. `--help` and `--version` raise `SystemExit`, as argparse does.
+
+    Raises `UsageError`, and whatever the command raises.
+    """
+    prog, node, words = find(prog, tree, argv)
+    parser = Parser(prog=prog)
+    node.add_to(parser)
+    if isinstance(node, Group):
+        if words:
+            parser.parse_args(words)
+        parser.print_help()
+        return 0
+    args, extra = parser.parse_known_args(words)
+    if extra:
+        known = re.findall(r"--[\w-]+", parser.format_help())
+        wrong = extra[0].partition("=")[0]
+        raise UsageError(f"unknown argument {wrong}{_nearest(wrong, known)} (see `{prog} --help`)")
+    return int(args.run(args))
+
+
+def find(prog: str, node: Command | Group, argv: Sequence[str]) -> tuple[str, Command | Group, Sequence[str]]:
+    """What `argv` names below `node`: its name, itself, and the words that are left for it. Raises `UsageError`."""
+    if isinstance(node, Command) or not argv or argv[0].startswith("-"):
+        return prog, node, argv
+    name = argv[0]
+    if name not in node.commands:
+        raise UsageError(f"unknown command {name}{_nearest(name, node.commands)} (see `{prog} --help`)")
+    return find(f"{prog} {name}", node.commands[name], argv[1:])
+
+
+def add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+
+
+def run_completion(args: argparse.Namespace) -> int:
+    """Prints a script that completes commands and options in your shell.
+
+    examples:
+      mlx-serve completion bash > ~/.local/share/bash-completion/completions/mlx-serve
+      mlx-serve completion zsh > "${fpath[1]}/_mlx-serve"
+      mlx-serve completion fish > ~/.config/fish/completions/mlx-serve.fish
+    """
+    import shtab
+
+    parser = Parser(prog="mlx-serve")
+    commands().add_to(parser, is_whole=True)
+    _offer_files(parser, shtab.FILE)
+    print(shtab.complete(parser, shell=args.shell))
+    return 0
+
+
+def _offer_files(parser: argparse.ArgumentParser, files: Any) -> None:
+    """For values that are neither numbers nor one of a few, at the parser and all below."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                _offer_files(child, files)
+        elif action.nargs != 0 and action.choices is None and action.type in (None, Path):
+            setattr(action, "complete", files)  # noqa: B010  # what shtab looks for
+
+
+def _short_usage(parser: argparse.ArgumentParser) -> str | None:
+    """A line instead of the screen that many options would fill; None where they fit."""
+    if len(parser.format_usage()) < _MAX_USAGE_CHARS:
+        return None
+    positionals = [action for action in parser._actions if not action.option_strings]
+    return " ".join([parser.prog, *(_positional(action) for action in positionals), "[options]"])
+
+
+def _positional(action: argparse.Action) -> str:
+    name = str(action.metavar or action.dest)
+    return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} [{name} ...]"}.get(str(action.nargs), name)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("mlx-server")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """`, did you mean ...?` for a mistyped name, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f", did you mean {close[0]}?" if close else ""

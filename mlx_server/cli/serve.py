@@ -12,7 +12,7 @@ import argparse
 import sys
 
 from mlx_server.api.server import listen
-from mlx_server.cli.settings_flags import add_serve_arguments, config_from
+from mlx_server.cli.config import add_serve_arguments, config_from
 from mlx_server.observability.logs import forgive_lost_streams
 
 

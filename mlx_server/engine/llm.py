@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from mlx_server.config import FULL_KV, CacheConfig, Config, ModelConfig, SchedulerConfig
+from mlx_server.config import FULL_KV, load_config
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.parts import Surroundings
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
@@ -22,7 +22,6 @@ from mlx_server.request import FinishReason, Priority
 from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
 from mlx_server.sampling_params import SamplingParams, plain_ints
-from mlx_server.setting import joined
 
 Prompt = str | Sequence[int]
 
@@ -72,31 +71,26 @@ class LLM:
         adapters' names; `max_chunk_tokens` bounds one prompt's share of a step."""
         if adapters and not isinstance(model, str):
             raise ConfigError("A model that is loaded already has its adapters; give them to what loads it.")
-        config = Config(
-            model=ModelConfig(
-                model=model if isinstance(model, str) else model.name,
-                adapter=joined(adapters) or None,
-                attention_backend=attention_backend,
-                dtype=dtype,
-                max_model_len=max_model_len,
-            ),
-            cache=CacheConfig(
-                kv_cache_memory=kv_cache_memory,
-                num_kv_blocks=num_kv_blocks,
-                kv_bits=kv_bits,
-                prefix_caching=prefix_caching,
-            ),
-            scheduler=SchedulerConfig(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                async_scheduling=async_scheduling,
-                target_step_ms=_AN_HOUR_MS,
-                max_step_ms=_AN_HOUR_MS,
-                max_num_waiting=1_000_000,
-                max_queued_tokens=1_000_000_000,
-                queue_timeout_s=0.0,
-            ),
-        )
+        wanted = {
+            "model": model if isinstance(model, str) else model.name,
+            "adapter": adapters or None,
+            "attention_backend": attention_backend,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "kv_cache_memory": kv_cache_memory,
+            "num_kv_blocks": num_kv_blocks,
+            "kv_bits": kv_bits,
+            "prefix_caching": prefix_caching,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "async_scheduling": async_scheduling,
+            "target_step_ms": _AN_HOUR_MS,
+            "max_step_ms": _AN_HOUR_MS,
+            "max_num_waiting": 1_000_000,
+            "max_queued_tokens": 1_000_000_000,
+            "queue_timeout_s": 0.0,
+        }
+        config = load_config(environ={}, flags=wanted)
         self._ids = itertools.count()
         self._thread = MLXThread()
         self._runner = asyncio.Runner()

@@ -35,7 +35,7 @@ from mlx_server.runtime.models import random_models
 from mlx_server.runtime.models.blueprint import foresee_cache
 from mlx_server.runtime.models.folder import TensorHeader, read_headers
 from mlx_server.runtime.models.loader import find_folder, is_gpu, is_metal
-from mlx_server.setting_forms import parse_share
+from mlx_server.setting import parse_share
 
 _AUTO_SHARE = 0.9
 """Of what the device recommends: under the pressure at which nobody is admitted any more."""
@@ -71,13 +71,13 @@ class MemoryBudget:
 
     @classmethod
     def of(cls, settings: MemoryConfig, read: Callable[[], MemoryReading] = read_memory) -> MemoryBudget:
-        """The budget that `[memory]` describes, on this machine. Raises `ConfigError` for what is no size."""
+        """The budget that `[memory]` describes, on this machine."""
         reading = read()
         if settings.memory_limit == "auto":
             limit = int(_AUTO_SHARE * reading.device_bytes)
         else:
-            limit = parse_share(settings.memory_limit, reading.device_bytes, "--memory-limit")
-        return cls(limit, parse_share(settings.memory_reserve, reading.total_bytes, "--memory-reserve"), read)
+            limit = parse_share(settings.memory_limit, reading.device_bytes)
+        return cls(limit, parse_share(settings.memory_reserve, reading.total_bytes), read)
 
     def read(self) -> MemoryReading:
         """The memory with all that is booked for steps of loaded models in use, whether one runs now or not."""
@@ -325,7 +325,7 @@ def _pool_bytes(config: Config, described: Mapping[str, Any], stored: Set[str]) 
     of the folder's own keeps is not known before it runs."""
     if "model_file" in described:
         return 0
-    dtype = config.model.dtype
+    dtype: str = config.model.dtype
     if dtype == "auto":
         found = (name for kind, name in _STORED_DTYPES.items() if kind in stored and is_gpu())
         dtype = next(found, "float32")

@@ -236,7 +236,7 @@ def make_request(generation: GenerationRequest, bounds: RequestBounds, *, arriva
     _check_ids("allowed_token_ids", allowed, bounds.vocab_size)
     return Request(
         generation.request_id,
-        prompt,
+        list(prompt),
         sampling,
         arrival_s=arrival_s,
         max_total_tokens=min(num_prompt + max_tokens, limit),

@@ -32,8 +32,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 from mlx_lm.tuner.utils import load_adapters
 
-from mlx_server.adapter_entries import Adapter
 from mlx_server.errors import ModelLoadError
+from mlx_server.model_entries import Adapter
 from mlx_server.runtime.attention import IntArray
 from mlx_server.runtime.cache_views import RowGroup, UnpageableError
 from mlx_server.runtime.models.folder import TensorHeader, read_headers

@@ -23,7 +23,7 @@ import psutil
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import InsufficientMemoryError
 from mlx_server.runtime.machine import read_group_memory
-from mlx_server.setting_forms import parse_size
+from mlx_server.setting import parse_size
 
 logger = logging.getLogger(__name__)
 
@@ -215,11 +215,11 @@ def max_kv_blocks(setting: str, num_blocks: int | None, block_bytes: int, useful
     """Blocks, of 32 tokens in all layers, that the pool may grow to: exactly `num_blocks` if given, else what `setting`
     bytes hold (`auto`: a share of what is free), but no more than the `useful_blocks` that could ever be used.
 
-    Raises `ConfigError` for an unreadable size and `InsufficientMemoryError`, with the numbers, for a pool
+    Raises `InsufficientMemoryError`, with the numbers, for a pool
     that does not fit or holds too few tokens.
     """
     if num_blocks is None:
-        wanted = auto_kv_bytes(free_bytes) if setting == "auto" else parse_size(setting, "--kv-cache-memory")
+        wanted = auto_kv_bytes(free_bytes) if setting == "auto" else parse_size(setting)
         num_blocks = min(wanted // block_bytes, useful_blocks)
     if num_blocks * block_bytes > free_bytes:
         raise InsufficientMemoryError(

@@ -94,7 +94,7 @@ async def test_a_refusal_says_what_to_do(world: World):
 async def test_keys_of_a_tier_that_says_so_are_admins_and_others_are_not(
     world: World, tmp_path: Path, admin_key: str | None
 ):
-    tiers = (Tier(name="staff", is_admin=True), Tier(name="users"))
+    tiers = (Tier(name="staff", admin=True), Tier(name="users"))
     with KeyFile.create(tmp_path / "keys.sqlite") as file:
         keys = {tier.name: file.add(tier.name, "").text for tier in tiers}
     world.configure_server(*tiers, key_file=str(tmp_path / "keys.sqlite"), admin_key=admin_key)
@@ -104,7 +104,7 @@ async def test_keys_of_a_tier_that_says_so_are_admins_and_others_are_not(
 
 
 async def test_a_tier_of_admins_makes_none_of_those_without_a_key(world: World):
-    world.configure_server(Tier(name="default", is_admin=True))
+    world.configure_server(Tier(name="default", admin=True))
     assert await status(world, {"x-forwarded-for": "10.0.0.7"}) == 401
 
 
@@ -122,10 +122,10 @@ async def test_the_first_key_closes_the_routes_for_admins(world: World, tmp_path
         ({}, (), "open to every program on this machine, until there is a key."),
         ({"admin_key": "master"}, (), "open to the admin key."),
         ({"api_key": "sesame"}, (), "open to nobody: set MLX_SERVE_SERVER_ADMIN_KEY, or declare"),
-        ({"api_key": "sesame"}, (Tier(name="staff", is_admin=True),), "open to keys of the tier staff."),
+        ({"api_key": "sesame"}, (Tier(name="staff", admin=True),), "open to keys of the tier staff."),
         (
             {"api_key": "sesame", "admin_key": "master"},
-            (Tier(name="staff", is_admin=True),),
+            (Tier(name="staff", admin=True),),
             "open to the admin key and keys of the tier staff.",
         ),
     ],

@@ -158,7 +158,7 @@ async def test_a_key_that_is_gone_from_the_file_is_revoked_and_a_lost_file_revok
 async def test_revoking_an_admin_s_key_ends_its_live_page(keyed: Keyed, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mlx_server.api.dashboard.PERIOD_S", 0.01)
     monkeypatch.setattr("mlx_server.api.dashboard.snapshot", lambda pool: {"models": []})
-    keyed.world.configure_server(Tier(name="staff", is_admin=True), key_file=str(keyed.path))
+    keyed.world.configure_server(Tier(name="staff", admin=True), key_file=str(keyed.path))
     key = keyed.new("staff")
     async with keyed.world.http.stream("GET", "/dashboard/events", headers={"x-api-key": key.text}) as page:
         lines = page.aiter_lines()

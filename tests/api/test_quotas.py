@@ -312,7 +312,7 @@ async def refuse_the_second(world: World, key: str, stream: bool) -> None:
 async def test_a_seat_comes_back_however_a_request_ends(
     world: World, keys: Any, end: Callable[[World, str, bool], Awaitable[None]], stream: bool
 ):
-    (key,) = keys(max_concurrent_requests=2, is_admin=True)
+    (key,) = keys(max_concurrent_requests=2, admin=True)
     world.engine.pause_after = 2
     await end(world, key, stream)
     await world.settle()

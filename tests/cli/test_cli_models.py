@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_server.cli import models_remote
+from mlx_server.cli import models
 from mlx_server.cli.main import main
 from mlx_server.cli.remote import RemoteServer
 from mlx_server.engine import model_store
@@ -104,7 +104,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Any]]:
         return httpx.Response(200, json=READY)
 
     transport = httpx.MockTransport(answer)
-    monkeypatch.setattr(models_remote, "RemoteServer", lambda url: RemoteServer(url, transport=transport))
+    monkeypatch.setattr(models, "RemoteServer", lambda url: RemoteServer(url, transport=transport))
     return asked
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mlx_server.cli import chat, service, service_install
+from mlx_server.cli import chat, service
 from mlx_server.cli.main import main
 from mlx_server.cli.remote import KEY_VARIABLE, RemoteError, RemoteServer
 
@@ -205,7 +205,7 @@ def test_a_nonsensical_address_is_an_error_too() -> None:
 def completions(script: str, *words: str) -> list[str]:
     """What bash offers for a command line whose last word is being typed."""
     line = " ".join(f"'{word}'" for word in words)
-    act = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _mlx_serve; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    act = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _shtab_mlx_serve; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     found = subprocess.run(["bash", "-c", f"{script}\n{act}"], capture_output=True, text=True, check=True)
     return found.stdout.split()
 
@@ -227,7 +227,7 @@ def test_bash_completes_commands_and_options(bash_script) -> None:
     assert set(completions(bash_script, "mlx-serve", "config", "")) == {"check", "default"}
     assert completions(bash_script, "mlx-serve", "serve", "--max-model") == ["--max-model-len"]
     assert completions(bash_script, "mlx-serve", "serve", "--port", "1", "--ho") == ["--host"]
-    assert completions(bash_script, "mlx-serve", "completion", "") == ["bash", "zsh", "fish", "--help"]
+    assert completions(bash_script, "mlx-serve", "completion", "") == ["bash", "zsh", "fish"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -264,7 +264,7 @@ def test_the_agents_file_starts_this_server_with_these_options(tmp_path, capsys)
     ("options", "reason"),
     [
         (["--prot", "9000"], "no option --prot"),
-        (["--port", "99999"], "the most is 65535"),
+        (["--port", "99999"], "less than or equal to 65535"),
         (["--api-key", "secret"], "readable for everyone"),
     ],
 )
@@ -276,7 +276,7 @@ def test_wrong_options_are_refused_now(tmp_path, capsys, options, reason) -> Non
 
 
 def test_elsewhere_than_on_macos_only_the_file_is_written(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(service_install.sys, "platform", "linux")
+    monkeypatch.setattr(service.sys, "platform", "linux")
     assert main(["service", "install"]) == 1
     assert "launchd is part of macOS" in capsys.readouterr().err
 
@@ -305,8 +305,8 @@ def launchd(monkeypatch, tmp_path) -> FakeLaunchd:
     fake = FakeLaunchd()
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(service, "_POLL_S", 0.001)
-    monkeypatch.setattr(service_install.sys, "platform", "darwin")
-    monkeypatch.setattr(service_install.subprocess, "run", fake.run)
+    monkeypatch.setattr(service.sys, "platform", "darwin")
+    monkeypatch.setattr(service.subprocess, "run", fake.run)
     return fake
 
 

@@ -245,7 +245,7 @@ async def test_salted_prefixes_are_not_shared(folder):
 
 async def test_logprobs_of_output_and_prompt(folder):
     prompt = random_prompts((40,))[0]
-    async with engine_of(folder, max_num_batched_tokens=16, max_num_seqs=2) as engine:
+    async with engine_of(folder, max_num_batched_tokens=32, max_num_seqs=2) as engine:
         await read(engine.submit(ask("warms the cache", prompt)))
         deltas = await read(engine.submit(ask("a", prompt, greedy(3, logprobs=2, prompt_logprobs=1))))
     assert len(deltas[0].prompt_logprobs) == 39

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import run_virtually
 
-from mlx_server.config import MemoryConfig
+from mlx_server.config import MemoryConfig, load_config
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed
 from mlx_server.engine.memory_guard import KvMemory, MemoryGuard, MemoryWatch, PressureLevel
 from mlx_server.errors import ConfigError, InsufficientMemoryError
@@ -54,8 +54,8 @@ def test_limit_and_reserve_are_sizes_or_shares(limit, reserve, wanted):
 
 @pytest.mark.parametrize("value", ["lots", "101%", "-3%"])
 def test_what_is_no_size_and_no_share_is_refused(value):
-    with pytest.raises(ConfigError, match="--memory-limit is"):
-        MemoryBudget.of(MemoryConfig(memory_limit=value), lambda: reading(900))
+    with pytest.raises(ConfigError, match=f"--memory-limit: memory_limit is '{value}'"):
+        load_config(environ={}, flags={"memory_limit": value})
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers():

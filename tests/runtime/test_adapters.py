@@ -15,10 +15,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_server import LLM
-from mlx_server.adapter_entries import Adapter
 from mlx_server.config import BLOCK_SIZE, Config, ModelConfig
 from mlx_server.engine.memory_budget import estimate_need
 from mlx_server.errors import ConfigError, InvalidRequestError, ModelLoadError, ModelNotFoundError
+from mlx_server.model_entries import Adapter
 from mlx_server.outputs import ScheduledChunk
 from mlx_server.runtime.adapters import NONE, AdaptedLinear, AdapterRows, ColumnLayout, LowRank, install_adapters
 from mlx_server.runtime.cache_views import UnpageableError, row_groups

@@ -140,7 +140,7 @@ class KeyRing:
         if _is_equal(key, self._admin_digest):
             return Caller(ADMIN, self._shared_tier, is_admin=True)
         if _is_equal(key, self._api_digest):
-            return Caller(SHARED, self._shared_tier, is_admin=self._shared_tier.is_admin)
+            return Caller(SHARED, self._shared_tier, is_admin=self._shared_tier.admin)
         if not self.asks_for_keys:
             return Caller(ANONYMOUS, self._shared_tier, is_admin=is_local and not self.has_admin_key)
         parsed = None if key is None else parse_key(key)
@@ -153,7 +153,7 @@ class KeyRing:
                 f"The key {parsed.key_id} is of the tier {tier_name}, which this server does not have."
             )
         self.usage.add(parsed.key_id)
-        return Caller(parsed.key_id, tier, is_admin=tier.is_admin)
+        return Caller(parsed.key_id, tier, is_admin=tier.admin)
 
     def revoked(self, key_ids: Iterable[str]) -> frozenset[str]:
         """Those that were let in and would not be now. None while the file cannot be read, or is not there."""
@@ -163,7 +163,7 @@ class KeyRing:
         """Who may use the routes that change the server, as a sentence."""
         who = ["the admin key"] if self.has_admin_key else []
         if self.asks_for_keys:
-            who += [f"keys of the tier {tier.name}" for tier in self._tiers.values() if tier.is_admin]
+            who += [f"keys of the tier {tier.name}" for tier in self._tiers.values() if tier.admin]
         elif not self.has_admin_key:
             who = ["every program on this machine, until there is a key"]
         return f"The routes for admins are open to {' and '.join(who) or f'nobody: {ADMIN_REMEDY}'}."

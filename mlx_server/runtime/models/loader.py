@@ -20,9 +20,9 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_mlx_model
 
-from mlx_server.adapter_entries import Adapter
 from mlx_server.config import FULL_KV, CacheConfig
 from mlx_server.errors import DownloadError, ModelLoadError, ServeError
+from mlx_server.model_entries import Adapter
 from mlx_server.runtime.adapters import AdapterRows, apply_adapter, install_adapters, merged_adapter
 from mlx_server.runtime.backends import choose_backend
 from mlx_server.runtime.kv_cache import PagedKVCache
