@@ -48,7 +48,7 @@ ONLY_IN = {
     "opentelemetry": {"observability"},
     "prometheus_client": {"observability"},
 }
-BLACK_BOX = "bench.serve"
+BLACK_BOX = "bench.serve.command"
 """The HTTP client: it, and what it imports from bench, knows nothing of the server but the vocabulary."""
 
 Sources = Mapping[str, str]
@@ -185,7 +185,11 @@ def test_the_package_keeps_its_floors():
         ("helpers", "x = 1", "is on no floor"),
         ("utils.text", "x = 1", "is on no floor"),
         ("batching.block", "\n" * 451, "451 lines, the most is 450"),
-        ("bench.serve", "from mlx_server.engine.engine import AsyncEngine", "knows the server from outside only"),
+        (
+            "bench.serve.command",
+            "from mlx_server.engine.engine import AsyncEngine",
+            "knows the server from outside only",
+        ),
     ],
 )
 def test_a_planted_violation_is_found(module, source, fault):
@@ -198,14 +202,14 @@ def test_a_planted_violation_is_found(module, source, fault):
 def test_the_black_box_is_closed_through_what_it_imports():
     found = violations(
         {
-            "bench.serve": "from mlx_server.bench.load import Load\nfrom mlx_server.bench import tables",
+            "bench.serve.command": "from mlx_server.bench.load import Load\nfrom mlx_server.bench import tables",
             "bench.load": "import httpx\nfrom mlx_server.errors import ServeError",
             "bench.tables": "from mlx_server.runtime.machine import Machine",
             "bench.throughput": "from mlx_server.runtime.machine import Machine",
         }
     )
     assert found == [
-        "bench.tables: imports runtime.machine.Machine, and bench.serve knows the server from outside only"
+        "bench.tables: imports runtime.machine.Machine, and bench.serve.command knows the server from outside only"
     ]
 
 

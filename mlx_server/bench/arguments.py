@@ -1,9 +1,10 @@
-"""Command line arguments that several benchmarks have, and types of arguments: numbers within bounds, and addresses."""
+"""Command line arguments that several benchmarks have, and types of arguments: bounded numbers, addresses, files."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 _KEY_VARIABLE = "BENCH_API_KEY"
 
@@ -36,6 +37,21 @@ def server_url(text: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"{text} is no address; write one like http://127.0.0.1:8000")
     return url
+
+
+def output_file(text: str) -> Path:
+    """A file that can be written. It is checked before the measuring, which may take an hour."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder; name a file")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {path}: there is no such folder, or it may not be written")
+    return path
+
+
+def add_json_argument(parser: argparse.ArgumentParser, what: str = "all figures") -> None:
+    """Where the document goes; `tables.write_json` writes it."""
+    parser.add_argument("--json", type=output_file, metavar="FILE", help=f"write {what} there")
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,33 +21,36 @@ import asyncio
 import json
 import signal
 import statistics
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import httpx
-
-from mlx_server.bench.arguments import above_0, add_key_argument, from_1
-from mlx_server.bench.compare_servers import READY_PATHS, Server
-from mlx_server.bench.compare_verdict import Figure, Turns, Verdict, figures_of, judge
-from mlx_server.bench.serve import check_writable, without_arrays
-from mlx_server.bench.serve_client import list_models
-from mlx_server.bench.serve_options import (
+from mlx_server.bench.arguments import above_0, add_json_argument, add_key_argument, from_1
+from mlx_server.bench.serve.client import list_models
+from mlx_server.bench.serve.command import (
+    INTRUDER,
     WORKLOADS,
     add_request_arguments,
     add_workload_arguments,
     load,
     target,
 )
-from mlx_server.bench.serve_run import Load, measure
-from mlx_server.bench.tables import render_table
+from mlx_server.bench.serve.report import without_arrays
+from mlx_server.bench.serve.run import Load, measure
+from mlx_server.bench.servers import READY_PATHS, Server
+from mlx_server.bench.tables import render_table, tell, write_json
 from mlx_server.errors import ConfigError, ServeError
+
+MIN_ROUNDS = 3
+"""Fewer say nothing of the spread. Of two equal servers, 3 rounds set the ranges apart by chance once in 10
+comparisons, 5 rounds once in 126."""
+
+_MOST_OUTPUT_DIFFERENCE = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,12 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload_arguments(parser)
     add_request_arguments(parser)
     parser.set_defaults(num_warmups=2)
-    add("--json", type=Path, metavar="FILE", help="write every turn's figures there")
+    add_json_argument(parser, "every turn's figures")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a table a workload, then one line of JSON; 1 if a turn failed. Raises `ServeError` and its kinds."""
-    check_writable(args.json)
     servers = _servers(args)
     loads = [load(args, name) for name in args.workload]
     documents = []
@@ -89,10 +91,8 @@ def run(args: argparse.Namespace) -> int:
             documents.append(as_document(wanted.name, sides, figures))
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "api_key")}
     document = {"benchmark": "compare", "settings": settings, "results": documents}
-    text = json.dumps(document, default=str)
-    if args.json is not None:
-        args.json.write_text(text + "\n", encoding="utf-8")
-    print(f"\n{text}")
+    write_json(args.json, document)
+    print(f"\n{json.dumps(document, default=str)}")
     return 0 if is_whole else 1
 
 
@@ -103,14 +103,13 @@ def take_turns(servers: Sequence[Server], wanted: Load, args: argparse.Namespace
         seeded = replace(wanted, seed=wanted.seed + number)
         for server in servers:
             what = f"{wanted.name}, round {number + 1}, {server.name}"
+            result = None
             try:
                 result = _take_turn(server, seeded, args, folder / f"{server.name}.log")
+                tell(f"{what}: {result['duration']:.1f} s, {result['failed']} failed")
             except ServeError as error:
-                results[server.name].append(None)
-                print(f"{what}: {error}", file=sys.stderr, flush=True)
-            else:
-                results[server.name].append(result)
-                print(f"{what}: {result['duration']:.1f} s, {result['failed']} failed", file=sys.stderr, flush=True)
+                tell(f"{what}: {error}")
+            results[server.name].append(result)
     return [Turns(name, tuple(taken)) for name, taken in results.items()]
 
 
@@ -125,12 +124,13 @@ def _find_model(url: str, args: argparse.Namespace) -> str | None:
     wanted: str | None = args.model
     if wanted is None:
         return None
+    aim = target(args, url, None)
     try:
-        listed = asyncio.run(list_models(url, target(args, url, None).api_key))
-    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        listed = asyncio.run(list_models(aim, aim.api_key))
+    except ServeError:
         return wanted
     names = (wanted, str(Path(wanted).resolve()), Path(wanted).name)
-    return next((name for name in names if name in listed), listed[0] if listed else wanted)
+    return next((name for name in names if name in listed), listed[0])
 
 
 def render(sides: Sequence[Turns], figures: Sequence[Figure]) -> str:
@@ -146,19 +146,9 @@ def as_document(workload: str, sides: Sequence[Turns], figures: Sequence[Figure]
         "workload": workload,
         "turns": {side.name: side.results for side in sides},
         "verdicts": [
-            {
-                "figure": figure.key,
-                "first": first.name,
-                "second": other.name,
-                "factor": verdict.factor,
-                "low": verdict.low,
-                "high": verdict.high,
-                "is_better": verdict.is_better,
-                "reason": verdict.reason,
-            }
+            {"figure": figure.key, "first": first.name, "second": other.name, **asdict(judge(figure, first, other))}
             for other in others
             for figure in figures
-            for verdict in [judge(figure, first, other)]
         ],
     }
 
@@ -246,3 +236,99 @@ def _ended_by_signals() -> Iterator[None]:
 
 def _unwind(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A key of the result document. `by_output` marks figures that say nothing if answers differ in length."""
+
+    key: str
+    label: str
+    is_rate: bool = False
+    by_output: bool = False
+
+
+_LOAD_FIGURES = (
+    Figure("mean_ttft_ms", "mean TTFT, ms"),
+    Figure("p99_ttft_ms", "p99 TTFT, ms"),
+    Figure("mean_tpot_ms", "mean TPOT, ms"),
+    Figure("p99_itl_ms", "p99 ITL, ms"),
+    Figure("max_itl_ms", "worst gap, ms"),
+    Figure("mean_e2el_ms", "mean E2EL, ms", by_output=True),
+    Figure("output_throughput", "output tok/s", is_rate=True, by_output=True),
+)
+_GOODPUT = Figure("request_goodput", "good requests/s", is_rate=True)
+_INTRUDER_FIGURES = (
+    Figure("worst_gap_ms", "worst gap of a stream, ms"),
+    Figure("intruder_ttft_ms", "the long prompt's TTFT, ms"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """A server's result documents, one a round; None for a round that failed."""
+
+    name: str
+    results: tuple[Mapping[str, Any] | None, ...]
+
+    def values(self, figure: Figure) -> list[float]:
+        return [float(result[figure.key]) for result in self.results if result is not None]
+
+    @property
+    def num_output_tokens(self) -> float:
+        return statistics.median(float(result["total_output_tokens"]) for result in self.results if result is not None)
+
+    @property
+    def is_whole(self) -> bool:
+        return all(result is not None and not result["failed"] for result in self.results)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`factor` says how many times as good the first server is as the second, by the medians; `low` and `high`
+    are the least and the most of the rounds, each round's turns being neighbours in time. None where a figure
+    is 0. `is_better` of None is no verdict, and `reason` says why."""
+
+    factor: float | None = None
+    low: float | None = None
+    high: float | None = None
+    is_better: bool | None = None
+    reason: str = ""
+
+
+def figures_of(workload: str, *, has_goodput: bool) -> tuple[Figure, ...]:
+    """What is compared of this workload."""
+    figures = _INTRUDER_FIGURES if workload == INTRUDER else _LOAD_FIGURES
+    return (*figures, _GOODPUT) if has_goodput else figures
+
+
+def judge(figure: Figure, first: Turns, second: Turns) -> Verdict:
+    """The verdict on one figure; both servers had the same number of rounds."""
+    if not first.is_whole or not second.is_whole:
+        return Verdict(reason="requests failed")
+    mine, theirs = first.values(figure), second.values(figure)
+    factors = [_factor(figure, *pair) for pair in zip(mine, theirs)]
+    known = [factor for factor in factors if factor is not None]
+    factor = _factor(figure, statistics.median(mine), statistics.median(theirs))
+    if factor is None or len(known) < len(factors):
+        return Verdict(reason="a figure is 0")
+    reason = _refusal(figure, first, second)
+    return Verdict(factor, min(known), max(known), None if reason else factor > 1, reason)
+
+
+def _refusal(figure: Figure, first: Turns, second: Turns) -> str:
+    """Why there can be no verdict; nothing if there can."""
+    mine, theirs = first.values(figure), second.values(figure)
+    if len(mine) < MIN_ROUNDS:
+        return f"fewer than {MIN_ROUNDS} rounds"
+    counts = (first.num_output_tokens, second.num_output_tokens)
+    if figure.by_output and max(counts) - min(counts) > _MOST_OUTPUT_DIFFERENCE * max(counts):
+        return "answers differ in length"
+    if max(mine) >= min(theirs) and max(theirs) >= min(mine):
+        return "within the spread"
+    return ""
+
+
+def _factor(figure: Figure, mine: float, theirs: float) -> float | None:
+    numerator, denominator = (mine, theirs) if figure.is_rate else (theirs, mine)
+    return numerator / denominator if numerator and denominator else None

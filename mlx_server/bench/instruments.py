@@ -1,20 +1,41 @@
-"""Looks into a running system from where all of its work must pass: the model's call, and its attention.
+"""Looks into this machine and into a running system.
 
-Each works by replacing a function for a while, in this process, on whichever thread it is called. They are
-not locked: one model may be called at a time.
+A system is looked into where all of its work must pass: the model's call, and its attention. Each instrument replaces a
+function for a while, in this process, on whichever thread it is called. They are not locked: one model may be called at
+a time.
 """
 
 from __future__ import annotations
 
+import datetime
+import os
+import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from typing import Any
 
 import mlx.core as mx
+import psutil
 
 from mlx_server.runtime.kv_cache import PagedLayerCache
+from mlx_server.runtime.machine import inspect_machine
+
+
+def describe_environment() -> dict[str, object]:
+    """What a figure must be read with, ready for JSON. Measures a matrix product, which takes well under a second."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in ("mlx", "mlx-lm")},
+        "device": str(mx.default_device()),
+        **asdict(inspect_machine()),
+    }
 
 
 @dataclass(slots=True)

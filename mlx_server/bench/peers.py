@@ -21,8 +21,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mlx_server.bench import compare, random_folder
-from mlx_server.bench.serve_client import CHAT
-from mlx_server.bench.serve_options import INTRUDER
+from mlx_server.bench.serve.client import CHAT
+from mlx_server.bench.serve.command import INTRUDER
+from mlx_server.bench.tables import tell
 from mlx_server.errors import ConfigError
 
 OURS = "mlx-serve={python} -m mlx_server serve --model {model} --port {port}"
@@ -116,7 +117,7 @@ def prepare(peer: Peer, folder: Path) -> str:
         programs = folder / "bin"
         stamp = folder / "installed"
         if not stamp.exists():
-            print(f"installing {peer.requirement} into {folder} ...", file=sys.stderr, flush=True)
+            tell(f"installing {peer.requirement} into {folder} ...")
             shutil.rmtree(folder, ignore_errors=True)
             _install(peer, folder)
             stamp.touch()

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_server.bench.serve_prompts import WORDS
+from mlx_server.bench.serve.workloads import WORDS
 from mlx_server.errors import ConfigError
 from mlx_server.runtime.models import random_models
 

@@ -12,7 +12,7 @@ from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from mlx_server.bench.mooncake import BLOCK_TOKENS, parse_line
+from mlx_server.bench.serve.workloads import BLOCK_TOKENS, parse_trace_line
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ConfigError
 from mlx_server.request import Priority
@@ -126,7 +126,7 @@ def read_trace(
 
 
 def _parse(entry: dict[str, Any], shrink: int, tier: Priority) -> TracedRequest:
-    named, line = entry.get("tier"), parse_line(entry)
+    named, line = entry.get("tier"), parse_trace_line(entry)
     num_prompt_tokens = max(line.input_len // shrink, 1)
     block_tokens = BLOCK_TOKENS // shrink
     if len(line.hash_ids) * block_tokens < num_prompt_tokens:

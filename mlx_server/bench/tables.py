@@ -1,8 +1,14 @@
-"""Tables for people, in Markdown, so that what a terminal shows can be pasted into BENCHMARKS.md."""
+"""What a benchmark shows and writes: Markdown tables, which can be pasted into BENCHMARKS.md, progress, and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+_Item = TypeVar("_Item")
 
 
 def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -12,6 +18,27 @@ def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines = [_line(table[0], widths), _line(rule, widths), *(_line(row, widths) for row in table[1:])]
     return "\n".join(lines)
+
+
+def render_items(items: Iterable[_Item], columns: Mapping[str, Callable[[_Item], str]]) -> str:
+    """A table with a row for each item; `columns` says what is in each cell, by the column's title."""
+    return render_table(list(columns), [[cell(item) for cell in columns.values()] for item in items])
+
+
+def document_of(thing: object, *names: str) -> dict[str, Any]:
+    """These attributes by name, ready for JSON where they are."""
+    return {name: getattr(thing, name) for name in names}
+
+
+def tell(progress: str) -> None:
+    """On stderr, at once."""
+    print(progress, file=sys.stderr, flush=True)
+
+
+def write_json(path: Path | None, document: object) -> None:
+    """Writes what `--json` asked for; None is nothing."""
+    if path is not None:
+        path.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def format_bytes(count: int) -> str:

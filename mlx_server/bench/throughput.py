@@ -8,28 +8,36 @@ calls and the positions run through the model are counted at the model itself, i
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
-import json
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_tokenizer
 
-from mlx_server.bench.comparison import Profile, Turn, compare, profile_turn
-from mlx_server.bench.engine_system import Engine
-from mlx_server.bench.environment import describe_environment
-from mlx_server.bench.mlx_lm_systems import Batched, Sequential
-from mlx_server.bench.report import as_document, describe_profile, render_rows
-from mlx_server.bench.systems import System
-from mlx_server.bench.workloads import WORKLOADS, Workload, make_warm_up, make_workload
-from mlx_server.errors import ConfigError
+from mlx_server.bench.arguments import add_json_argument, from_1
+from mlx_server.bench.instruments import count_model_calls, describe_environment, time_attention
+from mlx_server.bench.systems import (
+    WORKLOADS,
+    Batched,
+    Engine,
+    Sequential,
+    System,
+    Workload,
+    check_lengths,
+    make_warm_up,
+    make_workload,
+)
+from mlx_server.bench.tables import document_of, format_bytes, format_rate, render_items, tell, write_json
 from mlx_server.runtime.models.loader import LoadedModel, load
 
 SYSTEMS = ("sequential", "batch", "engine")
+_TURN_FIGURES = ("elapsed_s", "num_model_calls", "num_prompt_tokens_computed", "peak_memory_bytes")
 PREFILL_SETTINGS = ("2048x8", "512x8", "512x1")
 """Of mlx-lm's BatchGenerator: its default, and two smaller ones that do better on a CPU."""
 
@@ -46,13 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--num-requests",
         nargs="+",
-        type=_positive,
+        type=from_1,
         default=[None],
         metavar="N",
         help="only the first N requests of the workload; several make a table each",
     )
     add("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS, help="which to compare; default: all")
-    add("--repeat", type=_positive, default=3, metavar="N", help="turns of each system; medians are shown")
+    add("--repeat", type=from_1, default=3, metavar="N", help="turns of each system; medians are shown")
     add("--seed", type=int, default=0, help="of the prompts and lengths")
     add(
         "--batch-prefill",
@@ -63,18 +71,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prefill_step_size and prefill_batch_size of mlx-lm's BatchGenerator, a row each; "
         f"the best is compared with; default: {' '.join(PREFILL_SETTINGS)}",
     )
-    add("--max-num-seqs", type=_positive, default=32, help="most requests at once, in every batching system")
-    add("--max-num-batched-tokens", type=_positive, default=2048, help="the engine's token budget of a step")
+    add("--max-num-seqs", type=from_1, default=32, help="most requests at once, in every batching system")
+    add("--max-num-batched-tokens", type=from_1, default=2048, help="the engine's token budget of a step")
     add("--attention-backend", nargs="+", default=["auto"], help="of the engine, a row each")
     add("--kv-cache-memory", default="2GiB", help="of the engine")
     add("--profile", action="store_true", help="then watch the engine once more: attention's share of the time")
-    add("--json", type=Path, metavar="FILE", help="write every turn there too")
+    add_json_argument(parser, "every turn")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints one table a workload; progress goes to stderr. Raises `ServeError` and its kinds."""
-    if args.json is not None:
-        _check_writable(args.json)
     loaded = _load(args.model)
     systems = _systems(args, loaded)
     warm_up = make_warm_up(loaded.vocab_size)
@@ -86,19 +92,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{_title(args.model, workload)}\n\n{render_rows(rows)}", flush=True)
         profiles = _profiles(systems, workload, warm_up) if args.profile else {}
         documents.append(as_document(workload, rows, profiles))
-    if args.json is not None:
-        settings = {key: value for key, value in vars(args).items() if key != "json"}
-        document = {"benchmark": "throughput", "environment": environment, "settings": settings, "results": documents}
-        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    settings = {key: value for key, value in vars(args).items() if key != "json"}
+    document = {"benchmark": "throughput", "environment": environment, "settings": settings, "results": documents}
+    write_json(args.json, document)
     return 0
-
-
-def _check_writable(path: Path) -> None:
-    """Before the measuring, which may take an hour."""
-    try:
-        path.touch()
-    except OSError as error:
-        raise ConfigError(f"--json: cannot write {path}: {error.strerror}.") from error
 
 
 def _load(name: str) -> LoadedModel:
@@ -150,15 +147,184 @@ def _title(model: str, workload: Workload) -> str:
 
 
 def _report_turn(system: System, number: int, turn: Turn) -> None:
-    print(f"turn {number + 1}, {system.label}: {turn.elapsed_s:.1f} s", file=sys.stderr, flush=True)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
+    tell(f"turn {number + 1}, {system.label}: {turn.elapsed_s:.1f} s")
 
 
 def _prefill_setting(text: str) -> tuple[int, int]:
     step, _, batch = text.partition("x")
-    return _positive(step), _positive(batch)
+    return from_1(step), from_1(batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One system's pass over the workload, from the first prompt handed in to the last token out.
+
+    `num_prompt_tokens_computed` are the positions run through the model beyond the one that each output token
+    but a request's last needs: prompts, and whatever padding or superfluous row came with them.
+    """
+
+    elapsed_s: float
+    num_model_calls: int
+    num_prompt_tokens_computed: int
+    peak_memory_bytes: int
+    num_cached_tokens: int | None
+    token_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """All turns of one system."""
+
+    system: System
+    workload: Workload
+    turns: tuple[Turn, ...]
+
+    @property
+    def output_rates(self) -> tuple[float, ...]:
+        """Output tokens per second of each turn."""
+        return tuple(self.workload.num_output_tokens / turn.elapsed_s for turn in self.turns)
+
+    @property
+    def output_rate(self) -> float:
+        """The median of them."""
+        return statistics.median(self.output_rates)
+
+    @property
+    def total_rate(self) -> float:
+        """Prompt and output tokens per second, of the median turn."""
+        return self.output_rate * (1 + self.workload.num_prompt_tokens / self.workload.num_output_tokens)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the prompt tokens that a prefix cache served in the first turn; None without such a cache."""
+        num_cached = self.turns[0].num_cached_tokens
+        return None if num_cached is None else num_cached / self.workload.num_prompt_tokens
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        return max(turn.peak_memory_bytes for turn in self.turns)
+
+    def num_equal_outputs(self, other: Row) -> int:
+        """Requests whose first turn gave, token for token, what it gave in the other row."""
+        return sum(mine == theirs for mine, theirs in zip(self.turns[0].token_ids, other.turns[0].token_ids))
+
+
+def compare(
+    systems: Sequence[System],
+    workload: Workload,
+    warm_up: Workload,
+    model_class: type[Any],
+    *,
+    num_turns: int,
+    on_turn: Callable[[System, int, Turn], None],
+) -> tuple[Row, ...]:
+    """Gives each system `num_turns` turns, in rotation (A B C A B C), so that a slow minute hits them all."""
+    turns: list[list[Turn]] = [[] for _ in systems]
+    for number in range(num_turns):
+        for system, taken in zip(systems, turns):
+            taken.append(take_turn(system, workload, warm_up, model_class))
+            on_turn(system, number, taken[-1])
+    return tuple(Row(system, workload, tuple(taken)) for system, taken in zip(systems, turns))
+
+
+def take_turn(system: System, workload: Workload, warm_up: Workload, model_class: type[Any]) -> Turn:
+    """One session: a warm-up, then the workload, measured. Raises `ServeError` if an output is too short."""
+    with system.session() as generate:
+        generate(warm_up)
+        _forget_memory()
+        with count_model_calls(model_class) as calls:
+            start_s = time.perf_counter()
+            generated = generate(workload)
+            elapsed_s = time.perf_counter() - start_s
+        peak_memory_bytes = mx.get_peak_memory()
+    _forget_memory()
+    check_lengths(workload, generated, system.label)
+    return Turn(
+        elapsed_s=elapsed_s,
+        num_model_calls=calls.num_calls,
+        num_prompt_tokens_computed=calls.num_positions - workload.num_output_tokens + len(workload.requests),
+        peak_memory_bytes=peak_memory_bytes + generated.num_host_bytes,
+        num_cached_tokens=generated.num_cached_tokens,
+        token_ids=generated.token_ids,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Shares of the time of one observed pass of the engine over the workload. `attention_share` is of all attention,
+    `gather_share` of writing and gathering K/V for MLX's attention: 0 where attention reads them in place."""
+
+    attention_share: float
+    gather_share: float
+
+
+def profile_turn(system: System, workload: Workload, warm_up: Workload) -> Profile:
+    """One more session of an engine, observed and for that reason slower: only shares are of use."""
+    with system.session() as generate:
+        generate(warm_up)
+        with time_attention() as attention:
+            start_s = time.perf_counter()
+            generate(workload)
+            elapsed_s = time.perf_counter() - start_s
+    return Profile(attention.attend_s / elapsed_s, attention.gather_s / elapsed_s)
+
+
+def _forget_memory() -> None:
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+
+
+def render_rows(rows: Sequence[Row]) -> str:
+    """The table for people. Ratios are to the fastest setting of mlx-lm's BatchGenerator, if there is one."""
+    batched = [row.output_rate for row in rows if isinstance(row.system, Batched)]
+    fastest = max(batched, default=None)
+
+    def against_batch(row: Row) -> str:
+        return "" if fastest is None else f"{row.output_rate / fastest:.2f}x"
+
+    return render_items(
+        rows,
+        {
+            "system": lambda row: row.system.label,
+            "output tok/s": lambda row: format_rate(row.output_rate),
+            "(range)": lambda row: f"{format_rate(min(row.output_rates))}-{format_rate(max(row.output_rates))}",
+            "total tok/s": lambda row: format_rate(row.total_rate),
+            "vs batch": against_batch,
+            "prompt tokens computed": lambda row: f"{row.turns[0].num_prompt_tokens_computed:,}",
+            "model calls": lambda row: f"{row.turns[0].num_model_calls:,}",
+            "peak memory": lambda row: format_bytes(row.peak_memory_bytes),
+            "prefix hits": lambda row: "none" if row.hit_rate is None else f"{row.hit_rate:.1%}",
+            "outputs as first row": lambda row: f"{row.num_equal_outputs(rows[0])}/{len(row.workload.requests)}",
+        },
+    )
+
+
+def describe_profile(profile: Profile) -> str:
+    """One line for people."""
+    attention = f"attention takes {profile.attention_share:.0%} of the time"
+    if profile.gather_share == 0.0:
+        return f"{attention}, K/V read and written in place"
+    return f"{attention}; {profile.gather_share:.0%} is writing and gathering K/V"
+
+
+def as_document(workload: Workload, rows: Sequence[Row], profiles: Mapping[str, Profile]) -> dict[str, Any]:
+    """The same, with every turn, as JSON-ready values; `profiles` by label."""
+    return {
+        "workload": workload.name,
+        "num_requests": len(workload.requests),
+        "num_prompt_tokens": workload.num_prompt_tokens,
+        "num_output_tokens": workload.num_output_tokens,
+        "systems": [
+            {
+                "label": row.system.label,
+                "output_tokens_per_s": row.output_rate,
+                "total_tokens_per_s": row.total_rate,
+                "prefix_hit_rate": row.hit_rate,
+                "num_outputs_as_first_row": row.num_equal_outputs(rows[0]),
+                "turns": [document_of(turn, *_TURN_FIGURES) for turn in row.turns],
+            }
+            for row in rows
+        ],
+        "profiles": {label: asdict(profile) for label, profile in profiles.items()},
+    }

@@ -68,14 +68,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _report(config: Config, path: Path, seconds: float) -> int:
     """0 if every stage has passed, else 1. Raises `ConfigError` at once for a file that cannot be written."""
-    from mlx_server.bench.machine_report import Task, make_report  # loads all of the engine
+    from mlx_server.bench.lab.machine_report import make_report  # loads all of the engine
 
     try:
         path.touch()
     except OSError as error:
         raise ConfigError(f"--report: cannot write {path}: {error.strerror}.") from error
-    task = Task(config, config.model.model, seconds)
-    text, is_ok = make_report(task, lambda title: print(f"{title} ...", flush=True))
+    text, is_ok = make_report(config, seconds, lambda title: print(f"{title} ...", flush=True))
     path.write_text(text, encoding="utf-8")
     print(f"{'All stages have passed' if is_ok else 'Some stages have failed'}: see {path}, and attach it to an issue.")
     return 0 if is_ok else 1

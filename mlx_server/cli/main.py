@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import importlib.util
 import inspect
 import os
 import re
@@ -20,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mlx_server.bench import MODULES
 from mlx_server.errors import ConfigError, ServeError
 
 EXIT_ERROR = 1
@@ -101,12 +101,7 @@ _BENCHMARKS = {
 
 
 def _benchmarks() -> dict[str, Command | Group]:
-    modules = {name: f"mlx_server.bench.{name.replace('-', '_')}" for name in _BENCHMARKS}
-    return {
-        name: Command(modules[name], summary)
-        for name, summary in _BENCHMARKS.items()
-        if importlib.util.find_spec(modules[name]) is not None
-    }
+    return {name: Command(f"mlx_server.bench.{MODULES[name]}", summary) for name, summary in _BENCHMARKS.items()}
 
 
 def commands() -> Group:

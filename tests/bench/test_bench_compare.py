@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from mlx_server.bench import compare, compare_servers
-from mlx_server.bench.compare_servers import Server
-from mlx_server.bench.compare_verdict import Figure, Turns, figures_of, judge
+from mlx_server.bench import compare, servers
+from mlx_server.bench.compare import Figure, Turns, figures_of, judge
+from mlx_server.bench.servers import Server
 from mlx_server.errors import ConfigError, ServeError
 
 FAKE = Path(__file__).parent / "bench_fake_server.py"
@@ -173,7 +173,7 @@ def test_what_ignores_the_request_to_end_is_killed(tmp_path):
     with process:
         assert process.stdout is not None
         process.stdout.readline()
-        compare_servers.end_group(process, grace_s=0.1)
+        servers.end_group(process, grace_s=0.1)
         assert process.returncode == -signal.SIGKILL
 
 

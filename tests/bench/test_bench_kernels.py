@@ -13,11 +13,20 @@ import mlx.core as mx
 import pytest
 from emulator.worlds import make_backend
 
-from mlx_server.bench import kernels, kernels_sweep
-from mlx_server.bench.kernels_cases import Case, World
-from mlx_server.bench.kernels_report import Result, Sweep, render_results, render_sweep
-from mlx_server.bench.kernels_sweep import Timed, kernel_variants, make_measure, moved_bytes, sweep
-from mlx_server.bench.kernels_timing import Copy, measure_copy, median_times
+from mlx_server.bench.lab import attention, kernels
+from mlx_server.bench.lab.attention import (
+    Case,
+    Copy,
+    Timed,
+    World,
+    kernel_variants,
+    make_measure,
+    measure_copy,
+    median_times,
+    moved_bytes,
+    sweep,
+)
+from mlx_server.bench.lab.kernels import Result, Sweep, render_results, render_sweep
 from mlx_server.cli.main import main
 from mlx_server.errors import ServeError
 from mlx_server.runtime import backends
@@ -432,8 +441,8 @@ def test_the_command_sweeps_a_gpus_kernels_and_serves_with_the_best(
     monkeypatch.setattr(
         kernels, "backend_with", lambda name: lambda variant: make_backend(choose_variant=lambda shape: variant)
     )
-    monkeypatch.setattr(kernels_sweep, "kernel_variants", lambda shape: variants)
-    monkeypatch.setattr(kernels_sweep, "_PARTITIONS", (32,))
+    monkeypatch.setattr(attention, "kernel_variants", lambda shape: variants)
+    monkeypatch.setattr(attention, "_PARTITIONS", (32,))
     path = home / "out.json"
     argv = ["--heads", "2x1x64", "--dtype", "float32", "--batch", "2", "--context", "40", "--prefill"]
     small = ["--layers", "2", "--repeat", "1", "--copy-mib", "1", "--json", str(path)]

@@ -14,16 +14,12 @@ import pytest
 from scripted_servers import ScriptedServer, TimedEvents, evenly
 from virtual_time import run_virtually
 
-from mlx_server.bench import serve, serve_options, serve_run
-from mlx_server.bench.serve_arrivals import Arrivals
-from mlx_server.bench.serve_client import CHAT, RequestRecord, StreamClient, Tier
-from mlx_server.bench.serve_html import render_report
-from mlx_server.bench.serve_intruder import Intrusion
-from mlx_server.bench.serve_load import send_all
-from mlx_server.bench.serve_prompts import Prompts, user_message
-from mlx_server.bench.serve_report import percentile, render_summary, summarise
-from mlx_server.bench.serve_run import Intruder, Load, MadeUp, Target, measure
-from mlx_server.bench.serve_workloads import SHAPES, Session, Shape, Span, Turn
+from mlx_server.bench.serve import command
+from mlx_server.bench.serve.charts import render_page
+from mlx_server.bench.serve.client import CHAT, RequestRecord, StreamClient, Target, Tier
+from mlx_server.bench.serve.report import ARRAYS, render, render_summary, summarise
+from mlx_server.bench.serve.run import Arrivals, Intruder, Load, describe_intrusion, measure, send_all
+from mlx_server.bench.serve.workloads import SHAPES, Prompts, Session, Shape, Span, Turn, user_message
 from mlx_server.errors import ConfigError, ServeError
 
 
@@ -40,7 +36,7 @@ def ms(times_s: list[float]) -> list[float]:
 
 def stream(transport: httpx.AsyncBaseTransport, text: str = "a b c d", max_tokens: int = 4, **options: object):
     async def main() -> RequestRecord:
-        client = StreamClient("http://test", "m", transport=transport, **options)
+        client = StreamClient(Target(base_url="http://test", transport=transport, **options), "m")
         try:
             return await client.stream([user_message(text)], max_tokens)
         finally:
@@ -55,12 +51,12 @@ def measured(server: ScriptedServer, load: Load, **options: object) -> dict:
 
 
 def load_of(shape: Shape, **more: object) -> Load:
-    return Load(name="made up", workload=MadeUp(shape), **more)
+    return Load(name="made up", workload=shape, **more)
 
 
 def parsed(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
+    command.add_arguments(parser)
     return parser.parse_args(argv)
 
 
@@ -186,8 +182,9 @@ def test_a_request_of_one_token_meets_any_limit_of_tpot():
 
 
 def test_percentiles_interpolate_between_ranks():
-    assert [percentile([3.0, 1.0, 2.0], p) for p in (0, 50, 75, 100)] == [1.0, 2.0, 2.5, 3.0]
-    assert percentile([], 50) == 0.0
+    summary = summarise([record(0.0, [ttft_s]) for ttft_s in (3.0, 1.0, 2.0)], 3.0, {})
+    assert [summary[f"{kind}_ttft_ms"] for kind in ("median", "p90", "p95")] == pytest.approx([2000, 2800, 2900])
+    assert summary["p99_itl_ms"] == summary["mean_tpot_ms"] == 0.0  # of no values
 
 
 def test_the_document_has_vllms_keys():
@@ -237,10 +234,10 @@ def test_drafts_of_the_run_alone_have_vllms_keys_and_a_table():
         "spec_decode_accepted_tokens": 42,
         "spec_decode_per_position_acceptance_rates": [0.9, 0.6, 0.6],
     }
-    told = serve.render(result)
+    told = render(result)
     assert "70.0 %" in told
     assert "90.0 %, 60.0 %, 60.0 %" in told
-    assert "<td>acceptance length</td><td>3.10</td>" in render_report(result)
+    assert "<td>spec_decode_acceptance_length</td><td>3.10</td>" in render_page(result)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +254,8 @@ def test_a_server_without_drafts_has_no_figures_of_them(scrapes):
     result = measured(ScriptedServer(scrapes=scrapes), load_of(Shape(2, 0, Span(20, 20), Span(5, 5))))
     assert result["completed"] == 2
     assert not any("spec_decode" in name for name in result)
-    assert "speculative" not in serve.render(result) + render_report(result).lower()
+    assert "speculative" not in render(result)
+    assert "spec_decode" not in render_page(result)
 
 
 def test_concurrency_is_bounded():
@@ -340,7 +338,7 @@ def test_a_conversation_ends_at_its_first_failure():
     sessions = [Session(tuple(Turn((user_message("a"),), 2) for _ in range(3)))]
 
     async def main() -> list[RequestRecord]:
-        client = StreamClient("http://test", "m", transport=ScriptedServer(status=503))
+        client = StreamClient(Target(base_url="http://test", transport=ScriptedServer(status=503)), "m")
         return await send_all(client, sessions)
 
     assert [got.error for got in run_virtually(main())] == ['HTTP 503: {"error":{"message":"busy"}}']
@@ -348,7 +346,7 @@ def test_a_conversation_ends_at_its_first_failure():
 
 def test_lengths_are_counted_in_the_servers_tokens_whatever_its_template_adds():
     async def main() -> Prompts:
-        client = StreamClient("http://test", "m", endpoint=CHAT, transport=ScriptedServer())
+        client = StreamClient(Target(base_url="http://test", endpoint=CHAT, transport=ScriptedServer()), "m")
         return await Prompts.calibrate(client, seed=1)
 
     prompts = run_virtually(main())
@@ -412,11 +410,11 @@ def test_streams_that_end_before_the_intruder_answers_are_refused():
 
 def test_gaps_are_of_the_time_that_the_long_prompt_took():
     streamed = record(0.0, [1.0, 1.1, 1.3, 2.0, 2.9])
-    intrusion = Intrusion(record(1.25, [1.8]), (streamed,))
-    assert intrusion.worst_gap_s == pytest.approx(0.7)  # 1.3 to 2.0 began before the first token came
-    assert intrusion.worst_gap_before_s == pytest.approx(0.1)
-    assert intrusion.is_covered
-    assert not Intrusion(record(1.25, [3.0]), (streamed,)).is_covered
+    figures = describe_intrusion(record(1.25, [1.8]), streamed)
+    assert figures["worst_gap_ms"] == pytest.approx(700)  # 1.3 to 2.0 began before the first token came
+    assert figures["worst_gap_before_ms"] == pytest.approx(100)
+    with pytest.raises(ServeError, match="raise --output-len"):
+        describe_intrusion(record(1.25, [3.0]), streamed)
 
 
 # -- the command
@@ -426,16 +424,16 @@ def test_gaps_are_of_the_time_that_the_long_prompt_took():
 def on_scripted(monkeypatch):
     """`bench serve` on a scripted server, in virtual time."""
     server = ScriptedServer()
-    make = serve_options.Target
-    monkeypatch.setattr(serve_options, "Target", lambda **fields: make(**fields, transport=server))
-    monkeypatch.setattr(serve.asyncio, "run", run_virtually)
+    make = command.Target
+    monkeypatch.setattr(command, "Target", lambda **fields: make(**fields, transport=server))
+    monkeypatch.setattr(command.asyncio, "run", run_virtually)
     return server
 
 
 def test_the_command_prints_tables_then_one_line_of_json(on_scripted, tmp_path, capsys):
     path = tmp_path / "out.json"
     argv = ["--num-prompts", "6", "--output-len", "3", "--goodput", "ttft:150", "--json", str(path)]
-    assert serve.run(parsed(*argv, "--tier", "gold=k1", "--tier", "free=k2:2")) == 0
+    assert command.run(parsed(*argv, "--tier", "gold=k1", "--tier", "free=k2:2")) == 0
     printed = capsys.readouterr().out
     figures = json.loads(printed.splitlines()[-1])
     assert "| gold |" in printed
@@ -443,7 +441,7 @@ def test_the_command_prints_tables_then_one_line_of_json(on_scripted, tmp_path, 
     assert (figures["completed"], figures["model_id"], set(figures["tiers"])) == (6, "scripted", {"gold", "free"})
     written = json.loads(path.read_text())
     assert figures == {name: value for name, value in written.items() if name in figures}
-    assert set(written) - set(figures) == serve._ARRAYS
+    assert set(written) - set(figures) == ARRAYS
     assert len(written["ttfts"]) == 6
 
 
@@ -451,7 +449,7 @@ def test_the_command_prints_tables_then_one_line_of_json(on_scripted, tmp_path, 
 def test_the_rate_grows_as_the_flags_say(on_scripted, tmp_path, how, rates):
     path = tmp_path / "out.json"
     flags = ["--request-rate", "2", "--ramp-up-end-rate", "8", "--ramp-up", how, "--burstiness", "1e9"]
-    assert serve.run(parsed(*flags, "--num-prompts", "4", "--json", str(path))) == 0
+    assert command.run(parsed(*flags, "--num-prompts", "4", "--json", str(path))) == 0
     arrived_s = [asked.arrived_s for asked in on_scripted.measured]
     gaps_s = [later - earlier for earlier, later in pairwise(arrived_s)]
     assert [1 / gap_s for gap_s in gaps_s] == pytest.approx(rates, rel=1e-3)
@@ -462,7 +460,7 @@ def test_the_rate_grows_as_the_flags_say(on_scripted, tmp_path, how, rates):
 def test_a_trace_is_replayed_as_the_flags_say_and_charted(on_scripted, tmp_path):
     page, picture = tmp_path / "out.html", tmp_path / "out.png"
     trace = ["--dataset", str(Path(__file__).parent / "bench_data" / "burstgpt.csv"), "--trace-speed", "10"]
-    assert serve.run(parsed(*trace, "--trace-shrink", "4", "--html", str(page), "--plot", str(picture))) == 0
+    assert command.run(parsed(*trace, "--trace-shrink", "4", "--html", str(page), "--plot", str(picture))) == 0
     first, second = on_scripted.measured
     assert second.arrived_s - first.arrived_s == pytest.approx(11.3)
     assert [len(asked.prompt.split()) for asked in (first, second)] == [118, 104]
@@ -478,28 +476,28 @@ def test_a_terminal_sees_how_far_it_is_and_a_file_does_not(on_scripted, monkeypa
 
     seen = []
     for stream_class in (Terminal, io.StringIO):
-        monkeypatch.setattr(serve.sys, "stderr", stream_class())
-        assert serve.run(parsed("--num-prompts", "6")) == 0
-        seen.append(serve.sys.stderr.getvalue())
+        monkeypatch.setattr(command.sys, "stderr", stream_class())
+        assert command.run(parsed("--num-prompts", "6")) == 0
+        seen.append(command.sys.stderr.getvalue())
     assert "0/6" in seen[0]
     assert seen[1] == ""
 
 
 def test_the_intruders_figures_are_told_in_words(on_scripted, capsys):
     on_scripted.script = evenly(0.1, 0.1)
-    assert serve.run(parsed("--workload", "long-prompt-intruder", "--streams", "2", "--output-len", "99")) == 0
+    assert command.run(parsed("--workload", "long-prompt-intruder", "--streams", "2", "--output-len", "99")) == 0
     assert "worst gap of a stream: 100 ms (before it: 100 ms)" in capsys.readouterr().out
 
 
 def test_failed_requests_are_named_and_make_the_exit_status(on_scripted, capsys):
     on_scripted.refused_key = "k2"
-    assert serve.run(parsed("--num-prompts", "20", "--tier", "gold=k1", "--tier", "free=k2")) == 1
+    assert command.run(parsed("--num-prompts", "20", "--tier", "gold=k1", "--tier", "free=k2")) == 1
     assert "x HTTP 401" in capsys.readouterr().out
 
 
 def test_the_key_may_come_from_the_environment(on_scripted, monkeypatch):
     monkeypatch.setenv("BENCH_API_KEY", "from-env")
-    assert serve.run(parsed("--num-prompts", "1")) == 0
+    assert command.run(parsed("--num-prompts", "1")) == 0
     assert {asked.key for asked in on_scripted.asked} == {"from-env"}
 
 
@@ -516,7 +514,7 @@ def test_a_server_that_is_no_openai_server_is_named(monkeypatch):
 def test_a_server_that_is_not_there_is_named(unused_tcp_port):
     target = Target(base_url=f"http://127.0.0.1:{unused_tcp_port}")
     with pytest.raises(ServeError, match=r"cannot be measured: no server answers there. Start one, or set --base-url"):
-        asyncio.run(serve_run.measure(target, load_of(SHAPES["random"])))
+        asyncio.run(measure(target, load_of(SHAPES["random"])))
 
 
 @pytest.mark.parametrize(
@@ -525,32 +523,33 @@ def test_a_server_that_is_not_there_is_named(unused_tcp_port):
         (["--goodput", "speed:9"], "NAME:MS"),
         (["--burstiness", "2"], "give --request-rate"),
         (["--tier", "a=k", "--tier", "a=l"], "names one tier twice"),
-        (["--json", "/nonexistent/x.json"], "Cannot write /nonexistent/x.json: there is no such folder"),
-        (["--html", "/"], "/ is a folder"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_sent(argv, message):
     with pytest.raises(ConfigError, match=message):
-        serve.run(parsed(*argv))
+        command.run(parsed(*argv))
 
 
 @pytest.mark.parametrize(
-    "argv",
+    ("argv", "message"),
     [
-        ["--request-rate", "0"],
-        ["--input-len", "9-3"],
-        ["--tier", "nokey"],
-        ["--extra-body", "[1]"],
-        ["--extra-body", "{"],
-        ["--num-prompts", "0"],
+        (["--request-rate", "0"], "0 is not above 0"),
+        (["--input-len", "9-3"], "goes down"),
+        (["--tier", "nokey"], "NAME=KEY"),
+        (["--extra-body", "[1]"], "is no JSON object"),
+        (["--extra-body", "{"], "is no JSON: "),
+        (["--num-prompts", "0"], "0 is less than 1"),
+        (["--json", "/nonexistent/x.json"], "cannot write /nonexistent/x.json: there is no such folder"),
+        (["--html", "/"], "/ is a folder"),
     ],
 )
-def test_values_out_of_bounds_are_refused_by_the_parser(argv):
+def test_values_out_of_bounds_are_refused_by_the_parser(argv, message, capsys):
     with pytest.raises(SystemExit):
         parsed(*argv)
+    assert message in capsys.readouterr().err
 
 
 def test_flags_replace_a_workloads_own_lengths():
     args = parsed("--num-prompts", "3", "--input-len", "5-9", "--turns", "2")
-    assert serve_options.shape(args, SHAPES["agent"]) == Shape(3, 4096, Span(5, 9), Span(64, 64), turns=2)
-    assert serve_options.tier("gold=a:b:2.5") == Tier("gold", "a:b", 2.5)
+    assert command.shape(args, SHAPES["agent"]) == Shape(3, 4096, Span(5, 9), Span(64, 64), turns=2)
+    assert command.tier("gold=a:b:2.5") == Tier("gold", "a:b", 2.5)

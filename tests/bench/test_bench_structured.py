@@ -8,16 +8,17 @@ import pytest
 from scripted_servers import Asked, ScriptedServer, evenly
 from virtual_time import run_virtually
 
-from mlx_server.bench import structured
-from mlx_server.bench.structured import ALONE, CONDITIONS, PLAIN, STRUCTURED, Setup, Turn, measure, rise_of
+from mlx_server.bench.lab import structured
+from mlx_server.bench.lab.structured import ALONE, CONDITIONS, PLAIN, STRUCTURED, Setup, Turn, measure, rise_of
+from mlx_server.bench.serve.client import Target
 from mlx_server.errors import ServeError
 
 GAP_S = 0.01
 
 
 def turns(server: ScriptedServer, num_rounds: int = 2, **more: object) -> list[Turn]:
-    setup = Setup(base_url="http://test", model="m", num_stream_tokens=64, transport=server, **more)
-    return run_virtually(measure(setup, num_rounds))
+    target = Target(base_url="http://test", model="m", transport=server)
+    return run_virtually(measure(target, Setup(num_stream_tokens=64, **more), num_rounds))
 
 
 def test_conditions_take_turns_and_the_first_round_is_dropped() -> None:
@@ -78,10 +79,10 @@ def test_the_command_judges_the_rise(
 ) -> None:
     made = [Turn(PLAIN, (0.01, 0.01), 1), Turn(STRUCTURED, (0.011, 0.011), 1), Turn(ALONE, (0.01, 0.01), 0)]
 
-    async def measured(args: argparse.Namespace) -> list[Turn]:
+    async def measured(*args: object) -> list[Turn]:
         return made
 
-    monkeypatch.setattr(structured, "_measure_server", measured)
+    monkeypatch.setattr(structured, "measure", measured)
     parser = argparse.ArgumentParser()
     structured.add_arguments(parser)
     args = parser.parse_args(["--max-rise", limit, "--json", str(tmp_path / "figures.json")])

@@ -9,8 +9,9 @@ import pytest
 from scripted_servers import Asked, ScriptedServer
 from virtual_time import run_virtually
 
-from mlx_server.bench import serve_options, sweep
-from mlx_server.bench.sweep_search import most_by_bisection, most_of_ladder
+from mlx_server.bench.lab import sweep
+from mlx_server.bench.lab.sweep import most_by_bisection, most_of_ladder
+from mlx_server.bench.serve import command
 from mlx_server.errors import ConfigError
 
 
@@ -29,8 +30,8 @@ def server(monkeypatch):
         return [ttft_s + 0.010 * asked.num_open * index for index in range(asked.num_tokens)]
 
     made = ScriptedServer(script)
-    make = serve_options.Target
-    monkeypatch.setattr(serve_options, "Target", lambda **fields: make(**fields, transport=made))
+    make = command.Target
+    monkeypatch.setattr(command, "Target", lambda **fields: make(**fields, transport=made))
     monkeypatch.setattr(sweep.asyncio, "run", run_virtually)
     return made
 

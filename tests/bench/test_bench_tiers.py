@@ -9,9 +9,8 @@ from collections import Counter
 import httpx
 import pytest
 
-from mlx_server.bench.serve_client import Tier
-from mlx_server.bench.serve_run import Target
-from mlx_server.bench.tiers import TierLoad, is_good, measure_tiers, render
+from mlx_server.bench.lab.tiers import TierLoad, is_good, measure_tiers, render
+from mlx_server.bench.serve.client import Target, Tier
 from mlx_server.cli.main import main
 from mlx_server.errors import ServeError
 

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from mlx_server.bench.mooncake import TraceLine
-from mlx_server.bench.serve_arrivals import Arrivals
-from mlx_server.bench.serve_datasets import Prompt, read_dataset
-from mlx_server.bench.serve_prompts import Prompts
-from mlx_server.bench.serve_workloads import SHAPES, Plan, Replay, make_plan, plan_dataset, warm_up_sessions
+from mlx_server.bench.serve.run import Arrivals
+from mlx_server.bench.serve.workloads import (
+    SHAPES,
+    Plan,
+    Prompt,
+    Prompts,
+    Recorded,
+    TraceLine,
+    make_plan,
+    read_dataset,
+    warm_up_sessions,
+)
 from mlx_server.errors import ConfigError
 
 DATA = Path(__file__).parent / "bench_data"
@@ -28,7 +35,7 @@ def words(plan: Plan) -> list[list[str]]:
 
 
 def trace(name: str, **replay: object) -> Plan:
-    return plan_dataset(read_dataset(DATA / name), make_prompts(), output_len=64, replay=Replay(**replay))
+    return Recorded(read_dataset(DATA / name), 64, **replay).plan(make_prompts())
 
 
 # -- shapes
@@ -80,7 +87,7 @@ def test_warm_up_is_as_long_as_the_plan_and_other_text():
 
 def test_prompts_are_sent_as_they_are():
     lines = read_dataset(DATA / "prompts.jsonl")
-    plan = plan_dataset(lines, make_prompts(), output_len=64, replay=Replay())
+    plan = Recorded(lines, 64).plan(make_prompts())
     assert [session.turns[0].max_tokens for session in plan.sessions] == [12, 64, 5]
     assert [[m["role"] for m in session.turns[0].messages] for session in plan.sessions] == [
         ["user"],

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_server.bench import host_cost
-from mlx_server.bench.host_cost import HostCost, measure
+from mlx_server.bench.lab import host_cost
+from mlx_server.bench.lab.host_cost import HostCost, measure
 
 
 def calls(num_running: int, num_waiting: int) -> tuple[float, float]:

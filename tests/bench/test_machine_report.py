@@ -10,8 +10,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_server.bench import machine_report, soak
-from mlx_server.bench.machine_report import redact, self_tests
+from mlx_server.bench.lab import machine_report, soak
+from mlx_server.bench.lab.machine_report import redact, self_tests
 from mlx_server.cli.main import main
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream

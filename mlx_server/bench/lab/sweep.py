@@ -15,21 +15,18 @@ import argparse
 import asyncio
 import json
 import random
-import sys
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from mlx_server.bench.arguments import add_key_argument, add_server_arguments, from_1
-from mlx_server.bench.serve import check_writable, without_arrays
-from mlx_server.bench.serve_options import add_request_arguments, parse_goodput, target
-from mlx_server.bench.serve_report import render_errors
-from mlx_server.bench.serve_run import Load, MadeUp, Target, measure
-from mlx_server.bench.serve_workloads import Shape, Span
-from mlx_server.bench.sweep_search import most_by_bisection, most_of_ladder
-from mlx_server.bench.tables import render_table
-from mlx_server.errors import ConfigError
+from mlx_server.bench.arguments import add_json_argument, add_key_argument, add_server_arguments, from_1
+from mlx_server.bench.serve.client import Target
+from mlx_server.bench.serve.command import add_request_arguments, parse_goodput, target
+from mlx_server.bench.serve.report import render_errors, without_arrays
+from mlx_server.bench.serve.run import Load, measure
+from mlx_server.bench.serve.workloads import Shape, Span
+from mlx_server.bench.tables import render_items, tell, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +74,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests-per-stream", type=from_1, default=3, metavar="N", help="one after the other, each stream")
     add_request_arguments(parser)
     parser.set_defaults(num_warmups=1)
-    add("--json", type=Path, metavar="FILE", help="write every measurement there")
+    add_json_argument(parser, "every measurement")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints all measurements and the capacities, then one line of JSON. Raises `ServeError` and its kinds."""
-    check_writable(args.json)
     limits = parse_goodput(args.slo)
-    if not limits:
-        raise ConfigError("--slo names no limit.")
     aim = target(args, args.base_url, args.model)
     capacities = [find_capacity(args, limits, aim, context) for context in args.context]
     print(f"{render_points(capacities)}\n\n{render_capacities(capacities, limits, args.share)}", flush=True)
     settings = {"benchmark": "sweep", "slo_ms": limits, "share": args.share}
-    if args.json is not None:
-        document = settings | {"results": [_document(capacity, is_full=True) for capacity in capacities]}
-        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_json(args.json, settings | {"results": [_document(capacity, is_full=True) for capacity in capacities]})
     print(f"\n{json.dumps(settings | {'results': [_document(capacity) for capacity in capacities]})}")
     return 0
 
@@ -104,7 +96,7 @@ def find_capacity(args: argparse.Namespace, limits: Mapping[str, float], aim: Ta
     def keeps(num_streams: int) -> bool:
         wanted = Load(
             name=f"{context} tokens, {num_streams} streams",
-            workload=MadeUp(_shape(args, context, num_streams)),
+            workload=_shape(args, context, num_streams),
             max_concurrency=num_streams,
             num_warmups=args.num_warmups,
             seed=random.Random(f"{args.seed}:{context}:{num_streams}").getrandbits(32),
@@ -112,50 +104,46 @@ def find_capacity(args: argparse.Namespace, limits: Mapping[str, float], aim: Ta
         )
         result = asyncio.run(measure(aim, wanted))
         points.append(_point(context, num_streams, result, args.share))
-        print(f"{context} tokens, {_judgement(points[-1])}", file=sys.stderr, flush=True)
+        tell(f"{context} tokens, {_judgement(points[-1])}")
         return points[-1].keeps
 
-    return Capacity(context, _search(args, keeps), tuple(points))
+    if args.streams:
+        num_streams = most_of_ladder(keeps, sorted(set(args.streams)))
+    else:
+        num_streams = most_by_bisection(keeps, args.max_streams)
+    return Capacity(context, num_streams, tuple(points))
 
 
 def render_points(capacities: Sequence[Capacity]) -> str:
     """A row a measurement."""
-    header = ["context", "streams", "output tok/s", "p95 TTFT ms", "p95 TPOT ms", "p95 E2EL ms", "good", "keeps it"]
-    rows = [
-        [
-            f"{point.context:,}",
-            str(point.num_streams),
-            f"{point.result['output_throughput']:.1f}",
-            *(f"{point.result[f'p95_{name}_ms']:.1f}" for name in ("ttft", "tpot", "e2el")),
-            f"{point.good_share:.0%}",
-            "yes" if point.keeps else "no",
-        ]
-        for capacity in capacities
-        for point in sorted(capacity.points, key=lambda point: point.num_streams)
-    ]
-    return render_table(header, rows)
+    return render_items(
+        [point for capacity in capacities for point in sorted(capacity.points, key=lambda point: point.num_streams)],
+        {
+            "context": lambda point: f"{point.context:,}",
+            "streams": lambda point: str(point.num_streams),
+            "output tok/s": lambda point: f"{point.result['output_throughput']:.1f}",
+            "p95 TTFT ms": lambda point: f"{point.result['p95_ttft_ms']:.1f}",
+            "p95 TPOT ms": lambda point: f"{point.result['p95_tpot_ms']:.1f}",
+            "p95 E2EL ms": lambda point: f"{point.result['p95_e2el_ms']:.1f}",
+            "good": lambda point: f"{point.good_share:.0%}",
+            "keeps it": lambda point: "yes" if point.keeps else "no",
+        },
+    )
 
 
 def render_capacities(capacities: Sequence[Capacity], limits: Mapping[str, float], share: float) -> str:
     """A row a context."""
     promise = ", ".join(f"{name.upper()} of at most {limit:g} ms" for name, limit in limits.items())
-    rows = [
-        [
-            f"{capacity.context:,}",
-            str(capacity.num_streams),
-            "-" if capacity.at is None else f"{capacity.at.result['output_throughput']:.1f}",
-            "not tried" if capacity.beyond is None else _judgement(capacity.beyond),
-        ]
-        for capacity in capacities
-    ]
-    table = render_table(["context", "most streams", "output tok/s", "beyond"], rows)
+    table = render_items(
+        capacities,
+        {
+            "context": lambda capacity: f"{capacity.context:,}",
+            "most streams": lambda capacity: str(capacity.num_streams),
+            "output tok/s": lambda capacity: f"{capacity.at.result['output_throughput']:.1f}" if capacity.at else "-",
+            "beyond": lambda capacity: _judgement(capacity.beyond) if capacity.beyond else "not tried",
+        },
+    )
     return f"Most streams with {promise} for {share:.0%} of the requests:\n\n{table}"
-
-
-def _search(args: argparse.Namespace, keeps: Callable[[int], bool]) -> int:
-    if args.streams:
-        return most_of_ladder(keeps, sorted(set(args.streams)))
-    return most_by_bisection(keeps, args.max_streams)
 
 
 def _shape(args: argparse.Namespace, context: int, num_streams: int) -> Shape:
@@ -194,3 +182,21 @@ def _share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
     return value
+
+
+def most_by_bisection(keeps: Callable[[int], bool], most: int) -> int:
+    """The largest count from 1 to `most` that keeps it, 0 if 1 does not. Takes for granted that fewer streams
+    keep what more do. Doubles until one fails, then halves the distance: about 2 log2 of the answer."""
+    good, bad = 0, 1
+    while keeps(bad):
+        good, bad = bad, min(2 * bad, most)
+        if good == most:
+            return most
+    return good + bisect_left(range(good + 1, bad), True, key=lambda count: not keeps(count))
+
+
+def most_of_ladder(keeps: Callable[[int], bool], ladder: Sequence[int]) -> int:
+    """Measures every rung; the last before the first that fails, 0 if the first does."""
+    kept = [keeps(count) for count in sorted(ladder)]
+    num_good = kept.index(False) if False in kept else len(kept)
+    return sorted(ladder)[num_good - 1] if num_good else 0

@@ -1,27 +1,97 @@
-"""The options that say what load is put on a server, shared by `bench serve`, `compare` and `sweep`."""
+"""Load from outside on any OpenAI-compatible server, and its latencies, under vLLM's names and definitions.
+
+examples:
+  mlx-serve bench serve --max-concurrency 8 --goodput ttft:1000 tpot:80
+  mlx-serve bench serve --workload mixed --request-rate 2 --burstiness 0.5 --html report.html
+  mlx-serve bench serve --workload agent --endpoint chat --tier gold=KEY1:1 --tier free=KEY2:3
+  mlx-serve bench serve --dataset mooncake.jsonl --num-prompts 200 --trace-speed 0.5 --trace-shrink 8
+
+A run prints tables, then one line of JSON. The same seed makes the same prompts: a second run of it meets a
+warm prefix cache.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlx_server.bench.arguments import above_0, api_key, from_0, from_1
-from mlx_server.bench.serve_arrivals import Arrivals
-from mlx_server.bench.serve_client import CHAT, COMPLETIONS, Tier
-from mlx_server.bench.serve_datasets import read_dataset
-from mlx_server.bench.serve_report import LIMITED
-from mlx_server.bench.serve_run import Intruder, Load, MadeUp, Recorded, Target
-from mlx_server.bench.serve_workloads import SHAPES, Replay, Shape, Span
+from tqdm import tqdm
+
+from mlx_server.bench.arguments import (
+    above_0,
+    add_json_argument,
+    add_key_argument,
+    add_server_arguments,
+    api_key,
+    from_0,
+    from_1,
+    output_file,
+)
+from mlx_server.bench.serve.charts import check_plotting, render_page, write_charts
+from mlx_server.bench.serve.client import CHAT, COMPLETIONS, Target, Tier
+from mlx_server.bench.serve.report import LIMITED, render, without_arrays
+from mlx_server.bench.serve.run import Arrivals, Intruder, Load, measure
+from mlx_server.bench.serve.workloads import SHAPES, Recorded, Shape, Span, read_dataset
+from mlx_server.bench.tables import write_json
 from mlx_server.errors import ConfigError
 
 INTRUDER = "long-prompt-intruder"
 WORKLOADS = (*SHAPES, INTRUDER)
 _OUTPUT_LEN = 64
 _STREAM_LEN = 512
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `mlx-serve bench serve`."""
+    add = parser.add_argument
+    add_server_arguments(parser)
+    add_key_argument(parser)
+    add(
+        "--tier",
+        type=tier,
+        action="append",
+        default=[],
+        metavar="NAME=KEY[:WEIGHT]",
+        help="a class of clients with a key of its own and its share of the load; repeat for more",
+    )
+    add("--workload", choices=WORKLOADS, default="random")
+    add("--dataset", type=Path, metavar="FILE", help="prompts (JSON lines) or a trace (Mooncake, Azure, BurstGPT)")
+    add("--trace-speed", type=above_0, default=1.0, metavar="X", help="replay a trace X times as fast")
+    add("--trace-shrink", type=from_1, default=1, metavar="N", help="divide a trace's lengths by N")
+    add_workload_arguments(parser)
+    add_request_arguments(parser)
+    add_json_argument(parser, "the result, with every request's times,")
+    add("--html", type=output_file, metavar="FILE", help="write a report with charts, one file that needs no other")
+    add("--plot", type=output_file, metavar="FILE.png", help="write the charts as a picture")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the load; 1 if any request failed. Raises `ServeError` and its kinds."""
+    if args.html is not None or args.plot is not None:
+        check_plotting()
+    name = args.dataset.name if args.dataset else args.workload
+    wanted = load(args, name, dataset=args.dataset, tiers=args.tier)
+    result = _measure_with_progress(target(args, args.base_url, args.model), wanted)
+    write_json(args.json, result)
+    if args.html is not None:
+        args.html.write_text(render_page(result), encoding="utf-8")
+    if args.plot is not None:
+        write_charts(result, args.plot, "png")
+    print(f"{render(result)}\n{json.dumps(without_arrays(result))}")
+    return 1 if result["failed"] else 0
+
+
+def _measure_with_progress(aim: Target, wanted: Load) -> dict[str, Any]:
+    """`measure`, with a bar on stderr where that is a terminal."""
+    with closing(tqdm(desc=wanted.name, unit="req", leave=False, disable=None, file=sys.stderr)) as bar:
+        return asyncio.run(measure(aim, wanted, on_start=bar.reset, on_done=lambda record: bar.update()))
 
 
 def span(text: str) -> Span:
@@ -120,11 +190,11 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-def _workload(args: argparse.Namespace, name: str) -> MadeUp | Intruder:
+def _workload(args: argparse.Namespace, name: str) -> Shape | Intruder:
     if name == INTRUDER:
         num_stream_tokens = args.output_len.low if args.output_len else _STREAM_LEN
         return Intruder(args.streams, num_stream_tokens, args.intruder_len)
-    return MadeUp(shape(args, SHAPES[name]))
+    return shape(args, SHAPES[name])
 
 
 def shape(args: argparse.Namespace, made: Shape) -> Shape:
@@ -137,7 +207,7 @@ def shape(args: argparse.Namespace, made: Shape) -> Shape:
 def _recorded(args: argparse.Namespace, path: Path) -> Recorded:
     lines = read_dataset(path, args.num_prompts)
     output_len = args.output_len.low if args.output_len else _OUTPUT_LEN
-    return Recorded(lines, output_len, Replay(args.trace_speed, args.trace_shrink))
+    return Recorded(lines, output_len, args.trace_speed, args.trace_shrink)
 
 
 def _arrivals(args: argparse.Namespace) -> Arrivals | None:

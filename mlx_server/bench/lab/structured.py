@@ -13,25 +13,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
 import statistics
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
-from pathlib import Path
 from typing import Any
 
-import httpx
-
-from mlx_server.bench.arguments import above_0, add_key_argument, add_server_arguments, api_key, from_1
-from mlx_server.bench.serve_client import CHAT, RequestRecord, StreamClient, Tier, list_models
-from mlx_server.bench.serve_prompts import Prompts, user_message
-from mlx_server.bench.tables import render_table
+from mlx_server.bench.arguments import (
+    above_0,
+    add_json_argument,
+    add_key_argument,
+    add_server_arguments,
+    api_key,
+    from_1,
+)
+from mlx_server.bench.serve.client import CHAT, RequestRecord, StreamClient, Target, Tier, connect
+from mlx_server.bench.serve.run import NUM_TOKENS_BEFORE, in_background, start_streams
+from mlx_server.bench.serve.workloads import Prompts, user_message
+from mlx_server.bench.tables import document_of, render_table, write_json
 from mlx_server.errors import ServeError
 
 ALONE, PLAIN, STRUCTURED = CONDITIONS = ("alone", "plain guests", "structured guests")
-_NUM_TOKENS_BEFORE = 8
 _NUM_WORDS = 48
 
 
@@ -54,17 +56,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What runs, on which server. `transport` replaces the network."""
+    """What runs beside each other."""
 
-    base_url: str
-    model: str
-    api_key: str | None = None
     num_streams: int = 8
     num_guests: int = 4
     num_stream_tokens: int = 256
     num_guest_tokens: int = 48
     seed: int = 0
-    transport: httpx.AsyncBaseTransport | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,92 +77,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-rounds", type=from_1, default=5, metavar="N", help="measured turns of each condition")
     add("--max-rise", type=above_0, default=0.1, metavar="SHARE", help="largest rise beside plain guests that is good")
     add("--seed", type=int, default=0, help="of prompts and schemas")
-    add("--json", type=Path, metavar="FILE", help="write the figures there too")
+    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a table and the rise; 1 if structured guests cost more than `--max-rise` over plain ones."""
-    turns = asyncio.run(_measure_server(args))
-    print(render(turns))
-    rise = rise_of(turns, STRUCTURED, PLAIN)
-    print(f"ITL beside structured guests, over that beside plain ones: {rise:+.1%} (limit {args.max_rise:+.0%})")
-    if args.json is not None:
-        args.json.write_text(json.dumps(as_document(turns), indent=2) + "\n", encoding="utf-8")
-    return 0 if rise <= args.max_rise else 1
-
-
-async def _measure_server(args: argparse.Namespace) -> list[Turn]:
-    key = api_key(args)
-    try:
-        model = args.model or (await list_models(args.base_url, key))[0]
-    except (httpx.HTTPError, ValueError, LookupError) as error:
-        raise ServeError(
-            f"{args.base_url} does not list its models: {error}. Start a server, or set --base-url."
-        ) from error
+    target = Target(base_url=args.base_url, model=args.model, api_key=api_key(args))
     setup = Setup(
-        base_url=args.base_url,
-        model=model,
-        api_key=key,
         num_streams=args.num_streams,
         num_guests=args.num_guests,
         num_stream_tokens=args.output_len,
         num_guest_tokens=args.guest_len,
         seed=args.seed,
     )
-    return await measure(setup, args.num_rounds)
+    turns = asyncio.run(measure(target, setup, args.num_rounds))
+    print(render(turns))
+    rise = rise_of(turns, STRUCTURED, PLAIN)
+    print(f"ITL beside structured guests, over that beside plain ones: {rise:+.1%} (limit {args.max_rise:+.0%})")
+    write_json(args.json, as_document(turns))
+    return 0 if rise <= args.max_rise else 1
 
 
-async def measure(setup: Setup, num_rounds: int) -> list[Turn]:
+async def measure(target: Target, setup: Setup, num_rounds: int) -> list[Turn]:
     """`num_rounds` turns of each condition, after one that is dropped. Raises `ServeError`."""
-    bench = _Bench(setup)
     turns: list[Turn] = []
-    for number in range(num_rounds + 1):
-        first = number % len(CONDITIONS)
-        measured = [await bench.turn(condition) for condition in (*CONDITIONS[first:], *CONDITIONS[:first])]
-        turns += measured if number else []
+    async with (
+        connect(target, target.api_key) as streams,
+        connect(replace(target, endpoint=CHAT, model=streams.model)) as guests,
+    ):
+        bench = _Bench(streams, guests, setup, Tier("all", target.api_key))
+        for number in range(num_rounds + 1):
+            first = number % len(CONDITIONS)
+            measured = [await bench.turn(condition) for condition in (*CONDITIONS[first:], *CONDITIONS[:first])]
+            turns += measured if number else []
     return turns
 
 
 class _Bench:
     """Runs turns. No two requests have the same prompt or the same schema."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, streams: StreamClient, guests: StreamClient, setup: Setup, tier: Tier) -> None:
+        self._streams = streams
+        self._guests = guests
         self._setup = setup
+        self._tier = tier
         self._prompts = Prompts(1.0, setup.seed)
         self._schemas = _schemas(setup.seed)
-        self._tier = Tier("all", setup.api_key)
 
     async def turn(self, condition: str) -> Turn:
-        setup, start_s = self._setup, asyncio.get_running_loop().create_future()
-        ready: set[int] = set()
-
-        def on_token(record: RequestRecord) -> None:
-            if len(record.token_times_s) == _NUM_TOKENS_BEFORE:
-                ready.add(id(record))
-            if len(ready) == setup.num_streams and not start_s.done():
-                start_s.set_result(record.token_times_s[-1])
-
-        async with self._client() as client:
-            streams = [
-                asyncio.create_task(
-                    client.stream([self._prompt()], setup.num_stream_tokens, self._tier, on_token=on_token)
-                )
-                for _ in range(setup.num_streams)
-            ]
-            await asyncio.wait({start_s, *streams}, return_when=asyncio.FIRST_COMPLETED)
-            done: list[RequestRecord] = []
-            num_guests = 0 if condition == ALONE else setup.num_guests
-            guests = [asyncio.create_task(self._entertain(condition, done)) for _ in range(num_guests)]
+        setup = self._setup
+        texts = [self._prompts.words(_NUM_WORDS) for _ in range(setup.num_streams)]
+        streams = await start_streams(self._streams, texts, setup.num_stream_tokens, self._tier)
+        done: list[RequestRecord] = []
+        num_guests = 0 if condition == ALONE else setup.num_guests
+        async with in_background(self._entertain(condition, done) for _ in range(num_guests)) as guests:
             await asyncio.wait({*streams, *guests}, return_when=asyncio.FIRST_COMPLETED)
-            for guest in guests:
-                guest.cancel()
-            outcomes = await asyncio.gather(*guests, return_exceptions=True)
-            records = await asyncio.gather(*streams)
-        for outcome in outcomes:
-            if isinstance(outcome, ServeError):
-                raise outcome
-        gaps_s = _gaps(records, start_s)
-        if guests and not done:
+        records = await asyncio.gather(*streams)
+        gaps_s = _gaps(records)
+        if num_guests and not done:
             raise ServeError("no guest ended beside the streams; raise --output-len, or lower --guest-len")
         return Turn(condition, gaps_s, len(done))
 
@@ -172,24 +142,11 @@ class _Bench:
         """Sends guests one after the other, until cancelled. Raises `ServeError` for one that failed."""
         while True:
             extra = {"response_format": next(self._schemas), "ignore_eos": None} if condition == STRUCTURED else {}
-            async with self._client(CHAT, extra) as client:
-                record = await client.stream([self._prompt()], self._setup.num_guest_tokens, self._tier)
+            prompt = user_message(self._prompts.words(_NUM_WORDS))
+            record = await self._guests.stream([prompt], self._setup.num_guest_tokens, self._tier, extra_body=extra)
             if not record.is_complete:
                 raise ServeError(f"a guest failed: {record.error}")
             done.append(record)
-
-    @contextlib.asynccontextmanager
-    async def _client(self, *how: Any) -> AsyncIterator[StreamClient]:
-        setup = self._setup
-        options = dict(zip(("endpoint", "extra_body"), how))
-        client = StreamClient(setup.base_url, setup.model, transport=setup.transport, **options)
-        try:
-            yield client
-        finally:
-            await client.close()
-
-    def _prompt(self) -> Mapping[str, str]:
-        return user_message(self._prompts.words(_NUM_WORDS))
 
 
 def _schemas(seed: int) -> Iterator[dict[str, Any]]:
@@ -211,14 +168,15 @@ def _schemas(seed: int) -> Iterator[dict[str, Any]]:
         yield {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
 
 
-def _gaps(records: Sequence[RequestRecord], start_s: asyncio.Future[float]) -> tuple[float, ...]:
+def _gaps(records: Sequence[RequestRecord]) -> tuple[float, ...]:
     """Gaps while all streams ran and the guests had begun. Raises `ServeError` if there are hardly any."""
     failed = next((record for record in records if not record.is_complete), None)
     if failed is not None:
         raise ServeError(f"a stream failed: {failed.error}")
-    if not start_s.done():
+    if any(len(record.token_times_s) < NUM_TOKENS_BEFORE for record in records):
         raise ServeError("the streams ended before all had begun; raise --output-len")
-    begin_s, end_s = start_s.result(), min(record.token_times_s[-1] for record in records)
+    begin_s = max(record.token_times_s[NUM_TOKENS_BEFORE - 1] for record in records)
+    end_s = min(record.token_times_s[-1] for record in records)
     gaps = [
         later - earlier
         for record in records
@@ -242,22 +200,21 @@ def rise_of(turns: Sequence[Turn], condition: str, base: str) -> float:
 
 def render(turns: Sequence[Turn]) -> str:
     """The table for people."""
-    header = ("streams beside", "ITL ms", "(range)", "p99 ms", "over alone", "guests done")
-    rows = []
-    for condition in CONDITIONS:
+
+    def figures(condition: str) -> tuple[str, ...]:
         own = [turn for turn in turns if turn.condition == condition]
         means = [turn.mean_itl_ms for turn in own]
-        rows.append(
-            (
-                condition,
-                f"{statistics.median(means):.2f}",
-                f"{min(means):.2f}-{max(means):.2f}",
-                f"{statistics.median(turn.p99_itl_ms for turn in own):.2f}",
-                f"{rise_of(turns, condition, ALONE):+.1%}",
-                f"{sum(turn.num_guests_done for turn in own)}",
-            )
+        return (
+            condition,
+            f"{statistics.median(means):.2f}",
+            f"{min(means):.2f}-{max(means):.2f}",
+            f"{statistics.median(turn.p99_itl_ms for turn in own):.2f}",
+            f"{rise_of(turns, condition, ALONE):+.1%}",
+            f"{sum(turn.num_guests_done for turn in own)}",
         )
-    return render_table(header, rows)
+
+    header = ("streams beside", "ITL ms", "(range)", "p99 ms", "over alone", "guests done")
+    return render_table(header, [figures(condition) for condition in CONDITIONS])
 
 
 def as_document(turns: Sequence[Turn]) -> dict[str, Any]:
@@ -266,13 +223,5 @@ def as_document(turns: Sequence[Turn]) -> dict[str, Any]:
         "benchmark": "structured",
         "rise_over_plain": rise_of(turns, STRUCTURED, PLAIN),
         "rise_over_alone": rise_of(turns, STRUCTURED, ALONE),
-        "turns": [
-            {
-                "condition": turn.condition,
-                "mean_itl_ms": turn.mean_itl_ms,
-                "p99_itl_ms": turn.p99_itl_ms,
-                "num_guests_done": turn.num_guests_done,
-            }
-            for turn in turns
-        ],
+        "turns": [document_of(turn, "condition", "mean_itl_ms", "p99_itl_ms", "num_guests_done") for turn in turns],
     }

@@ -9,39 +9,42 @@ first, and the fastest for each shape of heads is stored; the server takes it fr
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import mlx.core as mx
 
-from mlx_server.bench.arguments import from_1
-from mlx_server.bench.environment import describe_environment
-from mlx_server.bench.kernels_cases import Case, World
-from mlx_server.bench.kernels_report import (
-    Result,
-    Sweep,
-    as_document,
-    describe_case,
-    describe_shape,
-    render_results,
-    render_sweep,
+from mlx_server.bench.arguments import add_json_argument, from_1
+from mlx_server.bench.instruments import describe_environment
+from mlx_server.bench.lab.attention import (
+    Case,
+    Copy,
+    MakeBackend,
+    Timed,
+    World,
+    backend_with,
+    kernel_variants,
+    make_measure,
+    measure_copy,
+    median_times,
+    moved_bytes,
+    sweep,
 )
-from mlx_server.bench.kernels_sweep import MakeBackend, backend_with, kernel_variants, make_measure, moved_bytes, sweep
-from mlx_server.bench.kernels_timing import measure_copy, median_times
+from mlx_server.bench.tables import document_of, format_rate, render_items, tell, write_json
 from mlx_server.errors import ServeError
 from mlx_server.runtime.attention import AttentionBackend
 from mlx_server.runtime.backends import choose_backend
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 from mlx_server.runtime.kernels.gpu.choice import store_choices
-from mlx_server.runtime.kernels.gpu.plan import DecodeShape, KernelVariant
+from mlx_server.runtime.kernels.gpu.plan import DecodeShape, KernelVariant, default_variant
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 _KV_BITS = {"full": None, "8": 8, "4": 4}
 _DEFAULTS = {"batch": [1, 16], "context": [1024, 4096], "repeat": 10}
 _QUICK_DEFAULTS = {"batch": [4], "context": [512], "repeat": 3}
+_NUM_SHOWN = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--copy-mib", type=from_1, default=256, metavar="N", help="size of the copy that tells the memory's bandwidth")
     add("--no-sweep", action="store_true", help="on a GPU: try no variants, store nothing")
     add("--quick", action="store_true", help="no sweep; unless told otherwise one small decode, and 3 measurements")
-    add("--json", type=_writable, metavar="FILE", help="write all figures there too")
+    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,12 +98,13 @@ def run(args: argparse.Namespace) -> int:
             _store(found)
             sweeps.append(found)
             backend = _backend(args.backend, shape)
-        results += [_measured(case, backend, args) for case in [*decodes, *prefills]]
+        for case in [*decodes, *prefills]:
+            results.append(measure_case(case, backend, args.layers, args.repeat))
+            mx.clear_cache()
+            tell(f"{describe_case(case)}, {describe_shape(shape)}: {results[-1].speedup:.2f}x MLX")
     print(render_results(results, copy))
-    if args.json is not None:
-        environment = describe_environment()
-        document = {"benchmark": "kernels", "environment": environment, **as_document(results, sweeps, copy)}
-        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    document = {"environment": describe_environment(), **as_document(results, sweeps, copy)}
+    write_json(args.json, {"benchmark": "kernels", **document})
     return 0
 
 
@@ -127,7 +131,7 @@ def sweep_decodes(
     """Tries all variants over decodes of one shape, whose K/V `backend` stores."""
     worlds = [World(case, case.num_layers(most_layers), backend) for case in decodes]
     shape = decodes[0].shape
-    print(f"{describe_shape(shape)}: trying {len(kernel_variants(shape))} variants", file=sys.stderr, flush=True)
+    tell(f"{describe_shape(shape)}: trying {len(kernel_variants(shape))} variants")
     timed = sweep(shape, make_measure(worlds, make_backend, num_repeats))
     return Sweep(tuple(decodes), backend.plan(worlds[0].step).num_cores, tuple(timed))
 
@@ -135,23 +139,14 @@ def sweep_decodes(
 def _store(found: Sweep) -> None:
     """Prints the sweep, and keeps its best for the server. Raises `ServeError` where that cannot be written."""
     if not found.timed:
-        print(f"{describe_shape(found.shape)}: no variant runs here", file=sys.stderr)
+        tell(f"{describe_shape(found.shape)}: no variant runs here")
         return
     print(f"{render_sweep(found)}\n")
     try:
         path = store_choices({found.shape: found.best})
     except OSError as error:
         raise ServeError(f"The fastest variant cannot be stored: {error}.") from error
-    print(f"stored the fastest in {path}", file=sys.stderr, flush=True)
-
-
-def _measured(case: Case, backend: AttentionBackend, args: argparse.Namespace) -> Result:
-    result = measure_case(case, backend, args.layers, args.repeat)
-    mx.clear_cache()
-    print(
-        f"{describe_case(case)}, {describe_shape(case.shape)}: {result.speedup:.2f}x MLX", file=sys.stderr, flush=True
-    )
-    return result
+    tell(f"stored the fastest in {path}")
 
 
 def _backend(name: str, shape: DecodeShape) -> AttentionBackend:
@@ -204,11 +199,167 @@ def _numbers(text: str, count: int) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _writable(text: str) -> Path:
-    """Before the measuring, which may take minutes."""
-    path = Path(text)
-    try:
-        path.touch()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write {path}: {error.strerror}") from error
-    return path
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One case: seconds of one layer's attention by the backend and by MLX, medians of measurements in turns.
+
+    moved_bytes     what the kernel's variant moves; None where no variant is at work
+    max_difference  of the results after all layers
+    """
+
+    case: Case
+    num_layers: int
+    backend: str
+    time_s: float
+    mlx_time_s: float
+    moved_bytes: int | None
+    max_difference: float
+
+    @property
+    def shape(self) -> DecodeShape:
+        return self.case.shape
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.case.required_bytes / self.time_s
+
+    @property
+    def speedup(self) -> float:
+        """Above 1 where the backend is faster than MLX."""
+        return self.mlx_time_s / self.time_s
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """All variants that ran for one shape, fastest first, over the same decode cases."""
+
+    cases: tuple[Case, ...]
+    num_cores: int
+    timed: tuple[Timed, ...]
+
+    @property
+    def shape(self) -> DecodeShape:
+        return self.cases[0].shape
+
+    @property
+    def best(self) -> KernelVariant:
+        return self.timed[0].variant
+
+    def moved(self, variant: KernelVariant) -> list[int]:
+        """Bytes of one layer in each case."""
+        return [moved_bytes(case, variant, self.num_cores) for case in self.cases]
+
+
+def describe_shape(shape: DecodeShape) -> str:
+    """Like `16 heads on 8 of 128, float16`, or `..., float16 in 8 bits`."""
+    dims = f"{shape.key_dim}" if shape.key_dim == shape.value_dim else f"{shape.key_dim}/{shape.value_dim}"
+    stored = "" if shape.bits is None else f" in {shape.bits} bits"
+    return f"{shape.num_query_heads} heads on {shape.num_kv_heads} of {dims}, {dtype_name(shape)}{stored}"
+
+
+def describe_case(case: Case) -> str:
+    """Like `decode 16 x 1,024`: sequences by context."""
+    if case.is_decode:
+        return f"decode {case.num_sequences} x {case.context:,}"
+    return f"prefill {case.num_queries:,} of {case.context:,}"
+
+
+def dtype_name(shape: DecodeShape) -> str:
+    return str(shape.dtype).rpartition(".")[2]
+
+
+def render_results(results: Sequence[Result], copy: Copy) -> str:
+    """A row a case. MB must move: K/V once, queries and results; GB/s and share are of those."""
+    backends = " and ".join(sorted({result.backend for result in results}))
+    dtypes = " and ".join(sorted({dtype_name(result.shape) for result in results}))
+    table = render_items(
+        results,
+        {
+            "case": lambda one: describe_case(one.case),
+            "heads": lambda one: f"{one.shape.num_query_heads}x{one.shape.num_kv_heads}x{one.shape.key_dim}",
+            "K/V bits": lambda one: str(one.shape.bits or "full"),
+            "ms": lambda one: f"{1e3 * one.time_s:,.3f}",
+            "MLX ms": lambda one: f"{1e3 * one.mlx_time_s:,.3f}",
+            "vs MLX": lambda one: f"{one.speedup:.2f}x",
+            "MB must move": lambda one: _megabytes(one.case.required_bytes),
+            "MB moved": lambda one: "-" if one.moved_bytes is None else _megabytes(one.moved_bytes),
+            "GB/s": lambda one: format_rate(one.bytes_per_s / 1e9),
+            "of copy": lambda one: f"{one.bytes_per_s / copy.bytes_per_s:.0%}",
+        },
+    )
+    return (
+        f"{backends} backend, {dtypes}. Copy bandwidth: {copy.bytes_per_s / 1e9:,.1f} GB/s, read and written "
+        f"({copy.how}, {copy.num_bytes / 1e6:,.0f} MB; best of 3).\n\n{table}"
+    )
+
+
+def render_sweep(sweep: Sweep) -> str:
+    """The fastest variants and the default one, and what each moves over all cases."""
+    default = default_variant(sweep.shape)
+    times = {one.variant: one.mean_s for one in sweep.timed}
+    shown = [one for rank, one in enumerate(sweep.timed) if rank < _NUM_SHOWN or one.variant == default]
+
+    def gained(one: Timed) -> str:
+        return f"{times[default] / one.mean_s:.2f}x" if default in times else "-"
+
+    table = render_items(
+        shown,
+        {
+            "heads/simdgroup": lambda one: str(one.variant.heads_per_simdgroup),
+            "simdgroups": lambda one: str(one.variant.simdgroups),
+            "lanes/row": lambda one: str(one.variant.lanes_per_row),
+            "rows ahead": lambda one: str(one.variant.rows_ahead),
+            "partition": lambda one: (
+                f"{one.variant.partition_tokens:,}" if one.variant.partition_tokens else "by length"
+            ),
+            "MB moved": lambda one: _megabytes(sum(sweep.moved(one.variant))),
+            "GB/s": lambda one: format_rate(sum(sweep.moved(one.variant)) / sum(one.times_s) / 1e9),
+            "vs default": gained,
+        },
+    )
+    required = sum(case.required_bytes for case in sweep.cases)
+    title = (
+        f"{describe_shape(sweep.shape)}: {len(sweep.timed)} variants over {len(sweep.cases)} decodes, "
+        f"{_megabytes(required)} MB must move"
+    )
+    return f"{title}\n\n{table}"
+
+
+def as_document(results: Sequence[Result], sweeps: Sequence[Sweep], copy: Copy) -> dict[str, Any]:
+    """All figures, JSON-ready."""
+    return {
+        "copy": asdict(copy),
+        "results": [_result_document(result, copy) for result in results],
+        "sweeps": [_sweep_document(sweep) for sweep in sweeps],
+    }
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.2f}"
+
+
+def _case_document(case: Case) -> dict[str, Any]:
+    shape = case.shape
+    return {
+        **document_of(shape, "num_query_heads", "num_kv_heads"),
+        "head_dim": shape.key_dim,
+        "dtype": dtype_name(shape),
+        "kv_bits": shape.bits,
+        **document_of(case, "num_sequences", "num_queries", "context", "required_bytes"),
+    }
+
+
+def _result_document(result: Result, copy: Copy) -> Mapping[str, Any]:
+    names = ("num_layers", "backend", "time_s", "mlx_time_s", "speedup", "moved_bytes", "bytes_per_s", "max_difference")
+    share = {"share_of_copy": result.bytes_per_s / copy.bytes_per_s}
+    return _case_document(result.case) | document_of(result, *names) | share
+
+
+def _sweep_document(sweep: Sweep) -> Mapping[str, Any]:
+    return {
+        "cases": [_case_document(case) for case in sweep.cases],
+        "variants": [
+            {**asdict(one.variant), "times_s": one.times_s, "moved_bytes": sweep.moved(one.variant)}
+            for one in sweep.timed
+        ],
+    }

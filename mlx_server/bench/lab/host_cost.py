@@ -10,14 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -25,9 +23,9 @@ from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.layer_groups import num_blocks_for
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
-from mlx_server.bench.arguments import from_0, from_1
-from mlx_server.bench.environment import describe_environment
-from mlx_server.bench.tables import render_table
+from mlx_server.bench.arguments import add_json_argument, from_0, from_1
+from mlx_server.bench.instruments import describe_environment
+from mlx_server.bench.tables import render_items, write_json
 from mlx_server.engine.engine import ObservedExecutor
 from mlx_server.observability.engine_metrics import EngineMetrics
 from mlx_server.observability.tracing import NO_TRACER
@@ -68,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-waiting", nargs="+", type=from_0, default=[0, 10_000], metavar="N", help="requests that wait")
     add("--num-steps", type=from_1, default=500, metavar="N", help="steps that are measured")
     add("--metrics", action="store_true", help="measure the bookkeeping of metrics, too")
-    add("--json", type=Path, metavar="FILE", help="write the figures there too")
+    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,35 +77,27 @@ def run(args: argparse.Namespace) -> int:
         for num_running in args.num_running
     ]
     print(render(costs))
-    if args.json is not None:
-        document = {
-            "benchmark": "host-cost",
-            "environment": describe_environment(),
-            "results": [{**asdict(cost), "total_us": cost.total_us} for cost in costs],
-        }
-        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    results = [{**asdict(cost), "total_us": cost.total_us} for cost in costs]
+    write_json(args.json, {"benchmark": "host-cost", "environment": describe_environment(), "results": results})
     return 0
 
 
 def render(costs: list[HostCost]) -> str:
     """The table for people."""
-    header = ("running", "waiting", "schedule us", "update us", "plan us", "sum us", "schedule calls", "update calls")
-    has_metrics = any(cost.metrics_calls for cost in costs)
-    rows = [
-        (
-            f"{cost.num_running:,}",
-            f"{cost.num_waiting:,}",
-            f"{cost.schedule_us:.0f}",
-            f"{cost.update_us:.0f}",
-            f"{cost.plan_us:.0f}",
-            f"{cost.total_us:.0f}",
-            f"{cost.schedule_calls:,.0f}",
-            f"{cost.update_calls:,.0f}",
-            *((f"{cost.metrics_us:.1f}", f"{cost.metrics_calls:,.0f}") if has_metrics else ()),
-        )
-        for cost in costs
-    ]
-    return render_table((*header, "metrics us", "metrics calls") if has_metrics else header, rows)
+    columns: dict[str, Callable[[HostCost], str]] = {
+        "running": lambda cost: f"{cost.num_running:,}",
+        "waiting": lambda cost: f"{cost.num_waiting:,}",
+        "schedule us": lambda cost: f"{cost.schedule_us:.0f}",
+        "update us": lambda cost: f"{cost.update_us:.0f}",
+        "plan us": lambda cost: f"{cost.plan_us:.0f}",
+        "sum us": lambda cost: f"{cost.total_us:.0f}",
+        "schedule calls": lambda cost: f"{cost.schedule_calls:,.0f}",
+        "update calls": lambda cost: f"{cost.update_calls:,.0f}",
+    }
+    if any(cost.metrics_calls for cost in costs):
+        columns["metrics us"] = lambda cost: f"{cost.metrics_us:.1f}"
+        columns["metrics calls"] = lambda cost: f"{cost.metrics_calls:,.0f}"
+    return render_items(costs, columns)
 
 
 def measure(num_running: int, num_waiting: int, num_steps: int, *, has_metrics: bool = False) -> HostCost:

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from mlx_server.bench.arguments import above_0, add_server_arguments, from_1
-from mlx_server.bench.serve_client import RequestRecord, StreamClient, Tier
-from mlx_server.bench.serve_options import tier
-from mlx_server.bench.serve_prompts import Prompts, user_message
-from mlx_server.bench.serve_report import summarise
-from mlx_server.bench.serve_run import Target, first_model
-from mlx_server.bench.tables import render_table
+from mlx_server.bench.arguments import above_0, add_json_argument, add_server_arguments, from_1
+from mlx_server.bench.serve.client import RequestRecord, Target, Tier, connect
+from mlx_server.bench.serve.command import tier
+from mlx_server.bench.serve.report import summarise
+from mlx_server.bench.serve.run import in_background
+from mlx_server.bench.serve.workloads import Prompts, user_message
+from mlx_server.bench.tables import render_items, write_json
 from mlx_server.errors import ConfigError, ServeError
 
 
@@ -50,88 +48,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-len", type=from_1, default=32, metavar="TOKENS", help="of every answer")
     add("--max-ratio", type=above_0, default=1.5, metavar="X", help="the aim: p95 TTFT under load over that alone")
     add("--seed", type=int, default=0, help="of prompts")
-    add("--json", type=Path, metavar="FILE", help="write the result there, too")
+    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """1 if the aim was missed, or the last tier got no answer."""
-    if len({named.name for named in args.tier}) < 2 or len(args.tier) != len({named.name for named in args.tier}):
+    names = {named.name for named in args.tier}
+    if len(names) < 2 or len(names) < len(args.tier):
         raise ConfigError("Name two tiers or more, each once: --tier NAME=KEY --tier NAME=KEY.")
     load = TierLoad(args.tier, args.num_requests, args.clients, args.input_len, args.output_len)
     result = asyncio.run(measure_tiers(Target(base_url=args.base_url, model=args.model), load, args.seed))
     result["max_ratio"] = args.max_ratio
     print(render(result))
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(args.json, result)
     return 0 if is_good(result) else 1
 
 
 async def measure_tiers(target: Target, load: TierLoad, seed: int) -> dict[str, Any]:
     """The result document. Raises `ServeError` for a server that cannot be measured, or that refuses the load."""
-    best = load.tiers[0]
-    model = target.model or await first_model(target, best.api_key)
-    client = StreamClient(target.base_url, model, endpoint=target.endpoint, transport=target.transport)
-    try:
+    best, *rest = load.tiers
+    others: list[RequestRecord] = []
+    async with connect(target, best.api_key) as client:
         prompts = await Prompts.calibrate(client, seed, best)
-        crowd = _Crowd(client, prompts, load)
-        alone = [await crowd.ask(best) for _ in range(load.num_requests)]
-        try:
-            await crowd.gather()
-            loaded = [await crowd.ask(best) for _ in range(load.num_requests)]
-            others = crowd.records()
-        finally:
-            await crowd.disperse()
-    finally:
-        await client.close()
-    return _result(model, load, alone, loaded, others)
+
+        async def ask(tier: Tier) -> RequestRecord:
+            messages = [user_message(prompts.text(load.num_prompt_tokens))]
+            record = await client.stream(messages, load.num_output_tokens, tier)
+            if record.error is not None:
+                raise ServeError(f"A request of the tier {tier.name} failed: {record.error}")
+            return record
+
+        async def keep_asking(tier: Tier) -> None:
+            while True:
+                others.append(await ask(tier))
+
+        alone = [await ask(best) for _ in range(load.num_requests)]
+        crowd = (keep_asking(other) for other in rest for _ in range(load.num_clients))
+        async with in_background(crowd) as clients:
+            await _until_full(clients, others, load.num_clients)
+            start_s = asyncio.get_running_loop().time()
+            loaded = [await ask(best) for _ in range(load.num_requests)]
+    others = [record for record in others if record.token_times_s[-1] >= start_s]
+    return _result(client.model, load, alone, loaded, others)
 
 
-class _Crowd:
-    """Clients who ask without a pause."""
-
-    def __init__(self, client: StreamClient, prompts: Prompts, load: TierLoad) -> None:
-        self._client = client
-        self._prompts = prompts
-        self._load = load
-        self._records: list[RequestRecord] = []
-        self._start_s = 0.0
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def ask(self, tier: Tier) -> RequestRecord:
-        messages = [user_message(self._prompts.text(self._load.num_prompt_tokens))]
-        record = await self._client.stream(messages, self._load.num_output_tokens, tier)
-        if record.error is not None:
-            raise ServeError(f"A request of the tier {tier.name} failed: {record.error}")
-        return record
-
-    async def gather(self) -> None:
-        """Returns once as many requests have ended as there are clients of one tier, so that the server is full."""
-        for other in self._load.tiers[1:]:
-            self._tasks += [asyncio.create_task(self._keep_asking(other)) for _ in range(self._load.num_clients)]
-        while len(self._records) < self._load.num_clients:
-            await asyncio.sleep(0.05)
-            self._check()
-        self._start_s = asyncio.get_running_loop().time()
-
-    def records(self) -> list[RequestRecord]:
-        """What they have got since the server was full. Raises `ServeError` if one has failed."""
-        self._check()
-        return [record for record in self._records if record.token_times_s[-1] >= self._start_s]
-
-    async def disperse(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _keep_asking(self, tier: Tier) -> None:
-        while True:
-            self._records.append(await self.ask(tier))
-
-    def _check(self) -> None:
-        """Raises what has ended a client."""
-        for task in self._tasks:
-            if task.done():
-                task.result()
+async def _until_full(clients: Sequence[asyncio.Task[None]], done: Sequence[RequestRecord], num_clients: int) -> None:
+    """Returns once as many requests have ended as there are clients of one tier. Raises what has ended a client."""
+    while len(done) < num_clients:
+        ended, _ = await asyncio.wait(clients, timeout=0.05, return_when=asyncio.FIRST_EXCEPTION)
+        for client in ended:
+            client.result()
 
 
 def _result(
@@ -173,18 +139,19 @@ def is_good(result: dict[str, Any]) -> bool:
 
 def render(result: dict[str, Any]) -> str:
     """A table and two sentences."""
-    rows = [
-        [
-            name,
-            str(group["completed"]),
-            *(f"{group[key]:,.0f}" for key in ("median_ttft_ms", "p95_ttft_ms", "max_ttft_ms")),
-        ]
-        for name, group in result["groups"].items()
-    ]
-    header = ["tier", "requests", "median TTFT ms", "p95 TTFT ms", "worst TTFT ms"]
+    table = render_items(
+        result["groups"].items(),
+        {
+            "tier": lambda item: item[0],
+            "requests": lambda item: str(item[1]["completed"]),
+            "median TTFT ms": lambda item: f"{item[1]['median_ttft_ms']:,.0f}",
+            "p95 TTFT ms": lambda item: f"{item[1]['p95_ttft_ms']:,.0f}",
+            "worst TTFT ms": lambda item: f"{item[1]['max_ttft_ms']:,.0f}",
+        },
+    )
     verdict = "kept" if result["p95_ttft_ratio"] <= result["max_ratio"] else "MISSED"
     return (
-        f"{render_table(header, rows)}\n"
+        f"{table}\n"
         f"p95 TTFT under load is {result['p95_ttft_ratio']:.2f} times that alone; the aim of at most "
         f"{result['max_ratio']:g} is {verdict}.\n"
         f"{result['last_tier']} got {result['last_tier_completed']} answers meanwhile."

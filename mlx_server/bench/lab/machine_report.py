@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import getpass
+import io
 import json
 import logging
 import os
@@ -20,7 +21,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +30,11 @@ import httpx
 import mlx.core as mx
 import psutil
 
-from mlx_server.bench.compare_servers import Server
-from mlx_server.bench.environment import describe_environment
-from mlx_server.bench.kernels import measure_case
-from mlx_server.bench.kernels_cases import Case
-from mlx_server.bench.kernels_report import render_results
-from mlx_server.bench.kernels_timing import measure_copy
-from mlx_server.bench.soak import SoakResult, memory_before_and_after, soak
+from mlx_server.bench.instruments import describe_environment
+from mlx_server.bench.lab.attention import Case, measure_copy
+from mlx_server.bench.lab.kernels import measure_case, render_results
+from mlx_server.bench.lab.soak import SoakResult, memory_before_and_after, soak
+from mlx_server.bench.servers import Server
 from mlx_server.bench.tables import format_bytes, format_rate, render_table
 from mlx_server.config import DEFAULT_MODEL, Config, settings
 from mlx_server.errors import ServeError
@@ -50,15 +50,6 @@ _NUM_HEADS, _NUM_KV_HEADS = 8, 2
 _REPEATS = 3
 _COPY_BYTES = 128 * 2**20
 _VARIABLES = re.compile(r"MLX_(?!SERVE_).*|MTL_.*|METAL_.*")
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What is asked for: the model that is served, and for how long."""
-
-    config: Config
-    model: str = DEFAULT_MODEL
-    soak_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +69,25 @@ class Stage:
     finding: Finding
 
 
-def make_report(task: Task, on_stage: Callable[[str], None] = lambda title: None) -> tuple[str, bool]:
+def make_report(config: Config, soak_s: float, on_stage: Callable[[str], None]) -> tuple[str, bool]:
     """Runs all stages, which takes the soak's time and a minute or two; the report, and whether all have passed."""
     with tempfile.TemporaryDirectory(prefix="mlx-serve-report-") as folder:
         log = Path(folder) / "server.log"
         stages: dict[str, Callable[[], Finding]] = {
-            "Machine": lambda: _machine(task.config),
+            "Machine": lambda: _machine(config),
             "Self-tests of the kernels": self_tests,
             "Timings of attention": _timings,
-            "A chat over HTTP": lambda: _chat(task, log),
-            "Soak": lambda: _soak(task),
+            "A chat over HTTP": lambda: _chat(config, log),
+            "Soak": lambda: _soak(config, soak_s),
         }
-        with _LogTail() as tail:
+        with _logs_kept() as logged:
             done = []
             for title, run in stages.items():
                 on_stage(title)
                 done.append(_run(title, run))
-        texts = {"in this process": tail.lines, "of the server": _last_lines(log)}
-    logs = "\n\n".join(f"### {where}\n{_block(lines)}" for where, lines in texts.items())
+        served = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    texts = {"in this process": logged.getvalue(), "of the server": served}
+    logs = "\n\n".join(f"### {where}\n{_block(text.splitlines()[-_NUM_LOG_LINES:])}" for where, text in texts.items())
     return redact(_render(done, logs)), not any(stage.finding.problems for stage in done)
 
 
@@ -193,17 +185,17 @@ def _timings() -> Finding:
     return Finding(render_results([measure_case(case, backend, 8, _REPEATS) for case in cases], copy))
 
 
-def _chat(task: Task, log: Path) -> Finding:
+def _chat(config: Config, log: Path) -> Finding:
     """One question to a server in a process of its own, with settings of its own, which has a key in case that there
     are others."""
     key = secrets.token_hex(16)
     environ = {name: value for name, value in os.environ.items() if name not in {setting.env for setting in settings()}}
     environ["MLX_SERVE_SERVER_API_KEY"] = key
-    wire = "--wire-memory" if task.config.memory.wire_memory else "--no-wire-memory"
+    wire = "--wire-memory" if config.memory.wire_memory else "--no-wire-memory"
     command = f"{{python}} -m mlx_server serve --model {{model}} --port {{port}} {wire}"
     body = {"messages": [{"role": "user", "content": _QUESTION}], "temperature": 0, "max_completion_tokens": 40}
     server = Server(name="mlx-serve", command=command, environ=environ, ready_paths=("/health",))
-    with server.session(model=task.model, log_path=log, start_timeout_s=_START_S) as url:
+    with server.session(model=config.model.model, log_path=log, start_timeout_s=_START_S) as url:
         start_s = time.perf_counter()
         headers = {"authorization": f"Bearer {key}"}
         response = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=_START_S)
@@ -213,14 +205,14 @@ def _chat(task: Task, log: Path) -> Finding:
     answer = str(response.json()["choices"][0]["message"]["content"])
     num_tokens = int(response.json()["usage"]["completion_tokens"])
     problems = [] if num_tokens and answer.strip() else ["the answer is empty"]
-    if task.model == DEFAULT_MODEL and _ANSWER not in answer:
+    if config.model.model == DEFAULT_MODEL and _ANSWER not in answer:
         problems.append(f"the answer does not have the word {_ANSWER}")
     quoted = "> " + answer.replace("\n", "\n> ")
     return Finding(f"{_QUESTION}\n\n{quoted}\n\n{num_tokens} tokens in {elapsed_s:.2f} s", problems)
 
 
-def _soak(task: Task) -> Finding:
-    result = asyncio.run(soak(task.model, task.soak_s, wire_memory=task.config.memory.wire_memory))
+def _soak(config: Config, seconds: float) -> Finding:
+    result = asyncio.run(soak(config.model.model, seconds, wire_memory=config.memory.wire_memory))
     return Finding(render_table(("what", "found"), _soak_rows(result)), result.problems)
 
 
@@ -245,32 +237,21 @@ def _soak_rows(result: SoakResult) -> list[tuple[str, str]]:
     ]
 
 
-class _LogTail(logging.Handler):
-    """Keeps the last lines of what our loggers say while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-        self.lines: list[str] = []
-        self._logger = logging.getLogger("mlx_server")
-        self._level = self._logger.level
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines = [*self.lines, *self.format(record).splitlines()][-_NUM_LOG_LINES:]
-
-    def __enter__(self) -> _LogTail:
-        self._level = self._logger.level
-        self._logger.addHandler(self)
-        self._logger.setLevel(logging.INFO)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._logger.removeHandler(self)
-        self._logger.setLevel(self._level)
-
-
-def _last_lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines()[-_NUM_LOG_LINES:] if path.exists() else []
+@contextmanager
+def _logs_kept() -> Iterator[io.StringIO]:
+    """Keeps what our loggers say."""
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logger = logging.getLogger("mlx_server")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield text
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _render(stages: Sequence[Stage], logs: str) -> str:

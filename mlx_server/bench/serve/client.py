@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
 import httpx
+
+from mlx_server.errors import ServeError
 
 COMPLETIONS, CHAT = "completions", "chat"
 PATHS = MappingProxyType({COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"})
@@ -31,6 +34,19 @@ class Tier:
 
 
 DEFAULT_TIER = Tier("all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A server: `model` is None for the first that it lists; `transport` replaces the network. `extra_body` replaces
+    fields of every request's body, and removes those that it says are None."""
+
+    base_url: str
+    model: str | None = None
+    api_key: str | None = None
+    endpoint: str = COMPLETIONS
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    transport: httpx.AsyncBaseTransport | None = None
 
 
 @dataclass(slots=True)
@@ -79,23 +95,15 @@ class StreamClient:
     The clock is the event loop's, so that a test's loop can keep its own time.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        *,
-        endpoint: str = COMPLETIONS,
-        extra_body: Mapping[str, Any] = MappingProxyType({}),
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        """`extra_body` replaces fields of every request's body, and removes those that it says are None.
-        `transport` replaces the network."""
+    def __init__(self, target: Target, model: str) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._http = httpx.AsyncClient(base_url=base_url, timeout=_TIMEOUT, limits=limits, transport=transport)
-        self._model = model
-        self._is_chat = endpoint == CHAT
-        self._path = PATHS[endpoint]
-        self._extra_body = extra_body
+        self._http = httpx.AsyncClient(
+            base_url=target.base_url, timeout=_TIMEOUT, limits=limits, transport=target.transport
+        )
+        self.model = model
+        self._is_chat = target.endpoint == CHAT
+        self._path = PATHS[target.endpoint]
+        self._extra_body = target.extra_body
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -107,14 +115,17 @@ class StreamClient:
         tier: Tier = DEFAULT_TIER,
         *,
         group: str | None = None,
-        on_token: Callable[[RequestRecord], None] | None = None,
+        extra_body: Mapping[str, Any] = MappingProxyType({}),
+        on_token: Callable[[RequestRecord], None] = lambda record: None,
     ) -> RequestRecord:
         """Sends one request and reads it to its end. Failures are in the record, not raised. Where the server
-        completes text, the prompt is the messages' contents, one after the other."""
+        completes text, the prompt is the messages' contents, one after the other. `extra_body` is on top of the
+        target's."""
         clock = asyncio.get_running_loop().time
         record = RequestRecord(tier.name if group is None else group, clock())
         headers = {"authorization": f"Bearer {tier.api_key}"} if tier.api_key else {}
-        request = self._http.stream("POST", self._path, json=self._body(messages, max_tokens), headers=headers)
+        body = self._body(messages, max_tokens, extra_body)
+        request = self._http.stream("POST", self._path, json=body, headers=headers)
         try:
             async with request as response:
                 if response.status_code != httpx.codes.OK:
@@ -126,7 +137,7 @@ class StreamClient:
                     data = line.removeprefix("data:").strip()
                     if not line.startswith("data:") or data == "[DONE]":
                         continue
-                    if self._take(record, json.loads(data), now_s) and on_token is not None:
+                    if self._take(record, json.loads(data), now_s):
                         on_token(record)
         except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
             record.error = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -142,10 +153,10 @@ class StreamClient:
             return ""
         return response.text if response.status_code == httpx.codes.OK else ""
 
-    def _body(self, messages: Sequence[Message], max_tokens: int) -> dict[str, Any]:
+    def _body(self, messages: Sequence[Message], max_tokens: int, extra_body: Mapping[str, Any]) -> dict[str, Any]:
         prompt = list(messages) if self._is_chat else "".join(str(message["content"]) for message in messages)
         body = {
-            "model": self._model,
+            "model": self.model,
             "messages" if self._is_chat else "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0.0,
@@ -153,6 +164,7 @@ class StreamClient:
             "stream": True,
             "stream_options": {"include_usage": True},
             **self._extra_body,
+            **extra_body,
         }
         return {name: value for name, value in body.items() if value is not None}
 
@@ -174,15 +186,38 @@ class StreamClient:
         return True
 
 
-async def list_models(
-    base_url: str, api_key: str | None, *, transport: httpx.AsyncBaseTransport | None = None
-) -> list[str]:
-    """What the server says it serves. Raises httpx's errors, `ValueError` and `LookupError`."""
+@asynccontextmanager
+async def connect(target: Target, api_key: str | None = None) -> AsyncIterator[StreamClient]:
+    """A client of the target's model. Raises `ServeError` where the server does not say which it has; `api_key` is sent
+    to ask."""
+    client = StreamClient(target, target.model or (await list_models(target, api_key))[0])
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def list_models(target: Target, api_key: str | None) -> list[str]:
+    """What the server says it serves, one model at least. Raises `ServeError`."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=30.0, transport=transport) as http:
-        response = await http.get("/v1/models")
-        response.raise_for_status()
-        return [str(card["id"]) for card in response.json()["data"]]
+    try:
+        async with httpx.AsyncClient(base_url=target.base_url, timeout=30.0, transport=target.transport) as http:
+            response = await http.get("/v1/models", headers=headers)
+        cards = response.raise_for_status().json()["data"]
+        if not cards:
+            raise LookupError("an empty list")
+        return [str(card["id"]) for card in cards]
+    except httpx.ConnectError as error:
+        raise ServeError(
+            f"{target.base_url} cannot be measured: no server answers there. Start one, or set --base-url."
+        ) from error
+    except httpx.HTTPError as error:
+        raise ServeError(f"{target.base_url} cannot be measured: {error or type(error).__name__}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ServeError(
+            f"{target.base_url} does not answer like an OpenAI-compatible server: /v1/models names no model "
+            f"({error!r}); name it with --model."
+        ) from error
 
 
 def _carries_token(choice: dict[str, Any]) -> bool:

@@ -1,0 +1,361 @@
+"""What is measured: one attention over the same K/V, in a backend's pools and contiguous for MLX's own, candidates in
+turns; how fast this machine copies memory; and which variant of the decode kernel is fastest for a shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_server.config import BLOCK_SIZE
+from mlx_server.runtime.attention import AttentionBackend, IntArray, StepPlan
+from mlx_server.runtime.kernels.cpu.attention import default_threads
+from mlx_server.runtime.kernels.cpu.rows import exact_rows
+from mlx_server.runtime.kernels.gpu.backend import CudaBackend, GpuBackend, MetalBackend
+from mlx_server.runtime.kernels.gpu.plan import DecodeShape, KernelVariant, check_variant, decode_bytes, default_variant
+
+_RUN_BLOCKS = 8
+_MOST_LAYER_BYTES = 256 * 2**20
+"""K/V of all layers of a case: beyond what caches hold, one layer will do."""
+
+_NUM_WARM_UPS = 2
+_NUM_COPIES = 8
+"""Copies of one measurement, each of the result of the one before, so that a GPU's start does not count."""
+
+_SIMDGROUPS = (8, 4, 2, 1)
+_LANES = (32, 16, 8)
+_ROWS_AHEAD = (4, 2)
+_PARTITIONS = (256, 512, 1024, 2048)
+
+MakeBackend = Callable[[KernelVariant], GpuBackend]
+Measure = Callable[[KernelVariant], tuple[float, ...] | None]
+"""Seconds of a layer in each case, or None if the variant cannot run here or is wrong."""
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Attention of the last `num_queries` tokens of each of `num_sequences` contexts of equal length."""
+
+    shape: DecodeShape
+    num_sequences: int
+    num_queries: int
+    context: int
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_queries == 1
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of one layer, as they are stored."""
+        return self.num_sequences * self.context * self.shape.spec.token_bytes
+
+    @property
+    def required_bytes(self) -> int:
+        """Each K and V row once, queries in, results out: nothing can move less."""
+        shape = self.shape
+        token = shape.num_query_heads * (shape.key_dim + shape.value_dim) * shape.dtype.size
+        return self.kv_bytes + self.num_sequences * self.num_queries * token
+
+    def num_layers(self, most: int) -> int:
+        """Of `most`, as many as are needed to leave nothing in a cache for the next measurement."""
+        return max(1, min(most, _MOST_LAYER_BYTES // self.kv_bytes))
+
+
+class World:
+    """A case in several layers, as in a model: each has its own K/V and attends with the result of the one before.
+
+    The K/V are stored beforehand, in blocks in random order; what is timed is attention alone. Quantised K/V lose
+    nothing, so that MLX's whole ones are the same numbers. MLX thread.
+    """
+
+    def __init__(self, case: Case, num_layers: int, backend: AttentionBackend) -> None:
+        shape = case.shape
+        blocks = -(-case.context // BLOCK_SIZE)
+        ids = np.random.default_rng(0).permutation(case.num_sequences * blocks).astype(np.int32)
+        tables = ids.reshape(case.num_sequences, blocks)
+        self.case = case
+        self.step = _attending_step(case, tables)
+        self._scale = shape.key_dim**-0.5
+        rows = (case.num_sequences, case.num_queries, shape.num_query_heads, shape.key_dim)
+        self._queries = _random(0, rows, shape.dtype)
+        self._contiguous = [_random_rows(case, layer) for layer in range(num_layers)]
+        self._pools = [_pool_of(backend, shape, tables, *rows) for rows in self._contiguous]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._pools)
+
+    def paged(self, backend: AttentionBackend) -> Callable[[], mx.array]:
+        """Runs all layers over the pools, which may be another instance's of the same backend. Returns
+        `[sequences, queries, heads, dim]`."""
+        metadata = backend.plan(self.step)
+        queries = self._queries.reshape(-1, self.case.shape.num_query_heads, 1, self.case.shape.key_dim)
+        mx.eval(queries)
+
+        def run() -> mx.array:
+            out = queries
+            for pool in self._pools:
+                out = backend.attend(pool, out, None, None, metadata, scale=self._scale)
+            mx.eval(out, *(array for pool in self._pools for array in backend.state(pool)))
+            return out.reshape(self._queries.shape)
+
+        return run
+
+    def contiguous(self) -> Callable[[], mx.array]:
+        """The same by `mx.fast.scaled_dot_product_attention`."""
+        queries = mx.contiguous(self._queries.swapaxes(1, 2))
+        mx.eval(queries)
+        mask = None if self.case.is_decode else "causal"
+
+        def run() -> mx.array:
+            out = queries
+            for keys, values in self._contiguous:
+                out = mx.fast.scaled_dot_product_attention(out, keys, values, scale=self._scale, mask=mask)
+            mx.eval(out)
+            return out.swapaxes(1, 2)
+
+        return run
+
+
+def _random_rows(case: Case, layer: int) -> tuple[mx.array, mx.array]:
+    """Keys and values of a layer, `[sequences, KV heads, context, dim]`."""
+    shape = case.shape
+    rows = (case.num_sequences, shape.num_kv_heads, case.context)
+    if shape.bits is not None:
+        rng = np.random.default_rng(layer)
+        keys, values = (
+            exact_rows(rng, (*rows, dim), shape.dtype, shape.bits) for dim in (shape.key_dim, shape.value_dim)
+        )
+        return keys, values
+    keys = _random(2 * layer + 1, (*rows, shape.key_dim), shape.dtype)
+    return keys, _random(2 * layer + 2, (*rows, shape.value_dim), shape.dtype)
+
+
+def _random(seed: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    array = mx.random.normal(shape, dtype, key=mx.random.key(seed))
+    mx.eval(array)
+    return array
+
+
+def _pool_of(backend: AttentionBackend, shape: DecodeShape, tables: IntArray, keys: mx.array, values: mx.array) -> Any:
+    """A pool that holds each sequence's rows in the blocks of its table."""
+    pool = backend.make_pool(shape.spec, tables.size)
+    for table, sequence_keys, sequence_values in zip(tables, keys, values):
+        new_keys, new_values = (rows.swapaxes(0, 1)[:, :, None] for rows in (sequence_keys, sequence_values))
+        metadata = backend.plan(_storing_step(table, len(new_keys)))
+        # Queries may be any rows of the right shape: nobody wants the result.
+        out = backend.attend(pool, mx.zeros_like(new_keys), new_keys, new_values, metadata, scale=1.0)
+        mx.eval(out, *backend.state(pool))
+    return pool
+
+
+def _attending_step(case: Case, tables: IntArray) -> StepPlan:
+    """The last queries of all sequences."""
+    positions = np.arange(case.context - case.num_queries, case.context, dtype=np.int32)
+    slots = tables[:, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+    return StepPlan(
+        num_decodes=case.num_sequences if case.is_decode else 0,
+        positions=np.tile(positions, case.num_sequences),
+        slot_mapping=slots.reshape(-1),
+        query_starts=np.arange(case.num_sequences + 1, dtype=np.int32) * case.num_queries,
+        context_lens=np.full(case.num_sequences, case.context, np.int32),
+        block_tables=tables,
+    )
+
+
+def _storing_step(table: IntArray, length: int) -> StepPlan:
+    """Writes a whole context. Each run of blocks poses as a prompt of its own: attention over all of it would
+    cost the square of its length."""
+    runs = np.pad(table, (0, -len(table) % _RUN_BLOCKS)).reshape(-1, _RUN_BLOCKS)
+    positions = np.arange(length, dtype=np.int32)
+    starts = np.append(np.arange(0, length, _RUN_BLOCKS * BLOCK_SIZE), length).astype(np.int32)
+    return StepPlan(
+        num_decodes=0,
+        positions=positions % (_RUN_BLOCKS * BLOCK_SIZE),
+        slot_mapping=table[positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE,
+        query_starts=starts,
+        context_lens=np.diff(starts),
+        block_tables=runs,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The best of a few copies of `num_bytes`. `bytes_per_s` counts what is read and what is written."""
+
+    how: str
+    num_bytes: int
+    bytes_per_s: float
+
+
+def median_times(
+    candidates: Sequence[Callable[[], object]], num_repeats: int, clock: Clock = time.perf_counter
+) -> list[float]:
+    """Median seconds of each candidate, warmed up, then measured in turns that begin with another one each time."""
+    for _ in range(_NUM_WARM_UPS):
+        for candidate in candidates:
+            candidate()
+    times: list[list[float]] = [[] for _ in candidates]
+    for repeat in range(num_repeats):
+        for offset in range(len(candidates)):
+            index = (repeat + offset) % len(candidates)
+            start_s = clock()
+            candidates[index]()
+            times[index].append(clock() - start_s)
+    return [statistics.median(column) for column in times]
+
+
+def measure_copy(num_bytes: int, clock: Clock = time.perf_counter) -> Copy:
+    """Of MLX on a GPU; of NumPy where MLX computes on the CPU, whose own copies run on one thread."""
+    if mx.default_device() == mx.cpu:
+        threads = default_threads()
+        how = f"NumPy on {threads} thread{'s' if threads > 1 else ''}"
+        return Copy(how, num_bytes, _best_rate(_numpy_copies(num_bytes, threads), num_bytes, clock))
+    return Copy("MLX on the GPU", num_bytes, _best_rate(_mlx_copies(num_bytes), num_bytes, clock))
+
+
+def _best_rate(copies: Callable[[], object], num_bytes: int, clock: Clock) -> float:
+    def timed() -> float:
+        start_s = clock()
+        copies()
+        return clock() - start_s
+
+    copies()
+    return 2 * num_bytes * _NUM_COPIES / min(timed() for _ in range(3))
+
+
+def _numpy_copies(num_bytes: int, threads: int) -> Callable[[], object]:
+    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+    bounds = np.linspace(0, num_bytes, threads + 1, dtype=np.int64)
+    parts = [slice(first, end) for first, end in itertools.pairwise(bounds)]
+
+    def copy_part(part: slice) -> None:  # NumPy lets go of the interpreter's lock meanwhile
+        for _ in range(_NUM_COPIES):
+            np.copyto(target[part], source[part])
+
+    def copies() -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(copy_part, parts))
+
+    return copies
+
+
+def _mlx_copies(num_bytes: int) -> Callable[[], object]:
+    source = mx.ones((num_bytes // 4,), mx.float32)
+    mx.eval(source)
+
+    def copies() -> None:
+        array = source
+        for index in range(_NUM_COPIES):  # another type of the same size: MLX would not copy otherwise
+            array = array.astype(mx.float32 if index % 2 else mx.int32)
+        mx.eval(array)
+
+    return copies
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A variant with its seconds a layer in each case."""
+
+    variant: KernelVariant
+    times_s: tuple[float, ...]
+
+    @property
+    def mean_s(self) -> float:
+        """Geometric, so that a long case does not outweigh the others."""
+        return math.exp(sum(map(math.log, self.times_s)) / len(self.times_s))
+
+
+def kernel_variants(shape: DecodeShape) -> list[KernelVariant]:
+    """The default, then every other cut of the kernel that can be launched, without partitions. None twice: what
+    comes to the same kernel is measured once."""
+    heads = sorted({-(-shape.group_size // 2**halvings) for halvings in range(shape.group_size.bit_length())})
+    variants = [
+        KernelVariant(heads_per_simdgroup, simdgroups, lanes, rows)
+        for heads_per_simdgroup in heads
+        for simdgroups in _SIMDGROUPS
+        for lanes in _LANES
+        for rows in _ROWS_AHEAD
+    ]
+    distinct: dict[tuple[int, ...], KernelVariant] = {}
+    for variant in [default_variant(shape), *(variant for variant in variants if _is_allowed(shape, variant))]:
+        distinct.setdefault(_cut(shape, variant), variant)
+    return list(distinct.values())
+
+
+def sweep(shape: DecodeShape, measure: Measure) -> list[Timed]:
+    """All variants that run, fastest first: every cut, then lengths of partitions for the fastest of them."""
+    timed = _timed(kernel_variants(shape), measure)
+    if timed:
+        best = min(timed, key=lambda one: one.mean_s).variant
+        timed += _timed([dataclasses.replace(best, partition_tokens=tokens) for tokens in _PARTITIONS], measure)
+    return sorted(timed, key=lambda one: one.mean_s)
+
+
+def make_measure(worlds: Sequence[World], make_backend: MakeBackend, num_repeats: int) -> Measure:
+    """Measures variants in `worlds`, which are decodes of one shape. A variant must first pass its backend's own
+    test; one that the GPU would run with fewer simdgroups is left to its own turn."""
+    shape = worlds[0].case.shape
+    spec = shape.spec
+
+    def measure(variant: KernelVariant) -> tuple[float, ...] | None:
+        backend = make_backend(variant)
+        backend.warm_up(spec, shape.num_query_heads)
+        if backend.variant(spec, shape.num_query_heads) != variant:
+            return None
+        times = (median_times([world.paged(backend)], num_repeats)[0] / world.num_layers for world in worlds)
+        return tuple(times)
+
+    return measure
+
+
+def backend_with(name: str) -> MakeBackend:
+    """Makes GPU backends called `name` with one variant for all shapes."""
+    kind = {"metal": MetalBackend, "cuda": CudaBackend}[name]
+    return lambda variant: kind(choose_variant=lambda shape: variant)
+
+
+def moved_bytes(case: Case, variant: KernelVariant, num_cores: int) -> int:
+    """What the variant's loads and stores add up to in one layer of a decode case."""
+    contexts = [case.context] * case.num_sequences
+    return decode_bytes(case.shape, contexts, variant, num_cores=num_cores).moved
+
+
+def _timed(variants: Sequence[KernelVariant], measure: Measure) -> list[Timed]:
+    timed = []
+    for variant in variants:
+        times_s = measure(variant)
+        if times_s is not None:
+            timed.append(Timed(variant, times_s))
+    return timed
+
+
+def _is_allowed(shape: DecodeShape, variant: KernelVariant) -> bool:
+    try:
+        check_variant(shape, variant)
+    except ValueError:
+        return False
+    return True
+
+
+def _cut(shape: DecodeShape, variant: KernelVariant) -> tuple[int, ...]:
+    """What a kernel is compiled for."""
+    return (
+        variant.heads_per_simdgroup,
+        variant.head_simdgroups(shape),
+        variant.streams(shape),
+        variant.lanes_per_row,
+        variant.rows_ahead,
+    )

@@ -1,0 +1,302 @@
+"""One measured run: a load on a server, to the result document that `bench serve` writes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+from mlx_server.bench.serve.client import (
+    DEFAULT_TIER,
+    Message,
+    RequestRecord,
+    StreamClient,
+    Target,
+    Tier,
+    connect,
+)
+from mlx_server.bench.serve.report import describe_drafts, describe_requests, parse_drafts, summarise
+from mlx_server.bench.serve.workloads import (
+    Plan,
+    Prompts,
+    Recorded,
+    Session,
+    Shape,
+    make_plan,
+    user_message,
+    warm_up_sessions,
+)
+from mlx_server.errors import ServeError
+
+NUM_TOKENS_BEFORE = 8
+"""That each stream has given before anything is done to it."""
+
+_NUM_INTRUDER_TOKENS = 8
+"""That the long prompt asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Gaps are drawn from a gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in
+    bursts, more is evener. The rate goes from `rate` to `end_rate` requests a second over the run, by equal
+    steps a request, or by equal factors if `is_exponential`."""
+
+    rate: float
+    end_rate: float | None = None
+    is_exponential: bool = False
+    burstiness: float = 1.0
+
+    def times_s(self, count: int, seed: int) -> list[float]:
+        """Of `count` requests, from the start of the run. A constant rate is met exactly: the last request
+        comes at `count / rate`, so that runs with different seeds offer the same load."""
+        rng = random.Random(f"arrivals:{seed}")
+        rates = [self._rate(index / max(count - 1, 1)) for index in range(count)]
+        gaps = (rng.gammavariate(self.burstiness, 1.0 / (rate * self.burstiness)) for rate in rates)
+        times = list(accumulate(gaps))
+        if self.end_rate is not None or not times or times[-1] == 0.0:
+            return times
+        scale = count / self.rate / times[-1]
+        return [time * scale for time in times]
+
+    def describe(self) -> dict[str, float | str]:
+        """Under vLLM's keys."""
+        constant: dict[str, float | str] = {"request_rate": self.rate, "burstiness": self.burstiness}
+        if self.end_rate is None:
+            return constant
+        return constant | {
+            "ramp_up_strategy": "exponential" if self.is_exponential else "linear",
+            "ramp_up_start_rps": self.rate,
+            "ramp_up_end_rps": self.end_rate,
+        }
+
+    def _rate(self, progress: float) -> float:
+        if self.end_rate is None:
+            return self.rate
+        if self.is_exponential:
+            return float(self.rate * (self.end_rate / self.rate) ** progress)
+        return self.rate + (self.end_rate - self.rate) * progress
+
+
+_AT_ONCE = {"request_rate": "inf", "burstiness": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Intruder:
+    """Streams that decode while a long prompt arrives."""
+
+    num_streams: int
+    num_stream_tokens: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is sent, when, and by whom. `goodput` maps figures to limits in ms; no tiers is one, with the
+    target's key. `arrivals` of None is each session at its own recorded time, or all at once."""
+
+    name: str
+    workload: Shape | Recorded | Intruder
+    arrivals: Arrivals | None = None
+    max_concurrency: int | None = None
+    num_warmups: int = 0
+    seed: int = 0
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    tiers: Sequence[Tier] = ()
+
+
+OnStart = Callable[[int], None]
+"""Told how many requests will be measured."""
+
+OnDone = Callable[[RequestRecord], object]
+
+
+async def measure(
+    target: Target,
+    load: Load,
+    *,
+    on_start: OnStart = lambda num_requests: None,
+    on_done: OnDone = lambda record: None,
+) -> dict[str, Any]:
+    """Calibrates, warms up, and measures once. Raises `ServeError` for a server that cannot be measured."""
+    tiers = load.tiers or (Tier(DEFAULT_TIER.name, target.api_key),)
+    async with connect(target, tiers[0].api_key) as client:
+        try:
+            prompts = await Prompts.calibrate(client, load.seed, tiers[0])
+            if isinstance(load.workload, Intruder):
+                result = await _intrude(client, prompts, load, load.workload, tiers[0])
+            else:
+                plan = _plan(load, load.workload, prompts)
+                on_start(plan.num_requests)
+                result = await _send(client, prompts, load, plan, tiers, on_done)
+        except ServeError as error:
+            raise ServeError(f"{target.base_url} cannot be measured: {error}") from error
+    return {"model_id": client.model, "backend": target.endpoint, "workload": load.name, "seed": load.seed, **result}
+
+
+def _plan(load: Load, workload: Shape | Recorded, prompts: Prompts) -> Plan:
+    if isinstance(workload, Recorded):
+        return workload.plan(prompts)
+    return make_plan(workload, prompts, f"{load.name}:{load.seed}")
+
+
+async def _send(
+    client: StreamClient, prompts: Prompts, load: Load, plan: Plan, tiers: Sequence[Tier], on_done: OnDone
+) -> dict[str, Any]:
+    warm_up = warm_up_sessions(plan, prompts, load.num_warmups)
+    await send_all(client, warm_up, max_concurrency=load.max_concurrency, tiers=tiers[:1])
+    await send_all(client, plan.prelude, max_concurrency=1, tiers=tiers[:1])
+    drafts = parse_drafts(await client.scrape())
+    clock = asyncio.get_running_loop().time
+    start_s = clock()
+    records = await send_all(
+        client,
+        plan.sessions,
+        times_s=load.arrivals.times_s(len(plan.sessions), load.seed) if load.arrivals else None,
+        max_concurrency=load.max_concurrency,
+        tiers=tiers,
+        seed=load.seed,
+        on_done=on_done,
+    )
+    duration_s = clock() - start_s
+    by_tier = {
+        tier.name: summarise([record for record in records if record.group == tier.name], duration_s, load.goodput)
+        for tier in load.tiers
+    }
+    return {
+        "num_prompts": plan.num_requests,
+        "max_concurrency": load.max_concurrency,
+        **(load.arrivals.describe() if load.arrivals else _AT_ONCE),
+        **summarise(records, duration_s, load.goodput),
+        **({"tiers": by_tier} if by_tier else {}),
+        **describe_drafts(drafts, parse_drafts(await client.scrape())),
+        **describe_requests(records),
+    }
+
+
+async def send_all(
+    client: StreamClient,
+    sessions: Sequence[Session],
+    *,
+    times_s: Sequence[float] | None = None,
+    max_concurrency: int | None = None,
+    tiers: Sequence[Tier] = (DEFAULT_TIER,),
+    seed: int = 0,
+    on_done: OnDone = lambda record: None,
+) -> list[RequestRecord]:
+    """A record for each request sent, in the sessions' order.
+
+    Session i starts at `times_s[i]` from now, by default at its own time of arrival or at once, and then waits
+    while `max_concurrency` others are open. Tiers are drawn by weight. A session ends at its first failure.
+    """
+    clock = asyncio.get_running_loop().time
+    start_s = clock()
+    gate = asyncio.Semaphore(max_concurrency or max(len(sessions), 1))
+    chosen = random.Random(f"tiers:{seed}").choices(tiers, [tier.weight for tier in tiers], k=len(sessions))
+
+    async def one(session: Session, tier: Tier, time_s: float) -> list[RequestRecord]:
+        await asyncio.sleep(start_s + time_s - clock())
+        async with gate:
+            return await _hold(client, session, tier, on_done)
+
+    if times_s is None:
+        times_s = [session.arrival_s or 0.0 for session in sessions]
+    done = await asyncio.gather(*map(one, sessions, chosen, times_s))
+    return [record for records in done for record in records]
+
+
+async def _hold(client: StreamClient, session: Session, tier: Tier, on_done: OnDone) -> list[RequestRecord]:
+    """One conversation: each turn sends along what was said before."""
+    said: list[Message] = []
+    records: list[RequestRecord] = []
+    for turn in session.turns:
+        said += turn.messages
+        record = await client.stream(said, turn.max_tokens, tier)
+        records.append(record)
+        on_done(record)
+        if not record.is_complete:
+            break
+        said.append({"role": "assistant", "content": record.text})
+    return records
+
+
+async def start_streams(
+    client: StreamClient, texts: Sequence[str], max_tokens: int, tier: Tier
+) -> list[asyncio.Task[RequestRecord]]:
+    """A stream for each text. Returns when each has given `NUM_TOKENS_BEFORE` tokens, or one has ended."""
+    num_waiting = len(texts)
+    all_decode = asyncio.Event()
+
+    def on_token(record: RequestRecord) -> None:
+        nonlocal num_waiting
+        num_waiting -= len(record.token_times_s) == NUM_TOKENS_BEFORE
+        if not num_waiting:
+            all_decode.set()
+
+    streams = [
+        asyncio.create_task(client.stream([user_message(text)], max_tokens, tier, group="stream", on_token=on_token))
+        for text in texts
+    ]
+    waiting = asyncio.ensure_future(all_decode.wait())
+    await asyncio.wait({waiting, *streams}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    return streams
+
+
+@asynccontextmanager
+async def in_background(work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Runs all of it while the block does, and cancels it then. Raises what ended one of them."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+
+
+async def _intrude(
+    client: StreamClient, prompts: Prompts, load: Load, intruder: Intruder, tier: Tier
+) -> dict[str, Any]:
+    for _ in range(load.num_warmups):
+        await client.stream([user_message(prompts.text(intruder.num_tokens))], _NUM_INTRUDER_TOKENS, tier)
+    clock = asyncio.get_running_loop().time
+    start_s = clock()
+    texts = [prompts.text(32) for _ in range(intruder.num_streams)]
+    streams = await start_streams(client, texts, intruder.num_stream_tokens, tier)
+    long_prompt = [user_message(prompts.text(intruder.num_tokens))]
+    intrusion = await client.stream(long_prompt, _NUM_INTRUDER_TOKENS, tier, group="intruder")
+    records = [intrusion, *await asyncio.gather(*streams)]
+    duration_s = clock() - start_s
+    return {
+        "num_prompts": len(records),
+        **summarise(records, duration_s, load.goodput),
+        "num_streams": intruder.num_streams,
+        **describe_intrusion(*records),
+        **describe_requests(records),
+    }
+
+
+def describe_intrusion(intruder: RequestRecord, *streams: RequestRecord) -> dict[str, float]:
+    """What a long prompt did to streams that were decoding: their worst gap that overlaps the time from its sending to
+    its first token, and the worst before it. Raises `ServeError` where the figures would say nothing."""
+    if not intruder.is_complete:
+        raise ServeError(f"the long prompt failed: {intruder.error}")
+    start_s, end_s = intruder.sent_s, intruder.token_times_s[0]
+    if any(not stream.is_complete or stream.token_times_s[-1] < end_s for stream in streams):
+        raise ServeError("a stream ended before the long prompt's first token; raise --output-len")
+    pairs = [pair for stream in streams for pair in pairwise(stream.token_times_s)]
+    during = [later - earlier for earlier, later in pairs if earlier < end_s and later > start_s]
+    before = [later - earlier for earlier, later in pairs if later <= start_s]
+    return {
+        "intruder_prompt_tokens": intruder.num_prompt_tokens,
+        "intruder_ttft_ms": 1e3 * intruder.ttft_s,
+        "worst_gap_ms": 1e3 * max(during, default=0.0),
+        "worst_gap_before_ms": 1e3 * max(before, default=0.0),
+    }

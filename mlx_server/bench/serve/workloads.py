@@ -1,0 +1,311 @@
+"""What is asked of a server: conversations of one or more turns, made up by seed or read from a file of prompts or a
+trace of arrivals. Files are recognised by their public field names:
+
+JSON lines   `prompt` or `messages`, and maybe `output_tokens`   prompts (vLLM's custom dataset)
+JSON lines   `timestamp` (ms), `input_length`, `output_length`,
+             `hash_ids` (one a 512 tokens)                       trace as Mooncake published
+CSV          `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`     trace as Azure published
+CSV          `Timestamp` (s), `Request tokens`,
+             `Response tokens` (0: failed, left out)             trace as BurstGPT published
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mlx_server.bench.serve.client import DEFAULT_TIER, Message, StreamClient, Tier
+from mlx_server.errors import ConfigError, ServeError
+
+WORDS = ("time", "river", "stone", "cloud", "green", "table", "seven", "light", "north", "paper", "quiet", "field")
+BLOCK_TOKENS = 512
+"""Tokens behind one hash id of a trace."""
+
+_CALIBRATION_WORDS = (100, 300)
+
+
+class Prompts:
+    """Random text, its length counted in the server's own tokens, as its `usage` has shown them."""
+
+    def __init__(self, tokens_per_word: float, seed: int) -> None:
+        self._tokens_per_word = tokens_per_word
+        self._seed = seed
+        self._rng = random.Random(seed)
+
+    @classmethod
+    async def calibrate(cls, client: StreamClient, seed: int, tier: Tier = DEFAULT_TIER) -> Prompts:
+        """Asks the server twice, so that what a chat template adds to every prompt cancels out.
+        Raises `ServeError` if the server does not count."""
+        rng = random.Random("calibration")
+        counts = []
+        for num_words in _CALIBRATION_WORDS:
+            text = " ".join(rng.choices(WORDS, k=num_words))
+            record = await client.stream([user_message(text)], 8, tier)  # one alone may be half a character
+            if record.error is not None or record.num_prompt_tokens == 0:
+                raise ServeError(f"it did not count a prompt's tokens: {record.error or 'no usage in the stream'}")
+            counts.append(record.num_prompt_tokens)
+        num_tokens, num_words = counts[1] - counts[0], _CALIBRATION_WORDS[1] - _CALIBRATION_WORDS[0]
+        if num_tokens <= 0:
+            raise ServeError(f"{num_words} words more made a prompt {num_tokens} tokens longer")
+        return cls(num_tokens / num_words, seed)
+
+    def text(self, num_tokens: int) -> str:
+        """About `num_tokens` tokens of new random text."""
+        return self.words(self._count(num_tokens))
+
+    def words(self, count: int) -> str:
+        """`count` new random words."""
+        return " ".join(self._rng.choices(WORDS, k=count))
+
+    def named_text(self, name: object, num_tokens: int) -> str:
+        """The same text for the same name and seed; a shorter one is the beginning of a longer one."""
+        rng = random.Random(f"{self._seed}:{name}")
+        return " ".join(rng.choices(WORDS, k=self._count(num_tokens)))
+
+    def _count(self, num_tokens: int) -> int:
+        return max(1, round(num_tokens / self._tokens_per_word))
+
+
+def user_message(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a client says next, and how much answer it wants. The answers before it are sent along."""
+
+    messages: tuple[Message, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Turns of one client, each sent when the one before it was answered. `arrival_s` counts from the run's
+    start; None where the load generator decides it."""
+
+    turns: tuple[Turn, ...]
+    arrival_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The sessions that are measured, and those that are sent, one by one, before."""
+
+    sessions: tuple[Session, ...]
+    prelude: tuple[Session, ...] = ()
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(session.turns) for session in self.sessions)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A length in tokens, drawn evenly from `low` to `high`."""
+
+    low: int
+    high: int
+
+    def draw(self, rng: random.Random) -> int:
+        return rng.randint(self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A made-up workload: `num_prompts` conversations of `turns` turns, each turn adding `input_len` tokens
+    and asking for `output_len`. All begin with one common prefix; `is_warm` has it sent once beforehand."""
+
+    num_prompts: int
+    prefix_len: int
+    input_len: Span
+    output_len: Span
+    turns: int = 1
+    is_warm: bool = False
+
+
+def fixed_shape(num_prompts: int, input_len: int, output_len: int, *, prefix_len: int = 0, turns: int = 1) -> Shape:
+    """Lengths in tokens, the same for all turns."""
+    return Shape(num_prompts, prefix_len, Span(input_len, input_len), Span(output_len, output_len), turns)
+
+
+_SHARED_PREFIX = fixed_shape(16, 32, 32, prefix_len=1024)
+
+SHAPES: MappingProxyType[str, Shape] = MappingProxyType(
+    {
+        "random": fixed_shape(32, 256, 64),
+        "uniform": fixed_shape(16, 128, 128),
+        "shared-prefix": _SHARED_PREFIX,
+        "shared-prefix-warm": replace(_SHARED_PREFIX, is_warm=True),
+        "mixed": Shape(32, 0, Span(16, 2048), Span(8, 256)),
+        "multi-turn": fixed_shape(8, 64, 64, turns=4),
+        "agent": fixed_shape(8, 512, 64, prefix_len=4096, turns=4),
+    }
+)
+"""agent: long common instructions, then results of tools in, short calls out."""
+
+
+def make_plan(shape: Shape, prompts: Prompts, seed: object) -> Plan:
+    """The workload of this shape; the seed and the prompts' own decide all of it."""
+    rng = random.Random(f"workload:{seed}")
+    head = f"{prompts.text(shape.prefix_len)} " if shape.prefix_len else ""
+
+    def turn(number: int) -> Turn:
+        lead = " " if number else head
+        return Turn((user_message(lead + prompts.text(shape.input_len.draw(rng))),), shape.output_len.draw(rng))
+
+    sessions = tuple(Session(tuple(turn(number) for number in range(shape.turns))) for _ in range(shape.num_prompts))
+    prelude = (Session((Turn((user_message(head + prompts.text(8)),), 1),)),) if shape.is_warm else ()
+    return Plan(sessions, prelude)
+
+
+def warm_up_sessions(plan: Plan, prompts: Prompts, count: int) -> list[Session]:
+    """`count` requests as long as the plan's first, in other words: they warm a server, not its prefix cache."""
+    first = plan.sessions[0].turns[0]
+    num_words = sum(len(str(message["content"]).split()) for message in first.messages)
+    return [Session((Turn((user_message(prompts.words(num_words)),), first.max_tokens),)) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as it is to be sent; `output_len` is None where the file leaves it open."""
+
+    messages: tuple[Message, ...]
+    output_len: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLine:
+    """One recorded arrival, in seconds, and lengths in tokens. Equal leading hash ids are an equal prefix."""
+
+    arrival_s: float
+    input_len: int
+    output_len: int
+    hash_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A file's requests: prompts as they are, of which `output_len` is for those that do not say theirs, or a trace,
+    which arrives `speed` times as fast as it was recorded, with lengths divided by `shrink`."""
+
+    lines: Sequence[Prompt] | Sequence[TraceLine]
+    output_len: int
+    speed: float = 1.0
+    shrink: int = 1
+
+    def plan(self, prompts: Prompts) -> Plan:
+        """Text of a trace's lengths at a trace's times; prompts all at once."""
+        return Plan(
+            tuple(
+                self._of_prompt(line) if isinstance(line, Prompt) else self._of_trace(line, prompts)
+                for line in self.lines
+            )
+        )
+
+    def _of_prompt(self, line: Prompt) -> Session:
+        return Session((Turn(line.messages, line.output_len or self.output_len),))
+
+    def _of_trace(self, line: TraceLine, prompts: Prompts) -> Session:
+        """Equal hash ids become equal text."""
+        num_tokens = max(line.input_len // self.shrink, 1)
+        block_len = BLOCK_TOKENS // self.shrink
+        parts = [
+            prompts.named_text(hash_id, min(block_len, num_tokens - number * block_len))
+            for number, hash_id in enumerate(line.hash_ids)
+            if number * block_len < num_tokens
+        ]
+        own = num_tokens - len(line.hash_ids) * block_len
+        if own > 0:
+            parts.append(prompts.text(own))
+        turn = Turn((user_message(" ".join(parts)),), max(line.output_len // self.shrink, 1))
+        return Session((turn,), line.arrival_s / self.speed)
+
+
+def read_dataset(path: Path, limit: int | None = None) -> list[Prompt] | list[TraceLine]:
+    """The first `limit` requests of the file; those of a trace in order of arrival, in seconds after the first.
+    Raises `ConfigError` with the line that is none."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"Cannot read the dataset {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"The dataset {path} is not UTF-8 text: {error.reason}.") from error
+    lines = list(islice(_parse_lines(path, text), limit))
+    if not lines:
+        raise ConfigError(f"The dataset {path} has no requests.")
+    prompts = [line for line in lines if isinstance(line, Prompt)]
+    arrivals = [line for line in lines if isinstance(line, TraceLine)]
+    if prompts and arrivals:
+        raise ConfigError(f"The dataset {path} mixes prompts with lines of a trace; split it.")
+    return prompts or _from_first(arrivals)
+
+
+def _from_first(arrivals: Iterable[TraceLine]) -> list[TraceLine]:
+    ordered = sorted(arrivals, key=lambda line: line.arrival_s)
+    return [replace(line, arrival_s=line.arrival_s - ordered[0].arrival_s) for line in ordered]
+
+
+def _parse_lines(path: Path, text: str) -> Iterator[Prompt | TraceLine]:
+    is_json = text.lstrip().startswith("{")
+    entries: Iterable[Any] = filter(str.strip, text.splitlines()) if is_json else csv.DictReader(io.StringIO(text))
+    for number, entry in enumerate(entries, start=1):
+        try:
+            line = _parse_json(json.loads(entry)) if is_json else _parse_csv(entry)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}, request {number} is not understood: {error!r}. {_FORMATS}") from error
+        if line is not None:
+            yield line
+
+
+_FORMATS = (
+    "Known are JSON lines with prompt or messages, traces of Mooncake (timestamp, input_length, output_length, "
+    "hash_ids), and CSV traces of Azure (TIMESTAMP, ContextTokens, GeneratedTokens) and BurstGPT (Timestamp, "
+    "Request tokens, Response tokens)."
+)
+
+
+def parse_trace_line(entry: Mapping[str, Any]) -> TraceLine:
+    """Of Mooncake's format. Raises `KeyError`, `TypeError` or `ValueError` for what is no line of a trace."""
+    return TraceLine(
+        float(entry["timestamp"]) / 1000.0,
+        int(entry["input_length"]),
+        int(entry["output_length"]),
+        tuple(int(hash_id) for hash_id in entry.get("hash_ids", ())),
+    )
+
+
+def _parse_json(entry: Mapping[str, Any]) -> Prompt | TraceLine:
+    if "prompt" in entry or "messages" in entry:
+        output_len = entry.get("output_tokens")
+        return Prompt(_messages(entry), None if output_len is None else max(int(output_len), 1))
+    return parse_trace_line(entry)
+
+
+def _messages(entry: Mapping[str, Any]) -> tuple[Message, ...]:
+    if "prompt" in entry:
+        if not isinstance(entry["prompt"], str):
+            raise TypeError("`prompt` is not text")
+        return (user_message(entry["prompt"]),)
+    if not entry["messages"] or not all("role" in message for message in entry["messages"]):
+        raise ValueError("`messages` is not a list of messages with roles")
+    return tuple(entry["messages"])
+
+
+def _parse_csv(entry: Mapping[str, Any]) -> TraceLine | None:
+    if "ContextTokens" in entry:
+        arrived = datetime.datetime.fromisoformat(entry["TIMESTAMP"])
+        utc = arrived if arrived.tzinfo else arrived.replace(tzinfo=datetime.UTC)
+        return TraceLine(utc.timestamp(), int(entry["ContextTokens"]), int(entry["GeneratedTokens"]))
+    output_len = int(entry["Response tokens"])
+    if output_len == 0:
+        return None
+    return TraceLine(float(entry["Timestamp"]), int(entry["Request tokens"]), output_len)
