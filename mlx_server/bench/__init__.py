@@ -16,7 +16,7 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "tiers": "lab.tiers",
         "sweep": "lab.sweep",
         "kernels": "lab.kernels",
-        "simulate": "simulate",
+        "simulate": "lab.simulator.command",
         "host-cost": "lab.host_cost",
         "random-folder": "random_folder",
     }

@@ -14,11 +14,18 @@ from typing import Any
 import pytest
 
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
-from mlx_server.bench.simulate_engine import CostModel, Simulation, Slo
-from mlx_server.bench.simulate_metrics import Histogram, SimulationMetrics, jain_index, percentile
-from mlx_server.bench.simulate_profiles import PROFILES
-from mlx_server.bench.simulate_report import as_document
-from mlx_server.bench.simulate_traces import Mix, TracedRequest, Traffic, read_trace, with_flood
+from mlx_server.bench.lab.simulator.command import as_document
+from mlx_server.bench.lab.simulator.engine import (
+    PROFILES,
+    CostModel,
+    Histogram,
+    Simulation,
+    SimulationMetrics,
+    Slo,
+    jain_index,
+    percentile,
+)
+from mlx_server.bench.lab.simulator.traces import Mix, TracedRequest, Traffic, read_trace, with_flood
 from mlx_server.cli.main import main
 from mlx_server.errors import ConfigError
 from mlx_server.request import Priority

@@ -1,23 +1,146 @@
-"""The real scheduler on a simulated device: a replay of arrivals against a clock that costs nothing."""
+"""The real scheduler on a simulated device: a replay of arrivals against a clock that costs nothing.
+
+Here is also what steps cost on machines that were measured, and what a replay counts.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.limits import SchedulerLimits
+from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
-from mlx_server.bench.simulate_metrics import SimulationMetrics
-from mlx_server.bench.simulate_traces import TracedRequest
+from mlx_server.bench.lab.simulator.traces import TracedRequest
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ContextLengthError, OverloadedError
 from mlx_server.outputs import ModelRunnerOutput, RequestOutput, SampledToken, SchedulerOutput
-from mlx_server.request import Request
+from mlx_server.request import Priority, Request
 from mlx_server.sampling_params import SamplingParams
+
+_BINS_PER_E = 200
+"""Bins of a histogram for each factor of e: percentiles are right within half a percent."""
+
+
+class Histogram:
+    """Counts of positive values, by their logarithm: millions of gaps in little memory. Values of 0 count as
+    the least bin."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._last = (0.0, _bin(0.0))
+        self.most = 0.0
+
+    def __len__(self) -> int:
+        return self._counts.total()
+
+    def add(self, value: float) -> None:
+        last, index = self._last
+        if value != last:  # the requests of one step have one gap
+            index = _bin(value)
+            self._last = (value, index)
+            self.most = max(self.most, value)
+        self._counts[index] += 1
+
+    def percentile(self, percent: float) -> float:
+        """0 if nothing was counted."""
+        rank = math.ceil(self._counts.total() * percent / 100.0)
+        seen = 0
+        for index in sorted(self._counts):
+            seen += self._counts[index]
+            if seen >= rank:
+                return min(math.exp((index + 0.5) / _BINS_PER_E), self.most)
+        return 0.0
+
+
+def _bin(value: float) -> int:
+    return math.floor(math.log(max(value, 1e-9)) * _BINS_PER_E)
+
+
+@dataclass(slots=True)
+class TierMetrics:
+    """Seconds of the requests of one tier that finished. `speeds` are the times that they would have taken
+    alone over those that they took, so 1 is as if nobody else were there."""
+
+    queue_s: list[float] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+    e2e_s: list[float] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+    gaps_s: Histogram = field(default_factory=Histogram)
+    num_good: int = 0
+    num_refused: int = 0
+
+
+@dataclass(slots=True)
+class SimulationMetrics:
+    """Everything about one replay. `elapsed_s` is simulated time, `host_s` what the replay took here;
+    `num_checks` counts the times that all books were checked."""
+
+    tiers: dict[Priority, TierMetrics] = field(default_factory=lambda: {tier: TierMetrics() for tier in Priority})
+    counters: SchedulerCounters = field(default_factory=SchedulerCounters)
+    elapsed_s: float = 0.0
+    busy_s: float = 0.0
+    host_s: float = 0.0
+    num_checks: int = 0
+    num_evictions: int = 0
+    num_most_waiting: int = 0
+
+    @property
+    def num_finished(self) -> int:
+        return sum(len(tier.e2e_s) for tier in self.tiers.values())
+
+    @property
+    def num_refused(self) -> int:
+        return sum(tier.num_refused for tier in self.tiers.values())
+
+    @property
+    def goodput(self) -> float:
+        """Requests a second that met every SLO."""
+        return sum(tier.num_good for tier in self.tiers.values()) / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def output_rate(self) -> float:
+        """Output tokens a second."""
+        return self.counters.num_generated_tokens / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hit tokens over queried tokens; None if nothing was queried."""
+        queried = self.counters.num_prefix_query_tokens
+        return self.counters.num_prefix_hit_tokens / queried if queried else None
+
+    def jain(self, tiers: Iterable[Priority] = tuple(Priority)) -> float | None:
+        """Jain's index of the speeds of all requests of these tiers; None if there are none."""
+        return jain_index([speed for tier in tiers for speed in self.tiers[tier].speeds])
+
+    def all(self, name: str) -> list[float]:
+        """A list of `TierMetrics` over all tiers."""
+        return [value for tier in self.tiers.values() for value in getattr(tier, name)]
+
+    @property
+    def longest_gap_s(self) -> float:
+        return max(tier.gaps_s.most for tier in self.tiers.values())
+
+    def gap_percentile(self, percent: float) -> float:
+        """Of the tier whose percentile is the worst."""
+        return max(tier.gaps_s.percentile(percent) for tier in self.tiers.values())
+
+
+def jain_index(values: Sequence[float]) -> float | None:
+    """(sum x)^2 / (n sum x^2): 1 if all are equal, 1 / n if one has everything (Jain, Chiu and Hawe 1984)."""
+    squares = sum(value * value for value in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else None
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The least value that `percent` of them do not exceed; 0 of none."""
+    if not values:
+        return 0.0
+    return sorted(values)[max(math.ceil(len(values) * percent / 100.0), 1) - 1]
+
 
 _TOKEN = SampledToken(7)
 _SAMPLING = SamplingParams()
@@ -244,3 +367,34 @@ def _block_hashes(traced: TracedRequest) -> list[bytes]:
         prefix = hash_id.to_bytes(8, "little")
         hashes.extend([prefix + suffix for suffix in suffixes])
     return hashes[: traced.num_prompt_tokens // BLOCK_SIZE]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A machine with a model: what steps cost, and the target that is the default there."""
+
+    cost: CostModel
+    target_step_s: float
+
+
+PROFILES: Mapping[str, Profile] = {
+    # `random:mini`, float32, on two cores of an AMD EPYC: a fit to our own steps.
+    "cpu": Profile(CostModel(), 0.2),
+    # An 8B in 4 bits. Of an M2 Max no figures were found, so these are an M1 Max's (500 prompt tokens/s at 512, 46 of
+    # one stream, normiebench#40) with prompts 38/32 as fast, as it has GPU cores. What more rows cost is of the M3 Max,
+    # whose product of 4-bit weights takes 2.5 times as long with 8 rows as with one (mlx#3863); the growth with the
+    # context is the M5 Max's.
+    "m2-max": Profile(
+        CostModel(base_s=0.0175, decode_s=0.0042, prompt_s=0.0017, context_doubling_tokens=20_000.0, host_s=0.003), 0.1
+    ),
+    # A dense 27B in 4 bits: steps of 32.9, 49.2, 86.8 and 112.6 ms at 1, 4, 8 and 16 rows (TensorFold, MLX 0.31.2);
+    # prompts at 894 tokens/s of 1k and 494 of 32k (omlx#2150).
+    "m5-max": Profile(
+        CostModel(base_s=0.028, decode_s=0.0055, prompt_s=0.0011, context_doubling_tokens=20_000.0, host_s=0.003), 0.1
+    ),
+    # An 8B in 4 bits on an M4 Max, about: 1,092 prompt tokens/s at 8.6k (mesh-llm#1228), and rows that cost next to
+    # nothing, as they do on larger GPUs.
+    "gpu": Profile(
+        CostModel(base_s=0.02, decode_s=0.0005, prompt_s=0.0008, context_doubling_tokens=16_384.0, host_s=0.003), 0.1
+    ),
+}

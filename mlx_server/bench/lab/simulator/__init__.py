@@ -1,0 +1,1 @@
+"""The scheduler on recorded or made-up traffic, with a device whose costs are published figures."""
