@@ -13,7 +13,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -44,13 +44,19 @@ class Command:
     verb: str = ""
 
     def add_to(self, parser: argparse.ArgumentParser, *, is_whole: bool = True) -> None:
-        """Adds its arguments and description, and itself as `run`."""
-        module: Any = importlib.import_module(self.module)
-        add, run = (f"add_{self.verb}", f"run_{self.verb}") if self.verb else ("add_arguments", "run")
-        getattr(module, add)(parser)
-        parser.set_defaults(run=getattr(module, run))
-        parser.description = inspect.getdoc(getattr(module, run) if self.verb else module)
+        """Adds its arguments and description."""
+        self._offers("add_arguments", f"add_{self.verb}")(parser)
+        parser.description = inspect.getdoc(self.act if self.verb else importlib.import_module(self.module))
         parser.usage = _short_usage(parser)
+
+    @property
+    def act(self) -> Callable[[argparse.Namespace], int]:
+        """Runs the command; the exit status."""
+        run: Callable[[argparse.Namespace], int] = self._offers("run", f"run_{self.verb}")
+        return run
+
+    def _offers(self, whole: str, one: str) -> Any:
+        return getattr(importlib.import_module(self.module), one if self.verb else whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +205,7 @@ def run(tree: Group, argv: Sequence[str], prog: str = "mlx-serve") -> int:
         known = re.findall(r"--[\w-]+", parser.format_help())
         wrong = extra[0].partition("=")[0]
         raise UsageError(f"unknown argument {wrong}{_nearest(wrong, known)} (see `{prog} --help`)")
-    return int(args.run(args))
+    return int(node.act(args))
 
 
 def find(prog: str, node: Command | Group, argv: Sequence[str]) -> tuple[str, Command | Group, Sequence[str]]:
