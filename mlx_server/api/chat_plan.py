@@ -169,7 +169,7 @@ def _plan(model: _Model, call: ChatCall, prompt: ChatPrompt, max_model_len: int)
     target = _target(model, call)
     return ChatPlan(
         prompt=_truncated(prompt, call, max_model_len),
-        new_parser=_parsers(reasoning if call.splits_reasoning else None, is_open, target.parser, tool_use),
+        new_parser=_parsers(reasoning if call.splits_reasoning else None, is_open, model.dialect.tool_parser, tool_use),
         new_constraint=_constraints(model, target, is_open, call.max_reasoning_tokens),
         kept_token_ids=model.dialect.kept_token_ids(model.tokenizer, with_tools=bool(tool_use.shown)),
         continues_text=call.options.continue_final_message,
@@ -178,27 +178,25 @@ def _plan(model: _Model, call: ChatCall, prompt: ChatPrompt, max_model_len: int)
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What the output may be behind the reasoning, and who reads the calls in it. `is_opened`: the grammar has what
-    stands between the two."""
+    """What the output may be behind the reasoning. `is_opened`: the grammar has what stands between the two."""
 
     grammar: CompiledGrammar | None
-    parser: ToolParser
     is_opened: bool = False
 
 
 def _target(model: _Model, call: ChatCall) -> _Target:
     tool_use, structured, compile_ = call.tool_use, call.structured, model.grammars.compile
-    parser = model.dialect.tool_parser
     if tool_use.shown is None or (tool_use.mode == "auto" and structured is None):
-        return _Target(None if structured is None else compile_(structured), parser)
-    forced = force_tool_calls(model.tokenizer, parser, tool_use.may_be_called, is_parallel=tool_use.is_parallel)
+        return _Target(None if structured is None else compile_(structured))
+    parser, tools = model.dialect.tool_parser, tool_use.may_be_called
+    forced = force_tool_calls(model.tokenizer, parser, tools, is_parallel=tool_use.is_parallel)
     if tool_use.mode == "required" or structured is None:
-        return _Target(compile_(forced.spec), forced.parser, forced.is_opened)
+        return _Target(compile_(forced.spec), forced.is_opened)
     compile_(structured)  # refuses schemas alone that would pass, unknown keywords ignored, as a part of a grammar
     reasoning = model.dialect.reasoning
     opening = reasoning.answer_start if reasoning is not None and forced.is_opened else ""
     begin = LarkWriter(model.tokenizer.added_tokens).literal(opening)
-    return _Target(compile_(_either(structured, forced.spec, begin)), forced.parser, forced.is_opened)
+    return _Target(compile_(_either(structured, forced.spec, begin)), forced.is_opened)
 
 
 def _either(answer: StructuredSpec, calls: StructuredSpec, begin: str) -> StructuredSpec:

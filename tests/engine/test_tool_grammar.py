@@ -17,7 +17,7 @@ from tool_worlds import parser_named
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.grammar.reasoning import ReasoningConstraint
 from mlx_server.engine.text.reasoning import ReasoningSplitter, find_reasoning_markers
-from mlx_server.engine.tools.formats import ToolParser
+from mlx_server.engine.tools.formats import JSON_TAGS, ToolParser
 from mlx_server.engine.tools.grammar import ForcedCalls, force_tool_calls
 from mlx_server.engine.tools.parser import ToolCallExtractor
 from mlx_server.errors import InvalidRequestError
@@ -146,8 +146,8 @@ FORMATS = (
 )
 
 
-def parser_of(name: str | None) -> ToolParser | None:
-    return None if name is None else parser_named("mistral" if name == "mistral_list" else name)
+def parser_of(name: str | None) -> ToolParser:
+    return JSON_TAGS if name is None else parser_named("mistral" if name == "mistral_list" else name)
 
 
 def force(name: str | None, tools: list[dict[str, Any]], *, is_parallel: bool = True) -> ForcedCalls:
@@ -188,7 +188,7 @@ def written(name: str | None, tools: list[dict[str, Any]], seeds: range, *, is_p
             split = [splitter.append(text), splitter.finish()]
             assert not any(part.reasoning for part in split)
             text = "".join(part.content for part in split)
-        content, calls = read_calls(forced.parser, tools, text)
+        content, calls = read_calls(parser_of(name), tools, text)
         assert content == "", text
         outputs.append(calls)
     return outputs

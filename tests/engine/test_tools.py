@@ -13,7 +13,7 @@ from text_worlds import make_tokenizer
 from tool_worlds import LLAMA_TEMPLATE, parser_named
 
 from mlx_server.engine.text.reasoning import find_dialect, find_reasoning_markers
-from mlx_server.engine.tools.formats import JsonTagParser, ToolParser
+from mlx_server.engine.tools.formats import JSON_TAGS, ToolParser
 from mlx_server.engine.tools.parser import ToolCallDelta, ToolCallExtractor
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.models.tool_parsers import find_chat_renderer, find_tool_parser
@@ -37,7 +37,7 @@ WEATHER = ("get_weather", {"city": "Paris"})
 
 def extractor(parser: ToolParser | None = None) -> ToolCallExtractor:
     numbers = itertools.count()
-    return ToolCallExtractor(parser or JsonTagParser(), TOOLS, lambda: f"id{next(numbers)}")
+    return ToolCallExtractor(parser or JSON_TAGS, TOOLS, lambda: f"id{next(numbers)}")
 
 
 def run(pieces: list[str], parser: ToolParser | None = None) -> tuple[str, list[tuple[str, str, str]]]:
@@ -260,8 +260,7 @@ def test_an_id_that_the_model_gives_twice_is_kept_once() -> None:
 
 def test_without_a_source_of_ids_they_are_random() -> None:
     ids = {
-        ToolCallExtractor(JsonTagParser(), []).append('<tool_call>{"name": "f", "arguments": {').calls[0].id
-        for _ in range(9)
+        ToolCallExtractor(JSON_TAGS, []).append('<tool_call>{"name": "f", "arguments": {').calls[0].id for _ in range(9)
     }
     assert len(ids) == 9
     assert all(call_id is not None and call_id.startswith("call_") for call_id in ids)
@@ -286,7 +285,12 @@ def test_the_parser_is_inferred_as_mlx_lm_does() -> None:
 
 
 def test_the_configuration_may_name_the_parser() -> None:
-    assert parser_named("gemma4").markers == ("<|tool_call>", "<tool_call|>", '<|"|>')
+    markers = ("<|tool_call>", "<tool_call|>", '<|"|>')
+    tokenizer = make_tokenizer(special=(*markers, "<|other|>"))
+    tokenizer.hf.init_kwargs["tool_parser_type"] = "gemma4"
+    dialect = find_dialect(tokenizer)
+    assert dialect.kept_token_ids(tokenizer, with_tools=True) == {tokenizer.token_to_id(text) for text in markers}
+    assert not dialect.kept_token_ids(tokenizer, with_tools=False)
     with pytest.raises(ModelLoadError, match="no_such_parser"):
         parser_named("no_such_parser")
 
@@ -295,7 +299,7 @@ def test_a_parser_that_is_not_there_leaves_json_between_tags(caplog: pytest.LogC
     tokenizer = make_tokenizer()
     tokenizer.hf.init_kwargs["tool_parser_type"] = "no_such_parser"
     dialect = find_dialect(tokenizer)
-    assert isinstance(dialect.tool_parser, JsonTagParser)
+    assert dialect.tool_parser == JSON_TAGS
     assert "no_such_parser" in caplog.text
 
 

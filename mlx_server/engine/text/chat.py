@@ -26,8 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from mlx_server.config import ModelConfig
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.text.tokenizer import Tokenizer, read_model_json
-from mlx_server.engine.tools.formats import Tool
-from mlx_server.engine.tools.parser import write_tools_into_messages
+from mlx_server.engine.tools.formats import Tool, write_tools_into_messages
 from mlx_server.errors import InvalidRequestError, ModelLoadError, UnsupportedError
 from mlx_server.runtime.models.tool_parsers import find_chat_renderer
 from mlx_server.sampling_params import SamplingParams

@@ -6,12 +6,11 @@ How one model marks what is not its answer: reasoning and tool calls.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlx_server.engine.text.detokenizer import StringScanner
 from mlx_server.engine.text.tokenizer import Tokenizer
-from mlx_server.engine.tools.formats import JsonTagParser, ToolParser
+from mlx_server.engine.tools.formats import FORMATS, JSON_TAGS, ToolParser
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.models.tool_parsers import find_tool_parser
 
@@ -52,13 +51,14 @@ _HARMONY = ReasoningMarkers(
     answer_start="<|channel|>final<|message|>",
     dropped=("<|channel|>final", "<|channel|>commentary", "<|constrain|>", "<|message|>", "<|end|><|start|>assistant"),
 )
-_KNOWN = (
-    # The markers, and the vocabulary entries that show that a model was trained with them.
-    (ReasoningMarkers("<think>", "</think>"), ("<think>", "</think>")),
-    (ReasoningMarkers("<longcat_think>", "</longcat_think>"), ("<longcat_think>", "</longcat_think>")),
-    (ReasoningMarkers("<|think:start|>", "<|think:end|>"), ("<|think:start|>", "<|think:end|>")),
-    (ReasoningMarkers("<seed:think>", "</seed:think>"), ("<seed:think>", "</seed:think>")),
-    (ReasoningMarkers("[THINK]", "[/THINK]"), ("[THINK]", "[/THINK]")),
+_THINK = ReasoningMarkers("<think>", "</think>")
+_KNOWN: tuple[tuple[ReasoningMarkers, tuple[str, ...]], ...] = (
+    # The markers, and the vocabulary entries that show that a model was trained with them, if not the markers.
+    (_THINK, ()),
+    (ReasoningMarkers("<longcat_think>", "</longcat_think>"), ()),
+    (ReasoningMarkers("<|think:start|>", "<|think:end|>"), ()),
+    (ReasoningMarkers("<seed:think>", "</seed:think>"), ()),
+    (ReasoningMarkers("[THINK]", "[/THINK]"), ()),
     (ReasoningMarkers("<|channel>thought", "<channel|>"), ("<|channel>", "<channel|>")),
     (_XTML, ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")),
     (_HARMONY, ("<|channel|>", "<|message|>", "<|constrain|>", "<|call|>")),
@@ -68,12 +68,10 @@ _KNOWN = (
 def find_reasoning_markers(tokenizer: Tokenizer) -> ReasoningMarkers | None:
     """The markers of this model, told by its vocabulary or by its chat template; None if it has none."""
     for markers, entries in _KNOWN:
-        if all(tokenizer.token_to_id(entry) is not None for entry in entries):
+        if all(tokenizer.token_to_id(entry) is not None for entry in entries or (markers.start, markers.end)):
             return markers
     template = tokenizer.hf.chat_template
-    if isinstance(template, str) and "<think>" in template and "</think>" in template:
-        return ReasoningMarkers("<think>", "</think>")
-    return None
+    return _THINK if isinstance(template, str) and _THINK.start in template and _THINK.end in template else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,18 +162,24 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """`reasoning` is None for models that do not reason. `tool_parser` reads JSON between tags where the model was
-    trained on no format, as its prompt then asks for; `tool_markers` are all texts that it needs to see."""
+    trained on no format, as its prompt then asks for."""
 
     reasoning: ReasoningMarkers | None
     tool_parser: ToolParser
-    tool_markers: tuple[str, ...]
 
     def kept_token_ids(self, tokenizer: Tokenizer, *, with_tools: bool) -> frozenset[int]:
-        """Special tokens that stand in the markers, so that the text shows them to whoever splits it."""
-        markers = list(self.tool_markers) if with_tools else []
+        """Special tokens that stand in the markers: the text must show them to what splits it."""
+        markers: list[str] = []
+        if with_tools:
+            form = FORMATS.get(self.tool_parser.name)
+            markers += [self.tool_parser.start, self.tool_parser.end, *(form.special if form is not None else ())]
         if self.reasoning is not None:
             markers += [self.reasoning.start, self.reasoning.end]
-        return frozenset(_special_tokens_in(tokenizer, markers))
+        return frozenset(
+            token_id
+            for token, token_id in tokenizer.added_tokens.items()
+            if token_id in tokenizer.special_token_ids and any(token in marker for marker in markers)
+        )
 
 
 def find_dialect(tokenizer: Tokenizer) -> Dialect:
@@ -186,14 +190,4 @@ def find_dialect(tokenizer: Tokenizer) -> Dialect:
         found = find_tool_parser(tokenizer.hf)
     except ModelLoadError as error:
         logger.warning("Tool calls are read as JSON between tags. %s", error.message)
-    reasoning = find_reasoning_markers(tokenizer)
-    if found is None:
-        default = JsonTagParser()
-        return Dialect(reasoning, default, (default.start, default.end))
-    return Dialect(reasoning, found, found.markers)
-
-
-def _special_tokens_in(tokenizer: Tokenizer, markers: Iterable[str]) -> Iterable[int]:
-    for token, token_id in tokenizer.added_tokens.items():
-        if token_id in tokenizer.special_token_ids and any(token in marker for marker in markers):
-            yield token_id
+    return Dialect(find_reasoning_markers(tokenizer), found or JSON_TAGS)

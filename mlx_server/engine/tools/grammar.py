@@ -6,148 +6,50 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec, check_patterns
+from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec, check_patterns, checked_schema
 from mlx_server.engine.grammar.structural_tag import LarkWriter, alternatives, json_expression, json_options
 from mlx_server.engine.text.tokenizer import Tokenizer
-from mlx_server.engine.tools.formats import JsonTagParser, Tool, ToolParser, checked_schema
-from mlx_server.engine.tools.notation import FUNCTION_GEMMA, GEMMA, PYTHON, Notation, NotationWriter
+from mlx_server.engine.tools.formats import FORMATS, TAG_SAFE, Notation, Parameter, Tool, ToolFormat, ToolParser
 from mlx_server.errors import InvalidRequestError
-
-_MAX_PARALLEL_CALLS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ForcedCalls:
-    """`spec` admits calls only. `parser` reads what it admits, and is not always the model's own. `is_opened`:
-    the calls begin with what a model writes between its reasoning and them, so that nothing else belongs there."""
+    """`spec` admits calls only. `is_opened`: the calls begin with what a model writes between its reasoning and them,
+    so that nothing else belongs there."""
 
     spec: StructuredSpec
-    parser: ToolParser
-    is_opened: bool = False
-
-
-class _Parameter(NamedTuple):
-    """What stands around each argument; `{key}` and `{type}` are filled in. With `has_cdata`, texts that XML cannot
-    hold stand in a CDATA section."""
-
-    before: str
-    after: str
-    has_cdata: bool = False
-
-
-class _Region(NamedTuple):
-    """What stands around all calls, inside the parser's markers."""
-
-    before: str
-    after: str
+    is_opened: bool
 
 
 _PLAIN = r"/[^<&\n]*/"
 _DATA = frozenset(("const", "default", "enum", "examples"))
 _DECIDED = frozenset(("const", "enum", "format", "pattern"))
-_TAG_SAFE = re.compile(r"[^\s<>\"'=:|]+")
-
-
-@dataclass(frozen=True, slots=True)
-class _Format:
-    """What stands around a call's arguments; `{name}` and `{json_name}` are filled in. `before` may go on with what
-    matches `number`.
-
-    The arguments are one JSON object, or each of them stands for itself as `parameter` says, or they are written in
-    a `notation`. Each call stands between the parser's markers, or all do with a `region`. `lead` is what comes
-    before the first marker. `names` is what functions may be called, None anything.
-    """
-
-    before: str
-    after: str
-    separator: str = "\n"
-    parameter: _Parameter | None = None
-    notation: Notation | None = None
-    region: _Region | None = None
-    number: str | None = None
-    lead: str = ""
-    names: re.Pattern[str] | None = _TAG_SAFE
-    max_calls: int = _MAX_PARALLEL_CALLS
-
-
-_JSON_TAGS = _Format('\n{{"name": {json_name}, "arguments": ', "}\n", names=None)
-_GLM = _Format("{name}\n", "", parameter=_Parameter("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"))
-_FORMATS = {
-    "json_tools": _JSON_TAGS,
-    "longcat": _JSON_TAGS,
-    "llama3_json": _Format(' {json_name}, "parameters": ', "}", names=None, max_calls=1),
-    "mistral": _Format("{name}[ARGS]", "", separator="", names=re.compile(r"[\w-]+")),
-    "mistral_list": _Format(
-        '{{"name": {json_name}, "arguments": ', "}", separator=", ", region=_Region(" [", "]"), names=None
-    ),
-    "qwen3_coder": _Format(
-        "\n<function={name}>\n", "</function>\n", parameter=_Parameter("<parameter={key}>\n", "\n</parameter>\n")
-    ),
-    "glm47": _GLM,
-    "laguna": _GLM,
-    "minimax_m2": _Format(
-        '\n<invoke name="{name}">\n', "</invoke>\n", parameter=_Parameter('<parameter name="{key}">', "</parameter>\n")
-    ),
-    "minicpm5": _Format(
-        '"{name}">', "", separator="", parameter=_Parameter('<param name="{key}">', "</param>", has_cdata=True)
-    ),
-    "kimi_k2": _Format(
-        "<|tool_call_begin|>functions.{name}:",
-        "<|tool_call_end|>",
-        separator="",
-        number="<|tool_call_argument_begin|>",
-        region=_Region("", ""),
-    ),
-    "kimi_k3": _Format(
-        '<|open|>call tool="{name}" index="',
-        "<|close|>call<|sep|>",
-        separator="",
-        parameter=_Parameter('<|open|>argument key="{key}" type="{type}"<|sep|>', "<|close|>argument<|sep|>"),
-        number='"<|sep|>',
-        region=_Region("", ""),
-        lead="<|close|>response<|sep|>",  # the answer before the calls stays empty
-    ),
-    "gemma4": _Format("call:{name}{{", "}", separator="", notation=GEMMA, names=re.compile(r"[\w-]+")),
-    "function_gemma": _Format("call:{name}{{", "}", separator="", notation=FUNCTION_GEMMA, names=re.compile(r"\w+")),
-    "pythonic": _Format(
-        "{name}(", ")", separator=", ", notation=PYTHON, region=_Region("[", "]"), names=re.compile(r"[A-Za-z_][\w.]*")
-    ),
-    "harmony": _Format(
-        "{name} <|constrain|>json<|message|>",
-        "",
-        lead="<|channel|>commentary ",
-        names=re.compile(r"[\w.-]+"),
-        max_calls=1,  # it writes the next one when it has seen the first one's result
-    ),
-}
-_OPENED = frozenset(("harmony",))
 
 
 def force_tool_calls(
-    tokenizer: Tokenizer, parser: ToolParser | None, tools: Sequence[Tool], *, is_parallel: bool = True
+    tokenizer: Tokenizer, parser: ToolParser, tools: Sequence[Tool], *, is_parallel: bool = True
 ) -> ForcedCalls:
     """Admits one call of one of `tools`, or several with `is_parallel`, with arguments that fit their schemas.
 
-    Where `parser` is None, calls are JSON between tags. Keywords of schemas that llguidance does not know are
-    ignored: in a tool they are hints to the model. Raises `InvalidRequestError` for a format that has no grammar
-    here, and for names and arguments that the format cannot write.
+    Keywords of schemas that llguidance does not know are ignored: in a tool they are hints to the model. Raises
+    `InvalidRequestError` for a format that has no grammar here, and for names and arguments that the format cannot
+    write.
     """
-    parser = parser or JsonTagParser()
     form = _format_of(parser, tokenizer)
     grammar = _CallGrammar(LarkWriter(tokenizer.added_tokens), parser, form)
     try:
         source = grammar.write(tools, form.max_calls if is_parallel else 1)
     except RecursionError as error:  # of references, which are as deep as there are definitions
         raise InvalidRequestError("The parameters of tools are nested too deeply; flatten them.", "tools") from error
-    spec = StructuredSpec(StructuredKind.LARK, source, param="tools")
-    return ForcedCalls(spec, parser, is_opened=parser.name in _OPENED)
+    return ForcedCalls(StructuredSpec(StructuredKind.LARK, source, param="tools"), form.is_opened)
 
 
-def _format_of(parser: ToolParser, tokenizer: Tokenizer) -> _Format:
+def _format_of(parser: ToolParser, tokenizer: Tokenizer) -> ToolFormat:
     is_list = parser.name == "mistral" and "[ARGS]" not in tokenizer.added_tokens  # its older models
-    form = _FORMATS.get("mistral_list" if is_list else parser.name)
+    form = FORMATS.get("mistral_list" if is_list else parser.name)
     if form is None:
         raise InvalidRequestError(
             f"Calls in this model's format ({parser.name}) cannot be forced: set tool_choice to auto or none, and "
@@ -160,61 +62,61 @@ def _format_of(parser: ToolParser, tokenizer: Tokenizer) -> _Format:
 class _CallGrammar:
     """Writes the grammar of one request's tools."""
 
-    def __init__(self, writer: LarkWriter, parser: ToolParser, form: _Format) -> None:
+    def __init__(self, writer: LarkWriter, parser: ToolParser, form: ToolFormat) -> None:
         self._writer = writer
+        self._parser = parser
         self._format = form
-        self._start, self._end = parser.start, parser.end
-        self._name = parser.name
         self._json_options = {**json_options(None), "lenient": True}
 
     def write(self, tools: Sequence[Tool], max_calls: int) -> str:
         functions = [self._call(tool["function"], f"tools[{index}].function") for index, tool in enumerate(tools)]
         call = self._writer.rule("call", alternatives(functions))
-        following = f"{self._writer.literal(self._format.separator)} {call}" if self._format.separator else call
+        literal, form = self._writer.literal, self._format
+        following = f"{literal(form.separator)} {call}" if form.separator else call
         calls = call if max_calls == 1 else f"{call} ({following}){{0,{max_calls - 1}}}"
-        lead, region = self._format.lead, self._format.region
-        if region is None:
-            return self._writer.text(f"{self._writer.literal(lead)} {calls}" if lead else calls)
-        before = self._writer.literal(lead + self._start + region.before)
-        return self._writer.text(f"{before} {calls} {self._writer.literal(region.after + self._end)}")
+        if form.around is None:
+            return self._writer.text(f"{literal(form.lead)} {calls}" if form.lead else calls)
+        before, after = form.around
+        before, after = form.lead + self._parser.start + before, after + self._parser.end
+        return self._writer.text(f"{literal(before)} {calls} {literal(after)}")
 
     def _call(self, function: Mapping[str, Any], where: str) -> str:
-        name, names = function["name"], self._format.names
-        if names is not None and names.fullmatch(name) is None:
+        name, form = function["name"], self._format
+        if form.names is not None and form.names.fullmatch(name) is None:
             raise self._unwritable(f"{where}.name is {name!r}, which", f"{where}.name")
         schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
         schema = checked_schema(schema, f"{where}.parameters")
         check_patterns(schema, f"{where}.parameters")
-        start, end = ("", "") if self._format.region is not None else (self._start, self._end)
-        before = self._writer.literal(start + self._format.before.format(name=name, json_name=json.dumps(name)))
-        if self._format.number is not None:
-            before += f" {self._writer.rule('NUMBER', '/[0-9]{1,3}/')} {self._writer.literal(self._format.number)}"
+        start, end = (self._parser.start, self._parser.end) if form.around is None else ("", "")
+        before = self._writer.literal(start + form.before.format(name=name, json_name=json.dumps(name)))
+        if form.number is not None:
+            before += f" {self._writer.rule('NUMBER', '/[0-9]{1,3}/')} {self._writer.literal(form.number)}"
         arguments = self._arguments(schema, f"{where}.parameters")
-        return self._writer.rule("function", f"{before} {arguments} {self._writer.literal(self._format.after + end)}")
+        return self._writer.rule("function", f"{before} {arguments} {self._writer.literal(form.after + end)}")
 
     def _arguments(self, schema: Mapping[str, Any], where: str) -> str:
         if self._format.parameter is not None:
             return self._parameters(schema, self._format.parameter, where)
         if self._format.notation is None:
             return json_expression({"type": "object", **schema}, self._json_options)
-        written = NotationWriter(self._writer, self._format.notation, schema).arguments()
+        written = _NotationWriter(self._writer, self._format.notation, schema).arguments()
         if written is None:
             raise self._unwritable(f"{where} requires arguments of names or types that", where)
         return written
 
     def _unwritable(self, what: str, where: str) -> InvalidRequestError:
         return InvalidRequestError(
-            f"{what} this model's format of calls ({self._name}) cannot write; rename it with letters, digits and "
+            f"{what} this model's format of calls ({self._parser.name}) cannot write; rename it with letters, digits and "
             "`_`, or set tool_choice to auto.",
             where,
         )
 
-    def _parameters(self, schema: Mapping[str, Any], parameter: _Parameter, where: str) -> str:
+    def _parameters(self, schema: Mapping[str, Any], parameter: Parameter, where: str) -> str:
         required = schema.get("required", ())
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         written = []
         for key, value_schema in schema.get("properties", {}).items():
-            if _TAG_SAFE.fullmatch(key) is None:
+            if TAG_SAFE.fullmatch(key) is None:
                 if key in required:
                     raise self._unwritable(f"{where} requires {key!r}, which", where)
                 continue
@@ -223,7 +125,7 @@ class _CallGrammar:
             written.append(expression if key in required else f"({expression})?")
         return " ".join(written) or '""'
 
-    def _value(self, schema: Any, definitions: Mapping[str, Any], parameter: _Parameter) -> str:
+    def _value(self, schema: Any, definitions: Mapping[str, Any], parameter: Parameter) -> str:
         """A value and what follows it. Strings stand unquoted, up to where `after` first stands."""
         after = parameter.after
         if not _may_be_text(schema):
@@ -269,3 +171,158 @@ def _written_type(schema: Any) -> str:
     kinds = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
     kind = next((kind for kind in kinds if kind != "null"), "null")
     return "number" if kind == "integer" else kind
+
+
+_NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_INTEGER = r"/-?(0|[1-9][0-9]{0,30})/"
+_NUMBER = r"/-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?/"
+"""Without the exponents that JSON allows: some are numbers that no parser can hold."""
+_WORD = re.compile(r"\w+", re.ASCII)
+
+
+class _NotationWriter:
+    """Writes the values of one tool's schema. Bounds of lengths and patterns are left out: they are hints."""
+
+    def __init__(self, writer: LarkWriter, notation: Notation, schema: Mapping[str, Any]) -> None:
+        self._writer = writer
+        self._notation = notation
+        self._schema = schema
+        self._references: dict[str, str] = {}
+        self._any: str | None = None
+
+    def arguments(self) -> str | None:
+        """An expression for all arguments; None if one that is required cannot be written."""
+        required = self._schema.get("required", ())
+        properties = {
+            key: schema
+            for key, schema in self._schema.get("properties", {}).items()
+            if self._notation.keys.fullmatch(key) and self._can_write(schema)
+        }
+        if any(key not in properties for key in required):
+            return None
+        return self._members(properties, required, self._notation.argument)
+
+    def _can_write(self, schema: Any) -> bool:
+        if self._notation.member is not None:
+            return True
+        types = schema.get("type") if isinstance(schema, Mapping) else None
+        return isinstance(types, str) and types not in ("array", "object")
+
+    def _members(self, properties: Mapping[str, Any], required: Sequence[str], before: str) -> str:
+        """Those required and any of the others, in their order, with separators only between them."""
+        separator = self._writer.literal(self._notation.separator)
+        first = rest = '""'  # what may follow where nothing has been written yet, and where something has
+        for key, schema in reversed(list(properties.items())):
+            member = self._writer.rule("member", f"{self._key(before, key)} {self.value(schema)}")
+            begun = f"{member} {rest}"
+            if key in required:
+                first, rest = begun, self._writer.rule("rest", f"{separator} {begun}")
+            else:
+                first = self._writer.rule("first", f"{begun} | {first}")
+                rest = self._writer.rule("rest", f"({separator} {member})? {rest}")
+        return first
+
+    def _key(self, before: str, key: str) -> str:
+        """Parsers of bare keys know words only, but let those in quotes stand."""
+        is_bare = before == "{key}:" and _WORD.fullmatch(key) is None
+        return self._writer.literal(before.format(key=json.dumps(key) if is_bare else key))
+
+    def value(self, schema: Any) -> str:
+        """An expression for one value that fits `schema`."""
+        if not isinstance(schema, Mapping):
+            return self._anything()
+        if "$ref" in schema:
+            return self._referenced(str(schema["$ref"]))
+        if "const" in schema:
+            return self._constant(schema["const"])
+        if schema.get("enum"):
+            return alternatives(map(self._constant, schema["enum"]))
+        choices = schema.get("anyOf") or schema.get("oneOf")
+        if choices:
+            return alternatives(map(self.value, choices))
+        types = schema.get("type")
+        if isinstance(types, list):
+            return alternatives(self._of_type(kind, schema) for kind in types)
+        return self._of_type(types, schema)
+
+    def _of_type(self, kind: Any, schema: Mapping[str, Any]) -> str:
+        match kind:
+            case "string":
+                return self._text()
+            case "integer" | "number":
+                bounds = {name: schema[name] for name in _NUMBER_KEYWORDS if name in schema}
+                if bounds:
+                    return json_expression({"type": kind, **bounds}, {"lenient": True})
+                return self._writer.rule("NUMBER", _INTEGER if kind == "integer" else _NUMBER)
+            case "boolean":
+                return self._words(self._notation.booleans)
+            case "null":
+                return self._words(self._notation.nulls)
+            case "array":
+                return self._array(self.value(schema.get("items", True)))
+            case "object" if schema.get("properties"):
+                return self._object(
+                    self._members(schema["properties"], schema.get("required", ()), self._notation.member or "")
+                )
+            case "object":
+                return self._free_object()
+            case _:
+                return self._anything()
+
+    def _referenced(self, reference: str) -> str:
+        """Schemas may contain themselves, so each has a rule that it can name."""
+        if reference not in self._references:
+            target: Any = self._schema
+            for step in reference.removeprefix("#/").split("/"):
+                target = target.get(step, True) if isinstance(target, Mapping) else True
+            if reference == "#" or not reference.startswith("#/"):
+                return self._anything()
+            self._references[reference] = name = self._writer.declare("reference")
+            self._writer.define(name, self.value(target))
+        return self._references[reference]
+
+    def _anything(self) -> str:
+        if self._notation.member is None:
+            return self._scalar()
+        if self._any is None:
+            self._any = self._writer.declare("any")
+            self._writer.define(self._any, f"{self._scalar()} | {self._array(self._any)} | {self._free_object()}")
+        return self._any
+
+    def _scalar(self) -> str:
+        words = self._words((*self._notation.booleans, *self._notation.nulls))
+        return alternatives([self._text(), self._writer.rule("NUMBER", _NUMBER), words])
+
+    def _free_object(self) -> str:
+        before, _, after = (self._notation.member or "").partition("{key}")
+        key = self._writer.rule("KEY", r"/\w{1,40}/")
+        member = f"{self._writer.literal(before)} {key} {self._writer.literal(after)} {self._anything()}"
+        return self._object(f"({self._list(self._writer.rule('member', member))})?")
+
+    def _array(self, item: str) -> str:
+        return f'"[" ({self._list(item)})? "]"'
+
+    def _object(self, members: str) -> str:
+        return f'"{{" {members} "}}"'
+
+    def _list(self, item: str) -> str:
+        return f"{item} ({self._writer.literal(self._notation.separator)} {item})*"
+
+    def _words(self, words: Sequence[str]) -> str:
+        return alternatives(map(self._writer.literal, words))
+
+    def _text(self) -> str:
+        quote = self._notation.quote
+        return f"{self._writer.literal(quote)} {self._writer.text_until(quote, self._notation.text)}"
+
+    def _constant(self, value: Any) -> str:
+        """A value as it stands; objects and arrays are left to the model."""
+        if isinstance(value, str):
+            quote = self._notation.quote
+            written = json.dumps(value, ensure_ascii=False) if self._notation.is_escaped else quote + value + quote
+            return self._writer.literal(written)
+        if value is None:
+            return self._words(self._notation.nulls)
+        if isinstance(value, bool):
+            return self._words([word for word in self._notation.booleans if (word.lower() == "true") is value])
+        return self._writer.literal(json.dumps(value)) if isinstance(value, int | float) else self._anything()

@@ -1,11 +1,7 @@
 """Tool calls in a model's output: found while it streams, and handed on call by call.
 
-A model writes calls in a format of its own between two markers. Knows the output's text only; what stands between
-the markers is read by the model's `ToolParser`, or streamed as it comes where the arguments are JSON.
-
-Tools for models whose chat template knows none: explained in words, calls and results written as text.
-
-The format asked for is that of `tool_formats.JsonTagParser`.
+Regions of calls stand between two markers. What stands in one is read by the model's parser once it is whole;
+arguments are streamed before that where they are JSON, or stand one by one between tags.
 """
 
 from __future__ import annotations
@@ -13,21 +9,12 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mlx_server.engine.text.detokenizer import StringScanner
-from mlx_server.engine.tools.formats import (
-    FAIL_WHEN_CUT,
-    JSON_FORMATS,
-    PARAMETER_FORMATS,
-    JsonObjectCursor,
-    JsonTagParser,
-    ParameterStream,
-    Tool,
-    ToolParser,
-)
+from mlx_server.engine.tools.formats import FORMATS, Parameter, Tool, ToolFormat, ToolParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +58,12 @@ class ToolCallExtractor:
         self._parser = parser
         self._tools = tools
         self._new_id = new_id or _random_id
-        self._format = JSON_FORMATS.get(parser.name)
-        self._parameter_format = PARAMETER_FORMATS.get(parser.name)
-        self._parameters: ParameterStream | None = None
+        self._format = FORMATS.get(parser.name) or ToolFormat(before="")
+        self._parameters: _ParameterStream | None = None
         self._outside = StringScanner([parser.start])
         self._read = self._read_content
         self._body = ""
-        self._json = JsonObjectCursor()
+        self._json = _JsonObjectCursor()
         self._num_calls = 0
         self._ids: set[str] = set()
         self._num_streamed = 0
@@ -99,7 +85,7 @@ class ToolCallExtractor:
     def finish(self) -> ToolOutput:
         """What was held back, at the end of the output."""
         if self._read == self._read_body:
-            is_forgiven = not self._parser.end or self._parser.name in FAIL_WHEN_CUT
+            is_forgiven = not self._parser.end or self._format.fails_when_cut
             self._close_region(self._body, "", may_call=is_forgiven)
         self._show(self._outside.flush())
         if not self.has_calls:
@@ -120,8 +106,10 @@ class ToolCallExtractor:
         if scan.matched is not None:
             self._body = ""
             self._num_streamed = 0
-            if self._parameter_format is not None:
-                self._parameters = ParameterStream(self._parameter_format, self._tools, self._arguments_of)
+            if self._format.streamed_parameter is not None:
+                self._parameters = _ParameterStream(
+                    self._format, self._format.streamed_parameter, self._tools, self._arguments_of
+                )
             self._read = self._read_body
         return scan.rest
 
@@ -150,7 +138,7 @@ class ToolCallExtractor:
 
     def _read_head(self) -> str | None:
         """Begins a streamed call if its head stands in the body, and returns the rest: the arguments' beginning."""
-        if self._format is None or len(self._body) > _MAX_HEAD_CHARS:
+        if self._format.head is None or len(self._body) > _MAX_HEAD_CHARS:
             return None
         head = self._format.head.match(self._body)
         name = None if head is None else _name_in(head)
@@ -158,12 +146,12 @@ class ToolCallExtractor:
             return None
         self._begin(_Call(head.groupdict().get("id"), name, ""))
         self._num_streamed += 1
-        self._json.reset()
+        self._json = _JsonObjectCursor()
         self._read = self._read_arguments
         rest, self._body = self._body[head.end() :], ""
         return rest
 
-    def _follow(self, parameters: ParameterStream, body: str) -> None:
+    def _follow(self, parameters: _ParameterStream, body: str) -> None:
         was_begun = parameters.name is not None
         fragment = parameters.follow(body)
         if not was_begun and parameters.name is not None:
@@ -176,7 +164,7 @@ class ToolCallExtractor:
         if self._parameters is not None and self._parameters.name is not None:
             self._close_parameters(self._parameters, self._parse(body) if may_call else [], bool(end))
             return
-        if self._num_streamed and self._format is not None and self._format.tail.fullmatch(body):
+        if self._num_streamed and self._format.tail.fullmatch(body):
             return
         calls = self._parse(body) if may_call else []
         for call in calls:
@@ -185,7 +173,7 @@ class ToolCallExtractor:
             start = "" if self._num_streamed else self._parser.start
             self._show(start + body + end)
 
-    def _close_parameters(self, parameters: ParameterStream, calls: list[_Call], is_complete: bool) -> None:
+    def _close_parameters(self, parameters: _ParameterStream, calls: list[_Call], is_complete: bool) -> None:
         """Ends the call that was streamed; `calls` are all of the region. One that was cut off stays as it is."""
         if calls or is_complete:
             fragment = parameters.finish(json.loads(calls[0].arguments) if calls else None)
@@ -253,37 +241,171 @@ def _random_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-_FORMAT = JsonTagParser()
+class _JsonObjectCursor:
+    """Finds the end of a JSON object in streamed text, by its brackets and strings. Does not validate."""
 
-_EXPLANATION = f"""You can call functions. To call one, write this and nothing else:
-{_FORMAT.start}
-{{"name": "the function's name", "arguments": {{"argument": "value"}}}}
-{_FORMAT.end}
-The result will be given to you. These are the functions, one JSON object a line:
-"""
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+
+    def feed(self, text: str) -> int | None:
+        """How many characters of `text` belong to the object, once its end has been read; None before."""
+        for index, character in enumerate(text):
+            if self._in_string:
+                self._step_string(character)
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return index + 1
+        return None
+
+    def _step_string(self, character: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif character == "\\":
+            self._is_escaped = True
+        elif character == '"':
+            self._in_string = False
 
 
-def write_tools_into_messages(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The messages with the tools explained in the system message, for a template that has no place for them."""
-    functions = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
-    explanation = _EXPLANATION + "\n".join(functions)
-    chat = [_as_text(message) for message in messages]
-    if chat[0]["role"] == "system":
-        explanation = f"{chat.pop(0)['content']}\n\n{explanation}"
-    return [{"role": "system", "content": explanation}, *chat]
+_MAX_WORD_CHARS = len("null")
+"""Texts of this length may turn out to be no text for a parser, so that they are not begun before they are longer."""
 
 
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    written = [_call_text(call["function"]) for call in calls]
-    content = "\n".join(filter(None, [message["content"], *written]))
-    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
+class _ParameterStream:
+    """Arguments between tags, made into JSON text while they are written: follows the first call of one region.
+    `parse` returns the arguments of a whole call's text, or raises.
+
+    What it writes is what `parse` would return for the whole text, as far as it has come. It reads on where it has
+    stopped, so that long arguments cost no more than their length.
+    """
+
+    def __init__(
+        self,
+        form: ToolFormat,
+        parameter: Parameter,
+        tools: Sequence[Tool],
+        parse: Callable[[str], Mapping[str, Any]],
+    ) -> None:
+        # A bare name has ended when the first argument begins.
+        ahead = re.escape(parameter.before.partition("{")[0]) if form.before.strip().endswith("}") else ""
+        self._head = re.compile(rf"{_pattern(form.before)}\s*(?={ahead})")
+        self._opening = re.compile(_pattern(parameter.before))
+        self._closing = parameter.after.strip()
+        self._rest = form.after.strip()
+        self._strips_spaces = not parameter.before.endswith("\n")
+        self._tools = tools
+        self._parse = parse
+        self._at = 0
+        self._searched = 0  # no closing begins before
+        self._key: str | None = None  # of the argument that begins at `_at`; None between arguments
+        self._shown: int | None = None  # where what is written of its text ends; None before it is begun
+        self._written: set[str] = set()
+        self.name: str | None = None
+
+    def follow(self, body: str) -> str:
+        """The arguments' JSON text that `body`, the region's text so far, adds to what was written."""
+        return "".join(self._pieces(body))
+
+    def finish(self, arguments: Mapping[str, Any] | None) -> str:
+        """What is left at the end of the region: `arguments` are all of the call's, or None if it is broken."""
+        pieces = [] if self._shown is None else ['"']
+        pieces += [self._argument(key, value) for key, value in (arguments or {}).items() if key not in self._written]
+        return "".join([*pieces, "}" if self._written else "{}"])
+
+    def _pieces(self, body: str) -> Iterator[str]:
+        if self.name is None:
+            head = self._head.match(body)
+            if head is None:
+                return
+            self.name, self._at = head["name"], head.end()
+        while True:
+            if self._key is None:
+                opening = self._opening.match(body, self._at)
+                if opening is None:
+                    return
+                self._key, self._at = opening["key"], opening.end()
+            end = body.find(self._closing, max(self._at, self._searched))
+            if self._is_text(self._key):
+                yield from self._text(self._key, body, end)
+            if end < 0:
+                self._searched = len(body) - len(self._closing) + 1
+                return
+            yield self._close(self._key, body, end)
+
+    def _text(self, key: str, body: str, end: int) -> Iterator[str]:
+        """Writes what is certain of a text that closes at `end`, or not yet: its closing may have begun, and what
+        stands before that may be stripped."""
+        stop = len(body) - _overlap(body, self._closing) if end < 0 else end
+        if self._shown is None:
+            begin = self._at + self._num_leading(body[self._at : stop])
+            if len(body[begin:stop].rstrip()) <= _MAX_WORD_CHARS:
+                return
+            yield self._key_text(key) + '"'
+            self._shown = begin
+        if not self._strips_spaces:
+            stop -= body.endswith("\n", self._shown, stop)
+        while self._strips_spaces and stop > self._shown and body[stop - 1].isspace():
+            stop -= 1
+        if stop > self._shown:
+            yield json.dumps(body[self._shown : stop], ensure_ascii=False)[1:-1]
+            self._shown = stop
+
+    def _num_leading(self, text: str) -> int:
+        if self._strips_spaces:
+            return len(text) - len(text.lstrip())
+        return int(text.startswith("\n"))
+
+    def _close(self, key: str, body: str, end: int) -> str:
+        """Ends the argument that stands before `end`."""
+        behind = end + len(self._closing)
+        self._key, self._at = None, behind
+        if self._shown is not None:
+            self._shown = None
+            return '"'
+        try:
+            arguments = self._parse(body[:behind] + self._rest)
+        except Exception:  # the parsers are foreign code; the end of the region decides what this was
+            return ""
+        return self._argument(key, arguments[key]) if key in arguments else ""
+
+    def _argument(self, key: str, value: Any) -> str:
+        return self._key_text(key) + json.dumps(value, ensure_ascii=False)
+
+    def _key_text(self, key: str) -> str:
+        separator = ", " if self._written else "{"
+        self._written.add(key)
+        return f"{separator}{json.dumps(key, ensure_ascii=False)}: "
+
+    def _is_text(self, key: str) -> bool:
+        """Whether the parser takes the argument as it stands."""
+        for tool in self._tools:
+            function = tool.get("function") or {}
+            if function.get("name") == self.name:
+                schema = _member(_member(function.get("parameters"), "properties"), key)
+                return _member(schema, "type") == "string" and not _MIXED & schema.keys()
+        return False
 
 
-def _call_text(function: dict[str, Any]) -> str:
-    body = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
-    return f"{_FORMAT.start}\n{body}\n{_FORMAT.end}"
+def _pattern(template: str) -> str:
+    """What `template` matches, with any white space where it breaks lines; what is filled in are groups."""
+    lines = [re.escape(line) for line in template.split("\n") if line]
+    return r"\s*" + re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^\\s<>\"]+)", r"\s*".join(lines))
+
+
+_MIXED = frozenset(("enum", "anyOf", "oneOf", "allOf"))
+
+
+def _member(value: Any, key: str) -> Any:
+    """Of what a client calls a schema, and may be anything."""
+    return value.get(key) if isinstance(value, Mapping) else None
+
+
+def _overlap(text: str, marker: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `marker`."""
+    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:n])), 0)

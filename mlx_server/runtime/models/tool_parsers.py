@@ -12,21 +12,11 @@ from mlx_lm import tokenizer_utils
 
 from mlx_server.errors import ModelLoadError
 
-_SPECIAL_MARKERS = {
-    # Vocabulary entries besides start and end that the parser needs to see in the text.
-    "function_gemma": ("<escape>",),
-    "gemma4": ('<|"|>',),
-    "glm47": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
-    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
-    "mistral": ("[ARGS]", "[CALL_ID]"),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class ToolParser:
     """A model's format of tool calls. `start` and `end` enclose a region of calls; `end` is empty where only the
-    end of the output does. `markers` are all texts that must stay visible when special tokens are skipped.
+    end of the output does.
 
     `parse(text, tools)` returns the call or the list of calls of one region, as dicts with `name`, `arguments`
     and maybe `id`; it raises some exception when the text is no call. Any thread.
@@ -35,7 +25,6 @@ class ToolParser:
     name: str
     start: str
     end: str
-    markers: tuple[str, ...]
     parse: Callable[[str, Sequence[Mapping[str, Any]]], Any]
 
 
@@ -43,10 +32,10 @@ def _no_call(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
     raise ValueError("not a tool call")
 
 
-_HARMONY = ToolParser("harmony", "to=functions.", "", ("to=functions.",), _no_call)
+_HARMONY = ToolParser("harmony", "to=functions.", "", _no_call)
 """The format of gpt-oss, which mlx-lm has no parser for: a name, and arguments that are streamed as JSON."""
 
-_LLAMA = ToolParser("llama3_json", '{"name":', "", ('{"name":',), _no_call)
+_LLAMA = ToolParser("llama3_json", '{"name":', "", _no_call)
 """The format of Llama 3, for which mlx-lm has none either: the whole answer is a JSON object, without markers."""
 
 _LLAMA_ASKS_FOR = '{"name": function name, "parameters": dictionary of argument name and its value}'
@@ -59,12 +48,12 @@ def find_tool_parser(tokenizer: Any) -> ToolParser | None:
     `tokenizer` is the transformers tokenizer. Raises `ModelLoadError` for a parser that mlx-lm does not have.
     """
     name = tokenizer.init_kwargs.get("tool_parser_type") or tokenizer_utils._infer_tool_parser(tokenizer)
-    if name is None:
-        return _unknown_to_mlx_lm(tokenizer)
+    return _unknown_to_mlx_lm(tokenizer) if name is None else _parser_of_mlx_lm(name)
+
+
+def _parser_of_mlx_lm(name: str) -> ToolParser:
     module = _import_of_mlx_lm(f"tool_parsers.{name}", "tool_parser_type")
-    start, end = module.tool_call_start, module.tool_call_end
-    markers = (start, end, *_SPECIAL_MARKERS.get(name, ()))
-    return ToolParser(name, start, end, tuple(m for m in markers if m), _refusing_guesses(module.parse_tool_call))
+    return ToolParser(name, module.tool_call_start, module.tool_call_end, _refusing_guesses(module.parse_tool_call))
 
 
 def _unknown_to_mlx_lm(tokenizer: Any) -> ToolParser | None:
@@ -108,3 +97,7 @@ def _import_of_mlx_lm(name: str, setting: str) -> ModuleType:
             f"The model's configuration asks for `{name}`, which this mlx-lm does not have. "
             f"Update mlx-lm, or remove {setting} from tokenizer_config.json."
         ) from error
+
+
+JSON_TAGS = _parser_of_mlx_lm("json_tools")
+"""`<tool_call>{"name": "f", "arguments": {}}</tool_call>`: what models write that have no format of their own."""
