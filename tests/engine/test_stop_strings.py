@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_server.engine.text.detokenizer import PrefixCursor, StopResult, StopStringMatcher, StringScanner
+from mlx_server.engine.text.detokenizer import Scan, StopStringMatcher, StringScanner
 
 
 def run(stop: tuple[str, ...], pieces: list[str], include: bool = False) -> tuple[str, str | None]:
@@ -32,23 +32,23 @@ def whole_search(stop: tuple[str, ...], text: str, include: bool) -> tuple[str, 
 
 def test_without_stop_strings_everything_passes_at_once() -> None:
     matcher = StopStringMatcher(())
-    assert matcher.append("anything") == StopResult("anything")
+    assert matcher.append("anything") == Scan("anything")
     assert matcher.flush() == ""
 
 
 def test_a_possible_beginning_is_held_back_and_released() -> None:
     matcher = StopStringMatcher(("###", "END"))
-    assert matcher.append("one #") == StopResult("one ")
-    assert matcher.append("#") == StopResult("")
-    assert matcher.append("2 E") == StopResult("##2 ")
-    assert matcher.append("N") == StopResult("")
+    assert matcher.append("one #") == Scan("one ")
+    assert matcher.append("#") == Scan("")
+    assert matcher.append("2 E") == Scan("##2 ")
+    assert matcher.append("N") == Scan("")
     assert matcher.flush() == "EN"
 
 
 def test_only_what_can_begin_a_stop_string_is_held() -> None:
     matcher = StopStringMatcher(("aab",))
-    assert matcher.append("aaaa") == StopResult("aa")
-    assert matcher.append("b tail") == StopResult("", "aab")
+    assert matcher.append("aaaa") == Scan("aa")
+    assert matcher.append("b tail") == Scan("", "aab")
     assert matcher.flush() == ""
 
 
@@ -81,18 +81,6 @@ def test_scanning_goes_on_behind_a_match() -> None:
     assert (second.text, second.matched) == ("y", None)
     third = scanner.scan("a>z")
     assert (third.text, third.matched, third.rest) == ("", "</a>", "z")
-
-
-def test_cursor_counts_overlapping_occurrences_of_any_items() -> None:
-    cursor = PrefixCursor((1, 2, 1))
-    assert [cursor.step(item) for item in (1, 2, 1, 2, 1, 1, 2, 1)] == [
-        False, False, True, False, True, False, False, True,
-    ]  # fmt: skip
-
-
-def test_cursor_finds_occurrences_that_share_more_than_one_beginning() -> None:
-    cursor = PrefixCursor("aabaaab")
-    assert [i for i, item in enumerate("aabaaabaaab") if cursor.step(item)] == [6, 10]
 
 
 def test_nothing_may_follow_a_match() -> None:

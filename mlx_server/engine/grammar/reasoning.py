@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
-from mlx_server.engine.text.detokenizer import PrefixCursor
 from mlx_server.engine.text.reasoning import ReasoningMarkers
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.request import TokenConstraint
@@ -51,7 +50,8 @@ class ReasoningConstraint:
         answer_start = "" if is_answer_opened or answer is None else markers.answer_start
         self._answer_start_ids = tokenizer.encode(answer_start, add_special_tokens=False)
         self._break_ids = _line_breaks(tokenizer)
-        self._end = PrefixCursor(markers.end.encode())
+        self._end = markers.end.encode()
+        self._last_bytes = b""  # of the reasoning, in which the end marker may have begun
         self._phase = _Phase.REASONING if is_open else _Phase.BEGINNING
         self._num_reasoning = 0
         self._pending: list[int] = []  # while a marker is being written out, the only tokens that may follow
@@ -119,8 +119,9 @@ class ReasoningConstraint:
     def _reason(self, token_id: int, is_marker: bool) -> None:
         self._num_reasoning += not is_marker
         # By bytes rather than ids: text can be cut into tokens in more ways than one.
-        has_ended = [self._end.step(byte) for byte in self._token_bytes(token_id)]
-        if any(has_ended):
+        written = self._last_bytes + self._token_bytes(token_id)
+        self._last_bytes = written[-len(self._end) :]
+        if self._end in written:
             self._pending = list(self._answer_start_ids)
             self._phase = _Phase.ANSWER if self._has_answer_start else _Phase.AFTER
 

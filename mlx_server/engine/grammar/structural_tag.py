@@ -178,8 +178,8 @@ class _Converter:
     def _content(self, item: Mapping[str, Any], end: str) -> str:
         """What stands between a tag's begin and end, and the end; text ends where `end` first stands."""
         content = _need(item, "content", dict)
-        if content.get("type") == "any_text" and end and not self.writer.begins_with_added_token(end):
-            return self.writer.rule("text[lazy]", f"{ANY_TEXT} {self.writer.literal(end)}")
+        if content.get("type") == "any_text" and end:
+            return self.writer.text_until(end)
         return f"{self.expression(content)} {self.writer.literal(end)}"
 
     def _triggered_tags(self, item: Mapping[str, Any]) -> str:
@@ -191,13 +191,13 @@ class _Converter:
             tags = [tag for tag in _need(item, "tags", list) if _need(tag, "begin", str).startswith(trigger)]
             if not tags:
                 raise ValueError(f"no tag begins with the trigger {trigger!r}")
-            triggered.append(self._triggered(text, trigger, tags))
+            triggered.append(self._triggered(trigger, tags))
         tag = alternatives(triggered)
         if item.get("stop_after_first"):
             return tag if item.get("at_least_one") else f"({tag} | {text})"
         return f"{tag}{'+' if item.get('at_least_one') else '*'} {text}"
 
-    def _triggered(self, text: str, trigger: str, tags: list[Any]) -> str:
+    def _triggered(self, trigger: str, tags: list[Any]) -> str:
         """Free text up to the trigger, then the rest of one of the tags that begin with it."""
         rests = alternatives(
             [
@@ -205,9 +205,7 @@ class _Converter:
                 for tag in tags
             ]
         )
-        if self.writer.begins_with_added_token(trigger):
-            return f"{text} {self.writer.literal(trigger)} {rests}"
-        return f"{self.writer.rule('trigger[lazy]', f'{text} {self.writer.literal(trigger)}')} {rests}"
+        return f"{self.writer.text_until(trigger)} {rests}"
 
     def _tags_with_separator(self, item: Mapping[str, Any]) -> str:
         tag = alternatives([self._tag(tag) for tag in _need(item, "tags", list)])

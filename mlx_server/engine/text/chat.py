@@ -17,10 +17,12 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlx_server.config import ModelConfig
@@ -151,27 +153,9 @@ def parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
 
 Message = dict[str, Any]
 
-_RESERVED_KWARGS = frozenset(
-    (
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "conversations",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "self",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    )
-)
+_RESERVED_KWARGS = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+_RESERVED_KWARGS = _RESERVED_KWARGS - {"documents", "kwargs"} | {"conversations", "messages"}
+"""What is no variable of the template's, but an argument of transformers or another field of the request."""
 
 _PROBE = "What is seen of this?"
 

@@ -1,6 +1,6 @@
-"""Token ids to text while they come: no half character is ever shown, and nothing is decoded twice.
+"""Token ids to text while they come, and strings found in that text, wherever its pieces are cut.
 
-Finding strings in a stream whose pieces may be cut anywhere. Knows text only, neither tokens nor requests.
+No half character is ever shown, and nothing is decoded twice.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mlx_server.engine.text.tokenizer import Tokenizer
 
@@ -112,50 +111,6 @@ def _num_final_characters(text: str) -> int:
     return len(text) - min(num_replaced, _MAX_UNFINISHED_BYTES)
 
 
-class PrefixCursor:
-    """How much of the start of `target` stands at the end of what was read, in amortised constant time an item.
-
-    The failure function of Knuth, Morris and Pratt (1977). Works on any sequence: characters of a string, bytes, or
-    token ids.
-    """
-
-    __slots__ = ("_failure", "_target", "num_matched")
-
-    def __init__(self, target: Sequence[Any]) -> None:
-        assert len(target) > 0, "an empty target stands everywhere"
-        self._target = target
-        self._failure = _failure_function(target)
-        self.num_matched = 0
-
-    def step(self, item: Any) -> bool:
-        """Reads one item; True when the whole target has just been read."""
-        matched = self.num_matched
-        if matched == len(self._target):
-            matched = self._failure[matched - 1]
-        while matched and self._target[matched] != item:
-            matched = self._failure[matched - 1]
-        if self._target[matched] == item:
-            matched += 1
-        self.num_matched = matched
-        return matched == len(self._target)
-
-    def reset(self) -> None:
-        self.num_matched = 0
-
-
-def _failure_function(target: Sequence[Any]) -> list[int]:
-    """For each prefix of `target`, the length of its longest proper prefix that is also its suffix."""
-    failure = [0] * len(target)
-    matched = 0
-    for index in range(1, len(target)):
-        while matched and target[matched] != target[index]:
-            matched = failure[matched - 1]
-        if target[matched] == target[index]:
-            matched += 1
-        failure[index] = matched
-    return failure
-
-
 @dataclass(frozen=True, slots=True)
 class Scan:
     """`text` cannot be part of a later match. `rest` follows the match and has not been read yet."""
@@ -169,57 +124,42 @@ class StringScanner:
     """Finds the first of several strings in streamed text, and holds back what could still become one.
 
     The match that ends first wins; of those that end together, the longest. So the result does not depend on how
-    the text was cut into pieces.
+    the text was cut into pieces: of `bc` and `abcd`, `xabcd` has `bc`, whether it comes whole or letter by letter.
     """
 
     def __init__(self, targets: Sequence[str]) -> None:
-        # Longest first: the first cursor that completes at a character is then the winner of the tie.
-        ordered = sorted(set(targets), key=len, reverse=True)
-        self._cursors = [(target, PrefixCursor(target)) for target in ordered]
-        self._first_characters = {target[0] for target in ordered}
+        self._targets = tuple(targets)
+        self._first_characters = {target[0] for target in targets}
+        self._max_held = max(map(len, targets), default=1) - 1
         self._held = ""
 
     def scan(self, text: str) -> Scan:
         """Reads `text` up to the first match. Call again with `rest` to go on behind it."""
         if not self._held and self._first_characters.isdisjoint(text):
             return Scan(text)
-        start = len(self._held)
-        buffer = self._held + text
-        for index in range(start, len(buffer)):
-            matched = self._step(buffer[index])
-            if matched is not None:
-                self._reset()
-                end = index + 1
-                return Scan(buffer[: end - len(matched)], matched, buffer[end:])
-        num_held = max(cursor.num_matched for _, cursor in self._cursors)
-        self._held = buffer[len(buffer) - num_held :]
-        return Scan(buffer[: len(buffer) - num_held])
+        text = self.flush() + text
+        starts = [(text.find(target), target) for target in self._targets]
+        ends = [(start + len(target), -len(target), target) for start, target in starts if start >= 0]
+        if ends:
+            end, _, matched = min(ends)
+            return Scan(text[: end - len(matched)], matched, text[end:])
+        split = self._first_beginning(text)
+        self._held = text[split:]
+        return Scan(text[:split])
 
     def flush(self) -> str:
         """What was held back, at the end of the stream or when the caller stops looking."""
-        held = self._held
-        self._reset()
+        held, self._held = self._held, ""
         return held
 
-    def _step(self, character: str) -> str | None:
-        winner = None
-        for target, cursor in self._cursors:
-            if cursor.step(character) and winner is None:
-                winner = target
-        return winner
-
-    def _reset(self) -> None:
-        self._held = ""
-        for _, cursor in self._cursors:
-            cursor.reset()
-
-
-@dataclass(frozen=True, slots=True)
-class StopResult:
-    """`text` is safe to emit. `matched` is the stop string that ended the output; nothing may follow it."""
-
-    text: str
-    matched: str | None = None
+    def _first_beginning(self, text: str) -> int:
+        """Where the first beginning of a target stands that `text` ends in."""
+        for start in range(max(0, len(text) - self._max_held), len(text)):
+            if text[start] in self._first_characters:
+                end = text[start:]
+                if any(target.startswith(end) for target in self._targets):
+                    return start
+        return len(text)
 
 
 class StopStringMatcher:
@@ -234,14 +174,14 @@ class StopStringMatcher:
         self._include_in_output = include_in_output
         self._is_stopped = False
 
-    def append(self, text: str) -> StopResult:
-        """Takes new text of the output. Not to be called again after a match."""
+    def append(self, text: str) -> Scan:
+        """Takes new text of the output; what is returned is to be shown, and after a match nothing may follow."""
         assert not self._is_stopped, "text after a stop string belongs to nobody"
         scan = self._scanner.scan(text)
         if scan.matched is None:
-            return StopResult(scan.text)
+            return scan
         self._is_stopped = True
-        return StopResult(scan.text + scan.matched if self._include_in_output else scan.text, scan.matched)
+        return Scan(scan.text + scan.matched if self._include_in_output else scan.text, scan.matched)
 
     def flush(self) -> str:
         """The held-back text, once the output has ended for another reason. Empty after a match."""

@@ -1,11 +1,8 @@
-"""Text to token ids and back, for one model's folder.
+"""Text to token ids and back, for one model's folder, by the bytes behind each token where its decoder only joins them.
 
-The bytes behind each token, for tokenizers whose decoder only joins bytes (nearly all that generate text).
-
-Two families exist. *Byte-level* BPE (GPT-2 and after) writes each byte as one printable character. *Byte-fallback*
-vocabularies (SentencePiece) hold plain text with U+2581 for a space, and `<0xE4>` for a byte that no piece covers.
-
-The JSON files beside a model's weights.
+Nearly all do that generate text, in two families. *Byte-level* BPE (GPT-2 and after) writes each byte as one printable
+character. *Byte-fallback* vocabularies (SentencePiece) hold plain text with U+2581 for a space, and `<0xE4>` for a byte
+that no piece covers.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_server.errors import ModelLoadError
 
@@ -29,32 +27,25 @@ MAX_ID = 2**32 - 1
 """The largest that the tokenizers library reads; for anything beyond, it raises."""
 
 
-class TokenBytes:
-    """A lazily filled table from token id to bytes. Safe to use from any thread.
+class TokenBytes(dict[int, bytes]):
+    """A table from token id to bytes, filled as it is asked; empty for an id outside of the vocabulary (a padded row of
+    the model's head). Safe to use from any thread.
 
     `strips_leading_space`: the decoder takes one space off the beginning of a text.
     """
 
-    def __init__(
-        self,
-        id_to_token: Callable[[int], str | None],
-        to_bytes: Callable[[str], bytes],
-        strips_leading_space: bool,
-    ) -> None:
+    def __init__(self, backend: Any, to_bytes: Callable[[str], bytes], *, strips_leading_space: bool = False) -> None:
+        super().__init__()
         self.strips_leading_space = strips_leading_space
-        self._id_to_token = id_to_token
+        self._id_to_token: Callable[[int], str | None] = backend.id_to_token
         self._to_bytes = to_bytes
-        self._known: dict[int, bytes] = {}
 
-    def __getitem__(self, token_id: int) -> bytes:
-        """The token's bytes; empty for an id outside of the vocabulary (a padded row of the model's head)."""
-        known = self._known.get(token_id)
-        if known is None:
-            token = self._id_to_token(token_id) if 0 <= token_id <= MAX_ID else None
-            known = b"" if token is None else self._to_bytes(token)
-            if token is not None:
-                self._known[token_id] = known
-        return known
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._id_to_token(token_id) if 0 <= token_id <= MAX_ID else None
+        if token is None:
+            return b""
+        self[token_id] = found = self._to_bytes(token)
+        return found
 
 
 def token_bytes_of(backend: Any) -> TokenBytes | None:
@@ -65,11 +56,11 @@ def token_bytes_of(backend: Any) -> TokenBytes | None:
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     match [step["type"] for step in steps]:
         case ["ByteLevel"]:
-            return TokenBytes(backend.id_to_token, _byte_level_bytes, False)
+            return TokenBytes(backend, _byte_level_bytes)
         case ["Replace", "ByteFallback", "Fuse"] if _is_space_mark(steps[0]):
-            return TokenBytes(backend.id_to_token, _byte_fallback_bytes, False)
+            return TokenBytes(backend, _byte_fallback_bytes)
         case ["Replace", "ByteFallback", "Fuse", "Strip"] if _is_space_mark(steps[0]) and _is_one_space(steps[3]):
-            return TokenBytes(backend.id_to_token, _byte_fallback_bytes, True)
+            return TokenBytes(backend, _byte_fallback_bytes, strips_leading_space=True)
     return None
 
 
@@ -81,16 +72,7 @@ def _is_one_space(strip: dict[str, Any]) -> bool:
     return (strip["content"], strip["start"], strip["stop"]) == (" ", 1, 0)
 
 
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the other bytes for U+0100 onwards."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
-    return alphabet
-
-
-_BYTE_OF_CHARACTER = _byte_of_character()
+_BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def _byte_level_bytes(token: str) -> bytes:

@@ -106,8 +106,8 @@ class _CallGrammar:
 
     def _unwritable(self, what: str, where: str) -> InvalidRequestError:
         return InvalidRequestError(
-            f"{what} this model's format of calls ({self._parser.name}) cannot write; rename it with letters, digits and "
-            "`_`, or set tool_choice to auto.",
+            f"{what} this model's format of calls ({self._parser.name}) cannot write; rename it with letters, digits "
+            "and `_`, or set tool_choice to auto.",
             where,
         )
 
