@@ -21,7 +21,8 @@ from typing import Any, Generic, TypeVar
 import llguidance
 
 from mlx_server.engine.fair_slots import ANYONE, Asker, FairSlots, Slot, in_daemon_thread, own_clock
-from mlx_server.engine.grammar.spec import MAX_SOURCE_CHARS, StructuredKind, StructuredSpec, check_length, keep_bounds
+from mlx_server.engine.grammar.schema import MAX_SOURCE_CHARS, check_length, keep_bounds
+from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import LarkWriter, json_options, structural_tag_grammar
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import InvalidRequestError, OverloadedError, UnsupportedError

@@ -1,9 +1,4 @@
-"""What a request wants its output to look like, read from the several fields in which clients say so.
-
-How long what describes an output may be. Compiling it takes time and stack in proportion to its length, at best.
-
-Bounds of numbers in JSON schemas, changed where llguidance does not keep them.
-"""
+"""What a request wants its output to look like, read from the several fields in which clients say so."""
 
 from __future__ import annotations
 
@@ -13,92 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mlx_server.engine.grammar.schema import (
+    MAX_GRAMMAR_CHARS,
+    MAX_REGEX_CHARS,
+    changed_schema,
+    check_length,
+    check_patterns,
+)
 from mlx_server.errors import InvalidRequestError
-
-MAX_SOURCE_CHARS = 128 * 1024
-"""Of any constraint. Grammars nest as deep as they are long, and compiling them recurses."""
-
-MAX_GRAMMAR_CHARS = 32 * 1024
-"""Of Lark and GBNF, whose terminals are regexes, too."""
-
-MAX_REGEX_CHARS = 8 * 1024
-"""Of a regex, or of all patterns in a schema: 8 Ki of `a?` take 30 MiB, 32 Ki half a gigabyte, and so on."""
-
-_PATTERNS = frozenset(("pattern", "regex", "whitespace_pattern", "item_separator", "key_separator"))
-
-
-def check_length(text: str, limit: int, where: str) -> None:
-    """Raises `InvalidRequestError` for a text that is longer than the limit."""
-    if len(text) > limit:
-        raise InvalidRequestError(f"{where} has {len(text)} characters; the most is {limit}.", where)
-
-
-def check_patterns(value: Any, where: str) -> None:
-    """The same for all the patterns together in a schema or structural tag, whatever else is wrong with it."""
-    num_chars = 0
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, Mapping):
-            num_chars += sum(len(text) for key, text in item.items() if key in _PATTERNS and isinstance(text, str))
-            named = item.get("patternProperties")
-            num_chars += sum(map(len, named)) if isinstance(named, Mapping) else 0
-            pending += item.values()
-        elif isinstance(item, list):
-            pending += item
-    if num_chars > MAX_REGEX_CHARS:
-        raise InvalidRequestError(
-            f"The patterns in {where} have {num_chars} characters; the most is {MAX_REGEX_CHARS}.", where
-        )
-
-
-MAX_DEPTH = 64
-"""Of schemas within schemas; llguidance reads little more."""
-
-_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
-_LISTS = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
-_SCHEMAS = frozenset(("items", "additionalProperties", "not"))
-
-
-def checked_schema(schema: Any, where: str, depth: int = MAX_DEPTH) -> Any:
-    """A copy in which keywords that are null, as some clients send what they leave out, are left out. Raises
-    `InvalidRequestError` with the path of the first part that is no schema, or is nested too deeply."""
-    if isinstance(schema, bool):
-        return schema
-    if not isinstance(schema, Mapping):
-        raise _wrong(where, "a JSON schema: an object, or a boolean")
-    if depth == 0:
-        raise InvalidRequestError(f"{where} lies {MAX_DEPTH} schemas deep, which is the most; flatten it.", where)
-    return {
-        key: _checked(key, value, f"{where}.{key}", depth - 1)
-        for key, value in schema.items()
-        if value is not None or key == "const"
-    }
-
-
-def _checked(key: str, value: Any, where: str, depth: int) -> Any:
-    """The value of one keyword."""
-    if key in _NAMED:
-        if not isinstance(value, Mapping):
-            raise _wrong(where, "an object of schemas")
-        return {name: checked_schema(inner, f"{where}.{name}", depth) for name, inner in value.items()}
-    if key in _LISTS or (key == "items" and isinstance(value, list)):
-        if not isinstance(value, list):
-            raise _wrong(where, "a list of schemas")
-        return [checked_schema(inner, f"{where}[{index}]", depth) for index, inner in enumerate(value)]
-    if key in _SCHEMAS:
-        return checked_schema(value, where, depth)
-    if key == "type" and isinstance(value, str):
-        return value
-    if key in ("required", "type") and not (isinstance(value, list) and all(isinstance(text, str) for text in value)):
-        raise _wrong(where, "a list of strings" if key == "required" else "a string, or a list of strings")
-    if key == "enum" and not isinstance(value, list):
-        raise _wrong(where, "a list")
-    return value
-
-
-def _wrong(where: str, wanted: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{where} must be {wanted}.", where)
 
 
 class StructuredKind(enum.StrEnum):
@@ -217,7 +134,7 @@ def _from_structured_outputs(value: Any) -> Iterator[StructuredSpec]:
         if content is None or (name == "json_object" and content is False):
             continue
         if options.get("disable_additional_properties") and name == "json":
-            content = _closed(_json_value(content, f"{where}.{name}"), f"{where}.{name}")
+            content = _closed(content, f"{where}.{name}")
         yield replace(read(content, f"{where}.{name}"), whitespace_pattern=whitespace)
 
 
@@ -293,6 +210,19 @@ def _whitespace(pattern: str | None, where: str) -> str | None:
     return pattern
 
 
+def _closed(value: Any, where: str) -> Any:
+    """The schema with `additionalProperties: false` wherever `properties` are listed without saying."""
+    try:
+        return changed_schema(_json_value(value, where), _close)
+    except RecursionError as error:
+        raise InvalidRequestError(f"{where} is nested too deeply.", where) from error
+
+
+def _close(schema: dict[str, Any]) -> None:
+    if isinstance(schema.get("properties"), Mapping):
+        schema.setdefault("additionalProperties", False)
+
+
 def _json_value(value: Any, where: str) -> Any:
     """Some clients send JSON as text."""
     if not isinstance(value, str):
@@ -309,72 +239,3 @@ def _json_text(value: Any, where: str) -> str:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{where} cannot be written as JSON: {error}.", where) from error
-
-
-def _closed(schema: Any, where: str) -> Any:
-    try:
-        return _close_objects(schema)
-    except RecursionError as error:
-        raise InvalidRequestError(f"{where} is nested too deeply.", where) from error
-
-
-def _close_objects(schema: Any) -> Any:
-    """The schema with `additionalProperties: false` wherever `properties` are listed without saying."""
-    if isinstance(schema, list):
-        return [_close_objects(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: _close_objects(value) for key, value in schema.items()}
-    if isinstance(schema.get("properties"), dict):
-        closed.setdefault("additionalProperties", False)
-    return closed
-
-
-_STEP = 1e-6
-"""How far a bound is moved: the numbers between are lost to the model, which hardly writes any of them."""
-
-_LARGEST = 2.0**32
-"""Beyond it, a step may be too small to change a number."""
-
-_VALUES = frozenset(("const", "enum", "default", "examples"))
-"""Keywords that hold values, in which nothing is a bound."""
-
-
-def keep_bounds(schema: Any) -> Any:
-    """The schema, with each exclusive bound moved inwards that llguidance takes for an inclusive one.
-
-    It does so for a whole number when the other bound is less than 1 away: `{"exclusiveMinimum": 1, "maximum": 1.5}`
-    would allow 1.
-    """
-    if isinstance(schema, list):
-        return [keep_bounds(item) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    kept = {key: value if key in _VALUES else keep_bounds(value) for key, value in schema.items()}
-    low, high = _number(kept, "exclusiveMinimum"), _number(kept, "exclusiveMaximum")
-    lower = _largest(low, _number(kept, "minimum"))
-    upper = _smallest(high, _number(kept, "maximum"))
-    if lower is None or upper is None or upper - lower >= 1:
-        return kept
-    if low is not None and low == lower and float(low).is_integer():
-        del kept["exclusiveMinimum"]
-        kept["minimum"] = low + _STEP
-    if high is not None and high == upper and float(high).is_integer():
-        del kept["exclusiveMaximum"]
-        kept["maximum"] = high - _STEP
-    return kept
-
-
-def _number(schema: Mapping[str, Any], key: str) -> float | None:
-    value = schema.get(key)
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return None
-    return value if abs(value) < _LARGEST else None
-
-
-def _largest(*bounds: float | None) -> float | None:
-    return max((bound for bound in bounds if bound is not None), default=None)
-
-
-def _smallest(*bounds: float | None) -> float | None:
-    return min((bound for bound in bounds if bound is not None), default=None)

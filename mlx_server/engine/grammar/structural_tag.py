@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mlx_server.engine.grammar.spec import keep_bounds
+from mlx_server.engine.grammar.schema import keep_bounds
 from mlx_server.engine.text.tokenizer import Tokenizer
 
 ANY_TEXT = r"/(.|\n)*/"

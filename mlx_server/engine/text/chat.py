@@ -40,8 +40,8 @@ _MEDIA = ("image", "audio", "video", "file", "document", "screenshot", "upload")
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of OpenAI's content: a string, or a list of parts, which are joined by line breaks. `where` is its path
-    in the request. Raises `InvalidRequestError`."""
+    """The text of OpenAI's content: a string, or a list of parts, which are joined by line breaks; some clients mix
+    strings with parts. `where` is its path in the request. Raises `InvalidRequestError`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -50,6 +50,8 @@ def text_of(content: Any, where: str) -> str:
 
 
 def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str):
         raise InvalidRequestError(f"{where} must be a part with a type.", where)
@@ -104,7 +106,7 @@ def _normalise(message: Any, where: str, parses_arguments: bool) -> dict[str, An
         raise InvalidRequestError(
             f"{where}: the former function calls are not read; send tool_calls, and their results as role tool.", where
         )
-    copy["content"] = _text_of(copy.get("content", ""), f"{where}.content")
+    copy["content"] = text_of(copy.get("content", ""), f"{where}.content")
     reasoning = copy.pop("reasoning", None)
     if isinstance(reasoning, str):
         copy.setdefault("reasoning_content", reasoning)
@@ -115,13 +117,6 @@ def _normalise(message: Any, where: str, parses_arguments: bool) -> dict[str, An
             raise InvalidRequestError(f"{where} must be a list.", where)
         copy["tool_calls"] = [_tool_call(call, f"{where}[{i}]", parses_arguments) for i, call in enumerate(calls)]
     return copy
-
-
-def _text_of(content: Any, where: str) -> str:
-    """Like `content.text_of`; some clients mix strings with parts."""
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    return text_of(content, where)
 
 
 def _tool_call(call: Any, where: str, parses_arguments: bool) -> dict[str, Any]:

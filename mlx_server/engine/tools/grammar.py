@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec, check_patterns, checked_schema
+from mlx_server.engine.grammar.schema import changed_schema, check_patterns, checked_schema
+from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import LarkWriter, alternatives, json_expression, json_options
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import FORMATS, TAG_SAFE, Notation, Parameter, Tool, ToolFormat, ToolParser
@@ -25,7 +26,6 @@ class ForcedCalls:
 
 
 _PLAIN = r"/[^<&\n]*/"
-_DATA = frozenset(("const", "default", "enum", "examples"))
 _DECIDED = frozenset(("const", "enum", "format", "pattern"))
 
 
@@ -131,7 +131,7 @@ class _CallGrammar:
         if not _may_be_text(schema):
             whole = {**schema, **definitions}
             if not self._writer.begins_with_added_token(after):
-                whole = _without_closing_tags(whole)
+                whole = changed_schema(whole, _exclude_closing_tags)
             return f"{json_expression(whole, self._json_options)} {self._writer.literal(after)}"
         choices = schema.get("enum") if isinstance(schema, Mapping) else None
         if choices and all(isinstance(choice, str) for choice in choices):
@@ -144,16 +144,10 @@ class _CallGrammar:
         return alternatives((plain, section))
 
 
-def _without_closing_tags(schema: Any) -> Any:
-    """A copy whose texts cannot hold what a parser would take for the end of the argument."""
-    if isinstance(schema, list):
-        return [_without_closing_tags(item) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    copy = {key: value if key in _DATA else _without_closing_tags(value) for key, value in schema.items()}
+def _exclude_closing_tags(schema: dict[str, Any]) -> None:
+    """So that texts cannot hold what a parser would take for the end of the argument."""
     if schema.get("type") == "string" and not _DECIDED & schema.keys():
-        copy["pattern"] = "^([^<]|<+[^</])*$"
-    return copy
+        schema["pattern"] = "^([^<]|<+[^</])*$"
 
 
 def _cdata(text: str) -> str:
