@@ -80,8 +80,8 @@ def windowed() -> Tokenizer:
 
 
 WINDOWED = windowed()
-assert BYTE_LEVEL.has_exact_bytes
-assert not WINDOWED.has_exact_bytes
+assert BYTE_LEVEL.exact_bytes is not None
+assert WINDOWED.exact_bytes is None
 
 
 BYTE_IDS = {BYTE_LEVEL.token_bytes(i)[0]: i for i in range(256)}
@@ -129,7 +129,7 @@ def test_a_leading_space_is_kept_when_the_output_continues_a_text() -> None:
 
 def test_other_decoders_stream_through_a_window() -> None:
     tokenizer = wrap(metaspace_backend())
-    assert not tokenizer.has_exact_bytes
+    assert tokenizer.exact_bytes is None
     ids = [0, 1, 2, 3, 4, *[0] * 3, *[2] * 6, *[1] * 20]
     pieces = stream(tokenizer, ids)
     assert pieces[:4] == ["the", " a", "b", "é"]
@@ -140,7 +140,7 @@ def test_without_a_decoder_tokens_are_joined_as_the_library_does() -> None:
     backend = metaspace_backend()
     backend.decoder = None
     tokenizer = wrap(backend)
-    assert not tokenizer.has_exact_bytes
+    assert tokenizer.exact_bytes is None
     assert "".join(stream(tokenizer, [0, 1, 2])) == tokenizer.hf.decode([0, 1, 2])
 
 

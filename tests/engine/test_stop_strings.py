@@ -83,13 +83,6 @@ def test_scanning_goes_on_behind_a_match() -> None:
     assert (third.text, third.matched, third.rest) == ("", "</a>", "z")
 
 
-def test_nothing_may_follow_a_match() -> None:
-    matcher = StopStringMatcher(("x",))
-    assert matcher.append("x").matched == "x"
-    with pytest.raises(AssertionError):
-        matcher.append("y")
-
-
 texts = st.text(alphabet="ab", max_size=20)
 stops = st.lists(st.text(alphabet="ab", min_size=2, max_size=6), max_size=3).map(tuple)
 

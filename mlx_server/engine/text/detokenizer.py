@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.engine.text.tokenizer import TokenBytes, Tokenizer
 
 _MAX_UNFINISHED_BYTES = 3
 """A UTF-8 character has at most four bytes, and some decoders show each unfinished byte as one U+FFFD."""
@@ -38,11 +38,12 @@ class IncrementalDetokenizer:
         continues_text: bool = False,
     ) -> None:
         self._skipped = tokenizer.special_token_ids - frozenset(kept_token_ids) if skip_special_tokens else frozenset()
-        self._stream = _ByteStream(tokenizer, continues_text) if tokenizer.has_exact_bytes else _WindowStream(tokenizer)
+        exact_bytes = tokenizer.exact_bytes
+        self._stream = _WindowStream(tokenizer) if exact_bytes is None else _ByteStream(exact_bytes, continues_text)
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Takes the next ids and returns the text that has become whole."""
-        return "".join([self._stream.step(token_id) for token_id in token_ids if token_id not in self._skipped])
+        return self._stream.append([token_id for token_id in token_ids if token_id not in self._skipped])
 
     def finish(self) -> str:
         """The rest, once no ids follow: bytes still waiting come out as U+FFFD."""
@@ -52,18 +53,19 @@ class IncrementalDetokenizer:
 class _ByteStream:
     """Joins the tokens' bytes and decodes them as they come."""
 
-    def __init__(self, tokenizer: Tokenizer, continues_text: bool) -> None:
-        self._token_bytes = tokenizer.token_bytes
+    def __init__(self, token_bytes: TokenBytes, continues_text: bool) -> None:
+        self._bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strips_space = tokenizer.strips_leading_space and not continues_text
+        self._strips_space = token_bytes.strips_leading_space and not continues_text
 
-    def step(self, token_id: int) -> str:
-        return self._strip(self._decoder.decode(self._token_bytes(token_id)))
+    def append(self, token_ids: Sequence[int]) -> str:
+        return self._decode(b"".join([self._bytes[token_id] for token_id in token_ids]))
 
     def finish(self) -> str:
-        return self._strip(self._decoder.decode(b"", final=True))
+        return self._decode(b"", is_final=True)
 
-    def _strip(self, text: str) -> str:
+    def _decode(self, new: bytes, *, is_final: bool = False) -> str:
+        text = self._decoder.decode(new, is_final)
         if self._strips_space and text:
             self._strips_space = False
             return text.removeprefix(" ")
@@ -82,7 +84,10 @@ class _WindowStream:
         self._ids: list[int] = []
         self._num_shown = 0
 
-    def step(self, token_id: int) -> str:
+    def append(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._step(token_id) for token_id in token_ids])
+
+    def _step(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._decode()
         num_final = _num_final_characters(text)
@@ -93,10 +98,7 @@ class _WindowStream:
         return new
 
     def finish(self) -> str:
-        rest = self._decode()[self._num_shown :]
-        self._ids.clear()
-        self._num_shown = 0
-        return rest
+        return self._decode()[self._num_shown :]
 
     def _move_on(self) -> None:
         self._ids = self._ids[-_NUM_CONTEXT:]
@@ -172,15 +174,12 @@ class StopStringMatcher:
     def __init__(self, stop: Sequence[str], include_in_output: bool = False) -> None:
         self._scanner = StringScanner(stop)
         self._include_in_output = include_in_output
-        self._is_stopped = False
 
     def append(self, text: str) -> Scan:
-        """Takes new text of the output; what is returned is to be shown, and after a match nothing may follow."""
-        assert not self._is_stopped, "text after a stop string belongs to nobody"
+        """Takes new text of the output, and returns what of it is to be shown. Nothing is to follow a match."""
         scan = self._scanner.scan(text)
         if scan.matched is None:
             return scan
-        self._is_stopped = True
         return Scan(scan.text + scan.matched if self._include_in_output else scan.text, scan.matched)
 
     def flush(self) -> str:

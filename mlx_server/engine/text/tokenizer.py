@@ -31,7 +31,7 @@ class TokenBytes(dict[int, bytes]):
     """A table from token id to bytes, filled as it is asked; empty for an id outside of the vocabulary (a padded row of
     the model's head). Safe to use from any thread.
 
-    `strips_leading_space`: the decoder takes one space off the beginning of a text.
+    `strips_leading_space`: the decoder takes one space off the beginning of a text (SentencePiece's dummy prefix).
     """
 
     def __init__(self, backend: Any, to_bytes: Callable[[str], bytes], *, strips_leading_space: bool = False) -> None:
@@ -48,7 +48,7 @@ class TokenBytes(dict[int, bytes]):
         return found
 
 
-def token_bytes_of(backend: Any) -> TokenBytes | None:
+def _token_bytes_of(backend: Any) -> TokenBytes | None:
     """The table of a `tokenizers.Tokenizer`; None when its decoder does more than join bytes."""
     if backend.decoder is None:
         return None
@@ -120,7 +120,8 @@ class Tokenizer:
     releases the interpreter lock, which the single one holds for a second over a long prompt. Tokenizers written
     in Python are guarded by a lock.
 
-    `hf` is the wrapped transformers tokenizer; use it for what is not about encoding (chat templates).
+    `hf` is the wrapped transformers tokenizer; use it for what is not about encoding (chat templates). `exact_bytes`
+    are those of each token, where the text of several tokens is exactly their bytes joined; else None.
     `added_tokens` are the entries that are matched in text as a whole, special or not, with their ids.
     """
 
@@ -129,11 +130,11 @@ class Tokenizer:
         self.hf = hf
         self._backend = _plain_backend(hf)
         self._lock = threading.Lock()
-        self._bytes: TokenBytes | None = None
+        self.exact_bytes: TokenBytes | None = None
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
-            self._bytes = token_bytes_of(self._backend)
+            self.exact_bytes = _token_bytes_of(self._backend)
         own_eos = () if hf.eos_token_id is None else (hf.eos_token_id,)
         self.eos_token_ids: frozenset[int] = frozenset(own_eos) | frozenset(eos_token_ids)
         self.added_tokens: dict[str, int] = dict(hf.get_added_vocab())
@@ -164,16 +165,6 @@ class Tokenizer:
     def backend_json(self) -> str | None:
         """The fast tokenizer serialised as in tokenizer.json, added tokens included; None for Python tokenizers."""
         return None if self._backend is None else self._backend.to_str()
-
-    @property
-    def has_exact_bytes(self) -> bool:
-        """Whether the text of several tokens is exactly their bytes joined."""
-        return self._bytes is not None
-
-    @property
-    def strips_leading_space(self) -> bool:
-        """Whether decoding takes one space off the beginning (SentencePiece's dummy prefix)."""
-        return self._bytes is not None and self._bytes.strips_leading_space
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. `add_special_tokens` adds what the tokenizer puts around a raw prompt (BOS).
@@ -210,17 +201,17 @@ class Tokenizer:
         run, too, when one of its bytes is invalid.)
         """
         ids = [i for i in token_ids if i not in self.special_token_ids] if skip_special_tokens else list(token_ids)
-        if self._bytes is None:
+        if self.exact_bytes is None:
             ids = [i for i in ids if 0 <= i <= MAX_ID]
             with self._lock:
                 return str(self.hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        text = b"".join([self._bytes[token_id] for token_id in ids]).decode("utf-8", "replace")
-        return text.removeprefix(" ") if self._bytes.strips_leading_space else text
+        text = b"".join([self.exact_bytes[token_id] for token_id in ids]).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.exact_bytes.strips_leading_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; empty for an id outside of the vocabulary."""
-        if self._bytes is not None:
-            return self._bytes[token_id]
+        if self.exact_bytes is not None:
+            return self.exact_bytes[token_id]
         return self.decode([token_id], skip_special_tokens=False).encode()
 
     def token_text(self, token_id: int) -> str:
