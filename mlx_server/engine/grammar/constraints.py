@@ -1,8 +1,7 @@
 """Outputs that fit a grammar: constraints compiled with llguidance, and their cursors over one output.
 
-Where strangers' grammars are compiled: off the event loop, and apart from whatever else is done in threads.
-
-A grammar whose failure is its own request's: it is consulted amid the steps of all.
+Clients' grammars are compiled off the event loop, on threads of their own, and one that fails in the middle of an
+output ends its own request only.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, Generic, TypeVar
@@ -30,96 +30,20 @@ from mlx_server.request import TokenConstraint
 
 T = TypeVar("T")
 
-_RETRY_S = 5.0
+logger = logging.getLogger(__name__)
+
+_MAX_CACHED = 128
+_MAX_CACHED_CHARS = 256 * 1024
+"""Of the sources of all that is remembered: long ones may take a hundred megabytes."""
 
 _STACK_BYTES = 256 * 2**20
 """Three times what `MAX_SOURCE_CHARS` of the deepest grammars take; at the end of its stack, native code ends the
 process. It is address space: memory is taken as far as the recursion goes."""
 
+_RETRY_S = 5.0
 
 _TOLERANCE_S = 0.01
 """Less of its time than this is not waited for."""
-
-
-class GrammarThreads:
-    """A few threads, so that hostile grammars leave the machine its cores and do not hold up the tokenizing of prompts.
-    Better tiers come first, and the keys of a tier in turn. Event-loop thread only, but for the work itself.
-
-    What a grammar costs is the processor time that its thread uses: that is the grammar's fault, and its client's to
-    mend. How long the clock on the wall runs meanwhile is the machine's, and may be better soon.
-    """
-
-    def __init__(self, num_threads: int = 3, cpu_limit_s: float = 10.0, patience_s: float = 30.0) -> None:
-        """`patience_s` bounds the wait for a thread, and again for the work."""
-        self._cpu_limit_s = cpu_limit_s
-        self._patience_s = patience_s
-        self._slots = FairSlots(num_threads)
-
-    async def run(self, work: Callable[[], T], param: str, asker: Asker = ANYONE) -> T:
-        """What `work` returns or raises. Raises `InvalidRequestError` with the request's field if the work takes too
-        much processor time, and `OverloadedError` if it got too little of it, or no thread was free in time. What is
-        given up goes on, and keeps its thread until it is done."""
-        try:
-            async with asyncio.timeout(self._patience_s):
-                slot = await self._slots.acquire(asker)
-        except TimeoutError:
-            raise OverloadedError(
-                f"Other requests' grammars have been compiled for {self._patience_s:g} s; try again.", _RETRY_S
-            ) from None
-        timed = _Timed(work)
-        working = asyncio.ensure_future(in_daemon_thread(timed, stack_bytes=_STACK_BYTES))
-        working.add_done_callback(partial(_on_done, slot))
-        await self._wait(working, timed, param)
-        return working.result()
-
-    async def _wait(self, working: asyncio.Future[T], timed: _Timed[T], param: str) -> None:
-        deadline_s = time.monotonic() + self._patience_s
-        while not working.done():
-            cpu_left_s = self._cpu_limit_s - timed.cpu_s()
-            time_left_s = deadline_s - time.monotonic()
-            if cpu_left_s <= 0:
-                raise InvalidRequestError(
-                    f"{param} takes more than {self._cpu_limit_s:g} s of processor time to compile; make it simpler.",
-                    param,
-                )
-            if time_left_s <= 0:
-                raise OverloadedError(
-                    f"{param} could not be compiled in {self._patience_s:g} s, of which the machine gave it "
-                    f"{timed.cpu_s():.1f} s: it is busy with other things. Try again.",
-                    _RETRY_S,
-                )
-            # A thread cannot use its time faster than time goes by.
-            await asyncio.wait((working,), timeout=max(_TOLERANCE_S, min(cpu_left_s, time_left_s)))
-
-
-class _Timed(Generic[T]):
-    """Work whose processor time others can read."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self._clock: Callable[[], float] = float
-
-    def __call__(self) -> T:
-        self._clock = own_clock()
-        return self._work()
-
-    def cpu_s(self) -> float:
-        """So far; 0 before it has begun, and meaningless once it is done."""
-        try:
-            return self._clock()
-        except OSError:  # it has just ended
-            return 0.0
-
-
-def _on_done(slot: Slot, working: asyncio.Future[T]) -> None:
-    slot.release()
-    if not working.cancelled():
-        working.exception()  # nobody may be there to take it
-
-
-_MAX_CACHED = 128
-_MAX_CACHED_CHARS = 256 * 1024
-"""Of the sources of all that is remembered: long ones may take a hundred megabytes."""
 
 
 class GrammarCompiler:
@@ -205,16 +129,39 @@ class GrammarCompiler:
             raise UnsupportedError(f"Structured output does not work with this model's tokenizer: {error}.") from error
 
 
+def _guidance_grammar(spec: StructuredSpec, tokenizer: Tokenizer) -> str:
+    """The constraint in llguidance's own form. Raises `ValueError`."""
+    match spec.kind:
+        case StructuredKind.JSON_SCHEMA | StructuredKind.JSON_OBJECT:
+            overrides = {"lenient": True, **json_options(spec.whitespace_pattern)}
+            schema = json.dumps(keep_bounds(json.loads(spec.source)), ensure_ascii=False)
+            return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides))
+        case StructuredKind.REGEX:
+            return str(llguidance.LLMatcher.grammar_from_regex(spec.source))
+        case StructuredKind.CHOICE:
+            writer = LarkWriter(tokenizer.added_tokens)
+            return str(llguidance.LLMatcher.grammar_from_lark(writer.text(writer.one_of(json.loads(spec.source)))))
+        case StructuredKind.STRUCTURAL_TAG:
+            lark = structural_tag_grammar(json.loads(spec.source), tokenizer, json_options(spec.whitespace_pattern))
+            return str(llguidance.LLMatcher.grammar_from_lark(lark))
+        case StructuredKind.LARK | StructuredKind.GBNF:
+            return str(llguidance.grammar_from(spec.kind.value, spec.source))
+
+
+def _refusal(spec: StructuredSpec, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{spec.param} cannot be compiled: {reason.strip()}", spec.param)
+
+
+@dataclass(frozen=True, slots=True)
 class CompiledGrammar:
     """A grammar at its beginning. `start` gives each output a cursor of its own; any thread."""
 
-    def __init__(self, matcher: Any, vocabulary: Any, vocab_size: int) -> None:
-        self._matcher = matcher
-        self._vocabulary = vocabulary
-        self._vocab_size = vocab_size
+    matcher: Any
+    vocabulary: Any
+    vocab_size: int
 
     def start(self) -> GrammarConstraint:
-        return GrammarConstraint(self._matcher.deep_copy(), self._vocabulary, self._vocab_size)
+        return GrammarConstraint(self.matcher.deep_copy(), self.vocabulary, self.vocab_size)
 
 
 class GrammarConstraint:
@@ -284,32 +231,6 @@ class GrammarConstraint:
         return spelling
 
 
-def _guidance_grammar(spec: StructuredSpec, tokenizer: Tokenizer) -> str:
-    """The constraint in llguidance's own form. Raises `ValueError`."""
-    match spec.kind:
-        case StructuredKind.JSON_SCHEMA | StructuredKind.JSON_OBJECT:
-            overrides = {"lenient": True, **json_options(spec.whitespace_pattern)}
-            schema = json.dumps(keep_bounds(json.loads(spec.source)), ensure_ascii=False)
-            return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides))
-        case StructuredKind.REGEX:
-            return str(llguidance.LLMatcher.grammar_from_regex(spec.source))
-        case StructuredKind.CHOICE:
-            writer = LarkWriter(tokenizer.added_tokens)
-            return str(llguidance.LLMatcher.grammar_from_lark(writer.text(writer.one_of(json.loads(spec.source)))))
-        case StructuredKind.STRUCTURAL_TAG:
-            lark = structural_tag_grammar(json.loads(spec.source), tokenizer, json_options(spec.whitespace_pattern))
-            return str(llguidance.LLMatcher.grammar_from_lark(lark))
-        case StructuredKind.LARK | StructuredKind.GBNF:
-            return str(llguidance.grammar_from(spec.kind.value, spec.source))
-
-
-def _refusal(spec: StructuredSpec, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{spec.param} cannot be compiled: {reason.strip()}", spec.param)
-
-
-logger = logging.getLogger(__name__)
-
-
 class GuardedConstraint:
     """`request.TokenConstraint` that raises nothing. Once `inner` has failed it accepts no token, and allows one only
     that is none of `end_ids`: the request ends with an error at its next token, and not as if it was finished."""
@@ -351,3 +272,79 @@ class GuardedConstraint:
     def _last_mask(self) -> bytes:
         token_id = next(token_id for token_id in count() if token_id not in self._end_ids)
         return bytes(token_id // 8) + bytes((1 << token_id % 8,))
+
+
+class GrammarThreads:
+    """A few threads, so that hostile grammars leave the machine its cores and do not hold up the tokenizing of prompts.
+    Better tiers come first, and the keys of a tier in turn. Event-loop thread only, except the work itself.
+
+    A grammar is refused for the processor time that its thread uses, which its client can mend. Where the time on the
+    clock runs out first, the machine is busy, and the client is told to try again.
+    """
+
+    def __init__(self, num_threads: int = 3, cpu_limit_s: float = 10.0, patience_s: float = 30.0) -> None:
+        """`patience_s` bounds the wait for a thread, and again for the work."""
+        self._cpu_limit_s = cpu_limit_s
+        self._patience_s = patience_s
+        self._slots = FairSlots(num_threads)
+
+    async def run(self, work: Callable[[], T], param: str, asker: Asker = ANYONE) -> T:
+        """What `work` returns or raises. Raises `InvalidRequestError` with the request's field if the work takes too
+        much processor time, and `OverloadedError` if it got too little of it, or no thread was free in time. What is
+        given up goes on, and keeps its thread until it is done."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                slot = await self._slots.acquire(asker)
+        except TimeoutError:
+            raise OverloadedError(
+                f"Other requests' grammars have been compiled for {self._patience_s:g} s; try again.", _RETRY_S
+            ) from None
+        timed = _Timed(work)
+        working = asyncio.ensure_future(in_daemon_thread(timed, stack_bytes=_STACK_BYTES))
+        working.add_done_callback(partial(_on_done, slot))
+        await self._wait(working, timed, param)
+        return working.result()
+
+    async def _wait(self, working: asyncio.Future[T], timed: _Timed[T], param: str) -> None:
+        deadline_s = time.monotonic() + self._patience_s
+        while not working.done():
+            cpu_left_s = self._cpu_limit_s - timed.cpu_s()
+            time_left_s = deadline_s - time.monotonic()
+            if cpu_left_s <= 0:
+                raise InvalidRequestError(
+                    f"{param} takes more than {self._cpu_limit_s:g} s of processor time to compile; make it simpler.",
+                    param,
+                )
+            if time_left_s <= 0:
+                raise OverloadedError(
+                    f"{param} could not be compiled in {self._patience_s:g} s, of which the machine gave it "
+                    f"{timed.cpu_s():.1f} s: it is busy with other things. Try again.",
+                    _RETRY_S,
+                )
+            # A thread cannot use its time faster than time goes by.
+            await asyncio.wait((working,), timeout=max(_TOLERANCE_S, min(cpu_left_s, time_left_s)))
+
+
+class _Timed(Generic[T]):
+    """Work whose processor time others can read."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._clock: Callable[[], float] = float
+
+    def __call__(self) -> T:
+        self._clock = own_clock()
+        return self._work()
+
+    def cpu_s(self) -> float:
+        """So far; 0 before it has begun, and meaningless once it is done."""
+        try:
+            return self._clock()
+        except OSError:  # it has just ended
+            return 0.0
+
+
+def _on_done(slot: Slot, working: asyncio.Future[T]) -> None:
+    slot.release()
+    if not working.cancelled():
+        working.exception()  # may have no one to take it, which asyncio would warn of
