@@ -17,11 +17,16 @@ from mlx_server.api.generation import ChatParser, OutputParser, Prompt, Truncati
 from mlx_server.api.text_turns import TextTurn
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.grammar.constraints import CompiledGrammar, GrammarCompiler
-from mlx_server.engine.grammar.reasoning import ReasoningConstraint
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import LarkWriter, json_expression, json_options
 from mlx_server.engine.text.chat import ChatOptions, ChatPrompt
-from mlx_server.engine.text.reasoning import Dialect, ReasoningMarkers, ReasoningSplitter, find_dialect
+from mlx_server.engine.text.reasoning import (
+    Dialect,
+    ReasoningConstraint,
+    ReasoningMarkers,
+    ReasoningSplitter,
+    find_dialect,
+)
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import Tool, ToolParser
 from mlx_server.engine.tools.grammar import force_tool_calls

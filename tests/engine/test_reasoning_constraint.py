@@ -8,8 +8,7 @@ from constraint_worlds import MODEL, WORLD, accepts, ids_of, spec_of, start
 from text_worlds import make_tokenizer
 
 from mlx_server.engine.grammar.constraints import GrammarCompiler
-from mlx_server.engine.grammar.reasoning import ReasoningConstraint
-from mlx_server.engine.text.reasoning import ReasoningMarkers, find_reasoning_markers
+from mlx_server.engine.text.reasoning import ReasoningConstraint, ReasoningMarkers, find_reasoning_markers
 
 THINK = ReasoningMarkers("<think>", "</think>")
 THINK_ID, END_THINK_ID = ids_of("<think>")[0], ids_of("</think>")[0]

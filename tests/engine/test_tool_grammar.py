@@ -15,8 +15,7 @@ from text_worlds import make_tokenizer
 from tool_worlds import parser_named
 
 from mlx_server.engine.grammar.constraints import GrammarCompiler
-from mlx_server.engine.grammar.reasoning import ReasoningConstraint
-from mlx_server.engine.text.reasoning import ReasoningSplitter, find_reasoning_markers
+from mlx_server.engine.text.reasoning import ReasoningConstraint, ReasoningSplitter, find_reasoning_markers
 from mlx_server.engine.tools.formats import JSON_TAGS, ToolParser
 from mlx_server.engine.tools.grammar import ForcedCalls, force_tool_calls
 from mlx_server.engine.tools.parser import ToolCallExtractor

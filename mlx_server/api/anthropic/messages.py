@@ -30,7 +30,8 @@ from mlx_server.api.openai.fields import ONE_ANSWER_OF_TEXT, Bool, GenerationFie
 from mlx_server.api.sse import event_stream, whole_or_streamed
 from mlx_server.api.text_turns import Turns
 from mlx_server.engine.grammar.spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
-from mlx_server.engine.text.chat import ChatOptions, string_in, unreadable_part
+from mlx_server.engine.text.chat import ChatOptions
+from mlx_server.engine.text.messages import string_in, unreadable_part
 from mlx_server.errors import InvalidRequestError
 
 _STRING = {"type": "string"}

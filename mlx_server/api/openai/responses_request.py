@@ -22,7 +22,8 @@ from mlx_server.api.openai.fields import ONE_ANSWER_OF_TEXT, Bool, GenerationFie
 from mlx_server.api.openai.responses_store import Item
 from mlx_server.api.text_turns import Turns
 from mlx_server.engine.grammar.spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
-from mlx_server.engine.text.chat import ChatOptions, parse_arguments, string_in, text_of
+from mlx_server.engine.text.chat import ChatOptions
+from mlx_server.engine.text.messages import parse_arguments, string_in, text_of
 from mlx_server.errors import InvalidRequestError
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}

@@ -1,19 +1,7 @@
-"""Messages to a prompt, by the chat template that the model brings along.
-
-What a message says, whichever protocol's parts it is made of: text is read, everything else is refused by name.
-
-OpenAI's messages, in all the forms that clients send, made into the one form that chat templates expect.
-
-Whether a model's chat templates can be compiled, found when the model is loaded and not by its first request.
-
-How a model's makers want it sampled: generation_config.json, for what requests leave out.
-
-All that turns text into token ids and back, for one model.
-"""
+"""How chats become prompts, by the chat template of a model's folder; and all that the folder says about text."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,124 +15,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlx_server.config import ModelConfig
 from mlx_server.engine.grammar.constraints import GrammarCompiler
+from mlx_server.engine.text.messages import normalise_messages, write_tools_into_messages
 from mlx_server.engine.text.tokenizer import Tokenizer, read_model_json
-from mlx_server.engine.tools.formats import Tool, write_tools_into_messages
+from mlx_server.engine.tools.formats import Tool
 from mlx_server.errors import InvalidRequestError, ModelLoadError, UnsupportedError
 from mlx_server.runtime.models.tool_parsers import find_chat_renderer
 from mlx_server.sampling_params import SamplingParams
 
-_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-
-_MEDIA = ("image", "audio", "video", "file", "document", "screenshot", "upload")
-"""Words in the types of parts that are no text, in any protocol: `image_url`, `input_audio`, `computer_screenshot`."""
-
-
-def text_of(content: Any, where: str) -> str:
-    """The text of OpenAI's content: a string, or a list of parts, which are joined by line breaks; some clients mix
-    strings with parts. `where` is its path in the request. Raises `InvalidRequestError`."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise InvalidRequestError(f"{where} must be a string or a list of parts.", where)
-    return "\n".join([_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)])
-
-
-def _part_text(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(kind, str):
-        raise InvalidRequestError(f"{where} must be a part with a type.", where)
-    if kind not in _TEXT_FIELDS:
-        raise unreadable_part(kind, where)
-    return string_in(part, _TEXT_FIELDS[kind], where)
-
-
-def unreadable_part(kind: Any, where: str) -> InvalidRequestError:
-    """The refusal of a part of type `kind`: what no model is given here so far, or what has no place at `where`."""
-    if isinstance(kind, str) and any(word in kind for word in _MEDIA):
-        return InvalidRequestError(
-            f"{where} is of type {kind}: this server reads only text so far, whatever the model could see or hear. "
-            "Leave the part out, or send what it says as a part of type text.",
-            where,
-        )
-    return InvalidRequestError(f"{where} is of type {kind}, which cannot stand there; send parts of type text.", where)
-
-
-def string_in(part: Mapping[str, Any], field: str, where: str) -> str:
-    """The string that `part` must have there. Raises `InvalidRequestError`."""
-    value = part.get(field)
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"{where}.{field} must be a string.", f"{where}.{field}")
-    return value
-
-
-def normalise_messages(
-    messages: Sequence[Any], *, knows_developer: bool = True, parses_arguments: bool = True
-) -> list[dict[str, Any]]:
-    """Copies with: `content` a string (text parts joined by line breaks, null made empty); `tool_calls` present
-    only if there are any, their arguments objects instead of JSON text (`parses_arguments`); `reasoning` under
-    the name `reasoning_content`; role `developer` as `system` for templates that do not know it.
-
-    Other keys are kept for the template. Raises `InvalidRequestError`, for parts that are no text, too.
-    """
-    if not messages:
-        raise InvalidRequestError("messages is empty; send at least one message.", "messages")
-    normalised = [_normalise(message, f"messages[{i}]", parses_arguments) for i, message in enumerate(messages)]
-    if not knows_developer:
-        for message in normalised:
-            message["role"] = "system" if message["role"] == "developer" else message["role"]
-    return normalised
-
-
-def _normalise(message: Any, where: str, parses_arguments: bool) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequestError(f"{where} must be an object with a role.", where)
-    copy = {key: value for key, value in message.items() if value is not None}
-    if "function_call" in copy or copy["role"] == "function":
-        where = f"{where}.function_call" if "function_call" in copy else f"{where}.role"
-        raise InvalidRequestError(
-            f"{where}: the former function calls are not read; send tool_calls, and their results as role tool.", where
-        )
-    copy["content"] = text_of(copy.get("content", ""), f"{where}.content")
-    reasoning = copy.pop("reasoning", None)
-    if isinstance(reasoning, str):
-        copy.setdefault("reasoning_content", reasoning)
-    calls = copy.pop("tool_calls", None)
-    if calls:
-        where = f"{where}.tool_calls"
-        if not isinstance(calls, Sequence) or isinstance(calls, str):
-            raise InvalidRequestError(f"{where} must be a list.", where)
-        copy["tool_calls"] = [_tool_call(call, f"{where}[{i}]", parses_arguments) for i, call in enumerate(calls)]
-    return copy
-
-
-def _tool_call(call: Any, where: str, parses_arguments: bool) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError(f"{where} must have a function with a name.", where)
-    arguments = function.get("arguments")
-    if parses_arguments:
-        arguments = parse_arguments(arguments, f"{where}.function.arguments")
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """Templates iterate over arguments, but clients send them as JSON text. Text that is no JSON is shown to the model
-    under the key `invalid_json`: it wrote it, when its answer was cut off, and a client that sends its conversation
-    back must be able to go on. Raises `InvalidRequestError` for other JSON than an object."""
-    parsed = arguments
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments or "{}")
-        except ValueError:
-            return {"invalid_json": arguments}
-    if parsed is None:
-        return {}
-    if not isinstance(parsed, dict):
-        raise InvalidRequestError(f"{where} must be a JSON object.", where)
-    return parsed
-
+logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
@@ -327,8 +205,6 @@ def _holds(path: Path, text: str) -> bool:
     written = path.read_text(encoding="utf-8", errors="replace")
     return written == text if path.suffix == ".jinja" else '"chat_template"' in written
 
-
-logger = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")

@@ -1,0 +1,160 @@
+"""OpenAI's messages, in all the forms that clients send, made into the one form that chat templates expect.
+
+Text is read, whichever protocol's parts it comes in; everything else is refused by name. Where a template has no place
+for tools, they are explained in words, and calls and results are written as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_server.engine.tools.formats import JSON_TAGS, Tool
+from mlx_server.errors import InvalidRequestError
+
+_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+_MEDIA = ("image", "audio", "video", "file", "document", "screenshot", "upload")
+"""Words in the types of parts that are no text, in any protocol: `image_url`, `input_audio`, `computer_screenshot`."""
+
+
+def text_of(content: Any, where: str) -> str:
+    """The text of OpenAI's content: a string, or a list of parts, which are joined by line breaks; some clients mix
+    strings with parts. `where` is its path in the request. Raises `InvalidRequestError`."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise InvalidRequestError(f"{where} must be a string or a list of parts.", where)
+    return "\n".join([_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)])
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str):
+        raise InvalidRequestError(f"{where} must be a part with a type.", where)
+    if kind not in _TEXT_FIELDS:
+        raise unreadable_part(kind, where)
+    return string_in(part, _TEXT_FIELDS[kind], where)
+
+
+def unreadable_part(kind: Any, where: str) -> InvalidRequestError:
+    """The refusal of a part of type `kind`: what no model is given here so far, or what has no place at `where`."""
+    if isinstance(kind, str) and any(word in kind for word in _MEDIA):
+        return InvalidRequestError(
+            f"{where} is of type {kind}: this server reads only text so far, whatever the model could see or hear. "
+            "Leave the part out, or send what it says as a part of type text.",
+            where,
+        )
+    return InvalidRequestError(f"{where} is of type {kind}, which cannot stand there; send parts of type text.", where)
+
+
+def string_in(part: Mapping[str, Any], field: str, where: str) -> str:
+    """The string that `part` must have there. Raises `InvalidRequestError`."""
+    value = part.get(field)
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{where}.{field} must be a string.", f"{where}.{field}")
+    return value
+
+
+def normalise_messages(
+    messages: Sequence[Any], *, knows_developer: bool = True, parses_arguments: bool = True
+) -> list[dict[str, Any]]:
+    """Copies with: `content` a string (text parts joined by line breaks, null made empty); `tool_calls` present
+    only if there are any, their arguments objects instead of JSON text (`parses_arguments`); `reasoning` under
+    the name `reasoning_content`; role `developer` as `system` for templates that do not know it.
+
+    Other keys are kept for the template. Raises `InvalidRequestError`, for parts that are no text, too.
+    """
+    if not messages:
+        raise InvalidRequestError("messages is empty; send at least one message.", "messages")
+    normalised = [_normalise(message, f"messages[{i}]", parses_arguments) for i, message in enumerate(messages)]
+    if not knows_developer:
+        for message in normalised:
+            message["role"] = "system" if message["role"] == "developer" else message["role"]
+    return normalised
+
+
+def _normalise(message: Any, where: str, parses_arguments: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError(f"{where} must be an object with a role.", where)
+    copy = {key: value for key, value in message.items() if value is not None}
+    if "function_call" in copy or copy["role"] == "function":
+        where = f"{where}.function_call" if "function_call" in copy else f"{where}.role"
+        raise InvalidRequestError(
+            f"{where}: the former function calls are not read; send tool_calls, and their results as role tool.", where
+        )
+    copy["content"] = text_of(copy.get("content", ""), f"{where}.content")
+    reasoning = copy.pop("reasoning", None)
+    if isinstance(reasoning, str):
+        copy.setdefault("reasoning_content", reasoning)
+    calls = copy.pop("tool_calls", None)
+    if calls:
+        where = f"{where}.tool_calls"
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise InvalidRequestError(f"{where} must be a list.", where)
+        copy["tool_calls"] = [_tool_call(call, f"{where}[{i}]", parses_arguments) for i, call in enumerate(calls)]
+    return copy
+
+
+def _tool_call(call: Any, where: str, parses_arguments: bool) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError(f"{where} must have a function with a name.", where)
+    arguments = function.get("arguments")
+    if parses_arguments:
+        arguments = parse_arguments(arguments, f"{where}.function.arguments")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
+    """Templates iterate over arguments, but clients send them as JSON text. Text that is no JSON is shown to the model
+    under the key `invalid_json`: it wrote it, when its answer was cut off, and a client that sends its conversation
+    back must be able to go on. Raises `InvalidRequestError` for other JSON than an object."""
+    parsed = arguments
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments or "{}")
+        except ValueError:
+            return {"invalid_json": arguments}
+    if parsed is None:
+        return {}
+    if not isinstance(parsed, dict):
+        raise InvalidRequestError(f"{where} must be a JSON object.", where)
+    return parsed
+
+
+_EXPLANATION = f"""You can call functions. To call one, write this and nothing else:
+{JSON_TAGS.start}
+{{"name": "the function's name", "arguments": {{"argument": "value"}}}}
+{JSON_TAGS.end}
+The result will be given to you. These are the functions, one JSON object a line:
+"""
+
+
+def write_tools_into_messages(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The messages with the tools explained in the system message, for a template that has no place for them."""
+    functions = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
+    explanation = _EXPLANATION + "\n".join(functions)
+    chat = [_as_text(message) for message in messages]
+    if chat[0]["role"] == "system":
+        explanation = f"{chat.pop(0)['content']}\n\n{explanation}"
+    return [{"role": "system", "content": explanation}, *chat]
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    written = [_call_text(call["function"]) for call in calls]
+    content = "\n".join(filter(None, [message["content"], *written]))
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
+
+
+def _call_text(function: dict[str, Any]) -> str:
+    body = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    return f"{JSON_TAGS.start}\n{body}\n{JSON_TAGS.end}"
