@@ -1,1 +1,1 @@
-"""Between text and token ids: chat templates, tokenizer, detokenizer, stop strings, reasoning."""
+"""Between text and token ids: messages, chat templates, tokenizer, detokenizer, stop strings, reasoning."""

@@ -278,11 +278,12 @@ _MAX_WORD_CHARS = len("null")
 
 
 class _ParameterStream:
-    """Arguments between tags, made into JSON text while they are written: follows the first call of one region.
+    r"""Arguments between tags, made into JSON text while they are written: follows the first call of one region.
     `parse` returns the arguments of a whole call's text, or raises.
 
-    What it writes is what `parse` would return for the whole text, as far as it has come. It reads on where it has
-    stopped, so that long arguments cost no more than their length.
+    What it writes is what `parse` would return for the whole text, as far as it has come: for
+    `<function=f>\n<parameter=path>\n/etc/a` that is `{"path": "/etc/a`. It reads on where it has stopped, so that long
+    arguments cost no more than their length.
     """
 
     def __init__(
@@ -393,7 +394,8 @@ class _ParameterStream:
 
 
 def _pattern(template: str) -> str:
-    """What `template` matches, with any white space where it breaks lines; what is filled in are groups."""
+    r"""What `template` matches, with any white space where it breaks lines; what is filled in are groups:
+    `<f={name}>\n` is matched by `\s*<f=(?P<name>[^\s<>"]+)>`."""
     lines = [re.escape(line) for line in template.split("\n") if line]
     return r"\s*" + re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^\\s<>\"]+)", r"\s*".join(lines))
 
