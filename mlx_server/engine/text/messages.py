@@ -19,19 +19,20 @@ _MEDIA = ("image", "audio", "video", "file", "document", "screenshot", "upload")
 """Words in the types of parts that are no text, in any protocol: `image_url`, `input_audio`, `computer_screenshot`."""
 
 
-def text_of(content: Any, where: str) -> str:
-    """The text of OpenAI's content: a string, or a list of parts, which are joined by line breaks; some clients mix
-    strings with parts. `where` is its path in the request. Raises `InvalidRequestError`."""
+def text_of(content: Any, where: str, *, mixes_strings: bool = False) -> str:
+    """The text of OpenAI's content: a string, or a list of parts (and strings, with `mixes_strings`), which are joined
+    by line breaks. `where` is its path in the request. Raises `InvalidRequestError`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
         raise InvalidRequestError(f"{where} must be a string or a list of parts.", where)
-    return "\n".join([_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)])
+    return "\n".join(
+        part if mixes_strings and isinstance(part, str) else _part_text(part, f"{where}[{index}]")
+        for index, part in enumerate(content)
+    )
 
 
 def _part_text(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str):
         raise InvalidRequestError(f"{where} must be a part with a type.", where)
@@ -86,7 +87,7 @@ def _normalise(message: Any, where: str, parses_arguments: bool) -> dict[str, An
         raise InvalidRequestError(
             f"{where}: the former function calls are not read; send tool_calls, and their results as role tool.", where
         )
-    copy["content"] = text_of(copy.get("content", ""), f"{where}.content")
+    copy["content"] = text_of(copy.get("content", ""), f"{where}.content", mixes_strings=True)
     reasoning = copy.pop("reasoning", None)
     if isinstance(reasoning, str):
         copy.setdefault("reasoning_content", reasoning)

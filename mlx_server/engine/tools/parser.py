@@ -410,4 +410,7 @@ def _member(value: Any, key: str) -> Any:
 
 def _overlap(text: str, marker: str) -> int:
     """How many characters at the end of `text` may be the beginning of `marker`."""
-    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:n])), 0)
+    start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while start >= 0 and not marker.startswith(text[start:]):
+        start = text.find(marker[0], start + 1)
+    return len(text) - start if start >= 0 else 0
