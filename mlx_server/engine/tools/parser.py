@@ -241,6 +241,10 @@ def _random_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
+_BRACKET = re.compile(r'["{}\[\]]')
+_IN_STRING = re.compile(r'"|\\.?', re.DOTALL)
+
+
 class _JsonObjectCursor:
     """Finds the end of a JSON object in streamed text, by its brackets and strings. Does not validate."""
 
@@ -250,27 +254,20 @@ class _JsonObjectCursor:
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
-        """How many characters of `text` belong to the object, once its end has been read; None before."""
-        for index, character in enumerate(text):
-            if self._in_string:
-                self._step_string(character)
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
+        """How many characters of `text` belong to the object, once its end has been read; None before. Not for empty
+        text."""
+        at, self._is_escaped = int(self._is_escaped), False
+        while (found := (_IN_STRING if self._in_string else _BRACKET).search(text, at)) is not None:
+            mark, at = found.group(), found.end()
+            if mark == '"':
+                self._in_string = not self._in_string
+            elif self._in_string:
+                self._is_escaped = mark == "\\"  # what it escapes is still to come
+            else:
+                self._depth += 1 if mark in "{[" else -1
                 if self._depth <= 0:
-                    return index + 1
+                    return at
         return None
-
-    def _step_string(self, character: str) -> None:
-        if self._is_escaped:
-            self._is_escaped = False
-        elif character == "\\":
-            self._is_escaped = True
-        elif character == '"':
-            self._in_string = False
 
 
 _MAX_WORD_CHARS = len("null")
