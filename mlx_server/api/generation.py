@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Grant
-from mlx_server.engine.engine import RequestStream
+from mlx_server.engine.request_stream import RequestStream
 from mlx_server.engine.text.reasoning import ReasoningSplit, ReasoningSplitter
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.parser import ToolCallDelta, ToolCallExtractor, ToolOutput
@@ -271,6 +271,7 @@ class _Choice:
         self.stream = stream
         self._index = index
         self._parser = parser
+        self._was_reasoning = parser.is_reasoning
         self._num_reasoning_tokens = 0
         self._counted = CompletionDelta("", ())
 
@@ -281,7 +282,6 @@ class _Choice:
     def _event(self, delta: CompletionDelta) -> OutputEvent:
         # An aborted request's last delta has no counts; those before it stand.
         counted = self._counted = delta if delta.finish_reason is not FinishReason.ABORT else self._counted
-        was_reasoning = self._parser.is_reasoning
         parts = self._parser.append(delta.text)
         finish = None
         if delta.finish_reason is not None:
@@ -291,8 +291,10 @@ class _Choice:
                 stop_reason=delta.stop_reason,
                 timings=delta.timings,
             )
-        if was_reasoning or self._parser.is_reasoning:
+        is_reasoning = self._parser.is_reasoning
+        if self._was_reasoning or is_reasoning:
             self._num_reasoning_tokens += len(delta.token_ids)
+        self._was_reasoning = is_reasoning
         return OutputEvent(
             index=self._index,
             content=parts.content,

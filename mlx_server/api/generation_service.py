@@ -22,7 +22,8 @@ from mlx_server.api.auth.quotas import Demand, Quotas, bounded
 from mlx_server.api.body_reader import check_name
 from mlx_server.api.generation import Generation, GenerationJob
 from mlx_server.api.middleware import log_end, log_refusal, until_disconnect
-from mlx_server.engine.engine import AsyncEngine, GenerationRequest, RequestStream
+from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import OverloadedError, ServeError
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.sampling_params import SamplingParams

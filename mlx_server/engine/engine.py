@@ -1,7 +1,5 @@
-"""One model, served: its scheduler, its steps on the MLX thread, and one stream a request.
-
-Tells metrics and traces of every step on its way to the MLX thread and back.
-"""
+"""One model, served: its scheduler, its steps on the MLX thread, and one stream a request. Metrics and traces hear of
+every step on its way there and back, and of every request's end."""
 
 from __future__ import annotations
 
@@ -9,18 +7,21 @@ import asyncio
 import contextlib
 import enum
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
+from mlx_server.batching.limits import SchedulerCounters
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.step import Executor
 from mlx_server.config import Config
 from mlx_server.engine.grammar.constraints import GrammarCompiler
-from mlx_server.engine.memory_guard import MemoryWatch
+from mlx_server.engine.memory_guard import GuardCounters, MemoryWatch
 from mlx_server.engine.parts import EngineParts, Surroundings, load_parts, served_names, served_names_of, unload_parts
-from mlx_server.engine.request_stream import GenerationRequest, OutputText, RequestBounds, RequestStream, make_request
+from mlx_server.engine.request_stream import GenerationRequest, OutputText, RequestStream, make_request
 from mlx_server.engine.text.chat import ChatFormatter, TextTools
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import (
@@ -41,6 +42,30 @@ from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
 from mlx_server.sampling_params import SamplingParams
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_SHUTDOWN_RETRY_S = 5.0
+_COMPLAINT_S = 60.0
+
+_complained_s: dict[str, float] = {}
+"""When it was last logged that one of those failed that are told of steps and requests."""
+
+
+def told(listener: Callable[P, T], *news: P.args, **more: P.kwargs) -> T | None:
+    """Tells metrics or a tracer. Figures must not end requests: what fails there is logged, at most once a minute
+    for each listener, since some hear of every step."""
+    try:
+        return listener(*news, **more)
+    except Exception:
+        name, now = listener.__qualname__, time.monotonic()
+        if now - _complained_s.get(name, -math.inf) >= _COMPLAINT_S:
+            _complained_s[name] = now
+            logger.exception("%s failed: figures or traces are incomplete, requests go on", name)
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class ObservedExecutor:
@@ -54,8 +79,9 @@ class ObservedExecutor:
     def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
         if not output.chunks:
             return self.executor.submit(output)
-        self.metrics.on_step(output)
-        self.tracer.on_step(output)
+        told(self.metrics.on_step, output)
+        if self.tracer is not NO_TRACER:
+            told(self.tracer.on_step, output)
         result = self.executor.submit(output)
         result.add_done_callback(partial(self._on_done, output))
         return result
@@ -63,15 +89,9 @@ class ObservedExecutor:
     def _on_done(self, output: SchedulerOutput, future: asyncio.Future[ModelRunnerOutput]) -> None:
         if future.cancelled() or future.exception() is not None:
             return
-        self.metrics.on_step_done(output, future.result())
-        self.tracer.on_step_done(output, future.result())
-
-
-__all__ = ["AsyncEngine", "EngineState", "GenerationRequest", "RequestStream", "Surroundings"]
-
-logger = logging.getLogger(__name__)
-
-_SHUTDOWN_RETRY_S = 5.0
+        told(self.metrics.on_step_done, output, future.result())
+        if self.tracer is not NO_TRACER:
+            told(self.tracer.on_step_done, output, future.result())
 
 
 class EngineState(enum.StrEnum):
@@ -239,11 +259,11 @@ class AsyncEngine:
         try:
             request = self._enqueue(generation, parts)
         except (ContextLengthError, QueueFullError, QuotaExceededError) as error:
-            self.metrics.on_rejected(generation.tier or generation.priority.name.lower(), error.reason)
+            told(self.metrics.on_rejected, generation.tier or generation.priority.name.lower(), error.reason)
             raise
         if generation.sample_index == 0:
-            self.metrics.on_submitted(generation.num_samples)
-        self._tracer.on_submitted(request)
+            told(self.metrics.on_submitted, generation.num_samples)
+        told(self._tracer.on_submitted, request)
         stream = self._streams[request.request_id] = RequestStream(request, text, self._end_request)
         return stream
 
@@ -289,41 +309,29 @@ class AsyncEngine:
             num_state_checkpoints=0 if blocks.checkpoints is None else len(blocks.checkpoints),
             max_num_blocks=blocks.max_blocks,
             num_layer_groups=len(blocks.groups),
-            weight_bytes=self._parts.loaded.weight_bytes,
+            weight_bytes=self._parts.weight_bytes,
             kv_pool_bytes=blocks.num_blocks * self._parts.info.block_bytes,
             pressure_level=guard.level,
-            num_steps=counters.num_steps,
-            num_model_calls=counters.num_model_calls,
-            num_prompt_tokens=counters.num_prompt_tokens,
-            num_prompt_tokens_computed=counters.num_prompt_tokens_computed,
-            num_prompt_tokens_cached=counters.num_prompt_tokens_cached,
-            num_generated_tokens=counters.num_generated_tokens,
-            num_tokens_recomputed=counters.num_tokens_recomputed,
             num_preemptions=counters.num_preemptions,
-            preemptions_by_tier=counters.preemptions_by_tier,
-            num_prefix_query_tokens=counters.num_prefix_query_tokens,
-            num_prefix_hit_tokens=counters.num_prefix_hit_tokens,
             num_block_evictions=blocks.num_evictions,
             num_pool_growths=blocks.num_growths,
             num_pool_cuts=blocks.num_cuts,
             num_blocks_moved=blocks.num_moves,
-            num_pressure_cuts=guard.counters.num_pressure_cuts,
-            num_pressure_holds=guard.counters.num_pressure_holds,
-            num_pressure_preemptions=guard.counters.num_pressure_preemptions,
-            busy_time_s=counters.busy_time_s,
-            idle_time_s=counters.idle_time_s,
+            **_totals(counters),
+            **_totals(guard.counters),
         ).after(past)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _enqueue(self, generation: GenerationRequest, parts: EngineParts) -> Request:
-        bounds = RequestBounds(
-            self.model_name,
-            parts.loaded.vocab_size,
-            parts.max_model_len,
-            frozenset() if parts.text is None else parts.text.tokenizer.eos_token_ids,
+        request = make_request(
+            generation,
+            arrival_s=self._clock(),
+            model_name=self.model_name,
+            vocab_size=parts.vocab_size,
+            max_model_len=parts.max_model_len,
+            eos_token_ids=frozenset() if parts.text is None else parts.text.tokenizer.eos_token_ids,
         )
-        request = make_request(generation, bounds, arrival_s=self._clock())
         self._deliver(parts.scheduler.add_request(request))
         return request
 
@@ -372,7 +380,7 @@ class AsyncEngine:
         now = self._clock()
         streams = self._streams
         advanced = [streams[o.request_id].request for o in outputs if o.new_token_ids and o.request_id in streams]
-        self.metrics.on_tokens(advanced, now)
+        told(self.metrics.on_tokens, advanced, now)
         for output in outputs:
             stream = streams.get(output.request_id)
             if stream is None:
@@ -388,24 +396,16 @@ class AsyncEngine:
                 self._forget(output.request_id, output.finish_reason or FinishReason.STOP, output.error)
 
     def _forget(self, request_id: str, reason: FinishReason, error: ServeError | None = None) -> None:
-        """A request's stream has its end; counted once, whoever ended it."""
+        """A request's stream has its end; counted once, whatever ended it."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
-            try:
-                self._count(stream, reason, error)
-            except Exception:  # figures must not end others' requests
-                logger.exception("What %s took is not counted", request_id)
+            request, now = stream.request, self._clock()
+            if isinstance(error, (QueueTimeoutError, QueueFullError)):
+                told(self.metrics.on_rejected, request.tier, error.reason)
+            stream.summary = told(self.metrics.on_finished, request, reason, now)
+            told(self._tracer.on_finished, request, reason, now)
         if not self._streams:
             self._is_drained.set()
-
-    def _count(self, stream: RequestStream, reason: FinishReason, error: ServeError | None) -> None:
-        request, now = stream.request, self._clock()
-        try:
-            if isinstance(error, (QueueTimeoutError, QueueFullError)):
-                self.metrics.on_rejected(request.tier, error.reason)
-            stream.summary = self.metrics.on_finished(request, reason, now)
-        finally:
-            self._tracer.on_finished(request, reason, now)
 
     def _end_request(self, request_id: str, reason: FinishReason) -> bool:
         self._forget(request_id, reason)
@@ -439,3 +439,8 @@ class AsyncEngine:
                 f"The model {self.model_name} has no tokenizer; send token ids, and ask for token ids back.", "prompt"
             )
         return text
+
+
+def _totals(counters: SchedulerCounters | GuardCounters) -> dict[str, Any]:
+    """By the names that they have in `EngineStats`, too."""
+    return {leaf.name: getattr(counters, leaf.name) for leaf in fields(counters)}

@@ -1,7 +1,4 @@
-"""What an engine is made of once its model is loaded: how that comes to be, and how it goes.
-
-What a model and its adapters are called.
-"""
+"""What an engine is made of once its model is loaded, and what the model and its adapters are called."""
 
 from __future__ import annotations
 
@@ -61,6 +58,8 @@ class EngineParts:
     guard: MemoryGuard
     watch: MemoryWatch
     max_model_len: int
+    vocab_size: int
+    weight_bytes: int
     own_share: MemoryShare | None = None
 
 
@@ -151,8 +150,9 @@ async def _load_parts(
             max_num_seqs=config.scheduler.max_num_seqs,
         ),
     )
+    weight_bytes = loaded.weight_bytes  # adds up all arrays of the model
     kv_bytes = info.num_blocks * info.block_bytes + info.state_bytes
-    share.settle(replace(share.need, weights_bytes=loaded.weight_bytes, kv_bytes=kv_bytes))
+    share.settle(replace(share.need, weights_bytes=weight_bytes, kv_bytes=kv_bytes))
     kv_memory = KvMemory(share, info.block_bytes, time.monotonic)
     scheduler = _make_scheduler(config, info, kv_memory, max_chunk_tokens, around.is_shared)
     most_tokens = scheduler.blocks.groups.max_tokens(info.max_blocks)
@@ -173,6 +173,8 @@ async def _load_parts(
         guard=MemoryGuard(scheduler, kv_memory),
         watch=around.watch or MemoryWatch(share.read),
         max_model_len=min(limit, most_tokens),
+        vocab_size=loaded.vocab_size,
+        weight_bytes=weight_bytes,
         own_share=None if around.share is share else share,
     )
 

@@ -1,7 +1,5 @@
-"""One request's output on its way to whoever asked: ids become text, text stops where it must.
-
-What a model can take: every request is held against it before it may wait.
-"""
+"""One request on its way in, checked against what the model can take, and its output on the way out: ids become text,
+text stops where it must."""
 
 from __future__ import annotations
 
@@ -55,12 +53,15 @@ class OutputText:
             kept_token_ids=generation.kept_token_ids,
             continues_text=generation.continues_text,
         )
-        self._matcher = StopStringMatcher(sampling.stop, sampling.include_stop_str_in_output)
+        self._matcher = StopStringMatcher(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None
         self._num_tokens = 0
 
     def append(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> tuple[str, str | None]:
         """New text, and the stop string that ended it, if one did."""
         shown = token_ids[:-1] if finish_reason is FinishReason.STOP and self._is_hidden(token_ids[-1]) else token_ids
+        if self._matcher is None:
+            text = self._detokenizer.append(shown)
+            return text if finish_reason is None else text + self._detokenizer.finish(), None
         # Stop strings count only after `min_tokens`, so text before that never reaches the matcher.
         num_exempt = min(max(self._sampling.min_tokens - self._num_tokens, 0), len(shown))
         self._num_tokens += len(token_ids)
@@ -84,8 +85,8 @@ class RequestStream:
     """Async iterator over one request's `CompletionDelta`s; the one with `finish_reason` is the last.
 
     Event-loop thread only. Raises the `ServeError` that ended the request, if one did. A stream that is no
-    longer wanted must be aborted or closed: leaving the iteration does not do it. `summary` is there once it is
-    complete.
+    longer wanted must be aborted or closed: leaving the iteration does not do it. Once `is_complete`, nothing more
+    will be put on it, and `summary` is there.
     """
 
     def __init__(self, request: Request, text: OutputText | None, end: Callable[[str, FinishReason], bool]) -> None:
@@ -95,18 +96,13 @@ class RequestStream:
         self._end = end
         self._deltas: deque[CompletionDelta] = deque()
         self._error: ServeError | None = None
-        self._is_complete = False
+        self.is_complete = False
         self._news = asyncio.Event()
         self.summary: RequestSummary | None = None
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing more will be put on the stream."""
-        return self._is_complete
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -115,7 +111,7 @@ class RequestStream:
         while not self._deltas:
             if self._error is not None:
                 raise self._error
-            if self._is_complete:
+            if self.is_complete:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
@@ -129,7 +125,7 @@ class RequestStream:
     async def wait_for_output(self) -> None:
         """Waits for the first delta, which stays to be iterated over. Raises the `ServeError` of a request that ended
         without one."""
-        while not self._deltas and not self._is_complete:
+        while not self._deltas and not self.is_complete:
             self._news.clear()
             await self._news.wait()
         if not self._deltas and self._error is not None:
@@ -138,11 +134,11 @@ class RequestStream:
     def abort(self, error: ServeError | None = None) -> None:
         """Ends the request, with an error if one is given; its blocks are back within one step. Does nothing if it has
         ended."""
-        if self._is_complete:
+        if self.is_complete:
             return
         self._end(self.request_id, FinishReason.ABORT if error is None else FinishReason.ERROR)
         if error is None:
-            self._complete(CompletionDelta("", (), FinishReason.ABORT))
+            self._append(CompletionDelta("", (), FinishReason.ABORT))
         else:
             self.fail(error)
 
@@ -152,7 +148,7 @@ class RequestStream:
 
     def put(self, output: RequestOutput, now: float) -> None:
         """Takes a step's news of the request, at `now` on the scheduler's clock."""
-        if self._is_complete:
+        if self.is_complete:
             return
         if output.error is not None:
             self.fail(output.error)
@@ -166,74 +162,67 @@ class RequestStream:
             if matched is not None:
                 self._end(self.request_id, FinishReason.STOP)
                 finish_reason, stop_reason = FinishReason.STOP, matched
+        timings = None
         if finish_reason is not None:
-            request.finished_s = now
-        delta = CompletionDelta(
-            text,
-            output.new_token_ids,
-            finish_reason,
-            stop_reason,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=output.num_cached_tokens,
-            num_output_tokens=request.num_output_tokens,
-            logprobs=output.logprobs,
-            prompt_logprobs=output.prompt_logprobs,
-            timings=self._timings() if finish_reason is not None else None,
+            timings = RequestTimings(request.arrival_s, request.first_scheduled_s, request.first_token_s, now)
+        self._append(
+            CompletionDelta(
+                text,
+                output.new_token_ids,
+                finish_reason,
+                stop_reason,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_cached_tokens=output.num_cached_tokens,
+                num_output_tokens=len(request.output_token_ids),
+                logprobs=output.logprobs,
+                prompt_logprobs=output.prompt_logprobs,
+                timings=timings,
+            )
         )
-        if finish_reason is not None:
-            self._complete(delta)
-        else:
-            self._deltas.append(delta)
-            self._news.set()
 
     def fail(self, error: ServeError) -> None:
         """Ends the stream with an error; deltas that are there can still be read."""
         self._error = error
-        self._is_complete = True
+        self.is_complete = True
         self._news.set()
 
-    def _complete(self, delta: CompletionDelta) -> None:
+    def _append(self, delta: CompletionDelta) -> None:
         self._deltas.append(delta)
-        self._is_complete = True
+        self.is_complete = delta.finish_reason is not None
         self._news.set()
 
-    def _timings(self) -> RequestTimings:
-        request = self.request
-        return RequestTimings(request.arrival_s, request.first_scheduled_s, request.first_token_s, request.finished_s)
 
-
-@dataclass(frozen=True, slots=True)
-class RequestBounds:
-    """`max_model_len` bounds prompt and output together, in tokens; `vocab_size` every token id."""
-
-    model_name: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: frozenset[int]
-
-
-def make_request(generation: GenerationRequest, bounds: RequestBounds, *, arrival_s: float) -> Request:
-    """The scheduler's request. Raises `InvalidRequestError` or `ContextLengthError` with value, limit and remedy. More
-    `max_tokens` than the context has left, however many, are cut to that: agents ask for what hosted models allow."""
+def make_request(
+    generation: GenerationRequest,
+    *,
+    arrival_s: float,
+    model_name: str,
+    vocab_size: int,
+    max_model_len: int,
+    eos_token_ids: frozenset[int],
+) -> Request:
+    """The scheduler's request. `max_model_len` bounds prompt and output together, in tokens; `vocab_size` every token
+    id. Raises `InvalidRequestError` or `ContextLengthError` with value, limit and remedy. More `max_tokens` than the
+    context has left, however many, are cut to that: agents ask for what hosted models allow."""
     prompt, sampling = generation.prompt_token_ids, generation.sampling
-    limit, num_prompt = bounds.max_model_len, len(prompt)
+    limit, num_prompt = max_model_len, len(prompt)
     if num_prompt == 0:
         raise InvalidRequestError("The prompt has no tokens; send at least one.", "prompt")
     if num_prompt >= limit:
         raise ContextLengthError(
-            f"The prompt has {num_prompt} tokens; the context of {bounds.model_name} is {limit} tokens, and at least "
+            f"The prompt has {num_prompt} tokens; the context of {model_name} is {limit} tokens, and at least "
             "one must be left for the answer. Shorten the prompt.",
             "input_tokens",
         )
     max_tokens = limit if sampling.max_tokens is None else sampling.max_tokens
     allowed = sampling.allowed_token_ids or ()
-    if len(allowed) > bounds.vocab_size:
+    if len(allowed) > vocab_size:
         raise InvalidRequestError(
-            f"allowed_token_ids has {len(allowed)} ids; the vocabulary has {bounds.vocab_size}.", "allowed_token_ids"
+            f"allowed_token_ids has {len(allowed)} ids; the vocabulary has {vocab_size}.", "allowed_token_ids"
         )
-    _check_ids("prompt", prompt, bounds.vocab_size)
-    _check_ids("logit_bias", sampling.logit_bias, bounds.vocab_size)
-    _check_ids("allowed_token_ids", allowed, bounds.vocab_size)
+    _check_ids("prompt", prompt, vocab_size)
+    _check_ids("logit_bias", sampling.logit_bias, vocab_size)
+    _check_ids("allowed_token_ids", allowed, vocab_size)
     return Request(
         generation.request_id,
         list(prompt),
@@ -241,11 +230,11 @@ def make_request(generation: GenerationRequest, bounds: RequestBounds, *, arriva
         arrival_s=arrival_s,
         max_total_tokens=min(num_prompt + max_tokens, limit),
         priority=generation.priority,
-        eos_token_ids=bounds.eos_token_ids,
+        eos_token_ids=eos_token_ids,
         extra_keys=generation.extra_keys,
         adapter=generation.adapter,
         tier=generation.tier or generation.priority.name.lower(),
-        constraint=_guarded(generation, bounds.eos_token_ids),
+        constraint=_guarded(generation, eos_token_ids),
     )
 
 

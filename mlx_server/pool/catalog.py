@@ -94,10 +94,6 @@ class Catalog:
         """In their order, the default one first."""
         return tuple(self._specs.values())
 
-    def find(self, name: str | None) -> ModelSpec:
-        """The model of `offer`."""
-        return self.offer(name).spec
-
     def offer(self, name: str | None) -> Offer:
         """What that name stands for; the default model for None or an empty name. Looks at the disk for names that are
         not configured. Raises `ModelNotFoundError`, which tells of the nearest one."""

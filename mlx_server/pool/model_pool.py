@@ -13,11 +13,12 @@ from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.fair_slots import in_daemon_thread
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, estimate_need
 from mlx_server.engine.memory_guard import MemoryWatch
-from mlx_server.engine.model_store import EngineFactory
+from mlx_server.engine.parts import Surroundings
 from mlx_server.errors import EngineDeadError, InsufficientMemoryError, OverloadedError, ServeError
 from mlx_server.pool.catalog import Catalog, Offer
 from mlx_server.pool.pooled_model import LoadResult, ModelState, PooledModel
 from mlx_server.pool.room import Changes, RoomMaker
+from mlx_server.runtime.executor import MLXThread
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +61,19 @@ class ModelPool:
         catalog: Catalog,
         budget: MemoryBudget,
         settings: PoolConfig,
-        factory: EngineFactory,
+        thread: MLXThread,
         *,
+        new_engine: Callable[..., AsyncEngine] = AsyncEngine,
         estimate: Callable[[Config], MemoryNeed] = estimate_need,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`factory` is the pool's to stop. `estimate` says what a model will take; it runs in a worker thread."""
+        """All engines share `thread`, which is the pool's to stop. `estimate` says what a model will take; it runs in a
+        worker thread."""
         self.budget = budget
         self._catalog = catalog
         self._settings = settings
-        self._factory = factory
+        self._thread = thread
+        self._new_engine = new_engine
         self._estimate = estimate
         self._clock = clock
         self._models = {spec.name: PooledModel(spec) for spec in catalog.configured}
@@ -123,7 +127,7 @@ class ModelPool:
         for model in self._loaded():
             if model.engine is not None and model.engine.state is EngineState.DEAD:
                 return f"The engine of {model.name} has died: {model.engine.error or 'unknown reason'}."
-        return None if self._factory.is_alive else "The MLX thread has ended."
+        return None if self._thread.is_alive else "The MLX thread has ended."
 
     # --- use ------------------------------------------------------------------------------------------------
 
@@ -197,7 +201,7 @@ class ModelPool:
             self._sweeper.cancel()
         await asyncio.gather(*(self._give_up(model) for model in self.models()))
         await asyncio.gather(*(self._unload(model, drain_timeout_s) for model in self._loaded()))
-        await asyncio.to_thread(self._factory.stop)
+        await asyncio.to_thread(self._thread.stop)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -279,14 +283,15 @@ class ModelPool:
         def on_progress(part: float) -> None:
             model.load_progress = part
 
-        model.engine = self._factory.make(
-            model.spec.config,
-            model.share,
-            watch=self._watch,
-            past=model.past,
+        around = Surroundings(
+            self._thread,
             is_shared=lambda: self._others_work(model),
             on_progress=on_progress,
+            share=model.share,
+            watch=self._watch,
         )
+        metrics = None if model.past is None else model.past.metrics
+        model.engine = self._new_engine(model.spec.config, around, metrics=metrics)
         await model.engine.start()
         model.become_ready(self._clock())
         logger.info("%s is ready, %.0f MiB", model.name, model.held_bytes / 2**20)
@@ -344,5 +349,5 @@ def _unexpected(error: Exception) -> Exception | None:
 
 def build_pool(config: Config) -> ModelPool:
     """The pool that `config` describes, nothing loaded yet. Raises `ConfigError` for what makes no sense."""
-    engines = EngineFactory(wire_memory=config.memory.wire_memory)
-    return ModelPool(Catalog(config), MemoryBudget.of(config.memory), config.pool, engines)
+    thread = MLXThread(wire_memory=config.memory.wire_memory)
+    return ModelPool(Catalog(config), MemoryBudget.of(config.memory), config.pool, thread)

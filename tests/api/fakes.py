@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_server.config import Config
-from mlx_server.engine.engine import EngineState, GenerationRequest
+from mlx_server.engine.engine import EngineState
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed
-from mlx_server.engine.parts import ServedNames
-from mlx_server.engine.request_stream import OutputText
+from mlx_server.engine.parts import ServedNames, Surroundings
+from mlx_server.engine.request_stream import GenerationRequest, OutputText
 from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ContextLengthError, EngineDeadError, OverloadedError, QueueFullError, ServeError
@@ -154,13 +154,13 @@ class FakeEngine:
 
 
 class FakeFactory:
-    """Gives out engines by their names, each as often as it is asked for."""
+    """Gives out engines by their names, each as often as it is asked for; stands for the MLX thread, too."""
 
     def __init__(self, engines: Sequence[FakeEngine]) -> None:
         self._engines = {engine.model_name: engine for engine in engines}
         self.is_alive = True
 
-    def make(self, config: Config, *share: Any, **hooks: Any) -> FakeEngine:
+    def make(self, config: Config, around: Surroundings, *, metrics: object) -> FakeEngine:
         return self._engines[config.model.served_model_name or ""]
 
     def stop(self) -> None:
@@ -180,11 +180,13 @@ def fake_pool(*engines: FakeEngine, aliases: tuple[str, ...] = ()) -> ModelPool:
     ]
     entries[0] = replace(entries[0], aliases=aliases)
     config = Config(models=tuple(entries))
+    factory = FakeFactory(engines)
     return ModelPool(
         Catalog(config),
         MemoryBudget(2**40, read=lambda: MemoryReading(2**41, 2**41, 2**41, 0)),
         config.pool,
-        FakeFactory(engines),  # type: ignore[arg-type]
+        factory,  # type: ignore[arg-type]
+        new_engine=factory.make,  # type: ignore[arg-type]
         estimate=lambda config: MemoryNeed(1_000_000, 0, 0),
     )
 

@@ -9,8 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from mlx_server.engine.engine import GenerationRequest
 from mlx_server.engine.grammar.constraints import GrammarCompiler
+from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.engine.text.chat import ChatFormatter
 from tests.api.fakes import say
 from tests.api.sse import bodies

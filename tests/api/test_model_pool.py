@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from mlx_server.config import Config, PoolConfig
 from mlx_server.engine.engine import EngineState
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShare
+from mlx_server.engine.parts import Surroundings
 from mlx_server.errors import (
     EngineDeadError,
     InsufficientMemoryError,
@@ -39,15 +40,19 @@ class Engine:
 
     name: str
     gate: asyncio.Event
+    around: Surroundings
+    metrics: object
     refusal: Exception | None = None
-    on_progress: Callable[[float], None] = lambda part: None
     state: EngineState = EngineState.LOADING
     error: str | None = None
     num_streams: int = 0
     stopped_after_s: float | None = None
-    share: MemoryShare | None = None
     idle_kv_bytes: int = 0
     gives: bool = True
+
+    @property
+    def share(self) -> MemoryShare | None:
+        return self.around.share
 
     async def give_memory(self, num_bytes: int) -> int:
         if not self.gives:
@@ -59,7 +64,7 @@ class Engine:
         return given
 
     async def start(self) -> None:
-        self.on_progress(0.25)
+        self.around.on_progress(0.25)
         await self.gate.wait()
         if self.refusal is not None:
             raise self.refusal
@@ -72,19 +77,18 @@ class Engine:
 
 @dataclass
 class Factory:
-    """`made` has every engine ever made, `refusals` what loading a model fails with."""
+    """Makes engines, and stands for the MLX thread. `made` has every engine ever made, `refusals` what loading a model
+    fails with."""
 
     made: list[Engine] = field(default_factory=list)
-    hooks: list[dict[str, Any]] = field(default_factory=list)
     refusals: dict[str, Exception] = field(default_factory=dict)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     is_alive: bool = True
 
-    def make(self, config: Config, share: MemoryShare, **hooks: Any) -> Engine:
+    def make(self, config: Config, around: Surroundings, *, metrics: object) -> Engine:
         name = config.model.served_model_name or ""
-        engine = Engine(name, self.gate, self.refusals.get(name), hooks["on_progress"], share=share)
+        engine = Engine(name, self.gate, around, metrics or object(), self.refusals.get(name))
         self.made.append(engine)
-        self.hooks.append(hooks)
         return engine
 
     def stop(self) -> None:
@@ -110,6 +114,7 @@ class World:
             MemoryBudget(limit_mib * MIB, read=lambda: plenty),
             config.pool,
             self.factory,  # type: ignore[arg-type]
+            new_engine=self.factory.make,  # type: ignore[arg-type]
             estimate=lambda config: MemoryNeed(self.need_mib.get(config.model.model, 100) * MIB, 0, 0),
             clock=lambda: self.now_s,
         )
@@ -150,13 +155,13 @@ async def test_a_name_finds_its_model(name: str | None, found: str):
 
 async def test_one_model_is_found_as_it_was_configured_and_by_its_own_name():
     catalog = Catalog(Config())
-    assert catalog.find(None) == catalog.find("smollm2")
-    assert catalog.find(None).is_pinned
+    assert catalog.offer(None).spec == catalog.offer("smollm2").spec
+    assert catalog.offer(None).spec.is_pinned
 
 
 async def test_a_folder_that_two_models_serve_is_the_first_ones_name():
     catalog = Catalog(Config(models=(ModelEntry(id="a", model="/models/x"), ModelEntry(id="b", model="/models/x"))))
-    assert [catalog.find(name).name for name in ("a", "b", "/models/x")] == ["a", "b", "a"]
+    assert [catalog.offer(name).spec.name for name in ("a", "b", "/models/x")] == ["a", "b", "a"]
 
 
 def model_folder(path: Path) -> Path:
@@ -256,7 +261,7 @@ async def test_one_watch_is_kept_over_the_memory_of_all_models():
     async with world_of("a", "b") as world:
         for name in ("a", "b"):
             await world.use(name)
-        first, second = (hooks["watch"] for hooks in world.factory.hooks)
+        first, second = (engine.around.watch for engine in world.factory.made)
         assert first is second
 
 
@@ -630,18 +635,18 @@ async def test_an_engine_knows_when_others_have_work_and_continues_the_counts_of
         await world.use("a")
         await world.use("b")
         a, b = world.factory.made
-        a_is_shared, b_is_shared = (hooks["is_shared"] for hooks in world.factory.hooks)
+        a_is_shared, b_is_shared = (engine.around.is_shared for engine in world.factory.made)
         assert not a_is_shared()
         a.num_streams = 1
         assert not a_is_shared()
         assert b_is_shared()
-        assert world.factory.hooks[0]["past"] is None
         await world.pool.unload("a", 0.0)
         assert not b_is_shared()
         assert world.pool.engines() == (b,)
         assert world.pool.counted_engines() == (a, b)
         await world.use("a")
-        assert world.factory.hooks[2]["past"] is a
+        assert world.factory.made[2].metrics is a.metrics
+        assert b.metrics is not a.metrics
 
 
 # --- the end ----------------------------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ import pytest
 
 from mlx_server.bench.random_folder import word_tokenizer
 from mlx_server.config import CacheConfig, Config, ModelConfig, ObservabilityConfig, SchedulerConfig
-from mlx_server.engine.engine import AsyncEngine, EngineState, Surroundings
+from mlx_server.engine import engine as engine_module
+from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.grammar.spec import parse_structured
+from mlx_server.engine.parts import Surroundings
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import (
     ConfigError,
@@ -30,7 +32,7 @@ from mlx_server.errors import (
     UnsupportedError,
 )
 from mlx_server.observability.engine_metrics import EngineMetrics
-from mlx_server.observability.tracing import Tracing
+from mlx_server.observability.tracing import EngineTracer, Tracing
 from mlx_server.outputs import CompletionDelta
 from mlx_server.request import FinishReason, Priority
 from mlx_server.runtime.executor import MLXThread
@@ -522,14 +524,28 @@ async def test_one_output_that_cannot_be_shown_ends_only_its_request(folder, mon
         assert engine.metrics.finished == {FinishReason.ERROR: 1, FinishReason.LENGTH: 1}
 
 
-async def test_figures_that_fail_end_nobody_s_request(folder, monkeypatch, caplog):
-    async with engine_of(folder, max_num_seqs=1, queue_timeout_s=0.05) as engine:
+class BrokenTracer(EngineTracer):
+    """Fails at whatever it hears."""
 
-        def explode(*args: Any) -> None:
-            raise ValueError("no such tier")
+    def on_submitted(self, *news: Any) -> None:
+        raise ValueError("no span")
 
-        monkeypatch.setattr(engine.metrics, "on_finished", explode)
-        monkeypatch.setattr(engine.metrics, "on_rejected", explode)
+    on_step = on_step_done = on_finished = on_submitted
+
+
+class BrokenTracing(Tracing):
+    def tracer(self, *about: Any) -> EngineTracer:
+        return BrokenTracer()
+
+
+async def test_figures_and_traces_that_fail_end_nobody_s_request(folder, monkeypatch, caplog):
+    def explode(*news: Any) -> None:
+        raise ValueError("no such tier")
+
+    monkeypatch.setattr(engine_module, "_complained_s", {})
+    for name in ("on_submitted", "on_rejected", "on_step_done", "on_tokens", "on_finished"):
+        monkeypatch.setattr(EngineMetrics, name, explode)
+    async with engine_of(folder, max_num_seqs=1, queue_timeout_s=0.05, tracing=BrokenTracing()) as engine:
         streams = [engine.submit(ask(name, sampling=greedy(250))) for name in ("first", "late")]
         with pytest.raises(QueueTimeoutError):
             await read(streams[1])
@@ -537,8 +553,9 @@ async def test_figures_that_fail_end_nobody_s_request(folder, monkeypatch, caplo
         await until(lambda: is_empty(engine))
         assert engine.state is EngineState.READY
         assert engine.num_streams == 0
-    told = [record.getMessage() for record in caplog.records if record.exc_info]
-    assert sorted(told) == [f"What {name} took is not counted" for name in ("first", "late")]
+    listeners = {explode.__qualname__, BrokenTracer.on_submitted.__qualname__}
+    complaints = [record.getMessage().partition(" failed")[0] for record in caplog.records if record.exc_info]
+    assert sorted(complaints) == sorted(listeners), "each is logged once, not with every step"
 
 
 async def test_a_stopped_engine_holds_nothing(folder):

@@ -17,8 +17,9 @@ import pytest
 
 from mlx_server.config import CacheConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, load_config
 from mlx_server.engine import memory_budget
-from mlx_server.engine.engine import AsyncEngine, Surroundings
+from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShare, estimate_need
+from mlx_server.engine.parts import Surroundings
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import ConfigError, InsufficientMemoryError
 from mlx_server.pool.model_pool import build_pool

@@ -107,7 +107,8 @@ class _ChunkStream:
 
     def chunk(self, event: OutputEvent) -> bytes | None:
         """None for an event that has nothing to show, as when a character is not complete yet."""
-        self._meter.update(event)
+        if self._shape.include_usage:
+            self._meter.update(event)
         delta = self._delta(event)
         if not delta and event.finish is None and not (self._has_details and event.token_ids):
             return None
