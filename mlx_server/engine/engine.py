@@ -19,7 +19,7 @@ from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.step import Executor
 from mlx_server.config import Config
 from mlx_server.engine.grammar.constraints import GrammarCompiler
-from mlx_server.engine.memory_guard import GuardCounters, MemoryWatch
+from mlx_server.engine.memory_guard import GuardCounters
 from mlx_server.engine.parts import EngineParts, Surroundings, load_parts, served_names, served_names_of, unload_parts
 from mlx_server.engine.request_stream import GenerationRequest, OutputText, RequestStream, make_request
 from mlx_server.engine.text.chat import ChatFormatter, TextTools
@@ -192,11 +192,6 @@ class AsyncEngine:
     def scheduler(self) -> ContinuousBatchingScheduler:
         """For introspection; requests come in by `submit`."""
         return self._loaded_parts().scheduler
-
-    @property
-    def memory_watch(self) -> MemoryWatch:
-        """What watches the machine's memory, for this model and those beside it."""
-        return self._loaded_parts().watch
 
     # --- life -----------------------------------------------------------------------------------------------
 

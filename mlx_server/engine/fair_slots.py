@@ -1,9 +1,5 @@
-"""Slots that work is done in, given to better tiers first and to the keys of a tier in turn.
-
-How much processor time a thread has used, asked by others while it works.
-
-Work on threads that nobody waits for at the end of the process, like a download.
-"""
+"""Work that many ask for at once: slots that it is done in, given to better tiers first and to the keys of a tier in
+turn; threads of its own, which keep no process from ending; and how much processor time such a thread has used."""
 
 from __future__ import annotations
 

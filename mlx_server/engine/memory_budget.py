@@ -1,19 +1,6 @@
-"""One ledger of memory for all models of a process: who holds how much, and whether more may be taken.
-
-It counts what was promised, not what was touched: weights, KV pools and room for activations. What the system
-itself says of its memory is read on each question, so that other programs count too.
-
-What the temporaries of steps take on Metal, told from a model's configuration.
-
-MLX keeps what a command buffer uses until it has ended, and has up to 12 in flight. Each ends at a number of elements
-of all buffers that it uses, weights included. So temporaries take as much of these as they are of all that a layer
-uses, but no more than two steps, the most that are launched, make in all.
-
-Llama-3-8B in 4 bits, 2,048 tokens, 96 x 2^20 elements (a Mac with 16 GiB): a layer has about 0.19 G elements of
-temporaries and 0.035 G of weights, so 12 x 96 x 2^20 x 2 bytes x 0.85 = 1.9 GiB, and 0.4 GiB for what is wide and long.
-MLX's rules replayed over such steps (`tests/replay`) have a peak of 1.6 GiB.
-
-How much memory a model will take, told from its files before anything of it is loaded.
+"""How much memory models take: one ledger for all models of a process, and what a model will need, told from its files
+before anything of it is loaded. What is promised counts, not what was touched: weights, KV pools and room for the
+temporaries of steps. What the system itself says of its memory is read on each question, so that other programs count.
 """
 
 from __future__ import annotations
@@ -23,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_server.config import FULL_KV, Config, MemoryConfig, ModelConfig
@@ -83,11 +70,11 @@ class MemoryBudget:
         """The memory with all that is booked for steps of loaded models in use, whether one runs now or not."""
         loaded = [share for share in self._shares if share.is_settled]
         steps = sum(share.need.activation_bytes for share in loaded)
-        return self._read().with_steps(sum(share.num_bytes for share in loaded) - steps, steps)
+        return self._read().with_steps(sum(share.need.total_bytes for share in loaded) - steps, steps)
 
     @property
     def held_bytes(self) -> int:
-        return sum(share.num_bytes for share in self._shares)
+        return sum(share.need.total_bytes for share in self._shares)
 
     @property
     def free_bytes(self) -> int:
@@ -97,7 +84,7 @@ class MemoryBudget:
     def missing_bytes(self, need: MemoryNeed) -> int:
         """How much must be given back before `need` fits; 0 if it fits. What is being loaded for others is not yet
         seen in the system's memory, and is not free all the same."""
-        pending = sum(share.num_bytes for share in self._shares if not share.is_settled)
+        pending = sum(share.need.total_bytes for share in self._shares if not share.is_settled)
         unused = self.read().available_bytes - self.reserve_bytes - pending
         return max(0, need.total_bytes - max(0, min(self.limit_bytes - self.held_bytes, unused)))
 
@@ -119,7 +106,7 @@ class MemoryBudget:
 
     def _refusal(self, owner: str, need: MemoryNeed) -> str:
         reading = self.read()
-        holders = ", ".join(f"{share.owner} {_mib(share.num_bytes)}" for share in self._shares)
+        holders = ", ".join(f"{share.owner} {_mib(share.need.total_bytes)}" for share in self._shares)
         return (
             f"The model {owner} needs {_mib(need.total_bytes)} (weights {_mib(need.weights_bytes)}, activations "
             f"{_mib(need.activation_bytes)}, first KV blocks {_mib(need.kv_bytes)}), and {_mib(self.free_bytes)} may "
@@ -131,18 +118,13 @@ class MemoryBudget:
 
 
 class MemoryShare:
-    """What one model holds of a budget. `grow` and `shrink` change its KV part."""
+    """What one model holds of a budget, which is its `need`. `grow` and `shrink` change its KV part."""
 
     def __init__(self, budget: MemoryBudget, owner: str, need: MemoryNeed) -> None:
         self.owner = owner
         self.need = need
-        self.kv_bytes = need.kv_bytes
         self.is_settled = False
         self._budget = budget
-
-    @property
-    def num_bytes(self) -> int:
-        return self.need.weights_bytes + self.need.activation_bytes + self.kv_bytes
 
     def growable_bytes(self, pressure: float) -> int:
         """What `grow` would book at most without bringing the memory to that pressure."""
@@ -156,7 +138,7 @@ class MemoryShare:
     @property
     def kv_room_bytes(self) -> int:
         """What it could have now: what is booked for it, and what is free."""
-        return min(self.kv_limit_bytes, self.kv_bytes + self._budget.free_bytes)
+        return min(self.kv_limit_bytes, self.need.kv_bytes + self._budget.free_bytes)
 
     def read(self) -> MemoryReading:
         """The machine's memory now."""
@@ -165,24 +147,26 @@ class MemoryShare:
     def settle(self, need: MemoryNeed) -> None:
         """The model is loaded: books what it really took instead of what was estimated."""
         self.need = need
-        self.kv_bytes = need.kv_bytes
         self.is_settled = True
 
     def grow(self, num_bytes: int) -> bool:
         """Books more for the KV pool; False, and nothing booked, if that much is not free."""
         if num_bytes > self._budget.free_bytes:
             return False
-        self.kv_bytes += num_bytes
+        self._add_kv(num_bytes)
         return True
 
     def shrink(self, num_bytes: int) -> None:
         """So much of the KV pool has been given back."""
-        assert num_bytes <= self.kv_bytes, "more is given back than was taken"
-        self.kv_bytes -= num_bytes
+        assert num_bytes <= self.need.kv_bytes, "more is given back than was taken"
+        self._add_kv(-num_bytes)
 
     def release(self) -> None:
         """The model is unloaded."""
         self._budget.forget(self)
+
+    def _add_kv(self, num_bytes: int) -> None:
+        self.need = replace(self.need, kv_bytes=self.need.kv_bytes + num_bytes)
 
 
 def _mib(num_bytes: int) -> str:
@@ -218,7 +202,15 @@ def step_bytes(
 ) -> int:
     """The most that steps of up to `num_tokens` tokens, of which `num_seqs` rows sample, have in memory beside weights
     and pools, with contexts of up to `context_tokens`. Activations take `item_bytes` each; a command buffer ends at
-    `buffer_elements`."""
+    `buffer_elements`.
+
+    MLX keeps what a command buffer of Metal uses until it has ended, and has up to 12 in flight. Each ends at a number
+    of elements of all buffers that it uses, weights included. So temporaries take as much of these as they are of all
+    that a layer uses, but no more than two steps, the most that are launched, make in all.
+
+    Llama-3-8B in 4 bits, 2,048 tokens, 96 x 2^20 elements (a Mac with 16 GiB): a layer has about 0.19 G elements of
+    temporaries and 0.035 G of weights, so 12 x 96 x 2^20 x 2 bytes x 0.85 = 1.9 GiB, and 0.4 GiB for what is wide and
+    long. MLX's rules replayed over such steps (`tests/replay`) have a peak of 1.6 GiB."""
     num_layers = max(1, _number(described, "num_hidden_layers", "n_layers", "num_layers"))
     per_token = _row_elements(described)
     layer = num_tokens * per_token

@@ -1,9 +1,5 @@
-"""What one model does when the machine runs short of memory, whoever has taken it.
-
-The memory of one model's KV pool: what it may grow by, and how it is given back.
-
-The watch over the memory that all models of a process live in.
-"""
+"""What models do as the machine runs short of memory: `KvMemory` says by how much one model's KV pool may grow,
+`MemoryGuard` gives some of it back, and `MemoryWatch` tells the guards of all models when to."""
 
 from __future__ import annotations
 
@@ -18,6 +14,14 @@ from mlx_server.batching.request_table import Rank
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.engine.memory_budget import MemoryShare
 from mlx_server.runtime.memory import MIN_BLOCKS, MemoryReading
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE_S = 1.0
+_RETRY_S = 0.005
+
+_HYSTERESIS = 0.03
+"""A level is left only when the pressure is so much lower than where it began."""
 
 _REFUSAL_S = 0.2
 """How long a refusal stands before the system is asked again: a full pool asks for every block."""
@@ -69,11 +73,6 @@ class KvMemory:
         while self._num_given_back < num_blocks:
             self._given_back.clear()
             await self._given_back.wait()
-
-
-_RETRY_S = 0.005
-_HYSTERESIS = 0.03
-"""A level is left only when the pressure is so much lower than where it began."""
 
 
 class PressureLevel(enum.IntEnum):
@@ -166,11 +165,6 @@ class MemoryGuard:
         """Those that can go and leave a pool that is of use."""
         blocks = self._scheduler.blocks
         return max(0, min(blocks.num_free_blocks, blocks.num_blocks - MIN_BLOCKS * len(blocks.groups)))
-
-
-logger = logging.getLogger(__name__)
-
-_SAMPLE_S = 1.0
 
 
 class MemoryWatch:

@@ -65,13 +65,16 @@ def models_in(folder: Path) -> list[str]:
 
 def remove_stored(name: str) -> int:
     """Deletes a pulled model; the bytes that are free now, 0 if there is no such model."""
-    num_bytes = sum(_remove_home_model(model) for model in _home_models() if model.name == name)
-    if name == SMOLLM2.name:
-        download = home() / "downloads" / SMOLLM2.file_name
-        if download.exists():
-            num_bytes += download.stat().st_size
-            download.unlink()
-    return num_bytes + _remove_hub_model(name)
+    num_bytes = 0
+    for model in stored_models():
+        if model.name == name:
+            shutil.rmtree(model.folder)
+            num_bytes += model.num_bytes
+    download = home() / "downloads" / SMOLLM2.file_name
+    if name == SMOLLM2.name and download.exists():
+        num_bytes += download.stat().st_size
+        download.unlink()
+    return num_bytes
 
 
 def _home_models() -> Iterator[StoredModel]:
@@ -94,23 +97,6 @@ def _hub_models() -> Iterator[StoredModel]:
     for repo in cache.repos:
         if repo.repo_type == "model":
             yield StoredModel(repo.repo_id, "hub", repo.repo_path, repo.size_on_disk)
-
-
-def _remove_home_model(model: StoredModel) -> int:
-    shutil.rmtree(model.folder)
-    return model.num_bytes
-
-
-def _remove_hub_model(name: str) -> int:
-    try:
-        cache = huggingface_hub.scan_cache_dir()
-    except CacheNotFound:
-        return 0
-    repo = next((repo for repo in cache.repos if repo.repo_type == "model" and repo.repo_id == name), None)
-    if repo is None:
-        return 0
-    cache.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
-    return repo.size_on_disk
 
 
 def _num_bytes(folder: Path) -> int:

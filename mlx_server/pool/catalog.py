@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_server.config import Config, PoolConfig
@@ -43,11 +43,10 @@ class ModelSpec:
 
     def offers_by_name(self) -> Iterator[tuple[str, Offer]]:
         """The same, by every name."""
-        merged = self.names.merged
         for base in (self.names.base, *self.aliases):
-            yield base if merged is None else f"{base}:{merged}", Offer(self)
-            for adapter in self.names.adapters:
-                yield f"{base}:{adapter}", Offer(self, adapter)
+            names = replace(self.names, base=base)
+            for offer in self.offers():
+                yield names.with_adapter(offer.adapter), offer
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ class PooledModel:
 
     @property
     def held_bytes(self) -> int:
-        return 0 if self.share is None else self.share.num_bytes
+        return 0 if self.share is None else self.share.need.total_bytes
 
     def begin_load(self) -> None:
         self._move((ModelState.UNLOADED, ModelState.FAILED), ModelState.LOADING)

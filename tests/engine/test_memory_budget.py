@@ -327,9 +327,9 @@ async def test_what_is_cut_is_booked_back_when_the_device_has_done_it():
     async with watched(model) as scene:
         scene.used = 860
         scene.watch.sample()
-        assert model.share.kv_bytes == 64 * MIB
+        assert model.share.need.kv_bytes == 64 * MIB
         model.world.step()
-        assert model.share.kv_bytes == model.num_blocks * MIB == 36 * MIB
+        assert model.share.need.kv_bytes == model.num_blocks * MIB == 36 * MIB
 
 
 async def test_who_asks_for_memory_waits_for_what_was_cut_for_him():
@@ -347,7 +347,7 @@ async def test_who_asks_for_memory_waits_for_what_was_cut_for_him():
         scheduler.update(ModelRunnerOutput(step.step_id, {}))
         for _ in range(3):
             await asyncio.sleep(0)
-        done.append((giving.done(), model.share.kv_bytes // MIB))
+        done.append((giving.done(), model.share.need.kv_bytes // MIB))
     assert done == [(False, 36), (True, 31)]
     assert await giving == 5 * MIB
 

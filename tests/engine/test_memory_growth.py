@@ -19,6 +19,7 @@ from mlx_server.config import CacheConfig, Config, MemoryConfig, ModelConfig, Sc
 from mlx_server.engine import memory_budget
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShare, estimate_need
+from mlx_server.engine.memory_guard import MemoryWatch
 from mlx_server.engine.parts import Surroundings
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import ConfigError, InsufficientMemoryError
@@ -68,7 +69,12 @@ def thread() -> Iterator[MLXThread]:
 
 @asynccontextmanager
 async def engine_with(
-    share: MemoryShare, thread: MLXThread, backend: str, loaded: LoadedModel | None = None, **cache: object
+    share: MemoryShare,
+    thread: MLXThread,
+    backend: str,
+    loaded: LoadedModel | None = None,
+    watch: MemoryWatch | None = None,
+    **cache: object,
 ) -> AsyncIterator[AsyncEngine]:
     model, config = built("llama")
     settings = Config(
@@ -77,7 +83,7 @@ async def engine_with(
         scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=128),
     )
     loaded = loaded or LoadedModel("tiny", model, dict(config), None)
-    engine = AsyncEngine(settings, Surroundings(thread, share=share), loaded=loaded)
+    engine = AsyncEngine(settings, Surroundings(thread, share=share, watch=watch), loaded=loaded)
     await engine.start()
     try:
         yield engine
@@ -129,7 +135,8 @@ async def test_a_pool_that_grows_and_shrinks_under_load_gives_the_same_tokens(th
         assert engine.stats().num_pool_growths == engine.stats().num_pool_cuts == 0
 
     share = make_share(machine)
-    async with engine_with(share, thread, backend, kv_cache_memory=str(400 * block_bytes)) as engine:
+    watch = MemoryWatch(share.read)
+    async with engine_with(share, thread, backend, watch=watch, kv_cache_memory=str(400 * block_bytes)) as engine:
         assert engine.info.num_blocks == 64 < engine.info.max_blocks == 400
         serving = asyncio.ensure_future(serve_all(engine))
         rng = random.Random(0)
@@ -138,14 +145,14 @@ async def test_a_pool_that_grows_and_shrinks_under_load_gives_the_same_tokens(th
             await asyncio.sleep(0.02)
             num_given += await engine.give_memory(rng.randrange(1, 100) * block_bytes)
             machine.used = rng.choice([0.5, 0.5, 0.5, 0.83, 0.87, 0.95, 0.99])
-            engine.memory_watch.sample()
+            watch.sample()
             engine.scheduler.check_integrity()
-            assert share.kv_bytes >= engine.stats().kv_pool_bytes
+            assert share.need.kv_bytes >= engine.stats().kv_pool_bytes
         assert await serving == wanted
         await asyncio.sleep(0.05)
         engine.scheduler.check_integrity()
         stats = engine.stats()
-        assert share.kv_bytes == stats.kv_pool_bytes
+        assert share.need.kv_bytes == stats.kv_pool_bytes
         assert num_given > 0
         assert min(stats.num_pool_growths, stats.num_pool_cuts, stats.num_blocks_moved) >= 5
         assert stats.num_pressure_holds > 0
@@ -180,7 +187,9 @@ async def test_one_who_cannot_grow_waits_for_memory(thread):
     machine = Machine()
     prompt = random_prompts([250])[0]
     wanted = plain_greedy("llama", [prompt], [30])[0]
-    async with engine_with(make_share(machine), thread, NATIVE_BACKEND, kv_cache_memory="8MB") as engine:
+    share = make_share(machine)
+    watch = MemoryWatch(share.read)
+    async with engine_with(share, thread, NATIVE_BACKEND, watch=watch, kv_cache_memory="8MB") as engine:
         await engine.give_memory(60 * engine.info.block_bytes)
         assert engine.stats().num_blocks == 8
         machine.used = 0.95
@@ -193,7 +202,7 @@ async def test_one_who_cannot_grow_waits_for_memory(thread):
         assert engine.stats().num_generated_tokens == 7, "up to the last slot of 256"
         assert engine.scheduler.is_starving
         machine.used = 0.5
-        engine.memory_watch.sample()
+        watch.sample()
         assert await tokens_of(stream) == wanted
 
 
@@ -232,7 +241,7 @@ async def test_a_loaded_model_stays_within_what_was_estimated(thread):
     await engine.start()
     try:
         assert share.need.weights_bytes == pytest.approx(need.weights_bytes, rel=0.01)
-        assert share.kv_bytes == need.kv_bytes == engine.stats().kv_pool_bytes
+        assert share.need.kv_bytes == need.kv_bytes == engine.stats().kv_pool_bytes
         mx.reset_peak_memory()
         prompt = random_prompts([128])[0]
         await tokens_of(engine.submit(GenerationRequest(request_id="r", prompt_token_ids=prompt, sampling=greedy(2))))
@@ -285,7 +294,7 @@ async def test_recurrent_state_leaves_others_what_they_hold(thread):
     share = budget.take("qwen3_5", MemoryNeed(loaded.weight_bytes, 0, 10 * slot_bytes))
     async with engine_with(share, thread, NATIVE_BACKEND, loaded, num_kv_blocks=8) as engine:
         assert (engine.info.max_num_seqs, engine.info.num_checkpoints) == (8, 8), "a fifth of 40 each"
-        assert engine.info.state_bytes <= share.kv_bytes <= 40 * slot_bytes
+        assert engine.info.state_bytes <= share.need.kv_bytes <= 40 * slot_bytes
         assert budget.held_bytes <= budget.limit_bytes
 
 

@@ -1,0 +1,168 @@
+"""How much Python a steady decode step runs, from the scheduler to the bytes of the stream's event: calls of the
+package's functions, and the files that they are in. The limits leave a little room above what there is: who needs more
+raises one here, and says what for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+import mlx_server
+from mlx_server.api.app import create_app
+from mlx_server.config import CacheConfig, Config, ModelConfig
+from mlx_server.pool.model_pool import build_pool
+from mlx_server.runtime.models.random_models import build_random
+from tests.engine_worlds import on_the_cpu
+from tests.tiny_models import byte_tokenizer, save_model_folder, tiny_model
+
+_PACKAGE = str(Path(mlx_server.__file__).parent)
+_NUM_STEPS = 80
+_LOOP, _MLX = "MainThread", "mlx"
+
+_MAX_CALLS = 120
+_MAX_FILES = 23
+_MAX_CALLS_A_STREAM = 45
+_MAX_CALLS_A_LAYER = 22
+_MAX_CALLS_BESIDE_LAYERS = 130
+_MAX_FILES_OF_MODELS = 14
+
+
+class Calls:
+    """Counts the calls of the package's functions by thread, while `is_on`. A generator that goes on is a call."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.num_steps = 0
+        self._counts: dict[str, Counter[tuple[str, str]]] = {_LOOP: Counter(), _MLX: Counter()}
+
+    def see(self, frame: FrameType, event: str, arg: Any) -> None:
+        """For `sys.setprofile`."""
+        code = frame.f_code
+        if self.is_on and event == "call" and code.co_filename.startswith(_PACKAGE):
+            by_thread = self._counts.setdefault(threading.current_thread().name, Counter())
+            by_thread[code.co_filename.removeprefix(_PACKAGE), code.co_qualname] += 1
+
+    def a_step(self, thread: str) -> float:
+        return self._counts[thread].total() / self.num_steps
+
+    def files(self, thread: str) -> set[str]:
+        """Those that a step passes through, and not one in many, like the first step with a new block."""
+        by_file: Counter[str] = Counter()
+        for (file, _), num_calls in self._counts[thread].items():
+            by_file[file] += num_calls
+        return {file for file, num_calls in by_file.items() if num_calls >= self.num_steps / 2}
+
+    def table(self, thread: str) -> str:
+        """What to look at when there are too many."""
+        lines = [f"{n / self.num_steps:7.2f} {file} {name}" for (file, name), n in self._counts[thread].most_common()]
+        return "\n".join([f"{self.a_step(thread):.1f} calls in {len(self.files(thread))} files", *lines])
+
+
+def _folder(path: Path, num_layers: int) -> str:
+    tokenizer = byte_tokenizer()
+    config = {**tiny_model("llama").config, "num_hidden_layers": num_layers, "vocab_size": len(tokenizer)}
+    return str(save_model_folder(build_random(config, 0), config, path, tokenizer))
+
+
+async def _calls(folder: str, num_streams: int) -> Calls:
+    """Of steps in the middle of that many streamed answers."""
+    calls = Calls()
+    threading.setprofile(calls.see)  # for the threads that the pool is about to start
+    try:
+        config = Config(model=ModelConfig(model=folder), cache=CacheConfig(kv_cache_memory="8MB"))
+        pool = build_pool(config)
+        await pool.start()
+        (engine,) = pool.engines()
+        engine.tokenizer.decode(range(engine.tokenizer.vocab_size))  # in a long run, every token has been seen
+        sys.setprofile(calls.see)
+        app = create_app(pool, config)
+        try:
+            await asyncio.wait_for(_stream(app, engine.scheduler.counters, num_streams, calls), 60)
+        finally:
+            await pool.stop(0.0)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]  # as documented
+    return calls
+
+
+async def _stream(app: Any, counters: Any, num_streams: int, calls: Calls) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Count."}],
+        "stream": True,
+        "temperature": 0,
+        "max_tokens": 400,
+        "ignore_eos": True,
+    }
+    text = json.dumps(body).encode()
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/v1/chat/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+    }
+    first_step = 0
+
+    async def ask() -> None:
+        messages = [{"type": "http.request", "body": text, "more_body": False}]
+
+        async def receive() -> Message:
+            if not messages:
+                await asyncio.Event().wait()
+            return messages.pop()
+
+        async def send(message: Message) -> None:
+            nonlocal first_step
+            if message.get("status", 200) != 200:
+                raise AssertionError(message)
+            if not first_step and counters.num_steps >= 100:
+                first_step, calls.is_on = counters.num_steps, True
+            elif first_step and calls.is_on and counters.num_steps >= first_step + _NUM_STEPS:
+                calls.is_on = False
+                calls.num_steps = counters.num_steps - first_step
+
+        await app(scope, receive, send)
+
+    await asyncio.gather(*(ask() for _ in range(num_streams)))
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[int, str]:
+    """By number of layers."""
+    return {num_layers: _folder(tmp_path / str(num_layers), num_layers) for num_layers in (2, 6)}
+
+
+async def test_a_step_on_the_event_loop_is_short(folders: dict[int, str]) -> None:
+    calls = await _calls(folders[2], 1)
+    assert calls.num_steps >= _NUM_STEPS
+    assert calls.a_step(_LOOP) <= _MAX_CALLS, calls.table(_LOOP)
+    assert len(calls.files(_LOOP)) <= _MAX_FILES, calls.table(_LOOP)
+
+
+async def test_a_further_stream_adds_only_what_is_its_own(folders: dict[int, str]) -> None:
+    one, five = await _calls(folders[2], 1), await _calls(folders[2], 5)
+    assert (five.a_step(_LOOP) - one.a_step(_LOOP)) / 4 <= _MAX_CALLS_A_STREAM, five.table(_LOOP)
+
+
+@on_the_cpu
+async def test_a_step_on_the_mlx_thread_grows_with_the_layers_only(folders: dict[int, str]) -> None:
+    two, six = await _calls(folders[2], 1), await _calls(folders[6], 1)
+    a_layer = (six.a_step(_MLX) - two.a_step(_MLX)) / 4
+    assert a_layer <= _MAX_CALLS_A_LAYER, six.table(_MLX)
+    assert two.a_step(_MLX) - 2 * a_layer <= _MAX_CALLS_BESIDE_LAYERS, two.table(_MLX)
+    assert len(two.files(_MLX)) <= _MAX_FILES_OF_MODELS, two.table(_MLX)
+    assert six.files(_MLX) == two.files(_MLX)
