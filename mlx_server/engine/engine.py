@@ -20,7 +20,7 @@ from mlx_server.batching.step import Executor
 from mlx_server.config import Config
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.memory_guard import GuardCounters
-from mlx_server.engine.parts import EngineParts, Surroundings, load_parts, served_names, served_names_of, unload_parts
+from mlx_server.engine.parts import EngineParts, Surroundings, load_parts, served_names, unload_parts
 from mlx_server.engine.request_stream import GenerationRequest, OutputText, RequestStream, make_request
 from mlx_server.engine.text.chat import ChatFormatter, TextTools
 from mlx_server.engine.text.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ class AsyncEngine:
         those of an earlier engine of the model, to be continued; `tracing` is what `config` says unless given."""
         self.config = config
         self.model_root = config.model.model
-        self.names = served_names(config.model) if loaded is None else served_names_of(config.model, loaded)
+        self.names = served_names(config.model, loaded)
         self.model_name = self.names.model
         self.state = EngineState.LOADING
         self.error: str | None = None

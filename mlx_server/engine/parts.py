@@ -85,7 +85,9 @@ async def load_parts(
 ) -> EngineParts:
     """Loads the model of `config`, or takes `loaded`. On the event loop's thread, which it does not block; other
     models' steps go on meanwhile. Raises `ServeError`, and holds nothing then."""
-    _check_settings(config)
+    max_seqs, max_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+    if max_tokens < max_seqs:  # or it would only be found after loading
+        raise ConfigError(f"--max-num-batched-tokens is {max_tokens}; it must be at least --max-num-seqs, {max_seqs}.")
     share = around.share or await _own_share(config, loaded)
     try:
         return await _load_parts(config, around, share, loaded, max_chunk_tokens)
@@ -240,16 +242,6 @@ def _make_scheduler(
     return scheduler
 
 
-def _check_settings(config: Config) -> None:
-    """Raises `ConfigError` for what would only be found after loading."""
-    settings = config.scheduler
-    if settings.max_num_batched_tokens < settings.max_num_seqs:
-        raise ConfigError(
-            f"--max-num-batched-tokens is {settings.max_num_batched_tokens}; it must be at least "
-            f"--max-num-seqs, {settings.max_num_seqs}."
-        )
-
-
 def _limits(config: Config, info: RunnerInfo, max_chunk_tokens: int | None) -> SchedulerLimits:
     settings = config.scheduler
     target_ms = settings.target_step_ms
@@ -309,13 +301,10 @@ class ServedNames:
         return self.model if adapter is None else f"{self.base}:{adapter}"
 
 
-def served_names_of(settings: ModelConfig, loaded: LoadedModel) -> ServedNames:
-    """Of a model that is loaded already."""
-    return ServedNames(settings.name, None, loaded.adapters.names)
-
-
-def served_names(settings: ModelConfig) -> ServedNames:
-    """Reads what an only adapter says of itself."""
+def served_names(settings: ModelConfig, loaded: LoadedModel | None = None) -> ServedNames:
+    """Of the model that is `loaded` already, or of the one to be loaded: reads what an only adapter says of itself."""
+    if loaded is not None:
+        return ServedNames(settings.name, None, loaded.adapters.names)
     merged = merged_adapter(settings.adapters)
     adapters = () if merged is not None else tuple(adapter.name for adapter in settings.adapters)
     return ServedNames(settings.name, None if merged is None else merged.name, adapters)

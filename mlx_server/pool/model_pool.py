@@ -100,8 +100,7 @@ class ModelPool:
 
     def counted_engines(self) -> tuple[AsyncEngine, ...]:
         """Of the models that are or were loaded: the last engine of each, which has the counts of all of them."""
-        loaded = self._loaded()
-        engines = (model.engine if model in loaded else model.past for model in self._models.values())
+        engines = (model.engine if model.is_loaded else model.past for model in self._models.values())
         return tuple(engine for engine in engines if engine is not None)
 
     def find(self, name: str | None) -> PooledModel:
@@ -140,7 +139,7 @@ class ModelPool:
             self._check_alive()
             if model.is_taking_requests:
                 return Lease(model, self._on_used)
-            if model.state in (ModelState.READY, ModelState.DRAINING):
+            if model.is_loaded:
                 await self._changes.next()
                 continue
             if model.failure is not None and self._clock() < model.retry_s:
@@ -189,7 +188,10 @@ class ModelPool:
         """Loads the pinned models, one after another. Raises what keeps one from being loaded, and has logged it."""
         for model in self.models():
             if model.spec.is_pinned:
-                await self._load_at_start(model)
+                try:
+                    await self._wait_for_load(model)
+                except ServeError as refusal:
+                    raise (model.failure or refusal) from None
         self.is_starting = False
         self._sweeper = asyncio.create_task(self._sweep(), name="idle models")
 
@@ -210,14 +212,8 @@ class ModelPool:
         model = self._models.get(name or "")
         return None if model is None or model.engine is None else Offer(model.spec)
 
-    async def _load_at_start(self, model: PooledModel) -> None:
-        try:
-            await self._wait_for_load(model)
-        except ServeError as refusal:
-            raise (model.failure or refusal) from None
-
     def _loaded(self) -> list[PooledModel]:
-        return [model for model in self._models.values() if model.state in (ModelState.READY, ModelState.DRAINING)]
+        return [model for model in self._models.values() if model.is_loaded]
 
     def _check_alive(self) -> None:
         if self._is_stopping:
@@ -259,7 +255,12 @@ class ModelPool:
             model.give_up_load(LoadResult.NO_ROOM)
             return error
         except Exception as error:
-            logger.error("The model %s cannot be loaded: %s", model.name, error, exc_info=_unexpected(error))
+            logger.error(
+                "The model %s cannot be loaded: %s",
+                model.name,
+                error,
+                exc_info=None if isinstance(error, ServeError) else error,
+            )
             model.fail_load(error.with_traceback(None), self._clock() + self._settings.retry_failed_s)
             return error
         finally:
@@ -341,10 +342,6 @@ class ModelPool:
         return OverloadedError(
             f"The model `{model.name}` could not be loaded: {reason} It may be tried again in {retry_s:.0f} s.", retry_s
         )
-
-
-def _unexpected(error: Exception) -> Exception | None:
-    return None if isinstance(error, ServeError) else error
 
 
 def build_pool(config: Config) -> ModelPool:

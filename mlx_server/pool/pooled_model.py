@@ -77,6 +77,11 @@ class PooledModel:
         return self.state is ModelState.READY
 
     @property
+    def is_loaded(self) -> bool:
+        """Ready, or on its way out."""
+        return self.state in (ModelState.READY, ModelState.DRAINING)
+
+    @property
     def is_taking_requests(self) -> bool:
         return self.is_ready and not self.is_yielding
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from mlx_server.config import PoolConfig
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed
 from mlx_server.errors import OverloadedError
-from mlx_server.pool.pooled_model import ModelState, PooledModel
+from mlx_server.pool.pooled_model import PooledModel
 
 _BUSY_RETRY_S = 5.0
 
@@ -120,7 +120,7 @@ class RoomMaker:
         return gain >= self._budget.missing_bytes(need)
 
     def _loaded(self) -> list[PooledModel]:
-        return [model for model in self._models() if model.state in (ModelState.READY, ModelState.DRAINING)]
+        return [model for model in self._models() if model.is_loaded]
 
     def _idle(self) -> list[PooledModel]:
         return [model for model in self._loaded() if model.is_evictable]
@@ -137,7 +137,7 @@ class RoomMaker:
 
     def _next_turn_s(self, now: float, deadline_s: float) -> float:
         """Lets a model yield whose time is over, if none does; when to look again."""
-        in_use = [model for model in self._in_use() if model.state is ModelState.READY]
+        in_use = [model for model in self._in_use() if model.is_ready]
         if not in_use or any(model.is_yielding for model in in_use):
             return deadline_s
         first = min(in_use, key=lambda model: model.ready_s)
