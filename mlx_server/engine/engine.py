@@ -38,7 +38,6 @@ from mlx_server.observability.engine_metrics import EngineMetrics
 from mlx_server.observability.tracing import NO_TRACER, EngineTracer, Tracing, open_tracing
 from mlx_server.outputs import EngineStats, ModelRunnerOutput, RequestOutput, SchedulerOutput
 from mlx_server.request import FinishReason, Request, RequestStatus
-from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
 from mlx_server.sampling_params import SamplingParams
 
@@ -69,8 +68,8 @@ def told(listener: Callable[P, T], *news: P.args, **more: P.kwargs) -> T | None:
 
 @dataclass(frozen=True, slots=True)
 class ObservedExecutor:
-    """An executor that is watched. What it costs is a few calls a step, whatever the number of requests. A step that
-    only changes the pools computes nothing and does not count."""
+    """Tells metrics and a tracer of each step that passes: a few calls a step, whatever the number of requests. A step
+    that only changes the pools computes nothing and does not count."""
 
     executor: Executor
     metrics: EngineMetrics
@@ -121,16 +120,16 @@ class AsyncEngine:
         metrics: EngineMetrics | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """The thread of `around` is shared with others and theirs to stop; without one, the engine has its own.
-        `loaded` is used instead of loading `config.model.model`. Nothing is loaded before `start`. `metrics` are
-        those of an earlier engine of the model, to be continued; `tracing` is what `config` says unless given."""
+        """The thread of `around` is shared, and its owner stops it; without `around`, the engine has a thread of its
+        own. `loaded` is used instead of loading `config.model.model`. Nothing is loaded before `start`. `metrics` of an
+        earlier engine of the model are continued; `tracing` is what `config` says unless given."""
         self.config = config
         self.model_root = config.model.model
         self.names = served_names(config.model, loaded)
         self.model_name = self.names.model
         self.state = EngineState.LOADING
         self.error: str | None = None
-        self._around = around or Surroundings(MLXThread(wire_memory=config.memory.wire_memory))
+        self._around = around or Surroundings.of_nobody(config.memory)
         self._owns_thread = around is None
         self._loaded = loaded
         self._max_chunk_tokens = max_chunk_tokens
@@ -350,7 +349,7 @@ class AsyncEngine:
             await unload_parts(parts, self._around.thread)
 
     async def _run(self) -> None:
-        """The scheduler's loop; whatever ends it otherwise than `stop` ends every request and the engine."""
+        """The scheduler's loop. An error in it ends every request and the engine."""
         parts = self._loaded_parts()
         try:
             executor = ObservedExecutor(parts.executor, self.metrics, self._tracer)

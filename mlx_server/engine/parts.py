@@ -17,7 +17,7 @@ from mlx_server.batching.layer_groups import LayerGroups
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.state_checkpoints import StateCheckpoints
-from mlx_server.config import Config, ModelConfig
+from mlx_server.config import Config, MemoryConfig, ModelConfig
 from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShare, estimate_need
 from mlx_server.engine.memory_guard import KvMemory, MemoryGuard, MemoryWatch
 from mlx_server.engine.text.chat import TextTools
@@ -47,7 +47,7 @@ fifths off the p99 of TTFT."""
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """Of a model that is loaded. `own_share` is what is booked for it in a budget that nobody shares."""
+    """Of a model that is loaded. `own_share` is what is booked for it in a budget of its own, if it has one."""
 
     loaded: LoadedModel
     runner: ModelRunner
@@ -65,12 +65,11 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What an engine shares, and what it is told of those it shares it with.
+    """What an engine shares with the other engines of the process.
 
-    `is_shared` says whether somebody else's requests run on the device; `on_progress` gets the share of the
-    weights that is read. `share` is what is booked for the model in a budget that is theirs, too; without one, the
-    engine has all of what its configuration allows. `watch` watches the memory for all of them; without one, the
-    engine has its own.
+    `is_shared` says whether requests of others run on the device; `on_progress` gets the part of the weights that has
+    been read. `share` is what is booked for the model in the common budget; without one, the engine has all that its
+    configuration allows. `watch` watches the memory for all engines; without one, the engine has its own.
     """
 
     thread: MLXThread
@@ -78,6 +77,11 @@ class Surroundings:
     on_progress: Callable[[float], None] = lambda share: None
     share: MemoryShare | None = None
     watch: MemoryWatch | None = None
+
+    @classmethod
+    def of_nobody(cls, settings: MemoryConfig) -> Surroundings:
+        """With a new MLX thread, which the caller stops."""
+        return cls(MLXThread(wire_memory=settings.wire_memory))
 
 
 async def load_parts(

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import TracebackType
 
 from mlx_server.config import Config, PoolConfig
@@ -18,7 +19,6 @@ from mlx_server.errors import EngineDeadError, InsufficientMemoryError, Overload
 from mlx_server.pool.catalog import Catalog, Offer
 from mlx_server.pool.pooled_model import LoadResult, ModelState, PooledModel
 from mlx_server.pool.room import Changes, RoomMaker
-from mlx_server.runtime.executor import MLXThread
 
 logger = logging.getLogger(__name__)
 
@@ -61,18 +61,18 @@ class ModelPool:
         catalog: Catalog,
         budget: MemoryBudget,
         settings: PoolConfig,
-        thread: MLXThread,
+        around: Surroundings,
         *,
         new_engine: Callable[..., AsyncEngine] = AsyncEngine,
         estimate: Callable[[Config], MemoryNeed] = estimate_need,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """All engines share `thread`, which is the pool's to stop. `estimate` says what a model will take; it runs in a
-        worker thread."""
+        """All engines share the thread of `around`, which the pool stops. `estimate` says what a model will take; it
+        runs in a worker thread."""
         self.budget = budget
         self._catalog = catalog
         self._settings = settings
-        self._thread = thread
+        self._around = around
         self._new_engine = new_engine
         self._estimate = estimate
         self._clock = clock
@@ -126,7 +126,7 @@ class ModelPool:
         for model in self._loaded():
             if model.engine is not None and model.engine.state is EngineState.DEAD:
                 return f"The engine of {model.name} has died: {model.engine.error or 'unknown reason'}."
-        return None if self._thread.is_alive else "The MLX thread has ended."
+        return None if self._around.thread.is_alive else "The MLX thread has ended."
 
     # --- use ------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class ModelPool:
             self._sweeper.cancel()
         await asyncio.gather(*(self._give_up(model) for model in self.models()))
         await asyncio.gather(*(self._unload(model, drain_timeout_s) for model in self._loaded()))
-        await asyncio.to_thread(self._thread.stop)
+        await asyncio.to_thread(self._around.thread.stop)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -284,8 +284,8 @@ class ModelPool:
         def on_progress(part: float) -> None:
             model.load_progress = part
 
-        around = Surroundings(
-            self._thread,
+        around = replace(
+            self._around,
             is_shared=lambda: self._others_work(model),
             on_progress=on_progress,
             share=model.share,
@@ -298,7 +298,9 @@ class ModelPool:
         logger.info("%s is ready, %.0f MiB", model.name, model.held_bytes / 2**20)
 
     def _others_work(self, model: PooledModel) -> bool:
-        return any(engine.num_streams for engine in self.engines() if engine is not model.engine)
+        """Asked more than once a step."""
+        others = self._models.values()
+        return any(other.engine.num_streams for other in others if other is not model and other.engine is not None)
 
     async def _give_up(self, model: PooledModel) -> None:
         task = self._loads.get(model.name)
@@ -346,5 +348,5 @@ class ModelPool:
 
 def build_pool(config: Config) -> ModelPool:
     """The pool that `config` describes, nothing loaded yet. Raises `ConfigError` for what makes no sense."""
-    thread = MLXThread(wire_memory=config.memory.wire_memory)
-    return ModelPool(Catalog(config), MemoryBudget.of(config.memory), config.pool, thread)
+    budget = MemoryBudget.of(config.memory)
+    return ModelPool(Catalog(config), budget, config.pool, Surroundings.of_nobody(config.memory))

@@ -185,7 +185,7 @@ def fake_pool(*engines: FakeEngine, aliases: tuple[str, ...] = ()) -> ModelPool:
         Catalog(config),
         MemoryBudget(2**40, read=lambda: MemoryReading(2**41, 2**41, 2**41, 0)),
         config.pool,
-        factory,  # type: ignore[arg-type]
+        Surroundings(factory),  # type: ignore[arg-type]
         new_engine=factory.make,  # type: ignore[arg-type]
         estimate=lambda config: MemoryNeed(1_000_000, 0, 0),
     )

@@ -113,7 +113,7 @@ class World:
             Catalog(config),
             MemoryBudget(limit_mib * MIB, read=lambda: plenty),
             config.pool,
-            self.factory,  # type: ignore[arg-type]
+            Surroundings(self.factory),  # type: ignore[arg-type]
             new_engine=self.factory.make,  # type: ignore[arg-type]
             estimate=lambda config: MemoryNeed(self.need_mib.get(config.model.model, 100) * MIB, 0, 0),
             clock=lambda: self.now_s,
