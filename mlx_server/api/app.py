@@ -17,8 +17,9 @@ from mlx_server.api.context import ServerContext, version
 from mlx_server.api.errors import ERROR_RESPONSES, install_error_handlers
 from mlx_server.api.generation_service import GenerationService, LeaseMiddleware
 from mlx_server.api.middleware import HostMiddleware, HttpMetricsMiddleware, RequestIdMiddleware, allow_origins
-from mlx_server.api.openai import chat, completions, models, responses, tokenization
-from mlx_server.api.openai.responses_store import ResponseStore
+from mlx_server.api.openai import chat, completions, models, tokenization
+from mlx_server.api.openai.responses import routes as responses
+from mlx_server.api.openai.responses.store import ResponseStore
 from mlx_server.api.text_turns import TextWorkers
 from mlx_server.config import Config
 from mlx_server.observability.tracing import Tracing, open_tracing

@@ -1,26 +1,19 @@
-"""Server-sent events: framing, keep-alive comments on silent streams, and errors after the first byte."""
+"""Server-sent events: framing, and keep-alives on silent streams."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from mlx_server.api.errors import error_info
-
-logger = logging.getLogger(__name__)
-
 DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-_KEEP_ALIVE = ServerSentEvent(comment="keep-alive", sep="\n")
-_KEEP_ALIVE_BYTES = _KEEP_ALIVE.encode()
+KEEP_ALIVE = ServerSentEvent(comment="keep-alive", sep="\n")
 
 
 def data(body: Mapping[str, Any]) -> bytes:
@@ -49,28 +42,17 @@ def whole_or_streamed(*fields: str) -> dict[int | str, dict[str, Any]]:
     }
 
 
-async def openai_stream(events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
-    """`events`, then `[DONE]`; an error on the way becomes an error event, since the status is long sent."""
-    try:
-        async with contextlib.aclosing(events):
-            async for event in events:
-                yield event
-    except Exception as error:
-        info = error_info(error)
-        if info.status == 500:
-            logger.exception("A stream failed")
-        yield data(info.openai_body())
-    yield DONE
-
-
 class _EventStream(EventSourceResponse):
     """Calls `on_close` however the response ends: a generator that was never started cleans nothing up. Keep-alives are
     for silence: none is sent while an event is on its way or has just been sent, so none comes
     behind the last."""
 
-    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None], **options: Any) -> None:
-        super().__init__(events, **options)
+    def __init__(
+        self, events: AsyncIterator[bytes], on_close: Callable[[], None], keep_alive: ServerSentEvent, **options: Any
+    ) -> None:
+        super().__init__(events, ping_message_factory=lambda: keep_alive, **options)
         self._on_close = on_close
+        self._keep_alive = keep_alive.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         num_sending, sent_s = 0, 0.0
@@ -79,7 +61,7 @@ class _EventStream(EventSourceResponse):
         async def send_in_order(message: Message) -> None:
             """A keep-alive that waits for the client beside an event, or for its turn, might come behind the last."""
             nonlocal num_sending, sent_s
-            is_keep_alive = message.get("body") == _KEEP_ALIVE_BYTES
+            is_keep_alive = message.get("body") == self._keep_alive
             if is_keep_alive and (num_sending or loop.time() - sent_s < pause_s):
                 return
             num_sending += 1
@@ -99,15 +81,16 @@ def event_stream(
     keep_alive_s: float,
     on_close: Callable[[], None],
     headers: Mapping[str, str] | None = None,
+    keep_alive: ServerSentEvent = KEEP_ALIVE,
 ) -> Response:
-    """Streams `events` until they or the client end; then `on_close` is called. A comment every `keep_alive_s`
+    """Streams `events` until they or the client end; then `on_close` is called. A `keep_alive` every `keep_alive_s`
     keeps proxies and clients from giving up on a long prefill (0: never)."""
     return _EventStream(
         events,
         on_close,
+        keep_alive,
         headers=headers,
         media_type="text/event-stream",
         ping=keep_alive_s,
-        ping_message_factory=lambda: _KEEP_ALIVE,
         sep="\n",
     )

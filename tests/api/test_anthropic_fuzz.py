@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_server.api.anthropic.messages import CountTokensRequest, MessagesRequest
-from mlx_server.api.openai.responses_request import ResponsesRequest
+from mlx_server.api.openai.responses.request import ResponsesRequest
 from tests.api.test_fuzz import ODD, random_body
 from tests.api.worlds import World, user
 

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_server.api.anthropic.messages import MessagesRequest
 from mlx_server.api.openai.fields import GenerationFields
-from mlx_server.api.openai.responses_request import ResponsesRequest
+from mlx_server.api.openai.responses.request import ResponsesRequest
 from tests.api.rich_worlds import ask
 from tests.api.worlds import World, user
 

@@ -13,7 +13,7 @@ from openai.types.responses import Response
 
 from mlx_server.api.app import create_app
 from mlx_server.api.errors import NotFoundError
-from mlx_server.api.openai.responses_store import KeptItem, ResponseStore, StoredResponse
+from mlx_server.api.openai.responses.store import KeptItem, ResponseStore, StoredResponse
 from mlx_server.config import Config
 from tests.api.fakes import say
 from tests.api.worlds import World
@@ -411,7 +411,7 @@ async def test_an_item_is_referred_to_once(world: World):
 
 async def test_what_a_response_goes_on_from_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch):
     first = await create(world, input="One")
-    monkeypatch.setattr("mlx_server.api.openai.responses.MAX_BODY_BYTES", 300)
+    monkeypatch.setattr("mlx_server.api.openai.responses.routes.MAX_BODY_BYTES", 300)
     for body in (
         {"input": "Two", "previous_response_id": first["id"]},
         {"input": [{"type": "item_reference", "id": first["output"][0]["id"]}]},

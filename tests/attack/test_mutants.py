@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from mlx_server.api.anthropic.messages import MessagesRequest
 from mlx_server.api.openai.chat import ChatCompletionRequest
 from mlx_server.api.openai.completions import CompletionRequest
-from mlx_server.api.openai.responses_request import ResponsesRequest
+from mlx_server.api.openai.responses.request import ResponsesRequest
 from tests.api.worlds import user
 from tests.attack.mutants import mutant
 from tests.soak.requests import CHAT, MESSAGES, RESPONSES, TEXT, seeded

@@ -1,9 +1,5 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol over the same engine.
 
-Anthropic's system prompt and messages, as a chat template's turns.
-
-The bodies of POST /v1/messages and /v1/messages/count_tokens.
-
 Beside Anthropic's own fields, those of sampling that OpenAI's routes take are honoured (`min_p`, `seed`,
 `cache_salt` ...). What a field of Anthropic's means for hosted models only, like `cache_control`, is tolerated.
 """
@@ -12,58 +8,48 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.responses import Response
 
-from mlx_server.api.anthropic.output import MessageShape, anthropic_stream, message_body, message_events
+from mlx_server.api.anthropic.output import PING, MessageWriter
 from mlx_server.api.body import TurnRoute
 from mlx_server.api.body_reader import FIRST_ERROR, MESSAGES, TOOLS
 from mlx_server.api.chat_plan import ChatCall, ToolUse
 from mlx_server.api.context import Context
-from mlx_server.api.middleware import until_disconnect
+from mlx_server.api.openai.chat import tool_use
+from mlx_server.api.openai.document import STRING, either, list_of, of_type
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.openai.fields import ONE_ANSWER_OF_TEXT, Bool, GenerationFields, Int, StringOrList
-from mlx_server.api.sse import event_stream, whole_or_streamed
+from mlx_server.api.sse import whole_or_streamed
 from mlx_server.api.text_turns import Turns
-from mlx_server.engine.grammar.spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.text.messages import string_in, unreadable_part
 from mlx_server.errors import InvalidRequestError
 
-_STRING = {"type": "string"}
-
-
-def _block(kind: str, **properties: Any) -> dict[str, Any]:
-    named = {"type": {"const": kind}, **properties}
-    return {"type": "object", "required": list(named), "properties": named}
-
-
-_TEXT_BLOCK = _block("text", text=_STRING)
+_TEXT_BLOCK = of_type("text", text=STRING)
 _MAYBE = {"type": ["string", "null"]}
-_TEXTS = {"anyOf": [_STRING, {"type": "array", "items": _TEXT_BLOCK}]}
-_SOURCE = {"anyOf": [_block("text", data=_STRING), _block("content", content=_TEXTS)]}
+_TEXTS = either(STRING, list_of(_TEXT_BLOCK))
+_SOURCE = either(of_type("text", data=STRING), of_type("content", content=_TEXTS))
 
-_DOCUMENT = _block("document", source=_SOURCE)
+_DOCUMENT = of_type("document", source=_SOURCE)
 _DOCUMENT["properties"] |= {"title": _MAYBE, "context": _MAYBE}
 _USER_BLOCKS = (
     _DOCUMENT,
-    _block("search_result", title=_STRING, source=_STRING, content=_TEXTS),
-    _block("tool_result", tool_use_id=_STRING),
+    of_type("search_result", title=STRING, source=STRING, content=_TEXTS),
+    of_type("tool_result", tool_use_id=STRING),
 )
 _ASSISTANT_BLOCKS = (
-    _block("thinking", thinking=_STRING),
-    _block("redacted_thinking"),
-    _block("tool_use", id=_STRING, name=_STRING, input={"type": "object"}),
+    of_type("thinking", thinking=STRING),
+    of_type("redacted_thinking"),
+    of_type("tool_use", id=STRING, name=STRING, input={"type": "object"}),
 )
 
 
 def _message(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
-    items = {"anyOf": [_TEXT_BLOCK, *blocks]}
-    content = {"anyOf": [_STRING, {"type": "array", "items": items}]}
+    content = either(STRING, list_of(either(_TEXT_BLOCK, *blocks)))
     return {"properties": {"role": {"const": role}, "content": content}}
 
 
@@ -94,10 +80,9 @@ class MessageParam(BaseModel):
 def read_conversation(system: Content | None, messages: Sequence[MessageParam]) -> Turns:
     """The turns, the last of them open if it is the assistant's. Raises `InvalidRequestError`."""
     turns = Turns()
-    for where, block in _blocks(system or "", "system"):
-        _instruct(turns, _text(block, where))
+    _read_system(turns, _blocks(system or "", "system"))
     for index, message in enumerate(messages):
-        _READERS[message.role](turns, list(_blocks(message.content, f"messages[{index}].content")))
+        _READERS[message.role](turns, _blocks(message.content, f"messages[{index}].content"))
     if turns.has_open_calls:
         raise InvalidRequestError(
             "The last message has tool_use blocks; send a user message with their tool_result blocks.", "messages"
@@ -117,7 +102,10 @@ def _blocks(content: Content, where: str) -> _Blocks:
 
 def _read_system(turns: Turns, blocks: _Blocks) -> None:
     for where, block in blocks:
-        _instruct(turns, _text(block, where))
+        text = _text(block, where)
+        stable = _VOLATILE.sub("", text[:_HEAD_CHARS]) + text[_HEAD_CHARS:]
+        if stable:
+            turns.instruct(stable)
 
 
 def _read_user(turns: Turns, blocks: _Blocks) -> None:
@@ -149,12 +137,6 @@ def _read_assistant(turns: Turns, blocks: _Blocks) -> None:
 _READERS = {"user": _read_user, "assistant": _read_assistant, "system": _read_system}
 
 
-def _instruct(turns: Turns, text: str) -> None:
-    stable = _VOLATILE.sub("", text[:_HEAD_CHARS]) + text[_HEAD_CHARS:]
-    if stable:
-        turns.instruct(stable)
-
-
 def _result_text(block: Block, where: str) -> str:
     text = _joined(block.get("content") or "", f"{where}.content", _result_part)
     return f"Error: {text}" if block.get("is_error") else text
@@ -177,9 +159,8 @@ def _text(block: Block, where: str) -> str:
 
 
 def _plain_text(block: Block, where: str) -> str:
-    kind = block.get("type")
-    if kind != "text":
-        raise unreadable_part(kind, where)
+    if block.get("type") != "text":
+        raise unreadable_part(block.get("type"), where)
     return string_in(block, "text", where)
 
 
@@ -218,7 +199,13 @@ class ToolParam(BaseModel):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
-    def as_openai(self) -> dict[str, Any]:
+    def as_openai(self, where: str) -> dict[str, Any]:
+        if self.type not in (None, "custom"):
+            raise InvalidRequestError(
+                f"{where} is of type {self.type}; this server runs no tools of its own, "
+                "so leave it out or define it with an input_schema.",
+                f"{where}.type",
+            )
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
@@ -229,6 +216,13 @@ class ToolChoice(BaseModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: Bool | None = None
+
+    def as_openai(self, has_tools: bool) -> str | dict[str, Any] | None:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": str(self.name)}}
+        if self.type == "auto" and not has_tools:
+            return None
+        return "required" if self.type == "any" else self.type
 
 
 class Thinking(BaseModel):
@@ -289,25 +283,28 @@ class MessagesFields(GenerationFields):
             raise InvalidRequestError("messages has no content; send at least one text.", "messages")
         return ChatCall(
             messages=turns.messages(),
-            tool_use=tool_use(self.tools or [], self.tool_choice),
+            tool_use=self._tool_use(),
             options=ChatOptions(
                 continue_final_message=turns.ends_with_answer,
                 template_kwargs={"enable_thinking": self.thinks, **(self.chat_template_kwargs or {})},
                 reasoning_effort=None if self.output_config is None else self.output_config.effort,
             ),
-            structured=self.structured(),
+            structured=self.structured(self._wanted_format()),
             truncation=self.truncation,
             max_reasoning_tokens=None if self.thinking is None else self.thinking.budget_tokens,
         )
 
-    def structured(self) -> StructuredSpec | None:
-        """As in the base class, with Anthropic's own way to ask for a schema."""
+    def _tool_use(self) -> ToolUse:
+        tools = [tool.as_openai(f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
+        choice = self.tool_choice
+        if choice is None:
+            return tool_use(tools or None, None, is_parallel=True)
+        return tool_use(tools or None, choice.as_openai(bool(tools)), not choice.disable_parallel_tool_use)
+
+    def _wanted_format(self) -> dict[str, Any] | None:
         config = self.output_config
         wanted = self.output_format if config is None or config.format is None else config.format
-        fields = {name: getattr(self, name) for name in STRUCTURED_FIELDS}
-        if wanted is not None:
-            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted.json_schema}}
-        return parse_structured(fields)
+        return None if wanted is None else {"type": "json_schema", "json_schema": {"schema": wanted.json_schema}}
 
 
 class CountTokensRequest(MessagesFields):
@@ -322,33 +319,6 @@ class MessagesRequest(MessagesFields):
     @property
     def output_limit(self) -> int:
         return self.max_tokens
-
-
-def tool_use(tools: list[ToolParam], choice: ToolChoice | None) -> ToolUse:
-    """Anthropic's `tools` and `tool_choice`. Raises `InvalidRequestError`."""
-    for index, tool in enumerate(tools):
-        if tool.type not in (None, "custom"):
-            raise InvalidRequestError(
-                f"tools[{index}] is of type {tool.type}; this server runs no tools of its own, "
-                "so leave it out or define it with an input_schema.",
-                f"tools[{index}].type",
-            )
-    shown = [tool.as_openai() for tool in tools]
-    if choice is None:
-        return ToolUse(tools=shown)
-    is_parallel = not choice.disable_parallel_tool_use
-    if choice.type in ("auto", "none"):
-        return ToolUse(tools=shown, mode="none" if choice.type == "none" else "auto", is_parallel=is_parallel)
-    if not tools:
-        raise InvalidRequestError(f"tool_choice {choice.type} needs tools.", "tool_choice")
-    if choice.type == "any":
-        return ToolUse(tools=shown, mode="required", is_parallel=is_parallel)
-    names = [tool.name for tool in tools]
-    if choice.name not in names:
-        raise InvalidRequestError(
-            f"tool_choice.name is {choice.name}, which is not in tools: {', '.join(names)}.", "tool_choice.name"
-        )
-    return ToolUse(tools=shown, mode="required", allowed=frozenset((choice.name,)), is_parallel=False)
 
 
 REQUEST_ID_HEADER = "request-id"
@@ -378,21 +348,9 @@ async def create_message(body: MessagesRequest, request: Request, context: Conte
     """A message, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
     sampling = body.sampling(exchange.engine.default_sampling)
-    plan = await until_disconnect(request, context.chats.plan(exchange.engine, body.call, exchange.turn))
-    shape = MessageShape(
-        message_id=f"msg_{exchange.request_id}",
-        model=exchange.model_name,
-        num_prompt_tokens=len(plan.prompt.token_ids),
-        max_model_len=exchange.engine.max_model_len,
-        shows_thinking=body.shows_thinking,
-    )
-    job = exchange.chat_job(plan, body, sampling, shape.message_id)
-    if body.stream:
-        generation = await exchange.begin(job)
-        events = anthropic_stream(message_events(shape, generation), exchange.keep_alive_s)
-        response = event_stream(events, 0, generation.close, exchange.headers)
-    else:
-        response = await exchange.whole(job, partial(message_body, shape))
+    plan = await exchange.plan(body.call)
+    writer = MessageWriter(exchange, plan.prompt, body.shows_thinking)
+    response = await exchange.answer(exchange.chat_job(plan, sampling, writer.message_id), writer, PING)
     response.headers[REQUEST_ID_HEADER] = exchange.request_id
     return response
 
@@ -401,6 +359,5 @@ async def create_message(body: MessagesRequest, request: Request, context: Conte
 async def count_tokens(body: CountTokensRequest, request: Request, context: Context) -> dict[str, int]:
     """How many tokens a message's prompt has, without generating."""
     exchange = await open_exchange(body, request, context, generates=False)
-    prompt = await until_disconnect(request, context.chats.render(exchange.engine, body.call, exchange.turn))
-    context.quotas.add_read(exchange.caller, len(prompt.token_ids))
+    prompt = await exchange.render(body.call)
     return {"input_tokens": len(prompt.token_ids)}

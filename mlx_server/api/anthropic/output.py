@@ -1,99 +1,138 @@
-"""Bodies of Anthropic's messages: the whole message, and the events of a stream.
-
-Anthropic's streams on the wire: pings on silent ones, and errors after the first byte.
-"""
+"""Anthropic's messages as they are sent: whole, and as the events of a stream."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hashlib
 import json
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
+
+from sse_starlette import ServerSentEvent
 
 from mlx_server.api import sse
 from mlx_server.api.collect import Answer, Choice, Usage, UsageMeter
-from mlx_server.api.errors import error_info
-from mlx_server.api.generation import Finish, Generation, OutputEvent
+from mlx_server.api.errors import ErrorInfo
+from mlx_server.api.generation import Finish, OutputEvent, Prompt
+from mlx_server.api.openai.exchange import Exchange
 from mlx_server.engine.tools.parser import ToolCallDelta
 
-logger = logging.getLogger(__name__)
+PING = ServerSentEvent(event="ping", data='{"type":"ping"}', sep="\n")
 
-PING = sse.named("ping", {"type": "ping"})
-
-
-async def anthropic_stream(events: AsyncGenerator[bytes, None], ping_s: float) -> AsyncIterator[bytes]:
-    """`events`, with a ping after each `ping_s` of silence (0: never); an error on the way becomes the last event,
-    since the status is long sent."""
-    try:
-        async with contextlib.aclosing(events), contextlib.aclosing(_pinged(events, ping_s or None)) as pinged:
-            async for event in pinged:
-                yield event
-    except Exception as error:
-        info = error_info(error)
-        if info.status == 500:
-            logger.exception("A stream failed")
-        yield sse.named("error", info.anthropic_body())
+# An abort cuts an answer off as the token limit does; the protocol has no word of its own for it.
+_STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}
 
 
-async def _pinged(events: AsyncIterator[bytes], ping_s: float | None) -> AsyncGenerator[bytes, None]:
-    coming = asyncio.ensure_future(_next(events))
-    try:
-        while True:
-            done, _ = await asyncio.wait({coming}, timeout=ping_s)
-            if not done:
-                yield PING
-                continue
-            event = coming.result()
-            if event is None:
-                return
-            yield event
-            coming = asyncio.ensure_future(_next(events))
-    finally:
-        coming.cancel()
-        await asyncio.gather(coming, return_exceptions=True)
+class MessageWriter:
+    """One message. In a stream the message opens, then each block opens, grows and closes, then the message ends. One
+    block is open at a time: what belongs to another closes it."""
+
+    def __init__(self, exchange: Exchange, prompt: Prompt, shows_thinking: bool) -> None:
+        self.message_id = f"msg_{exchange.request_id}"
+        self._head = {"id": self.message_id, "type": "message", "role": "assistant", "model": exchange.model_name}
+        self._num_prompt_tokens = len(prompt.token_ids)
+        self._max_model_len = exchange.engine.max_model_len
+        self._shows_thinking = shows_thinking
+        self._meter = UsageMeter(1)
+        self._is_started = False
+        self._index = -1
+        self._open: str | None = None
+        self._thinking: list[str] = []
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        (choice,) = answer.choices
+        ending = self._ending(choice.finish, answer.usage)
+        return {**self._head, "content": list(self._blocks(choice)), **ending, "usage": usage_body(answer.usage)}
+
+    def opening(self, has_output: bool) -> bytes:
+        """What the prefix cache had is told at the start only if there is output already, which is not waited for."""
+        return b"" if has_output else self._start(num_cached_tokens=0)
+
+    def write(self, event: OutputEvent) -> bytes:
+        self._meter.update(event)
+        pieces = [] if self._is_started else [self._start(event.num_cached_tokens)]
+        pieces += self._pieces(event)
+        return b"".join(pieces)
+
+    def closing(self) -> bytes:
+        return _event("message_stop")
+
+    def failure(self, error: ErrorInfo) -> bytes:
+        return sse.named("error", error.anthropic_body())
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+    def _start(self, num_cached_tokens: int) -> bytes:
+        self._is_started = True
+        usage = usage_body(Usage(self._num_prompt_tokens, num_cached_tokens))
+        message: dict[str, Any] = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+        return _event("message_start", message=message) + PING.encode()
+
+    def _ending(self, finish: Finish, usage: Usage) -> dict[str, Any]:
+        if finish.reason == "stop" and isinstance(finish.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop_reason}
+        if finish.reason == "length" and usage.num_prompt_tokens + usage.num_output_tokens >= self._max_model_len:
+            return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
+        return {"stop_reason": _STOP_REASONS[finish.reason], "stop_sequence": None}
+
+    def _blocks(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        if choice.reasoning and self._shows_thinking:
+            yield {"type": "thinking", "thinking": choice.reasoning, "signature": _signature(choice.reasoning)}
+        if choice.content:
+            yield {"type": "text", "text": choice.content}
+        for call in choice.tool_calls:
+            yield {"type": "tool_use", "id": call.call_id, "name": call.name, "input": _input(call.arguments)}
+
+    def _pieces(self, event: OutputEvent) -> Iterator[bytes]:
+        if event.reasoning and self._shows_thinking:
+            yield from self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            self._thinking.append(event.reasoning)
+            yield self._delta("thinking_delta", thinking=event.reasoning)
+        if event.content:
+            yield from self._enter("text", {"type": "text", "text": ""})
+            yield self._delta("text_delta", text=event.content)
+        for piece in event.tool_calls:
+            yield from self._call(piece)
+        if event.finish is not None:
+            yield from self._leave()
+            usage = self._meter.total()
+            yield _event("message_delta", delta=self._ending(event.finish, usage), usage=usage_body(usage))
+
+    def _call(self, piece: ToolCallDelta) -> Iterator[bytes]:
+        block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
+        yield from self._enter(f"tool_use {piece.index}", block)
+        if piece.arguments_fragment:
+            yield self._delta("input_json_delta", partial_json=piece.arguments_fragment)
+
+    def _enter(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        """Makes `kind` the open block; `block` is how it begins, if it is not open yet."""
+        if self._open == kind:
+            return
+        yield from self._leave()
+        self._open = kind
+        self._index += 1
+        yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _leave(self) -> Iterator[bytes]:
+        if self._open is None:
+            return
+        if self._open == "thinking":
+            yield self._delta("signature_delta", signature=_signature("".join(self._thinking)))
+        self._open = None
+        yield _event("content_block_stop", index=self._index)
+
+    def _delta(self, kind: str, **value: str) -> bytes:
+        return _event("content_block_delta", index=self._index, delta={"type": kind, **value})
 
 
-async def _next(events: AsyncIterator[bytes]) -> bytes | None:
-    """The next event; None at the end."""
-    return await anext(events, None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageShape:
-    """What every body of one message repeats."""
-
-    message_id: str
-    model: str
-    num_prompt_tokens: int
-    max_model_len: int
-    shows_thinking: bool
-
-    def head(self) -> dict[str, Any]:
-        return {"id": self.message_id, "type": "message", "role": "assistant", "model": self.model}
-
-
-def message_body(shape: MessageShape, answer: Answer) -> dict[str, Any]:
-    """The body of a message that is not streamed."""
-    choice = answer.choices[0]
-    return {
-        **shape.head(),
-        "content": list(_blocks(shape, choice)),
-        **_ending(shape, choice.finish, answer.usage),
-        "usage": usage_body(answer.usage),
-    }
-
-
-def _blocks(shape: MessageShape, choice: Choice) -> Iterator[dict[str, Any]]:
-    if choice.reasoning and shape.shows_thinking:
-        yield {"type": "thinking", "thinking": choice.reasoning, "signature": _signature(choice.reasoning)}
-    if choice.content:
-        yield {"type": "text", "text": choice.content}
-    for call in choice.tool_calls:
-        yield {"type": "tool_use", "id": call.call_id, "name": call.name, "input": _input(call.arguments)}
+def _event(kind: str, **fields: Any) -> bytes:
+    return sse.named(kind, {"type": kind, **fields})
 
 
 def _input(arguments: str) -> dict[str, Any]:
@@ -120,100 +159,3 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "output_tokens": usage.num_output_tokens,
         "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
     }
-
-
-# An abort cuts an answer off as the token limit does; the protocol has no word of its own for it.
-_STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}
-
-
-def _ending(shape: MessageShape, finish: Finish, usage: Usage) -> dict[str, Any]:
-    if finish.reason == "stop" and isinstance(finish.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop_reason}
-    if finish.reason == "length" and usage.num_prompt_tokens + usage.num_output_tokens >= shape.max_model_len:
-        return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
-    return {"stop_reason": _STOP_REASONS[finish.reason], "stop_sequence": None}
-
-
-async def message_events(shape: MessageShape, generation: Generation) -> AsyncGenerator[bytes, None]:
-    """The events of a stream: the message opens, then each block opens, grows and closes, then the message ends.
-
-    It does not open later for its usage: what the prefix cache had is told there only if there is output already.
-    """
-    meter, blocks = UsageMeter(1), _BlockStream(shape)
-
-    def pieces(event: OutputEvent) -> Iterator[bytes]:
-        meter.update(event)
-        yield from blocks.append(event)
-        if event.finish is not None:
-            usage = meter.total()
-            yield _event("message_delta", delta=_ending(shape, event.finish, usage), usage=usage_body(usage))
-
-    async with contextlib.aclosing(generation.events()) as events:
-        first = await anext(events) if generation.has_output else None
-        yield _event("message_start", message=_opening(shape, first))
-        yield PING
-        for piece in () if first is None else pieces(first):
-            yield piece
-        async for event in events:
-            for piece in pieces(event):
-                yield piece
-    yield _event("message_stop")
-
-
-def _opening(shape: MessageShape, first: OutputEvent | None) -> dict[str, Any]:
-    """The message without content; `first` is its first output if there is any."""
-    usage = Usage(shape.num_prompt_tokens, 0 if first is None else first.num_cached_tokens)
-    return {**shape.head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage_body(usage)}
-
-
-class _BlockStream:
-    """Makes events of blocks. One block is open at a time: what belongs to another closes it."""
-
-    def __init__(self, shape: MessageShape) -> None:
-        self._shows_thinking = shape.shows_thinking
-        self._index = -1
-        self._open: str | None = None
-        self._thinking: list[str] = []
-
-    def append(self, event: OutputEvent) -> Iterator[bytes]:
-        if event.reasoning and self._shows_thinking:
-            yield from self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            self._thinking.append(event.reasoning)
-            yield self._delta("thinking_delta", thinking=event.reasoning)
-        if event.content:
-            yield from self._enter("text", {"type": "text", "text": ""})
-            yield self._delta("text_delta", text=event.content)
-        for piece in event.tool_calls:
-            yield from self._call(piece)
-        if event.finish is not None:
-            yield from self._close()
-
-    def _call(self, piece: ToolCallDelta) -> Iterator[bytes]:
-        block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
-        yield from self._enter(f"tool_use {piece.index}", block)
-        if piece.arguments_fragment:
-            yield self._delta("input_json_delta", partial_json=piece.arguments_fragment)
-
-    def _enter(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
-        """Makes `kind` the open block; `block` is how it begins, if it is not open yet."""
-        if self._open == kind:
-            return
-        yield from self._close()
-        self._open = kind
-        self._index += 1
-        yield _event("content_block_start", index=self._index, content_block=block)
-
-    def _close(self) -> Iterator[bytes]:
-        if self._open is None:
-            return
-        if self._open == "thinking":
-            yield self._delta("signature_delta", signature=_signature("".join(self._thinking)))
-        self._open = None
-        yield _event("content_block_stop", index=self._index)
-
-    def _delta(self, kind: str, **value: str) -> bytes:
-        return _event("content_block_delta", index=self._index, delta={"type": kind, **value})
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return sse.named(kind, {"type": kind, **fields})

@@ -1,112 +1,66 @@
-"""POST /v1/chat/completions.
-
-The body of POST /v1/chat/completions.
-"""
+"""POST /v1/chat/completions: the request's body, its tools, and what is answered."""
 
 from __future__ import annotations
 
-import time
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field, WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.responses import Response
 
 from mlx_server.api.body import TurnRoute
 from mlx_server.api.body_reader import FIRST_ERROR, MESSAGES, TOOLS, Objects, Strings
-from mlx_server.api.chat_plan import ChatCall, ChatPlan, ToolUse
+from mlx_server.api.chat_plan import ChatCall, ToolUse
+from mlx_server.api.collect import Answer, Choice
 from mlx_server.api.context import Context
-from mlx_server.api.middleware import until_disconnect
-from mlx_server.api.openai.chat_output import ChatShape, chat_chunks, chat_completion
+from mlx_server.api.generation import OutputEvent, Prompt
+from mlx_server.api.openai.document import NULL, STRING, either, list_of, members, of_type
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int
+from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
 from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.text.chat import ChatOptions
+from mlx_server.engine.tools.parser import ToolCallDelta
 from mlx_server.errors import InvalidRequestError
+from mlx_server.outputs import TokenLogprob
 from mlx_server.sampling_params import MAX_LOGPROBS
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-_TEXT_PART = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": {"type": "string"}},
-}
-_TOOL_CALL = {
-    "type": "object",
-    "required": ["function"],
-    "properties": {
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {"name": {"type": "string"}, "arguments": {"type": ["object", "null"]}},
-        }
-    },
-}
+_TEXT_PART = members("type", "text", type={"enum": ["text", "input_text", "output_text"]}, text=STRING)
+_NAMED = members("name", name=STRING)
+_CALL = members("function", function=members("name", name=STRING, arguments={"type": ["object", "null"]}))
 
 # Messages and tools go to the chat template as they came, with all their fields: what they must have is checked
 # there, and a model would only reorder them.
 Message = Annotated[
     dict[str, Any],
     WithJsonSchema(
-        {
-            "type": "object",
-            "required": ["role"],
-            "properties": {
-                "role": {"type": "string"},
-                "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]},
-                "tool_calls": {"anyOf": [{"type": "array", "items": _TOOL_CALL}, {"type": "null"}]},
-            },
-        }
+        members(
+            "role",
+            role=STRING,
+            content=either(STRING, list_of(_TEXT_PART), NULL),
+            tool_calls=either(list_of(_CALL), NULL),
+        )
     ),
 ]
-ToolDefinition = Annotated[
+Messages = Annotated[list[Message], FIRST_ERROR, MESSAGES]
+_Tool = Annotated[
     dict[str, Any],
     WithJsonSchema(
-        {
-            "type": "object",
-            "required": ["function"],
-            "properties": {
-                "type": {"const": "function"},
-                "function": {
-                    "type": "object",
-                    "required": ["name"],
-                    "properties": {"name": {"type": "string", "minLength": 1}, "parameters": {"type": "object"}},
-                },
-            },
-        }
+        members(
+            "function",
+            type={"const": "function"},
+            function=members("name", name={**STRING, "minLength": 1}, parameters={"type": "object"}),
+        )
     ),
 ]
-
-_TOOL_CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        {
-            "type": "object",
-            "required": ["type", "function"],
-            "properties": {
-                "type": {"const": "function"},
-                "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
-            },
-        },
-        {
-            "type": "object",
-            "required": ["type", "allowed_tools"],
-            "properties": {
-                "type": {"const": "allowed_tools"},
-                "allowed_tools": {
-                    "type": "object",
-                    "required": ["mode", "tools"],
-                    "properties": {
-                        "mode": {"enum": ["auto", "required"]},
-                        "tools": {"type": "array", "minItems": 1, "items": {"type": "object"}},
-                    },
-                },
-            },
-        },
-    ]
-}
+_ALLOWED = members("mode", "tools", mode={"enum": ["auto", "required"]}, tools=list_of({"type": "object"}, minItems=1))
+_TOOL_CHOICE = either(
+    {"enum": ["none", "auto", "required"]},
+    of_type("function", function=_NAMED),
+    of_type("allowed_tools", allowed_tools=_ALLOWED),
+)
 
 
 def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, is_parallel: bool) -> ToolUse:
@@ -173,30 +127,45 @@ def _named_function(choice: str | dict[str, Any]) -> str:
     return name
 
 
-class ChatCompletionRequest(GenerationFields):
+class ChatFields(BaseModel):
+    """What makes a chat's prompt, beside its messages."""
+
+    tools: Annotated[list[_Tool], FIRST_ERROR, TOOLS] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    add_generation_prompt: Bool | None = None
+    continue_final_message: Bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Objects | None = None
+    chat_template: str | None = None
+
+    def options(self) -> ChatOptions:
+        kwargs = dict(self.chat_template_kwargs or {})
+        if self.documents is not None:
+            kwargs["documents"] = self.documents
+        return ChatOptions(
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
+            template_kwargs=kwargs,
+            reasoning_effort=self.reasoning_effort,
+        )
+
+
+class ChatCompletionRequest(ChatFields, GenerationFields):
     """All fields of a chat completion that mean something here."""
 
-    messages: Annotated[list[Message], FIRST_ERROR, MESSAGES] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_completion_tokens: Int | None = Field(None, ge=1)
     max_tokens: Int | None = Field(None, json_schema_extra={"minimum": 1})
     logprobs: Bool | None = None
     top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
-    tools: Annotated[list[ToolDefinition], FIRST_ERROR, TOOLS] | None = None
     tool_choice: Annotated[str | dict[str, Any], WithJsonSchema(_TOOL_CHOICE)] | None = None
     parallel_tool_calls: Bool | None = None
 
-    reasoning_effort: ReasoningEffort | None = None
     include_reasoning: Bool | None = None
     separate_reasoning: Bool | None = None
     thinking_token_budget: Int | None = Field(None, ge=-1)
 
-    add_generation_prompt: Bool | None = None
-    continue_final_message: Bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: Objects | None = None
-
-    chat_template: str | None = None
     echo: Bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
@@ -225,12 +194,7 @@ class ChatCompletionRequest(GenerationFields):
         return ChatCall(
             messages=self.messages,
             tool_use=tool_use(self.tools, self.tool_choice, self.parallel_tool_calls is not False),
-            options=ChatOptions(
-                add_generation_prompt=self.add_generation_prompt,
-                continue_final_message=bool(self.continue_final_message),
-                template_kwargs=template_kwargs(self.chat_template_kwargs, self.documents),
-                reasoning_effort=self.reasoning_effort,
-            ),
+            options=self.options(),
             structured=self.structured(),
             truncation=self.truncation,
             max_reasoning_tokens=None if budget == -1 else budget,
@@ -247,12 +211,85 @@ class ChatCompletionRequest(GenerationFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def template_kwargs(given: dict[str, Any] | None, documents: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """The variables for the chat template."""
-    kwargs = dict(given or {})
-    if documents is not None:
-        kwargs["documents"] = documents
-    return kwargs
+class ChatWriter(CompletionWriter):
+    """Chat completions. In a stream each choice opens with its role, then come its pieces, then its end."""
+
+    def __init__(self, exchange: Exchange, body: ChatCompletionRequest, prompt: Prompt) -> None:
+        self.response_id = f"chatcmpl-{exchange.request_id}"
+        super().__init__(exchange, self.response_id, "chat.completion.chunk")
+        self._body = body
+        self._prompt_ids = {"prompt_token_ids": list(prompt.token_ids)} if body.return_token_ids else {}
+        self._has_reasoning = body.include_reasoning is not False
+        self._has_details = bool(body.logprobs or body.return_token_ids)
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        body = {**super().whole(answer), "object": "chat.completion", **self._prompt_ids}
+        num_top = self._body.prompt_logprobs
+        if num_top is not None:
+            body["prompt_logprobs"] = prompt_logprobs(self._names, answer.choices[0].prompt_logprobs, num_top)
+        return body
+
+    def whole_choice(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
+        if choice.tool_calls:
+            message["content"] = choice.content or None
+            message["tool_calls"] = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in choice.tool_calls
+            ]
+        if choice.reasoning and self._has_reasoning:
+            message["reasoning"] = message["reasoning_content"] = choice.reasoning
+        return self._choice(choice, "message", message)
+
+    def opening(self, has_output: bool) -> bytes:
+        delta = {"role": "assistant", "content": ""}
+        pieces = []
+        for index in range(self._body.num_samples):
+            choice = {"index": index, "delta": delta, "finish_reason": None}
+            pieces.append(self.chunk(choice, **({} if index else self._prompt_ids)))
+        return b"".join(pieces)
+
+    def write(self, event: OutputEvent) -> bytes:
+        self._meter.update(event)
+        delta: dict[str, Any] = {}
+        if event.reasoning and self._has_reasoning:
+            delta["reasoning"] = delta["reasoning_content"] = event.reasoning
+        if event.content:
+            delta["content"] = event.content
+        if event.tool_calls:
+            delta["tool_calls"] = [_call_delta(piece) for piece in event.tool_calls]
+        if not delta and event.finish is None and not (self._has_details and event.token_ids):
+            return b""  # as when a character is not complete yet
+        return self.chunk(self._choice(event, "delta", delta))
+
+    def _choice(self, source: Choice | OutputEvent, name: str, shown: dict[str, Any]) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": source.index, name: shown, "logprobs": None, "finish_reason": None}
+        if self._body.logprobs:
+            content = [
+                {**self._token(position.token), "top_logprobs": [self._token(token) for token in position.top]}
+                for position in source.logprobs
+            ]
+            choice["logprobs"] = {"content": content, "refusal": None}
+        if source.finish is not None:
+            choice["finish_reason"] = source.finish.reason
+            choice["stop_reason"] = source.finish.stop_reason
+        if self._has_token_ids:
+            choice["token_ids"] = list(source.token_ids)
+        return choice
+
+    def _token(self, token: TokenLogprob) -> dict[str, Any]:
+        return {
+            "token": self._names.name(token.token_id),
+            "logprob": finite(token.logprob),
+            "bytes": self._names.bytes(token.token_id),
+        }
+
+
+def _call_delta(piece: ToolCallDelta) -> dict[str, Any]:
+    function = {"arguments": piece.arguments_fragment}
+    if piece.id is None:
+        return {"index": piece.index, "function": function}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": {"name": piece.name, **function}}
 
 
 router = APIRouter(tags=["chat"], route_class=TurnRoute)
@@ -265,26 +302,6 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     """A chat completion, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
     sampling = body.sampling(exchange.engine.default_sampling)
-    plan = await until_disconnect(request, context.chats.plan(exchange.engine, body.call, exchange.turn))
-    shape = _shape(body, exchange, plan)
-    job = exchange.chat_job(plan, body, sampling, shape.response_id, body.num_samples)
-    if body.stream:
-        return await exchange.stream(job, partial(chat_chunks, shape))
-    return await exchange.whole(job, partial(chat_completion, shape))
-
-
-def _shape(body: ChatCompletionRequest, exchange: Exchange, plan: ChatPlan) -> ChatShape:
-    return ChatShape(
-        response_id=f"chatcmpl-{exchange.request_id}",
-        model=exchange.model_name,
-        created_s=int(time.time()),
-        names=exchange.names(bool(body.return_tokens_as_token_ids)),
-        prompt_token_ids=plan.prompt.token_ids,
-        n=body.num_samples,
-        has_logprobs=bool(body.logprobs),
-        num_prompt_logprobs=body.prompt_logprobs,
-        has_token_ids=bool(body.return_token_ids),
-        has_reasoning=body.include_reasoning is not False,
-        include_usage=body.include_usage,
-        continuous_usage=body.continuous_usage,
-    )
+    plan = await exchange.plan(body.call)
+    writer = ChatWriter(exchange, body, plan.prompt)
+    return await exchange.answer(exchange.chat_job(plan, sampling, writer.response_id), writer)

@@ -1,6 +1,6 @@
-"""What the OpenAPI document says of the fields of `GenerationFields` beyond their types.
+"""What the OpenAPI document says of fields beyond their types: of bounds that only `SamplingParams` checks, and of
+values that have parsers of their own.
 
-Bounds that are checked where every way in passes, in `SamplingParams`, and values that have parsers of their own.
 tests/api/test_openapi.py sends what lies at each bound and beyond it.
 """
 
@@ -9,53 +9,49 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_server.sampling_params import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_REPETITION_PENALTY,
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TOP_K,
-    MIN_REPETITION_PENALTY,
-)
+from mlx_server.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 JsonSchema = dict[str, Any]
 
-_TOKEN_ID = {"type": "integer", "minimum": 0}
-_REQUEST_ID = {"minLength": 1, "maxLength": 128, "pattern": "^[!-~]+$"}
-_PENALTY = {"minimum": -2, "maximum": 2}
-_LOGPROBS = {"minimum": 0, "maximum": MAX_LOGPROBS}
+STRING: JsonSchema = {"type": "string"}
+NULL: JsonSchema = {"type": "null"}
+
+
+def either(*schemas: JsonSchema) -> JsonSchema:
+    return {"anyOf": list(schemas)}
+
+
+def list_of(items: JsonSchema, **bounds: int) -> JsonSchema:
+    return {"type": "array", "items": items, **bounds}
+
+
+def members(*required: str, **properties: JsonSchema) -> JsonSchema:
+    """An object."""
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+def of_type(kind: str, **properties: JsonSchema) -> JsonSchema:
+    """An object that says its `type`, all of whose `properties` are required."""
+    return members("type", *properties, type={"const": kind}, **properties)
+
 
 _BOUNDS: Mapping[str, JsonSchema] = {
-    "temperature": {"minimum": 0, "maximum": 100},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1, "maximum": MAX_TOP_K},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY},
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
     "logit_bias": {
         "propertyNames": {"pattern": "^[0-9]+$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         "maxProperties": MAX_LOGIT_BIAS,
     },
-    "allowed_token_ids": {"items": _TOKEN_ID, "minItems": 1},
+    "allowed_token_ids": {"items": {"type": "integer", "minimum": 0}, "minItems": 1},
     "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS},
     "seed": {"format": "int64"},
-    "min_tokens": {"minimum": 0},
-    "prompt_logprobs": _LOGPROBS,
-    "cache_salt": {"minLength": 1, "maxLength": 128, "pattern": r"^[^@/\\\u0000]+$"},
-    "request_id": _REQUEST_ID,
-    "rid": _REQUEST_ID,
 }
 """What narrows a field's type."""
 
 _TEXT = {"type": "string", "minLength": 1}
 _JSON_SCHEMA = {"type": ["object", "string"], "description": "A JSON schema, or the text of one."}
 _STOP_STRING = {**_TEXT, "maxLength": MAX_STOP_CHARS}
-_STOP = {"anyOf": [_STOP_STRING, {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STOP_STRINGS}]}
-_CHOICE = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+_STOP = either(_STOP_STRING, list_of(_STOP_STRING, maxItems=MAX_STOP_STRINGS))
+_CHOICE = list_of(STRING, minItems=1)
 _CONSTRAINTS: Mapping[str, JsonSchema] = {
     "json": _JSON_SCHEMA,
     "json_object": {"const": True},
@@ -66,29 +62,20 @@ _CONSTRAINTS: Mapping[str, JsonSchema] = {
 }
 
 
-def _named_shape(kind: str, **properties: JsonSchema) -> JsonSchema:
-    named = {"type": {"const": kind}, **properties}
-    return {"type": "object", "required": list(named), "properties": named}
-
-
-_SCHEMA_FORMAT = {"type": "object", "required": ["schema"], "properties": {"schema": {"type": "object"}}}
-
 _SHAPES: Mapping[str, JsonSchema] = {
-    "response_format": {
-        "anyOf": [
-            _named_shape("text"),
-            _named_shape("json_object"),
-            _named_shape("json_schema", json_schema=_SCHEMA_FORMAT),
-            _named_shape("structural_tag"),
-        ]
-    },
+    "response_format": either(
+        of_type("text"),
+        of_type("json_object"),
+        of_type("json_schema", json_schema=members("schema", schema={"type": "object"})),
+        of_type("structural_tag"),
+    ),
     "structured_outputs": {
         "type": "object",
         "properties": {
             **_CONSTRAINTS,
             "disable_any_whitespace": {"type": "boolean"},
             "disable_additional_properties": {"type": "boolean"},
-            "whitespace_pattern": {"type": "string"},
+            "whitespace_pattern": STRING,
         },
         "oneOf": [{"required": [name]} for name in _CONSTRAINTS],
     },

@@ -1,35 +1,64 @@
-"""What the generating routes have in common: ids, the job, and how an answer is sent.
+"""One request of a generating route, in any protocol: who answers it, the job that it becomes, and how it is answered.
 
-`usage` and `metrics` as OpenAI's and vLLM's clients read them.
+body -> open_exchange() -> Exchange -> GenerationJob -> Exchange.answer() with the protocol's Writer -> Response
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
-from typing import Any
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+from sse_starlette import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlx_server.api import sse
 from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Demand
-from mlx_server.api.chat_plan import ChatPlan
-from mlx_server.api.collect import Answer, Usage, collect
+from mlx_server.api.chat_plan import ChatCall, ChatPlan
+from mlx_server.api.collect import Answer, collect
 from mlx_server.api.context import ServerContext
-from mlx_server.api.generation import Generation, GenerationJob
+from mlx_server.api.errors import ErrorInfo, error_info
+from mlx_server.api.generation import Generation, GenerationJob, OutputEvent, Prompt
 from mlx_server.api.generation_service import lease_engine
 from mlx_server.api.middleware import REQUEST_ID_HEADER, load_headers, until_disconnect
 from mlx_server.api.openai.fields import GenerationFields
-from mlx_server.api.openai.logprobs import TokenNames
-from mlx_server.api.sse import event_stream, openai_stream
 from mlx_server.api.text_turns import TextTurn, turn_of
 from mlx_server.engine.engine import AsyncEngine
-from mlx_server.outputs import RequestTimings
-from mlx_server.request import Priority
 from mlx_server.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class Writer(Protocol):
+    """Writes the answer to one job in a protocol's shapes: whole, or the events of its stream. What it writes of a
+    stream may be empty where there is nothing to show."""
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def opening(self, has_output: bool) -> bytes:
+        """What comes before all output; `has_output` says that some follows at once."""
+        ...
+
+    def write(self, event: OutputEvent) -> bytes: ...
+
+    def closing(self) -> bytes:
+        """What follows the last output."""
+        ...
+
+    def failure(self, error: ErrorInfo) -> bytes:
+        """What follows an error on the way, since the status is long sent."""
+        ...
+
+    def close(self) -> None:
+        """Called however the stream ends, also when the client has gone."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +67,7 @@ class Exchange:
 
     request: Request
     context: ServerContext
+    body: GenerationFields
     engine: AsyncEngine
     adapter: str | None
     caller: Caller
@@ -53,79 +83,85 @@ class Exchange:
         """What the answer says that it is from."""
         return self.engine.names.with_adapter(self.adapter)
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """Of the response: the id, and the load for routers that ask."""
-        return {REQUEST_ID_HEADER: self.request_id, **load_headers(self.request.headers, self.engine.stats())}
+    async def plan(self, read: Callable[[], ChatCall]) -> ChatPlan:
+        """Plans the chat that `read` makes of the body, in the request's turn. Raises `ServeError`."""
+        return await until_disconnect(self.request, self.context.chats.plan(self.engine, read, self.turn))
 
-    def names(self, as_ids: bool) -> TokenNames:
-        """How the engine's tokens are written."""
-        return TokenNames(self.engine.tokenizer if self.engine.has_tokenizer else None, as_ids)
+    async def render(self, read: Callable[[], ChatCall]) -> Prompt:
+        """The chat's prompt alone, which counts as text that was read. Raises `ServeError`."""
+        prompt = await until_disconnect(self.request, self.context.chats.render(self.engine, read, self.turn))
+        self.context.quotas.add_read(self.caller, len(prompt.token_ids))
+        return prompt
 
-    def priority(self, body: GenerationFields) -> Priority:
-        """The caller's on this path, lowered where the client wishes."""
-        return self.caller.priority_at(self.request.url.path, body.priority)
-
-    def extra_keys(self, body: GenerationFields) -> tuple[str, ...]:
-        """What separates the request's prefixes from those of others."""
-        return (*self.caller.cache_keys(self.context.config.cache.isolation), *body.extra_keys)
-
-    def chat_job(
-        self, plan: ChatPlan, body: GenerationFields, sampling: SamplingParams, response_id: str, n: int = 1
-    ) -> GenerationJob:
-        """The answer, or `n` answers, to a planned chat in any protocol."""
+    def job(self, prompts: Sequence[Prompt], sampling: SamplingParams, response_id: str) -> GenerationJob:
+        """The body's choices of each prompt, as plain text."""
+        # Requests that isolation or a salt keeps apart share no prefixes.
+        keys = self.caller.cache_keys(self.context.config.cache.isolation)
         return GenerationJob(
             request_id=self.request_id,
             response_id=response_id,
-            prompts=[plan.prompt],
+            prompts=prompts,
             sampling=sampling,
-            n=n,
+            n=self.body.num_samples,
             caller=self.caller,
-            priority=self.priority(body),
-            extra_keys=self.extra_keys(body),
+            priority=self.caller.priority_at(self.request.url.path, self.body.priority),
+            extra_keys=keys if self.body.cache_salt is None else (*keys, self.body.cache_salt),
             adapter=self.adapter,
+        )
+
+    def chat_job(self, plan: ChatPlan, sampling: SamplingParams, response_id: str) -> GenerationJob:
+        """The answers to a planned chat."""
+        return replace(
+            self.job([plan.prompt], sampling, response_id),
             new_parser=plan.new_parser,
             new_constraint=plan.new_constraint,
             kept_token_ids=plan.kept_token_ids,
             continues_text=plan.continues_text,
         )
 
-    @property
-    def keep_alive_s(self) -> float:
-        """The longest silence of a stream; 0 is no bound."""
-        return self.context.config.server.sse_keep_alive_s
+    async def answer(self, job: GenerationJob, writer: Writer, ping: ServerSentEvent = sse.KEEP_ALIVE) -> Response:
+        """Sends what `writer` makes of `job`, streamed if the body asks for it, with a `ping` on silent streams. Raises
+        the `ServeError` that refuses the job, or that ends it before anything is sent."""
+        if not self.body.stream:
+            return await self._whole(job, writer)
+        keep_alive_s = self.context.config.server.sse_keep_alive_s
+        generation = await self._begin(job, keep_alive_s)
 
-    async def begin(self, job: GenerationJob) -> Generation:
-        """Starts a job that is to be streamed and waits for its first output, but no longer than a stream may be
-        silent. Raises what refuses or ends it until then: clients and routers try again by an answer's status, which
-        cannot be changed once the stream has begun."""
+        def close() -> None:
+            generation.close()
+            writer.close()
+
+        return sse.event_stream(_events(generation, writer), keep_alive_s, close, self._headers, ping)
+
+    async def _begin(self, job: GenerationJob, timeout_s: float) -> Generation:
+        """Starts a job and waits for its first output, but no longer than a stream may be silent (0: no bound): clients
+        and routers try again by an answer's status, which cannot be changed once the stream has begun."""
         with contextlib.ExitStack() as undo:
             generation = self._start(job)
             undo.callback(generation.close)
-            await until_disconnect(self.request, generation.wait_for_output(self.keep_alive_s or None))
+            await until_disconnect(self.request, generation.wait_for_output(timeout_s or None))
             undo.pop_all()
         return generation
 
-    async def stream(self, job: GenerationJob, chunks: Callable[[Generation], AsyncGenerator[bytes, None]]) -> Response:
-        """Streams what `chunks` makes of `job`. Raises what `begin` raises."""
-        generation = await self.begin(job)
-        return event_stream(openai_stream(chunks(generation)), self.keep_alive_s, generation.close, self.headers)
-
-    async def whole(self, job: GenerationJob, body: Callable[[Answer], dict[str, Any]]) -> Response:
-        """Runs `job` to its end and sends what `body` makes of it. Raises `ServeError`."""
+    async def _whole(self, job: GenerationJob, writer: Writer) -> Response:
         with contextlib.closing(self._start(job)) as generation:
             answer = await until_disconnect(self.request, collect(generation, job.n))
-        headers = self.headers
+        headers = self._headers
         if job.sampling.logprobs is None and job.sampling.prompt_logprobs is None:
-            return JSONResponse(body(answer), headers=headers)
+            return JSONResponse(writer.whole(answer), headers=headers)
         # The names of twenty tokens at each of thousands of positions: streams would stand still meanwhile.
-        return await self.turn.in_thread(lambda: JSONResponse(body(answer), headers=headers))
+        return await self.turn.in_thread(lambda: JSONResponse(writer.whole(answer), headers=headers))
 
     def _start(self, job: GenerationJob) -> Generation:
         generation = self.context.generations.start(self.engine, job)
         self.request.state.is_counted = True
         self.turn.end()
         return generation
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        """Of the response: the id, and the load for routers that ask."""
+        return {REQUEST_ID_HEADER: self.request_id, **load_headers(self.request.headers, self.engine.stats())}
 
 
 async def open_exchange(
@@ -140,40 +176,23 @@ async def open_exchange(
     if generates:
         context.quotas.check(caller, Demand())
     engine = await lease_engine(request, context.pool, body.model)
-    return Exchange(request, context, engine, context.pool.offer(body.model).adapter, caller, request.state.request_id)
+    adapter = context.pool.offer(body.model).adapter
+    return Exchange(request, context, body, engine, adapter, caller, request.state.request_id)
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
-    """Always with the details: they say how much of the prompt was not computed again."""
-    return {
-        "prompt_tokens": usage.num_prompt_tokens,
-        "completion_tokens": usage.num_output_tokens,
-        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
-    }
-
-
-def metrics_fields(timings: RequestTimings | None, num_output_tokens: int) -> dict[str, Any]:
-    """`metrics`, the milliseconds of a request's stages; nothing where a job has no single timing.
-
-    `generation_time_ms` is from the first output token to the end, `mean_itl_ms` the mean gap in it.
-    """
-    if timings is None or timings.finished_s is None:
-        return {}
-    first, end = timings.first_token_s, timings.finished_s
-    generation_s = None if first is None else end - first
-    gaps = max(num_output_tokens - 1, 0)
-    has_gaps = generation_s is not None and gaps > 0 and generation_s > 0
-    metrics = {
-        "time_to_first_token_ms": _milliseconds(None if first is None else first - timings.arrival_s),
-        "queue_time_ms": _milliseconds((timings.first_scheduled_s or end) - timings.arrival_s),
-        "generation_time_ms": _milliseconds(generation_s),
-        "mean_itl_ms": _milliseconds(generation_s / gaps) if generation_s and has_gaps else None,
-        "tokens_per_second": round(gaps / generation_s, 3) if generation_s and has_gaps else None,
-    }
-    return {"metrics": metrics}
-
-
-def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1000, 3)
+async def _events(generation: Generation, writer: Writer) -> AsyncGenerator[bytes, None]:
+    """What `writer` makes of the events as they come."""
+    try:
+        if opening := writer.opening(generation.has_output):
+            yield opening
+        async with contextlib.aclosing(generation.events()) as events:
+            async for event in events:
+                if written := writer.write(event):
+                    yield written
+        last = writer.closing()
+    except Exception as error:
+        info = error_info(error)
+        if info.status == 500:
+            logger.exception("A stream failed")
+        last = writer.failure(info)
+    yield last

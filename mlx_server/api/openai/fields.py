@@ -1,4 +1,4 @@
-"""The fields that chat and text completions share, and how they become `SamplingParams`.
+"""The fields that all generating routes share, and how they become `SamplingParams`.
 
 Every field may be null, which means "not given": many clients send null for what they leave out. Numbers and
 booleans are not coerced from text, as OpenAI does not. A field that is not declared is tolerated; a declared
@@ -16,11 +16,19 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
 from mlx_server.api.body_reader import FIRST_ERROR, Strings, at_most
 from mlx_server.api.generation import Truncation
-from mlx_server.api.middleware import MAX_ID_CHARS, is_request_id
 from mlx_server.api.openai.document import describe
 from mlx_server.engine.grammar.spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
 from mlx_server.errors import InvalidRequestError
-from mlx_server.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+from mlx_server.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_K,
+    MIN_REPETITION_PENALTY,
+    SamplingParams,
+)
 
 Int = Annotated[int, Strict()]
 Number = Annotated[float, Strict()]
@@ -39,8 +47,7 @@ StringOrList = Annotated[
 Ints = Annotated[list[Int], FIRST_ERROR]
 
 MAX_CHOICES = 128
-_MAX_SALT_CHARS = 128
-_SALT_FORBIDDEN = frozenset("@/\\\0")
+_RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern="^[!-~]+$")]
 
 
 def _describe(schema: dict[str, Any], body: type[GenerationFields]) -> None:
@@ -64,13 +71,13 @@ class GenerationFields(BaseModel):
     stream_options: StreamOptions | None = None
     n: Int | None = Field(None, ge=1, le=MAX_CHOICES)
 
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: Int | None = None
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
+    temperature: Number | None = Field(None, ge=0, le=100)
+    top_p: Number | None = Field(None, gt=0, le=1)
+    top_k: Int | None = Field(None, ge=-1, le=MAX_TOP_K)
+    min_p: Number | None = Field(None, ge=0, le=1)
+    repetition_penalty: Number | None = Field(None, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
+    presence_penalty: Number | None = Field(None, ge=-2, le=2)
+    frequency_penalty: Number | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[dict[str, Number], at_most(MAX_LOGIT_BIAS, "tokens")] | None = None
     allowed_token_ids: Ints | None = None
     seed: Int | None = None
@@ -80,10 +87,10 @@ class GenerationFields(BaseModel):
     include_stop_str_in_output: Bool | None = None
     no_stop_trim: Bool | None = None
     ignore_eos: Bool | None = None
-    min_tokens: Int | None = None
+    min_tokens: Int | None = Field(None, ge=0)
     skip_special_tokens: Bool | None = None
 
-    prompt_logprobs: Int | None = None
+    prompt_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: Bool | None = None
     return_tokens_as_token_ids: Bool | None = None
     truncate_prompt_tokens: Int | None = Field(None, ge=-1)
@@ -91,9 +98,9 @@ class GenerationFields(BaseModel):
     add_special_tokens: Bool | None = None
 
     priority: Int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    rid: str | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[^@/\\\u0000]+$")
+    request_id: _RequestId | None = None
+    rid: _RequestId | None = None
 
     response_format: Any = None
     structured_outputs: Any = None
@@ -129,25 +136,15 @@ class GenerationFields(BaseModel):
 
     def check(self) -> None:
         """What no single field can tell; raises `InvalidRequestError` with the field's name."""
-        self.refuse_unsupported()
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("stream_options is only for stream: true.", "stream_options")
-        if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequestError("prompt_logprobs cannot be streamed; set stream to false.", "prompt_logprobs")
-        if self.cache_salt is not None:
-            _check_salt(self.cache_salt)
-        if self.client_id is not None and not is_request_id(self.client_id):
-            raise InvalidRequestError(
-                f"request_id must have 1 to {MAX_ID_CHARS} printable ASCII characters and no space.", "request_id"
-            )
-
-    def refuse_unsupported(self) -> None:
-        """Raises for the first field whose value asks for something this server does not do."""
         for name, neutral in self.refused.items():
             value = getattr(self, name)
             if value is not None and value not in neutral:
                 remedy = f"use {_SUCCESSORS[name]}" if name in _SUCCESSORS else "leave it out"
                 raise InvalidRequestError(f"{name} is not supported by this server; {remedy}.", name)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options is only for stream: true.", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError("prompt_logprobs cannot be streamed; set stream to false.", "prompt_logprobs")
 
     @property
     def client_id(self) -> str | None:
@@ -162,23 +159,11 @@ class GenerationFields(BaseModel):
     def truncation(self) -> Truncation:
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "left")
 
-    @property
-    def extra_keys(self) -> tuple[str, ...]:
-        """What separates this request's prefixes from those of others."""
-        return () if self.cache_salt is None else (self.cache_salt,)
-
-    def structured(self) -> StructuredSpec | None:
-        """What the output must look like. Raises `InvalidRequestError`."""
-        return parse_structured({name: getattr(self, name) for name in STRUCTURED_FIELDS})
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        options = self.stream_options
-        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
+    def structured(self, own_format: dict[str, Any] | None = None) -> StructuredSpec | None:
+        """What the output must look like; `own_format` is the protocol's own way to say it, as a `response_format`.
+        Raises `InvalidRequestError`."""
+        fields = {name: getattr(self, name) for name in STRUCTURED_FIELDS}
+        return parse_structured(fields if own_format is None else {**fields, "response_format": own_format})
 
     @property
     def output_limit(self) -> int | None:
@@ -243,11 +228,3 @@ def _bias_by_id(bias: dict[str, float]) -> dict[int, float]:
         return {int(token_id): value for token_id, value in bias.items()}
     except ValueError:
         raise InvalidRequestError("logit_bias must map token ids, as text, to numbers.", "logit_bias") from None
-
-
-def _check_salt(salt: str) -> None:
-    if not 0 < len(salt) <= _MAX_SALT_CHARS or _SALT_FORBIDDEN & set(salt):
-        raise InvalidRequestError(
-            f"cache_salt must have 1 to {_MAX_SALT_CHARS} characters, none of them `@`, `/`, `\\` or NUL.",
-            "cache_salt",
-        )

@@ -1,15 +1,14 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes with SGLang's names beside them.
+"""What a prompt becomes, without generating: POST /tokenize and /detokenize, in vLLM's shapes with SGLang's names
+beside them, and the /render routes, for routers that place requests by prefix.
 
-What a prompt becomes, without generating: routers that place requests by prefix ask for the token ids.
-
-Asked for every request by some of them, so it only tokenizes: it neither enters the engine nor waits for it.
+Some of those ask for every request, so nothing here enters the engine or waits for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
@@ -17,26 +16,18 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.body import TurnRoute
-from mlx_server.api.body_reader import FIRST_ERROR, MESSAGES, TOOLS, Objects
-from mlx_server.api.chat_plan import ChatCall, ChatPlanner
+from mlx_server.api.chat_plan import ChatCall
 from mlx_server.api.context import Context
 from mlx_server.api.generation import Prompt, Truncation
 from mlx_server.api.generation_service import lease_engine
 from mlx_server.api.middleware import until_disconnect
-from mlx_server.api.openai.chat import (
-    ChatCompletionRequest,
-    Message,
-    ReasoningEffort,
-    ToolDefinition,
-    template_kwargs,
-    tool_use,
-)
+from mlx_server.api.openai.chat import ChatCompletionRequest, ChatFields, Messages, tool_use
 from mlx_server.api.openai.completions import CompletionRequest, plan_text
+from mlx_server.api.openai.document import NULL, STRING
 from mlx_server.api.openai.exchange import Exchange, open_exchange
-from mlx_server.api.openai.fields import Bool, GenerationFields, Ints
-from mlx_server.api.text_turns import TextTurn, turn_of
+from mlx_server.api.openai.fields import Bool, Ints
+from mlx_server.api.text_turns import turn_of
 from mlx_server.engine.engine import AsyncEngine
-from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import SamplingParams
 
@@ -46,14 +37,14 @@ MAX_IDS = 1_000_000
 router = APIRouter(tags=["tokens"], route_class=TurnRoute)
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(ChatFields):
     """Either `prompt`, or `messages` with what belongs to them."""
 
     model_config = ConfigDict(
         json_schema_extra={
             "oneOf": [
-                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
-                {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+                {"required": ["prompt"], "properties": {"prompt": STRING, "messages": NULL}},
+                {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": NULL}},
             ]
         }
     )
@@ -62,65 +53,43 @@ class TokenizeBody(BaseModel):
     prompt: str | None = None
     add_special_tokens: Bool | None = None
     return_token_strs: Bool | None = None
-    messages: Annotated[list[Message], FIRST_ERROR, MESSAGES] | None = None
-    tools: Annotated[list[ToolDefinition], FIRST_ERROR, TOOLS] | None = None
-    add_generation_prompt: Bool | None = None
-    continue_final_message: Bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: ReasoningEffort | None = None
-    documents: Objects | None = None
-    chat_template: str | None = None
+    messages: Messages | None = None
 
-    def call(self, messages: list[Message]) -> ChatCall:
+    def call(self) -> ChatCall:
         if self.chat_template is not None:
             raise InvalidRequestError("chat_template is not supported by this server; leave it out.", "chat_template")
-        return ChatCall(
-            messages=messages,
-            tool_use=tool_use(self.tools, None, True),
-            options=ChatOptions(
-                add_generation_prompt=self.add_generation_prompt,
-                continue_final_message=bool(self.continue_final_message),
-                template_kwargs=template_kwargs(self.chat_template_kwargs, self.documents),
-                reasoning_effort=self.reasoning_effort,
-            ),
-        )
+        return ChatCall(messages=self.messages or (), tool_use=tool_use(self.tools, None, True), options=self.options())
 
 
 @router.post("/tokenize", response_model=dict[str, Any])
 @router.post("/v1/tokenize", include_in_schema=False)
 async def tokenize(body: TokenizeBody, request: Request, context: Context) -> Response:
     """The ids that a completion of `prompt`, or a chat of `messages`, begins with."""
-    turn, caller = turn_of(request), caller_of(request)
+    turn = turn_of(request)
     engine = await lease_engine(request, context.pool, body.model)
-    tokenizing: Coroutine[Any, Any, Sequence[int]]
-    if body.messages is not None and body.prompt is None:
-        messages = body.messages
-        tokenizing = _tokens_of_chat(context.chats, engine, lambda: body.call(messages), turn)
-    elif body.prompt is not None and body.messages is None:
-        text, add_special_tokens = body.prompt, body.add_special_tokens is not False
-        tokenizing = turn.in_thread(lambda: _tokens_of_text(engine, text, add_special_tokens))
-    else:
+    if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either prompt or messages.", "prompt")
-    token_ids = await until_disconnect(request, tokenizing)
-    context.quotas.add_read(caller, len(token_ids))
-    return await turn.in_thread(lambda: _tokens_answer(engine, token_ids, bool(body.return_token_strs)))
 
+    async def read() -> Sequence[int]:
+        if body.prompt is None:
+            return (await context.chats.render(engine, body.call, turn)).token_ids
+        text, add_special_tokens = body.prompt, body.add_special_tokens is not False
+        return await turn.in_thread(lambda: _tokens_of_text(engine, text, add_special_tokens))
 
-def _tokens_answer(engine: AsyncEngine, token_ids: Sequence[int], with_strings: bool) -> Response:
-    return JSONResponse(
-        {
-            "count": len(token_ids),
-            "max_model_len": engine.max_model_len,
-            "tokens": token_ids,
-            "token_strs": engine.tokenizer.convert_ids_to_tokens(token_ids) if with_strings else None,
-        }
-    )
+    def answer() -> Response:
+        strings = engine.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+        return JSONResponse(
+            {
+                "count": len(token_ids),
+                "max_model_len": engine.max_model_len,
+                "tokens": token_ids,
+                "token_strs": strings,
+            }
+        )
 
-
-async def _tokens_of_chat(
-    chats: ChatPlanner, engine: AsyncEngine, read: Callable[[], ChatCall], turn: TextTurn
-) -> Sequence[int]:
-    return (await chats.render(engine, read, turn)).token_ids
+    token_ids = await until_disconnect(request, read())
+    context.quotas.add_read(caller_of(request), len(token_ids))
+    return await turn.in_thread(answer)
 
 
 def _tokens_of_text(engine: AsyncEngine, text: str, add_special_tokens: bool) -> list[int]:
@@ -159,9 +128,8 @@ async def render_chat_completion(body: ChatCompletionRequest, request: Request, 
     """The prompt of a chat as token ids, with the parameters that would sample its answer."""
     exchange = await open_exchange(body, request, context, generates=False)
     sampling = body.sampling(exchange.engine.default_sampling)
-    prompt = await until_disconnect(request, context.chats.render(exchange.engine, body.call, exchange.turn))
-    context.quotas.add_read(exchange.caller, len(prompt.token_ids))
-    return await exchange.turn.in_thread(lambda: JSONResponse(_rendered(exchange, body, prompt, sampling)))
+    prompt = await exchange.render(body.call)
+    return await exchange.turn.in_thread(lambda: JSONResponse(_rendered(exchange, prompt, sampling)))
 
 
 @router.post("/v1/completions/render", response_model=list[dict[str, Any]])
@@ -169,14 +137,15 @@ async def render_completion(body: CompletionRequest, request: Request, context: 
     """The same for text completions: one entry a prompt."""
     exchange = await open_exchange(body, request, context, generates=False)
     sampling = body.sampling(exchange.engine.default_sampling)
-    plan = await until_disconnect(request, plan_text(exchange.engine, body, exchange.turn))
+    plan = await plan_text(exchange, body)
     context.quotas.add_read(exchange.caller, sum(len(prompt.token_ids) for prompt in plan.prompts))
     return await exchange.turn.in_thread(
-        lambda: JSONResponse([_rendered(exchange, body, prompt, sampling) for prompt in plan.prompts])
+        lambda: JSONResponse([_rendered(exchange, prompt, sampling) for prompt in plan.prompts])
     )
 
 
-def _rendered(exchange: Exchange, body: GenerationFields, prompt: Prompt, sampling: SamplingParams) -> dict[str, Any]:
+def _rendered(exchange: Exchange, prompt: Prompt, sampling: SamplingParams) -> dict[str, Any]:
+    body = exchange.body
     return {
         "request_id": exchange.request_id,
         "model": exchange.model_name,

@@ -101,8 +101,14 @@ class _Shelf:
         self.num_bytes += response.num_bytes - (0 if known is None else known.num_bytes)
         self.responses[response.id] = response
 
-    def drop(self, response_id: str) -> None:
-        self.num_bytes -= self.responses.pop(response_id).num_bytes
+    def drop(self, response_id: str) -> int:
+        """How many bytes it had."""
+        num_bytes = self.responses.pop(response_id).num_bytes
+        self.num_bytes -= num_bytes
+        return num_bytes
+
+    def drop_oldest(self) -> int:
+        return self.drop(next(iter(self.responses)))
 
 
 class ResponseStore:
@@ -127,27 +133,21 @@ class ResponseStore:
         return self._shelves.setdefault(self._owner, _Shelf())
 
     def put(self, response: StoredResponse) -> None:
-        """Keeps a new response; those that were not used for longest go while there is no room."""
+        """Keeps a response; those that were not used for longest go while there is no room."""
         shelf = self._own
         shelf.put(response)
         while len(shelf.responses) > self._max_responses:
-            shelf.drop(next(iter(shelf.responses)))
-        self._make_room()
-
-    def _make_room(self) -> None:
+            shelf.drop_oldest()
         num_bytes = sum(shelf.num_bytes for shelf in self._shelves.values())
         while num_bytes > self._max_bytes:
             largest = max(self._shelves.values(), key=lambda shelf: shelf.num_bytes)
-            before = largest.num_bytes
-            largest.drop(next(iter(largest.responses)))
-            num_bytes += largest.num_bytes - before
+            num_bytes -= largest.drop_oldest()
 
     def update(self, body: Mapping[str, Any]) -> None:
         """Replaces the body of a response that is still kept; one that was deleted stays so."""
         known = self._own.responses.get(body["id"])
         if known is not None:
-            self._own.put(StoredResponse.of(body, known.input_items))
-            self._make_room()
+            self.put(StoredResponse.of(body, known.input_items))
 
     def find(self, response_id: str) -> StoredResponse | None:
         """The response, which counts as a use; None if it is not kept."""
@@ -183,19 +183,3 @@ class ResponseStore:
         """Raises `NotFoundError`."""
         self.get(response_id)
         self._own.drop(response_id)
-
-
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """What is kept of one response beside its body, and where: `store` is None if nothing is to be."""
-
-    store: ResponseStore | None
-    input_items: tuple[KeptItem, ...]
-
-    def put(self, body: Mapping[str, Any]) -> None:
-        if self.store is not None:
-            self.store.put(StoredResponse.of(body, self.input_items))
-
-    def update(self, body: Mapping[str, Any]) -> None:
-        if self.store is not None:
-            self.store.update(body)

@@ -1,9 +1,7 @@
-"""The body of POST /v1/responses.
+"""The body of POST /v1/responses, and how its list of items becomes a chat template's turns.
 
 Beside the protocol's own fields, those of sampling that chat completions take are honoured (`min_p`, `seed`,
 `cache_salt` ...).
-
-The input of the Responses API: a list of items, made into a chat template's turns.
 """
 
 from __future__ import annotations
@@ -13,15 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema
 
 from mlx_server.api.body_reader import FIRST_ERROR, ITEMS, TOOLS, Strings
 from mlx_server.api.chat_plan import ChatCall, ToolUse
 from mlx_server.api.openai.chat import ReasoningEffort, tool_use
+from mlx_server.api.openai.document import STRING, either, list_of, members, of_type
 from mlx_server.api.openai.fields import ONE_ANSWER_OF_TEXT, Bool, GenerationFields, Int
-from mlx_server.api.openai.responses_store import Item
+from mlx_server.api.openai.responses.store import Item
 from mlx_server.api.text_turns import Turns
-from mlx_server.engine.grammar.spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
+from mlx_server.engine.grammar.spec import StructuredSpec
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.text.messages import parse_arguments, string_in, text_of
 from mlx_server.errors import InvalidRequestError
@@ -144,68 +143,37 @@ def _read_reasoning(turns: Turns, item: Item, where: str) -> None:
     return None
 
 
-_TEXT_PART = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
-}
-_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}
-
-
-def _item(kind: str, *required: str, **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "required": required, "properties": {"type": {"const": kind}, **properties}}
-
-
+_TEXT_PART = members("type", "text", type={"enum": ["input_text", "output_text"]}, text=STRING)
+_CONTENT = either(STRING, list_of(_TEXT_PART))
+_ARGUMENTS = {**STRING, "description": "A JSON object."}
 InputItem = Annotated[
     dict[str, Any],
     WithJsonSchema(
-        {
-            "anyOf": [
-                _item("message", "role", "content", role={"enum": list(ROLES)}, content=_CONTENT),
-                _item("reasoning", "type", content={"type": "array", "items": _TEXT_PART}),
-                _item(
-                    "function_call",
-                    *("type", "call_id", "name", "arguments"),
-                    call_id={"type": "string"},
-                    name={"type": "string"},
-                    arguments={"type": "string", "description": "A JSON object."},
-                ),
-                _item("function_call_output", "type", "call_id", "output", call_id={"type": "string"}, output=_CONTENT),
-            ]
-        }
-    ),
-]
-FunctionTool = Annotated[
-    dict[str, Any],
-    WithJsonSchema(
-        _item(
-            "function",
-            *("type", "name"),
-            name={"type": "string", "minLength": 1},
-            parameters={"type": ["object", "null"]},
+        either(
+            members("role", "content", type={"const": "message"}, role={"enum": list(ROLES)}, content=_CONTENT),
+            members("type", type={"const": "reasoning"}, content=list_of(_TEXT_PART)),
+            of_type("function_call", call_id=STRING, name=STRING, arguments=_ARGUMENTS),
+            of_type("function_call_output", call_id=STRING, output=_CONTENT),
         )
     ),
 ]
-_TOOL_CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        _item("function", "type", "name", name={"type": "string"}),
-    ]
-}
+_FUNCTION = members(
+    *("type", "name"),
+    type={"const": "function"},
+    name={**STRING, "minLength": 1},
+    parameters={"type": ["object", "null"]},
+)
+_TOOL_CHOICE = either({"enum": ["none", "auto", "required"]}, of_type("function", name=STRING))
 
 
 class Reasoning(BaseModel):
     """How much to reason. A summary is not made: the reasoning itself is sent."""
-
-    model_config = ConfigDict(extra="ignore")
 
     effort: ReasoningEffort | None = None
 
 
 class TextOptions(BaseModel):
     """What the answer's text must look like."""
-
-    model_config = ConfigDict(extra="ignore")
 
     format: dict[str, Any] | None = None
 
@@ -221,7 +189,7 @@ class ResponsesRequest(GenerationFields):
     metadata: dict[str, Any] | None = None
     user: str | None = None
 
-    tools: Annotated[list[FunctionTool], FIRST_ERROR, TOOLS] | None = None
+    tools: Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_FUNCTION)]], FIRST_ERROR, TOOLS] | None = None
     tool_choice: Annotated[str | dict[str, Any], WithJsonSchema(_TOOL_CHOICE)] | None = None
     parallel_tool_calls: Bool | None = None
     text: TextOptions | None = None
@@ -274,22 +242,21 @@ class ResponsesRequest(GenerationFields):
                 template_kwargs=self.chat_template_kwargs or {},
                 reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             ),
-            structured=self.structured(),
+            structured=self._structured(),
             truncation=self.truncation,
         )
 
-    def structured(self) -> StructuredSpec | None:
-        """As in the base class, with `text.format` for `response_format`."""
-        fields = {name: getattr(self, name) for name in STRUCTURED_FIELDS}
+    def _structured(self) -> StructuredSpec | None:
+        """As `structured` says, under this protocol's name."""
         wanted = None if self.text is None else self.text.format
-        if wanted is not None:
-            is_schema = wanted.get("type") == "json_schema"
-            fields["response_format"] = {"type": "json_schema", "json_schema": wanted} if is_schema else wanted
+        if wanted is None:
+            return self.structured()
+        is_schema = wanted.get("type") == "json_schema"
         try:
-            spec = parse_structured(fields)
+            spec = self.structured({"type": "json_schema", "json_schema": wanted} if is_schema else wanted)
         except InvalidRequestError as error:
             raise InvalidRequestError(_own_name(error.message), _own_name(error.param or "")) from error
-        return spec if spec is None or wanted is None else replace(spec, param="text.format")
+        return spec and replace(spec, param="text.format")
 
     def _tool_use(self) -> ToolUse:
         tools = [_nested(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]

@@ -1,0 +1,147 @@
+"""What the answers of chat and text completions have in common: the body around their choices, usage, timings, and
+log-probabilities in OpenAI's shape and vLLM's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_server.api import sse
+from mlx_server.api.collect import Answer, Choice, Usage, UsageMeter
+from mlx_server.api.errors import ErrorInfo
+from mlx_server.api.openai.exchange import Exchange
+from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.outputs import PositionLogprobs, RequestTimings
+
+_LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+
+class CompletionWriter:
+    """The body around the choices, whole and in chunks. Subclasses write the choices, and are `Writer`s."""
+
+    def __init__(self, exchange: Exchange, response_id: str, kind: str) -> None:
+        """`kind` is what a chunk is called."""
+        body = exchange.body
+        self._head = {
+            "id": response_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": exchange.model_name,
+        }
+        tokenizer = exchange.engine.tokenizer if exchange.engine.has_tokenizer else None
+        self._names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
+        self._meter = UsageMeter(body.num_samples)
+        self._has_token_ids = bool(body.return_token_ids)
+        options = body.stream_options
+        self._has_usage = options is not None and bool(options.include_usage)
+        self._repeats_usage = self._has_usage and options is not None and bool(options.continuous_usage_stats)
+
+    def whole_choice(self, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        return {
+            **self._head,
+            "choices": [self.whole_choice(choice) for choice in answer.choices],
+            **self._ending(answer.usage, answer.timings),
+        }
+
+    def closing(self) -> bytes:
+        """A chunk with the usage of all choices and none of their text, if it is asked for."""
+        if not self._has_usage:
+            return sse.DONE
+        ending = self._ending(self._meter.total(), self._meter.timings())
+        return sse.data({**self._head, "choices": [], **ending}) + sse.DONE
+
+    def failure(self, error: ErrorInfo) -> bytes:
+        return sse.data(error.openai_body()) + sse.DONE
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+    def chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
+        """One event of a stream."""
+        body = {**self._head, "choices": [choice], **more}
+        if self._has_usage:
+            body["usage"] = self.usage(self._meter.total()) if self._repeats_usage else None
+        return sse.data(body)
+
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        """Always with the details: they say how much of the prompt was not computed again."""
+        return {
+            "prompt_tokens": usage.num_prompt_tokens,
+            "completion_tokens": usage.num_output_tokens,
+            "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        }
+
+    def _ending(self, usage: Usage, timings: RequestTimings | None) -> dict[str, Any]:
+        metrics = _metrics(timings, usage.num_output_tokens)
+        return {"usage": self.usage(usage), **({} if metrics is None else {"metrics": metrics})}
+
+
+def _metrics(timings: RequestTimings | None, num_output_tokens: int) -> dict[str, float | None] | None:
+    """The milliseconds of a request's stages; None where a job has no single timing.
+
+    `generation_time_ms` is from the first output token to the end, `mean_itl_ms` the mean gap in it.
+    """
+    if timings is None or timings.finished_s is None:
+        return None
+    first, end = timings.first_token_s, timings.finished_s
+    generation_s = None if first is None else end - first
+    gaps = max(num_output_tokens - 1, 0)
+    return {
+        "time_to_first_token_ms": _milliseconds(None if first is None else first - timings.arrival_s),
+        "queue_time_ms": _milliseconds((timings.first_scheduled_s or end) - timings.arrival_s),
+        "generation_time_ms": _milliseconds(generation_s),
+        "mean_itl_ms": _milliseconds(generation_s / gaps) if generation_s and gaps else None,
+        "tokens_per_second": round(gaps / generation_s, 3) if generation_s and gaps else None,
+    }
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """How tokens are written: as text, or as `token_id:N` on request and where a model has no tokenizer."""
+
+    tokenizer: Tokenizer | None
+    as_ids: bool = False
+
+    def name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.as_ids or self.tokenizer is None else self.text(token_id)
+
+    def text(self, token_id: int) -> str:
+        return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
+
+    def bytes(self, token_id: int) -> list[int]:
+        return [] if self.tokenizer is None else list(self.tokenizer.token_bytes(token_id))
+
+
+def prompt_logprobs(
+    names: TokenNames, positions: Sequence[PositionLogprobs], num_top: int
+) -> list[dict[str, Any] | None]:
+    """One entry a prompt token, keyed by token id; None for the first."""
+    return [None, *(_by_id(names, position, num_top) for position in positions)]
+
+
+def _by_id(names: TokenNames, position: PositionLogprobs, num_top: int) -> dict[str, Any]:
+    return {
+        str(token.token_id): {
+            "logprob": finite(token.logprob),
+            "rank": token.rank,
+            "decoded_token": names.text(token.token_id),
+        }
+        for token in (position.token, *position.top[:num_top])
+    }
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)

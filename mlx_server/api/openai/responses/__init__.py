@@ -1,0 +1,1 @@
+"""The Responses API: its bodies, its streams, and what is kept of responses."""
