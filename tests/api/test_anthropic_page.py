@@ -23,7 +23,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "Hi"},
 }
 MODELS = {"/v1/messages": MessagesRequest, "/v1/responses": ResponsesRequest}
-PUBLIC_NAMES = {"truncation_strategy": "truncation", "stop": "stop_sequences"}
+PUBLIC_NAMES = {"stop": "stop_sequences"}
 ASKS = {"top_logprobs": 3, "truncation": "auto", "background": True, "mcp_servers": [{"url": "x"}]}
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -48,6 +48,7 @@ async def test_nothing_comes_behind_the_end_to_a_client_that_is_slow_to_take_it(
 
     async def events() -> AsyncGenerator[bytes, None]:
         yield b"data: {}\n\n"
+        yield sse.DONE
 
     async def send(message: Message) -> None:
         nonlocal is_full
@@ -59,7 +60,7 @@ async def test_nothing_comes_behind_the_end_to_a_client_that_is_slow_to_take_it(
     async def receive() -> Message:
         return await asyncio.Future()
 
-    response = sse.event_stream(sse.openai_stream(events()), 0.2, lambda: None)
+    response = sse.event_stream(events(), 0.2, lambda: None)
     answering = asyncio.create_task(response({"type": "http", "method": "POST"}, receive, send))
     await asyncio.sleep(0.5)
     is_drained.set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, WithJsonSchema
@@ -22,7 +22,7 @@ from mlx_server.api.context import Context
 from mlx_server.api.openai.chat import tool_use
 from mlx_server.api.openai.document import STRING, either, list_of, of_type
 from mlx_server.api.openai.exchange import open_exchange
-from mlx_server.api.openai.fields import ONE_ANSWER_OF_TEXT, Bool, GenerationFields, Int, StringOrList
+from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused, StringOrList
 from mlx_server.api.sse import whole_or_streamed
 from mlx_server.api.text_turns import Turns
 from mlx_server.engine.text.chat import ChatOptions
@@ -247,8 +247,8 @@ class OutputConfig(BaseModel):
     format: OutputFormat | None = None
 
 
-class MessagesFields(GenerationFields):
-    """What makes the prompt, in both bodies."""
+class CountTokensRequest(OneAnswerOfText):
+    """The body of POST /v1/messages/count_tokens: what makes the prompt."""
 
     messages: Annotated[list[MessageParam], FIRST_ERROR, MESSAGES] = Field(min_length=1)
     system: str | Annotated[list[TextBlock], FIRST_ERROR] | None = None
@@ -259,13 +259,7 @@ class MessagesFields(GenerationFields):
     output_format: OutputFormat | None = None
     stop: StringOrList | None = Field(None, validation_alias=AliasChoices("stop_sequences", "stop"))
     chat_template_kwargs: dict[str, Any] | None = None
-    mcp_servers: list[Any] | None = None
-
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **GenerationFields.refused,
-        **ONE_ANSWER_OF_TEXT,
-        "mcp_servers": ([],),
-    }
+    mcp_servers: Annotated[Any, Refused(([],))] = None
 
     @property
     def thinks(self) -> bool:
@@ -290,7 +284,7 @@ class MessagesFields(GenerationFields):
                 reasoning_effort=None if self.output_config is None else self.output_config.effort,
             ),
             structured=self.structured(self._wanted_format()),
-            truncation=self.truncation,
+            truncation=self.prompt_truncation,
             max_reasoning_tokens=None if self.thinking is None else self.thinking.budget_tokens,
         )
 
@@ -307,11 +301,7 @@ class MessagesFields(GenerationFields):
         return None if wanted is None else {"type": "json_schema", "json_schema": {"schema": wanted.json_schema}}
 
 
-class CountTokensRequest(MessagesFields):
-    """The body of POST /v1/messages/count_tokens."""
-
-
-class MessagesRequest(MessagesFields):
+class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages."""
 
     max_tokens: Int = Field(ge=1)

@@ -13,7 +13,7 @@ from mlx_server.api import sse
 from mlx_server.api.collect import Answer, Choice, Usage, UsageMeter
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.generation import Finish, OutputEvent, Prompt
-from mlx_server.api.openai.exchange import Exchange
+from mlx_server.api.openai.exchange import Exchange, Writer
 from mlx_server.engine.tools.parser import ToolCallDelta
 
 PING = ServerSentEvent(event="ping", data='{"type":"ping"}', sep="\n")
@@ -22,7 +22,7 @@ PING = ServerSentEvent(event="ping", data='{"type":"ping"}', sep="\n")
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}
 
 
-class MessageWriter:
+class MessageWriter(Writer):
     """One message. In a stream the message opens, then each block opens, grows and closes, then the message ends. One
     block is open at a time: what belongs to another closes it."""
 
@@ -58,9 +58,6 @@ class MessageWriter:
 
     def failure(self, error: ErrorInfo) -> bytes:
         return sse.named("error", error.anthropic_body())
-
-    def close(self) -> None:
-        """Nothing is kept."""
 
     def _start(self, num_cached_tokens: int) -> bytes:
         self._is_started = True

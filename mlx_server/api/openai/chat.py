@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.responses import Response
 
 from mlx_server.api.body import TurnRoute
-from mlx_server.api.body_reader import FIRST_ERROR, MESSAGES, TOOLS, Objects, Strings
+from mlx_server.api.body_reader import FIRST_ERROR, MESSAGES, TOOLS, Objects
 from mlx_server.api.chat_plan import ChatCall, ToolUse
 from mlx_server.api.collect import Answer, Choice
 from mlx_server.api.context import Context
 from mlx_server.api.generation import OutputEvent, Prompt
 from mlx_server.api.openai.document import NULL, STRING, either, list_of, members, of_type
 from mlx_server.api.openai.exchange import Exchange, open_exchange
-from mlx_server.api.openai.fields import Bool, GenerationFields, Int
+from mlx_server.api.openai.fields import Bool, GenerationFields, Int, Refused
 from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
 from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.text.chat import ChatOptions
@@ -136,7 +136,7 @@ class ChatFields(BaseModel):
     continue_final_message: Bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Objects | None = None
-    chat_template: str | None = None
+    chat_template: Annotated[Any, Refused()] = None
 
     def options(self) -> ChatOptions:
         kwargs = dict(self.chat_template_kwargs or {})
@@ -166,22 +166,12 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
     separate_reasoning: Bool | None = None
     thinking_token_budget: Int | None = Field(None, ge=-1)
 
-    echo: Bool | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    modalities: Strings | None = None
-    audio: Any = None
-
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **GenerationFields.refused,
-        "add_special_tokens": (False,),
-        "chat_template": (),
-        "echo": (False,),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": ([], ["text"]),
-        "audio": (),
-    }
+    add_special_tokens: Annotated[Any, Refused((False,))] = None
+    echo: Annotated[Any, Refused((False,))] = None
+    functions: Annotated[Any, Refused(([],), "use tools")] = None
+    function_call: Annotated[Any, Refused(("none", "auto"), "use tool_choice")] = None
+    modalities: Annotated[Any, Refused(([], ["text"]))] = None
+    audio: Annotated[Any, Refused()] = None
 
     def check(self) -> None:
         super().check()
@@ -196,7 +186,7 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
             tool_use=tool_use(self.tools, self.tool_choice, self.parallel_tool_calls is not False),
             options=self.options(),
             structured=self.structured(),
-            truncation=self.truncation,
+            truncation=self.prompt_truncation,
             max_reasoning_tokens=None if budget == -1 else budget,
             splits_reasoning=self.separate_reasoning is not False,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field, SkipValidation, WithJsonSchema
@@ -18,7 +18,7 @@ from mlx_server.api.generation import OutputEvent, Prompt
 from mlx_server.api.middleware import until_disconnect
 from mlx_server.api.openai.document import STRING, either, list_of
 from mlx_server.api.openai.exchange import Exchange, open_exchange
-from mlx_server.api.openai.fields import Bool, GenerationFields, Int
+from mlx_server.api.openai.fields import Bool, GenerationFields, Int, Refused
 from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
 from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.engine import AsyncEngine
@@ -74,9 +74,7 @@ class CompletionRequest(GenerationFields):
     logprobs: Int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
     echo: Bool | None = None
     best_of: Int | None = Field(None, ge=1)
-    suffix: str | None = None
-
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {**GenerationFields.refused, "suffix": ("",)}
+    suffix: Annotated[Any, Refused(("",))] = None
 
     def check(self) -> None:
         super().check()
@@ -139,9 +137,6 @@ class TextWriter(CompletionWriter):
         if num_top is not None:
             body["prompt_logprobs"] = prompt_logprobs(self._names, choice.prompt_logprobs, num_top)
         return body
-
-    def opening(self, has_output: bool) -> bytes:
-        return b""
 
     def write(self, event: OutputEvent) -> bytes:
         self._meter.update(event)
@@ -239,11 +234,11 @@ async def plan_text(exchange: Exchange, body: CompletionRequest) -> TextPlan:
 def _prompt(engine: AsyncEngine, body: CompletionRequest, prompt: str | Sequence[int]) -> Prompt:
     token_ids: Sequence[int]
     if isinstance(prompt, str):
-        part = body.truncation.part(prompt, engine.tokenizer, engine.max_model_len)
+        part = body.prompt_truncation.part(prompt, engine.tokenizer, engine.max_model_len)
         token_ids = engine.tokenizer.encode(part, add_special_tokens=body.add_special_tokens is not False)
     else:
         token_ids = prompt
-    kept = tuple(body.truncation.apply(token_ids, engine.max_model_len))
+    kept = tuple(body.prompt_truncation.apply(token_ids, engine.max_model_len))
     if not body.echo:
         return Prompt(kept)
     if isinstance(prompt, str) and len(kept) == len(token_ids):

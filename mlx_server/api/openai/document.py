@@ -92,13 +92,11 @@ _SHAPES: Mapping[str, JsonSchema] = {
 """What fields may hold whose types say too little."""
 
 
-def describe(schema: JsonSchema, refused: Mapping[str, tuple[Any, ...]]) -> None:
-    """Completes the schema of a body in place. `refused` names fields with the values that are accepted all the
-    same."""
+def describe(schema: JsonSchema) -> None:
+    """Completes the schema of a body in place."""
     properties = schema["properties"]
     for name in _SHAPES.keys() & properties.keys():
-        properties[name]["anyOf"] = [_SHAPES[name], {"type": "null"}]
+        if "enum" not in properties[name]:  # of fields that are refused
+            properties[name]["anyOf"] = [_SHAPES[name], NULL]
     for name in _BOUNDS.keys() & properties.keys():
         properties[name]["anyOf"][0].update(_BOUNDS[name])
-    for name in refused.keys() & properties.keys():
-        properties[name] = {"enum": [None, *refused[name]], "description": "Not supported: any other value is a 400."}

@@ -44,7 +44,7 @@ class Writer(Protocol):
 
     def opening(self, has_output: bool) -> bytes:
         """What comes before all output; `has_output` says that some follows at once."""
-        ...
+        return b""
 
     def write(self, event: OutputEvent) -> bytes: ...
 
@@ -58,7 +58,7 @@ class Writer(Protocol):
 
     def close(self) -> None:
         """Called however the stream ends, also when the client has gone."""
-        ...
+        return
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,27 @@
 
 Every field may be null, which means "not given": many clients send null for what they leave out. Numbers and
 booleans are not coerced from text, as OpenAI does not. A field that is not declared is tolerated; a declared
-one is honoured, or refused by `refuse_unsupported` when its value asks for something that we do not do.
+one is honoured, or `Refused` when its value asks for something that this server does not do.
 docs/parameters.md lists all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Strict,
+    ValidationInfo,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from mlx_server.api.body_reader import FIRST_ERROR, Strings, at_most
 from mlx_server.api.generation import Truncation
@@ -50,8 +60,27 @@ MAX_CHOICES = 128
 _RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern="^[!-~]+$")]
 
 
-def _describe(schema: dict[str, Any], body: type[GenerationFields]) -> None:
-    describe(schema, body.refused)
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """For the type of a field of something that this server does not do: besides null it takes only the `neutral`
+    values, which ask for nothing."""
+
+    neutral: tuple[Any, ...] = ()
+    remedy: str = "leave it out"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None, *self.neutral], "description": "Not supported: any other value is a 400."}
+
+    def _check(self, value: Any, info: ValidationInfo) -> Any:
+        """Raises `InvalidRequestError`."""
+        if value is not None and value not in self.neutral:
+            raise InvalidRequestError(
+                f"{info.field_name} is not supported by this server; {self.remedy}.", info.field_name
+            )
+        return value
 
 
 class StreamOptions(BaseModel):
@@ -64,7 +93,7 @@ class StreamOptions(BaseModel):
 class GenerationFields(BaseModel):
     """What both endpoints take. Subclasses add their prompt, their logprobs and their token limit."""
 
-    model_config = ConfigDict(extra="ignore", json_schema_extra=_describe)
+    model_config = ConfigDict(extra="ignore", json_schema_extra=describe)
 
     model: str | None = None
     stream: Bool | None = None
@@ -78,7 +107,7 @@ class GenerationFields(BaseModel):
     repetition_penalty: Number | None = Field(None, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
     presence_penalty: Number | None = Field(None, ge=-2, le=2)
     frequency_penalty: Number | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, Number], at_most(MAX_LOGIT_BIAS, "tokens")] | None = None
+    logit_bias: Annotated[dict[int, Number], at_most(MAX_LOGIT_BIAS, "tokens")] | None = None
     allowed_token_ids: Ints | None = None
     seed: Int | None = None
 
@@ -113,34 +142,17 @@ class GenerationFields(BaseModel):
     regex: Any = None
     ebnf: Any = None
 
-    bad_words: Strings | None = None
-    logprob_token_ids: Ints | None = None
-    use_beam_search: Bool | None = None
-    length_penalty: Number | None = None
-    stop_regex: Any = None
-    prompt_embeds: Any = None
-    lora_path: Any = None
-    return_prompt_text: Bool | None = None
-
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "bad_words": ([],),
-        "logprob_token_ids": ([],),
-        "use_beam_search": (False,),
-        "length_penalty": (1.0,),
-        "stop_regex": ([], ""),
-        "prompt_embeds": ([],),
-        "lora_path": ([], ""),
-        "return_prompt_text": (False,),
-    }
-    """Fields of features that we do not have, with the values besides null that ask for nothing."""
+    bad_words: Annotated[Any, Refused(([],))] = None
+    logprob_token_ids: Annotated[Any, Refused(([],))] = None
+    use_beam_search: Annotated[Any, Refused((False,))] = None
+    length_penalty: Annotated[Any, Refused((1.0,))] = None
+    stop_regex: Annotated[Any, Refused(([], ""))] = None
+    prompt_embeds: Annotated[Any, Refused(([],))] = None
+    lora_path: Annotated[Any, Refused(([], ""), "use model, like `model:adapter`")] = None
+    return_prompt_text: Annotated[Any, Refused((False,))] = None
 
     def check(self) -> None:
         """What no single field can tell; raises `InvalidRequestError` with the field's name."""
-        for name, neutral in self.refused.items():
-            value = getattr(self, name)
-            if value is not None and value not in neutral:
-                remedy = f"use {_SUCCESSORS[name]}" if name in _SUCCESSORS else "leave it out"
-                raise InvalidRequestError(f"{name} is not supported by this server; {remedy}.", name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options is only for stream: true.", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -156,7 +168,7 @@ class GenerationFields(BaseModel):
         return self.n or 1
 
     @property
-    def truncation(self) -> Truncation:
+    def prompt_truncation(self) -> Truncation:
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "left")
 
     def structured(self, own_format: dict[str, Any] | None = None) -> StructuredSpec | None:
@@ -182,49 +194,25 @@ class GenerationFields(BaseModel):
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """The parameters of one choice, with the model's `defaults` for what is not given. Raises
         `InvalidRequestError` for values out of range."""
-        given = {name: getattr(self, name) for name in _SAME_NAMES if getattr(self, name) is not None}
-        return replace(
-            defaults,
-            **given,
-            max_tokens=self.output_limit,
-            logprobs=self.num_logprobs,
-            prompt_logprobs=self.num_prompt_logprobs,
-            logit_bias=_bias_by_id(self.logit_bias or {}),
-            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            stop=tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            include_stop_str_in_output=bool(self.include_stop_str_in_output or self.no_stop_trim),
-        )
+        names = (field.name for field in dataclasses.fields(SamplingParams))
+        given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        given |= {
+            "max_tokens": self.output_limit,
+            "logprobs": self.num_logprobs,
+            "prompt_logprobs": self.num_prompt_logprobs,
+            "logit_bias": self.logit_bias or {},
+            "stop": tuple(self.stop or ()),
+            "include_stop_str_in_output": bool(self.include_stop_str_in_output or self.no_stop_trim),
+        }
+        return dataclasses.replace(defaults, **given)
 
 
-ONE_ANSWER_OF_TEXT: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "response_format": (),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "add_special_tokens": (False,),
-}
-"""What protocols refuse besides whose answers are one message, and have no place for tokens."""
+class OneAnswerOfText(GenerationFields):
+    """The fields of protocols whose answers are one message, with no place for tokens."""
 
-_SUCCESSORS = {"functions": "tools", "function_call": "tool_choice", "lora_path": "model, like `model:adapter`"}
-_SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-)
-
-
-def _bias_by_id(bias: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token_id): value for token_id, value in bias.items()}
-    except ValueError:
-        raise InvalidRequestError("logit_bias must map token ids, as text, to numbers.", "logit_bias") from None
+    n: Annotated[Any, Refused((1,))] = None
+    response_format: Annotated[Any, Refused()] = None
+    prompt_logprobs: Annotated[Any, Refused()] = None
+    return_token_ids: Annotated[Any, Refused((False,))] = None
+    return_tokens_as_token_ids: Annotated[Any, Refused((False,))] = None
+    add_special_tokens: Annotated[Any, Refused((False,))] = None

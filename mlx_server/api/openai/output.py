@@ -12,7 +12,7 @@ from typing import Any
 from mlx_server.api import sse
 from mlx_server.api.collect import Answer, Choice, Usage, UsageMeter
 from mlx_server.api.errors import ErrorInfo
-from mlx_server.api.openai.exchange import Exchange
+from mlx_server.api.openai.exchange import Exchange, Writer
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.outputs import PositionLogprobs, RequestTimings
 
@@ -20,8 +20,8 @@ _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
 
-class CompletionWriter:
-    """The body around the choices, whole and in chunks. Subclasses write the choices, and are `Writer`s."""
+class CompletionWriter(Writer):
+    """The body around the choices, whole and in chunks. Subclasses write the choices."""
 
     def __init__(self, exchange: Exchange, response_id: str, kind: str) -> None:
         """`kind` is what a chunk is called."""
@@ -59,9 +59,6 @@ class CompletionWriter:
 
     def failure(self, error: ErrorInfo) -> bytes:
         return sse.data(error.openai_body()) + sse.DONE
-
-    def close(self) -> None:
-        """Nothing is kept."""
 
     def chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
         """One event of a stream."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.body import TurnRoute
+from mlx_server.api.body_reader import at_most
 from mlx_server.api.chat_plan import ChatCall
 from mlx_server.api.context import Context
 from mlx_server.api.generation import Prompt, Truncation
@@ -56,8 +57,6 @@ class TokenizeBody(ChatFields):
     messages: Messages | None = None
 
     def call(self) -> ChatCall:
-        if self.chat_template is not None:
-            raise InvalidRequestError("chat_template is not supported by this server; leave it out.", "chat_template")
         return ChatCall(messages=self.messages or (), tool_use=tool_use(self.tools, None, True), options=self.options())
 
 
@@ -99,7 +98,7 @@ def _tokens_of_text(engine: AsyncEngine, text: str, add_special_tokens: bool) ->
 
 class DetokenizeBody(BaseModel):
     model: str | None = None
-    tokens: Ints
+    tokens: Annotated[Ints, at_most(MAX_IDS, "ids")]
 
 
 @router.post("/detokenize")
@@ -108,10 +107,6 @@ async def detokenize(body: DetokenizeBody, request: Request, context: Context) -
     """The text of token ids, special tokens included."""
     engine = await lease_engine(request, context.pool, body.model)
     tokenizer = engine.tokenizer
-    if len(body.tokens) > MAX_IDS:
-        raise InvalidRequestError(
-            f"tokens has {len(body.tokens)} ids; at most {MAX_IDS} are read at a time. Send them in parts.", "tokens"
-        )
     for extreme in (min(body.tokens), max(body.tokens)) if body.tokens else ():
         if not 0 <= extreme < tokenizer.vocab_size:
             raise InvalidRequestError(

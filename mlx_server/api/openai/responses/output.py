@@ -14,7 +14,7 @@ from mlx_server.api.body_reader import MAX_ECHO_CHARS
 from mlx_server.api.collect import Answer, Usage, UsageMeter
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.generation import Finish, OutputEvent
-from mlx_server.api.openai.exchange import Exchange
+from mlx_server.api.openai.exchange import Exchange, Writer
 from mlx_server.api.openai.responses.request import ResponsesRequest
 from mlx_server.api.openai.responses.store import KeptItem, ResponseStore, StoredResponse
 from mlx_server.engine.tools.parser import ToolCallDelta
@@ -35,7 +35,7 @@ _LAST_EVENTS = {
 }
 
 
-class ResponseWriter:
+class ResponseWriter(Writer):
     """One response. In a stream the response opens, then each item opens, grows and closes, then the response ends; an
     error on the way ends it, too."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
@@ -17,7 +17,7 @@ from mlx_server.api.body_reader import FIRST_ERROR, ITEMS, TOOLS, Strings
 from mlx_server.api.chat_plan import ChatCall, ToolUse
 from mlx_server.api.openai.chat import ReasoningEffort, tool_use
 from mlx_server.api.openai.document import STRING, either, list_of, members, of_type
-from mlx_server.api.openai.fields import ONE_ANSWER_OF_TEXT, Bool, GenerationFields, Int
+from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused
 from mlx_server.api.openai.responses.store import Item
 from mlx_server.api.text_turns import Turns
 from mlx_server.engine.grammar.spec import StructuredSpec
@@ -178,7 +178,7 @@ class TextOptions(BaseModel):
     format: dict[str, Any] | None = None
 
 
-class ResponsesRequest(GenerationFields):
+class ResponsesRequest(OneAnswerOfText):
     """All fields of a response that mean something here."""
 
     input: Annotated[str | Annotated[list[InputItem], FIRST_ERROR], ITEMS]
@@ -196,26 +196,15 @@ class ResponsesRequest(GenerationFields):
     reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    background: Bool | None = None
-    conversation: Any = None
-    prompt: Any = None
-    truncation_strategy: str | None = Field(None, alias="truncation", json_schema_extra={"enum": ["disabled", None]})
-    top_logprobs: Int | None = None
+    background: Annotated[Any, Refused((False,))] = None
+    conversation: Annotated[Any, Refused()] = None
+    prompt: Annotated[Any, Refused()] = None
+    truncation: Annotated[Any, Refused(("disabled",), "no items are dropped, set it to disabled")] = None
+    top_logprobs: Annotated[Any, Refused((0,))] = None
     include: Strings | None = None
-
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **GenerationFields.refused,
-        "background": (False,),
-        "conversation": (),
-        "prompt": (),
-        "top_logprobs": (0,),
-        **ONE_ANSWER_OF_TEXT,
-    }
 
     def check(self) -> None:
         super().check()
-        if self.truncation_strategy not in (None, "disabled"):
-            raise InvalidRequestError("truncation must be disabled; this server drops no items.", "truncation")
         if "message.output_text.logprobs" in (self.include or ()):
             raise InvalidRequestError(
                 "include has message.output_text.logprobs, which only chat completions offer here.", "include"
@@ -243,7 +232,7 @@ class ResponsesRequest(GenerationFields):
                 reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             ),
             structured=self._structured(),
-            truncation=self.truncation,
+            truncation=self.prompt_truncation,
         )
 
     def _structured(self) -> StructuredSpec | None:
