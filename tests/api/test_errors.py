@@ -54,7 +54,7 @@ async def test_an_error_has_its_status(world: World, error: errors.ServeError, s
         ({"messages": user("Hi"), "repetition_penalty": 0}, "repetition_penalty"),
         ({"messages": user("Hi"), "presence_penalty": 3}, "presence_penalty"),
         ({"messages": user("Hi"), "frequency_penalty": -3}, "frequency_penalty"),
-        ({"messages": user("Hi"), "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"messages": user("Hi"), "logit_bias": {"x": 1}}, "logit_bias.x"),
         ({"messages": user("Hi"), "logit_bias": {"5": 101}}, "logit_bias"),
         ({"messages": user("Hi"), "allowed_token_ids": []}, "allowed_token_ids"),
         ({"messages": user("Hi"), "seed": 2**63}, "seed"),

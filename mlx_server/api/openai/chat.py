@@ -166,7 +166,7 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
     separate_reasoning: Bool | None = None
     thinking_token_budget: Int | None = Field(None, ge=-1)
 
-    add_special_tokens: Annotated[Any, Refused((False,))] = None
+    add_special_tokens: Annotated[Bool | None, Refused((False,))] = None
     echo: Annotated[Any, Refused((False,))] = None
     functions: Annotated[Any, Refused(([],), "use tools")] = None
     function_call: Annotated[Any, Refused(("none", "auto"), "use tool_choice")] = None

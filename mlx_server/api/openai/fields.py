@@ -60,7 +60,7 @@ MAX_CHOICES = 128
 _RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern="^[!-~]+$")]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # `Annotated` takes equal ones for the same, and 1.0 equals 1
 class Refused:
     """For the type of a field of something that this server does not do: besides null it takes only the `neutral`
     values, which ask for nothing."""
@@ -210,9 +210,9 @@ class GenerationFields(BaseModel):
 class OneAnswerOfText(GenerationFields):
     """The fields of protocols whose answers are one message, with no place for tokens."""
 
-    n: Annotated[Any, Refused((1,))] = None
+    n: Annotated[Int | None, Refused((1,))] = None
     response_format: Annotated[Any, Refused()] = None
-    prompt_logprobs: Annotated[Any, Refused()] = None
-    return_token_ids: Annotated[Any, Refused((False,))] = None
-    return_tokens_as_token_ids: Annotated[Any, Refused((False,))] = None
-    add_special_tokens: Annotated[Any, Refused((False,))] = None
+    prompt_logprobs: Annotated[Int | None, Refused()] = None
+    return_token_ids: Annotated[Bool | None, Refused((False,))] = None
+    return_tokens_as_token_ids: Annotated[Bool | None, Refused((False,))] = None
+    add_special_tokens: Annotated[Bool | None, Refused((False,))] = None
