@@ -79,7 +79,7 @@ class ResponseWriter(Writer):
 
     def write(self, event: OutputEvent) -> bytes:
         self._meter.update(event)
-        written = b"".join(self._encode(piece) for piece in self._items.append(event))
+        written = b"".join(map(self._encode, self._items.append(event)))
         if event.finish is not None:
             self._update(self._ending(event.finish, self._meter.total()))
         return written
