@@ -183,21 +183,17 @@ class OutputItems:
         self._open: _TextItem | _CallItem | None = None
 
     def append(self, event: OutputEvent) -> Iterator[Event]:
-        if event.reasoning:
-            yield from self._text(_Reasoning, event.reasoning)
-        if event.content:
-            yield from self._text(_Message, event.content)
+        for kind, text in ((_Reasoning, event.reasoning), (_Message, event.content)):
+            if text:
+                if self._open is None or self._open.key != kind.key:
+                    yield from self._enter(kind(self._next_index))
+                assert self._open is not None
+                yield self._open.grow(text)
         for piece in event.tool_calls:
             yield from self._call(piece)
         if event.finish is not None:
             is_whole = _STATUSES[event.finish.reason] == "completed"
             yield from self._close("completed" if is_whole else "incomplete")
-
-    def _text(self, kind: type[_TextItem], text: str) -> Iterator[Event]:
-        if self._open is None or self._open.key != kind.key:
-            yield from self._enter(kind(self._next_index))
-        assert self._open is not None
-        yield self._open.grow(text)
 
     def _call(self, piece: ToolCallDelta) -> Iterator[Event]:
         if self._open is None or self._open.key != piece.index:
