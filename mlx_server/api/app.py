@@ -9,14 +9,13 @@ from fastapi import APIRouter, FastAPI
 
 from mlx_server.api import admin, dashboard, probes
 from mlx_server.api.anthropic import messages
-from mlx_server.api.auth.authentication import ApiKeyMiddleware
 from mlx_server.api.auth.keys import build_key_ring
-from mlx_server.api.auth.quotas import QuotaHeadersMiddleware, Quotas
-from mlx_server.api.body import BodyLimitMiddleware
+from mlx_server.api.auth.quotas import Quotas
 from mlx_server.api.context import ServerContext, version
+from mlx_server.api.door import DoorMiddleware
 from mlx_server.api.errors import ERROR_RESPONSES, install_error_handlers
-from mlx_server.api.generation_service import GenerationService, LeaseMiddleware
-from mlx_server.api.middleware import HostMiddleware, HttpMetricsMiddleware, RequestIdMiddleware, allow_origins
+from mlx_server.api.generation_service import GenerationService
+from mlx_server.api.middleware import ExchangeMiddleware, allow_origins
 from mlx_server.api.openai import chat, completions, models, tokenization
 from mlx_server.api.openai.responses import routes as responses
 from mlx_server.api.openai.responses.store import ResponseStore
@@ -57,14 +56,9 @@ def create_app(
     for router in _routers():
         app.include_router(router)
     install_error_handlers(app)
-    # The last one added is the outermost: who may not ask has no body read.
-    app.add_middleware(LeaseMiddleware)
-    app.add_middleware(BodyLimitMiddleware, reader=context.bodies)
-    app.add_middleware(QuotaHeadersMiddleware, quotas=quotas)
-    app.add_middleware(ApiKeyMiddleware, keys=keys)
-    app.add_middleware(HostMiddleware, server=config.server, keys=keys)
+    # The last one added is the outermost.
+    app.add_middleware(DoorMiddleware, server=config.server, keys=keys, quotas=quotas)
     allow_origins(app, config.server)
-    app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(HttpMetricsMiddleware, metrics=context.http_metrics)
+    app.add_middleware(ExchangeMiddleware, metrics=context.http_metrics)
     (tracing or open_tracing(config.observability)).instrument(app)
     return app

@@ -1,6 +1,7 @@
-"""A request's body on its way from the connection to a route: counted as it comes, then parsed and validated.
+"""Routes that read JSON: a body is received, waits for its turn, is parsed and becomes the route's model.
 
-Routes whose requests are metered, and read by tier and by key in turn.
+JsonRoute    any route with a body
+TurnRoute    one whose requests are metered, and read by tier and by key in turn
 """
 
 from __future__ import annotations
@@ -20,64 +21,24 @@ from typing import Any, Protocol
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.auth.quotas import Demand
-from mlx_server.api.body_reader import MAX_BODY_BYTES, BodyReader, HeldBody, parse_json
 from mlx_server.api.context import ServerContext
+from mlx_server.api.door import HeldBody
 from mlx_server.api.errors import ClientDisconnectedError, error_info
 from mlx_server.api.middleware import until_disconnect
-from mlx_server.api.text_turns import TextTurn
+from mlx_server.api.request_bounds import parse_json
+from mlx_server.api.text_turns import TextTurn, TextWorkers
 from mlx_server.engine.fair_slots import Asker
 from mlx_server.errors import QuotaExceededError, ServeError
 from mlx_server.tiers import GENERATING_PATHS
 
 SMALL_BYTES = 16 * 1024
-"""What is read at once: another thread would cost more."""
-
-
-class BodyLimitMiddleware:
-    """Answers 413 as soon as the declared or received body passes the limit, without reading the rest, and 429 while
-    too much of the caller's waits to be read."""
-
-    def __init__(self, app: ASGIApp, reader: BodyReader, max_bytes: int = MAX_BODY_BYTES) -> None:
-        self._app = app
-        self._reader = reader
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        declared = Headers(scope=scope).get("content-length", "")
-        held = scope["state"]["held_body"] = self._reader.hold(scope["state"]["caller"])
-        num_bytes = 0
-
-        async def limited() -> Message:
-            nonlocal num_bytes
-            if declared.isdecimal() and int(declared) > self._max_bytes:
-                raise self._too_large(int(declared))
-            message = await receive()
-            piece = len(message.get("body", b""))
-            num_bytes += piece
-            if num_bytes > self._max_bytes:
-                raise self._too_large(num_bytes)
-            held.add(piece)
-            return message
-
-        try:
-            return await self._app(scope, limited, send)
-        finally:
-            held.release()
-
-    def _too_large(self, num_bytes: int) -> HTTPException:
-        return HTTPException(
-            413, f"The body has {num_bytes} bytes or more; this server reads at most {self._max_bytes}."
-        )
+"""What is parsed at once: another thread would cost more."""
 
 
 class _Field(Protocol):
@@ -95,7 +56,7 @@ class _JsonRequest(Request):
         except ClientDisconnect:
             raise ClientDisconnectedError from None
 
-    async def take(self, body: bytes, field: _Field, reader: BodyReader) -> None:
+    async def take(self, body: bytes, field: _Field, workers: TextWorkers) -> None:
         """Parses the body. One that is not said to be JSON is left to FastAPI to refuse. Raises
         `RequestValidationError` for a body that the route's schema refuses, and what `parse_json` raises."""
         held = self.state.held_body
@@ -104,7 +65,9 @@ class _JsonRequest(Request):
             if len(body) <= SMALL_BYTES:
                 self._json = _validated(body, field)
             else:
-                self._json = await reader.read(caller_of(self), lambda: _validated(body, field))
+                caller = caller_of(self)
+                asker = Asker(caller.identity, caller.tier.priority)
+                self._json = await workers.parse(asker, lambda: _validated(body, field))
             self._body = b"{}"
         held.release()
 
@@ -159,7 +122,7 @@ class JsonRoute(APIRoute):
             with self.metered(request):
                 body = await reading.receive_body()
                 async with self.turn(reading):
-                    await reading.take(body, field, context.bodies)
+                    await reading.take(body, field, context.text_workers)
                     return await handle(reading)
 
         return checked

@@ -1,13 +1,8 @@
-"""How many connections there may be, and which go first when there are too many.
+"""How many connections there may be, which go first when there are too many, and how slow a client may be.
 
 A connection that waits for its client is closed for one that is needed, the most silent first. A request that finds
-all connections busy is refused, unless it is a probe. File descriptors for both are kept back, and if the process
-runs out of them all the same, who connects is sent away at once instead of being left to wait.
-
-HTTP connections that hold the event loop for a moment only, however the bytes of a request are cut up.
-
-HTTP connections that can be given up: slow clients', who never finish a request or take no answer, and silent ones
-when there are too many.
+all connections busy is refused, unless it is a probe. File descriptors for both are kept back; a client that comes
+when there is none all the same is sent away at once.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_server.api.auth.authentication import FREE_PATHS
 from mlx_server.api.errors import error_info
-from mlx_server.api.middleware import RequestIdMiddleware
+from mlx_server.api.middleware import REQUEST_ID_HEADER, request_id
 from mlx_server.errors import OverloadedError
 
 logger = logging.getLogger(__name__)
@@ -43,16 +38,34 @@ _WANTED_FILES = 10_240
 _MOST_KEPT_FILES = 256
 _USUAL_KEPT_FILES = 128
 """For weights, logs, the key file, probes, and connections that are about to be closed: a quarter, between the two, and
-at most half."""
+at most half. Of 512 files 128 are kept, of 3,000 files 256."""
 
 _NUM_EXTRA = 32
 """Connections above the limit, for probes and for refusals."""
 
 _SILENT_S = 1.0
-"""Who has just connected gets so much time to ask, unless the extra connections are used up, too."""
+"""A new connection has this long to ask, unless the extra connections are used up, too."""
 
-_MOST_AT_ONCE = 16
-"""Connections accepted in one turn of the event loop, so that others can be closed meanwhile."""
+ACCEPTED_AT_ONCE = 16
+"""Connections accepted in one turn of the event loop, so that others can be closed between. uvicorn's `backlog`."""
+
+MAX_HEADERS = 128
+"""Header fields of a request; those that clients and proxies send are a tenth."""
+
+MAX_SMALL_CHUNKS = 4096
+"""Chunks of a body whose chunks have less than a kibibyte on average."""
+
+READ_BYTES = 8 * 1024
+"""What is read and parsed at a time: other connections have their turn between."""
+
+MIN_BYTES_PER_S = 4096
+"""A request may take longer than the timeout for as long as its bytes come this fast."""
+
+_LOOKS = 8
+"""How often a connection is looked at within the timeout."""
+
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+"""As h11 sees it."""
 
 _RETRY_S = 5.0
 _LOG_EVERY_S = 60.0
@@ -76,10 +89,9 @@ def room_for_connections() -> int:
 
 
 class Connection(Protocol):
-    """What the gate knows of one."""
+    """What the gate knows of one: how to close it at once."""
 
-    def abort(self) -> None:
-        """Closes it at once."""
+    def abort(self) -> None: ...
 
 
 class ConnectionGate:
@@ -127,13 +139,12 @@ class ConnectionGate:
                 if len(self._open) > self.max_num:
                     self._make_room(0.0)
                 return await app(scope, receive, send)
-            return await refuse(scope, receive, send)
+            return await self._refuse(scope, receive, send)
 
-        refuse = RequestIdMiddleware(self._refuse)
         return guarded_app
 
     def shed(self) -> None:
-        """The process had no file descriptor for a connection, which was sent away."""
+        """The process had no file descriptor for a connection, which is sent away."""
         self._make_room(_SILENT_S)
         self._count_refusal()
 
@@ -145,6 +156,7 @@ class ConnectionGate:
         )
         response = error_info(error).response(scope["path"])
         response.headers["connection"] = "close"
+        response.headers[REQUEST_ID_HEADER] = request_id(scope)
         await response(scope, receive, send)
 
     def _make_room(self, silent_s: float) -> bool:
@@ -173,40 +185,32 @@ class ConnectionGate:
 
 
 class GuardedListener(socket.socket):
-    """A listening socket that never leaves a client waiting for a file descriptor. For asyncio, which accepts as many
-    connections in a row as there are until it is told that there is none."""
+    """A listening socket that never leaves a client waiting for a file descriptor. asyncio would ask for one thousands
+    of times, and write a traceback each time."""
 
-    def __init__(self, listener: socket.socket, gate: ConnectionGate, call_soon: Callable[..., Any]) -> None:
-        """Takes `listener`'s descriptor over. `call_soon` is the event loop's."""
+    def __init__(self, listener: socket.socket, gate: ConnectionGate) -> None:
+        """Takes `listener`'s descriptor over."""
         super().__init__(listener.family, listener.type, listener.proto, fileno=listener.detach())
         self._gate = gate
-        self._call_soon = call_soon
-        self._num_at_once = 0
         self._spare = os.open(os.devnull, os.O_RDONLY)
 
+    def listen(self, backlog: int = 0) -> None:
+        """It listens already; asyncio's backlog is what it accepts at once."""
+
     def accept(self) -> tuple[socket.socket, Any]:
-        if self._num_at_once == _MOST_AT_ONCE:
-            raise BlockingIOError
         try:
-            accepted = super().accept()
+            return super().accept()
         except OSError as error:
             if error.errno not in _EXHAUSTED:
                 raise
             self._shed()
             raise BlockingIOError from error
-        if self._num_at_once == 0:
-            self._call_soon(self._begin_again)
-        self._num_at_once += 1
-        return accepted
 
     def close(self) -> None:
         super().close()
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
-
-    def _begin_again(self) -> None:
-        self._num_at_once = 0
 
     def _shed(self) -> None:
         """Accepts with the spare descriptor, to close at once."""
@@ -222,20 +226,7 @@ class GuardedListener(socket.socket):
         self._gate.shed()
 
 
-MAX_HEADERS = 128
-"""Header fields of a request; those that clients and proxies send are a tenth."""
-
-MAX_SMALL_CHUNKS = 4096
-"""Chunks of a body whose chunks have less than a kibibyte on average."""
-
-READ_BYTES = 8 * 1024
-"""What is read and parsed at a time: other connections have their turn between."""
-
-_END_OF_HEAD = re.compile(rb"\n\r?\n")
-"""As h11 sees it."""
-
-
-class _Connection(h11.Connection):
+class _Parser(h11.Connection):
     """Refuses a body in crumbs: each costs as much as a large chunk."""
 
     _num_chunks = 0
@@ -253,24 +244,46 @@ class _Connection(h11.Connection):
         return event
 
 
-class BoundedReading(H11Protocol):
-    """uvicorn's protocol with these bounds."""
+class BoundedProtocol(H11Protocol):
+    """uvicorn's protocol for one connection, with bounds for what its client may do. It tells `gate` whose turn it is.
+    It is closed when the client owes the rest of a request (or its first one) and is late, and when the client has not
+    taken what was written for `timeout_s`; 0 waits for ever."""
+
+    gate: ConnectionGate
+    timeout_s: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         most = self.config.h11_max_incomplete_event_size
         assert most is not None
-        self.conn = _Connection(h11.SERVER, most)
+        self.conn = _Parser(h11.SERVER, most)
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_asked = False
+        self._owed_since_s: float | None = None
+        self._num_bytes = 0  # since then
+        self._last_byte_s = 0.0
+        self._untaken_since_s: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if hasattr(transport, "max_size"):  # asyncio's own, of the bytes that it reads at a time
-            transport.max_size = READ_BYTES
-        elif hasattr(transport, "_ssl_protocol"):  # reads into a buffer that was made before this is called
-            tls = transport._ssl_protocol
-            tls.max_size = READ_BYTES
-            tls._ssl_buffer = bytearray(READ_BYTES)
-            tls._ssl_buffer_view = memoryview(tls._ssl_buffer)
+        _read_little(transport)
+        if self.gate.enter(self):
+            self.app = self.gate.guarded(self.app)
+        self._owed_since_s = self.loop.time()
+        if self.timeout_s:
+            self._look_later()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.gate.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        self._last_byte_s = self.loop.time()
+        super().data_received(data)
+        self._note_turn()
 
     def handle_events(self) -> None:
         if self.conn.their_state is h11.IDLE and _num_headers(self.conn.trailing_data[0]) > MAX_HEADERS:
@@ -278,130 +291,77 @@ class BoundedReading(H11Protocol):
         else:
             super().handle_events()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note_turn()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._untaken_since_s = self.loop.time()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._untaken_since_s = None
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    def _note_turn(self) -> None:
+        state = self.conn.their_state
+        self._has_asked = self._has_asked or state is not h11.IDLE
+        # Between requests the keep-alive timeout counts; half a request's head lies in the parser's buffer.
+        is_between = state is h11.IDLE and self._has_asked and not self.conn.trailing_data[0]
+        is_clients = state in (h11.IDLE, h11.SEND_BODY)
+        if is_between or not is_clients:
+            self._owed_since_s = None
+        elif self._owed_since_s is None:
+            self._owed_since_s, self._num_bytes = self.loop.time(), 0
+        if self.transport.is_closing():
+            return
+        if is_clients and not self.flow.read_paused:
+            self.gate.wait_for(self)
+        else:
+            self.gate.work_for(self)
+
+    def _look_later(self) -> None:
+        self._timer = self.loop.call_later(self.timeout_s / _LOOKS, self._look)
+
+    def _look(self) -> None:
+        now = self.loop.time()
+        if self.flow.read_paused:  # it is we who do not read
+            self._last_byte_s = now
+            if self._owed_since_s is not None:
+                self._owed_since_s, self._num_bytes = now, 0
+        if self._untaken_since_s is not None and now - self._untaken_since_s >= self.timeout_s:
+            return self.transport.abort()
+        if self._owed_since_s is not None and now >= self._deadline_s(self._owed_since_s):
+            self.transport.close()
+        return self._look_later()
+
+    def _deadline_s(self, owed_since_s: float) -> float:
+        """Much that was sent pays for slowness, but not for silence. With a timeout of 30 s, 8 KiB in the first second
+        allow 32 s in all, and 31 s if nothing follows."""
+        deadline_s = owed_since_s + self.timeout_s + self._num_bytes / MIN_BYTES_PER_S
+        return min(deadline_s, self._last_byte_s + self.timeout_s) if self._num_bytes else deadline_s
+
+
+def bounded_protocol(timeout_s: float, gate: ConnectionGate) -> type[BoundedProtocol]:
+    """For uvicorn, which makes one object a connection."""
+    return type("BoundedProtocol", (BoundedProtocol,), {"gate": gate, "timeout_s": timeout_s})
+
+
+def _read_little(transport: asyncio.Transport) -> None:
+    """Has asyncio read `READ_BYTES` at a time."""
+    if hasattr(transport, "max_size"):
+        transport.max_size = READ_BYTES
+    elif hasattr(transport, "_ssl_protocol"):  # reads into a buffer that was made before this is called
+        tls = transport._ssl_protocol
+        tls.max_size = READ_BYTES
+        tls._ssl_buffer = bytearray(READ_BYTES)
+        tls._ssl_buffer_view = memoryview(tls._ssl_buffer)
+
 
 def _num_headers(received: bytes) -> int:
     """Of the head at the beginning; its first line is none."""
     end = _END_OF_HEAD.search(received)
     return received.count(b"\n", 0, end.start()) if end else received.count(b"\n") - 1
-
-
-MIN_BYTES_PER_S = 4096
-"""A request may take longer than the timeout for as long as its bytes come this fast."""
-
-
-def bounded_protocol(timeout_s: float, gate: ConnectionGate) -> type[BoundedReading]:
-    """uvicorn's protocol, whose connections pass `gate`, with an end to waiting; 0 waits for ever."""
-    if timeout_s == 0:
-        return type("GatedProtocol", (_GatedProtocol,), {"gate": gate})
-    return type("BoundedProtocol", (_BoundedProtocol,), {"gate": gate, "timeout_s": timeout_s})
-
-
-class _GatedProtocol(BoundedReading):
-    """Tells its gate whose turn it is."""
-
-    gate: ConnectionGate
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if self.gate.enter(self):
-            self.app = self.gate.guarded(self.app)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.gate.leave(self)
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._tell_gate()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._tell_gate()
-
-    def abort(self) -> None:
-        self.transport.abort()
-
-    def _tell_gate(self) -> None:
-        if self.transport.is_closing():
-            return
-        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.flow.read_paused:
-            self.gate.wait_for(self)
-        else:
-            self.gate.work_for(self)
-
-
-class _BoundedProtocol(_GatedProtocol):
-    """Closes its connection when a client that owes the rest of a request (or a first one) is late, or has not taken
-    what was written for `timeout_s`."""
-
-    timeout_s: float
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._request_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
-        self._owed_since_s = 0.0
-        self._num_bytes = 0
-        self._last_byte_s = 0.0
-        self._has_asked = False
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch_request()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._request_timer, self._write_timer):
-            if timer is not None:
-                timer.cancel()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        self._num_bytes += len(data)
-        self._last_byte_s = self.loop.time()
-        super().data_received(data)
-        self._watch_request()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._watch_request()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._write_timer is None:
-            self._write_timer = self.loop.call_later(self.timeout_s, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
-
-    def _watch_request(self) -> None:
-        """Starts the clock when the client begins to owe us bytes, and stops it when it does no longer."""
-        if self._owes_bytes():
-            if self._request_timer is None:
-                self._owed_since_s, self._num_bytes = self.loop.time(), 0
-                self._request_timer = self.loop.call_later(self.timeout_s, self._on_late)
-        elif self._request_timer is not None:
-            self._request_timer.cancel()
-            self._request_timer = None
-
-    def _owes_bytes(self) -> bool:
-        state = self.conn.their_state
-        self._has_asked = self._has_asked or state is not h11.IDLE
-        # Between requests the keep-alive timeout counts; half a request's head lies in the parser's buffer.
-        return state is h11.SEND_BODY or (
-            state is h11.IDLE and not (self._has_asked and not self.conn.trailing_data[0])
-        )
-
-    def _on_late(self) -> None:
-        deadline_s = self._owed_since_s + self.timeout_s + self._num_bytes / MIN_BYTES_PER_S
-        if self._num_bytes:  # who has sent much may not be silent for the longer
-            deadline_s = min(deadline_s, self._last_byte_s + self.timeout_s)
-        if self.flow.read_paused:  # it is we who do not read
-            deadline_s = self.loop.time() + self.timeout_s
-        if self.loop.time() < deadline_s:
-            self._request_timer = self.loop.call_at(deadline_s, self._on_late)
-        else:
-            self._request_timer = None
-            self.transport.close()

@@ -10,7 +10,6 @@ from fastapi import Depends, Request
 
 from mlx_server.api.auth.keys import KeyRing
 from mlx_server.api.auth.quotas import Quotas
-from mlx_server.api.body_reader import BodyReader
 from mlx_server.api.chat_plan import ChatPlanner
 from mlx_server.api.generation_service import GenerationService
 from mlx_server.api.text_turns import TextWorkers
@@ -32,7 +31,6 @@ class ServerContext:
     generations: GenerationService
     text_workers: TextWorkers
     chats: ChatPlanner = field(default_factory=ChatPlanner)
-    bodies: BodyReader = field(default_factory=BodyReader)
     http_metrics: HttpMetrics = field(default_factory=HttpMetrics)
     process_metrics: ProcessMetrics = field(default_factory=ProcessMetrics)
     sleep_metrics: SleepMetrics = field(default_factory=SleepMetrics)

@@ -1,6 +1,7 @@
-"""Starts generations, and knows those in progress: it counts, aborts and drains them.
+"""Starts generations, and knows those in progress: it counts, aborts, drains and logs them.
 
-A request keeps the model it uses from being unloaded, until its answer has been sent.
+The log has one line for each generation that has ended or was refused, with no text of prompts or answers. A request
+keeps the model it uses from being unloaded, until its answer has been sent.
 """
 
 from __future__ import annotations
@@ -9,26 +10,29 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_server.api.auth.authentication import caller_of, check_model_access
 from mlx_server.api.auth.keys import KeyRing, revocation
 from mlx_server.api.auth.quotas import Demand, Quotas, bounded
-from mlx_server.api.body_reader import check_name
 from mlx_server.api.generation import Generation, GenerationJob
-from mlx_server.api.middleware import log_end, log_refusal, until_disconnect
+from mlx_server.api.middleware import until_disconnect
+from mlx_server.api.request_bounds import check_name
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import OverloadedError, ServeError
+from mlx_server.observability.engine_metrics import RequestSummary
+from mlx_server.observability.logs import log_event
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+request_logger = logging.getLogger("mlx_server.requests")
 
 REVOCATION_S = 0.5
 """How long a revoked key's open streams may go on."""
@@ -43,7 +47,7 @@ class GenerationService:
     def __init__(self, quotas: Quotas) -> None:
         self._quotas = quotas
         self._open: set[Generation] = set()
-        self._is_draining = False
+        self.is_draining = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -51,24 +55,20 @@ class GenerationService:
     def num_in_progress(self) -> int:
         return len(self._open)
 
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining
-
     def start(self, engine: AsyncEngine, job: GenerationJob) -> Generation:
         """Submits every choice or none, if the caller's quota allows. Raises what `AsyncEngine.submit` and
         `Quotas.check` raise, and `OverloadedError` while draining. Who starts a generation closes it."""
         try:
             generation = self._start(engine, job)
         except ServeError as error:
-            log_refusal(job, engine.names.with_adapter(job.adapter), error)
+            _log_refusal(job, engine.names.with_adapter(job.adapter), error)
             raise
         self._open.add(generation)
         self._is_idle.clear()
         return generation
 
     def _start(self, engine: AsyncEngine, job: GenerationJob) -> Generation:
-        if self._is_draining:
+        if self.is_draining:
             raise OverloadedError("The server is shutting down; send the request elsewhere.", _DRAIN_RETRY_S)
         requests = _requests(job)
         demand = Demand(len(requests), sum(len(prompt.token_ids) for prompt in job.prompts))
@@ -104,7 +104,7 @@ class GenerationService:
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new work from now on and waits for the end of what is in progress; False after `timeout_s`."""
-        self._is_draining = True
+        self.is_draining = True
         try:
             await asyncio.wait_for(self._is_idle.wait(), timeout_s)
         except TimeoutError:
@@ -122,7 +122,7 @@ class GenerationService:
         self._open.discard(generation)
         if not self._open:
             self._is_idle.set()
-        log_end(generation.job, generation.model_name, generation.summaries())
+        _log_end(generation.job, generation.model_name, generation.summaries())
 
 
 async def watch_revocations(keys: KeyRing, generations: GenerationService) -> None:
@@ -165,16 +165,47 @@ def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
     return replace(sampling, seed=seed if seed < _SEED_SPAN else seed - 2 * _SEED_SPAN)
 
 
-class LeaseMiddleware:
-    """Ends a request's leases when its answer, streamed or not, is over."""
+def _log_end(job: GenerationJob, model_name: str, choices: Sequence[RequestSummary]) -> None:
+    """A generation has ended, in whatever way. Tokens are summed over its choices; times are those of the choice
+    that came first, and `tpot_ms` is the mean over all tokens after a choice's first."""
+    decoded = [choice for choice in choices if choice.tpot_s is not None]
+    num_later_tokens = sum(choice.num_output_tokens - 1 for choice in decoded)
+    decode_s = sum((choice.tpot_s or 0.0) * (choice.num_output_tokens - 1) for choice in decoded)
+    fields = {
+        **_identity(job, model_name, choices[0].tier),
+        "choices": len(choices),
+        "prompt_tokens": sum(choice.num_prompt_tokens for choice in choices),
+        "cached_tokens": sum(choice.num_cached_tokens for choice in choices),
+        "output_tokens": sum(choice.num_output_tokens for choice in choices),
+        "queue_ms": _ms(_least(choice.queue_s for choice in choices)),
+        "ttft_ms": _ms(_least(choice.ttft_s for choice in choices)),
+        "tpot_ms": _ms(decode_s / num_later_tokens if num_later_tokens else None),
+        "finish_reason": ",".join(sorted({choice.finish_reason.value for choice in choices})),
+    }
+    log_event(request_logger, "request ended", fields)
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.ExitStack() as leases:
-            scope.setdefault("state", {})["leases"] = leases
-            await self._app(scope, receive, send)
+def _log_refusal(job: GenerationJob, model_name: str, error: ServeError) -> None:
+    """A generation was refused; its error's name stands for the reason."""
+    fields = {
+        **_identity(job, model_name, job.caller.tier.name),
+        "choices": job.n * len(job.prompts),
+        "prompt_tokens": job.n * sum(len(prompt.token_ids) for prompt in job.prompts),
+        "error": type(error).__name__,
+    }
+    log_event(request_logger, "request refused", fields)
+
+
+def _identity(job: GenerationJob, model_name: str, tier: str) -> dict[str, Any]:
+    return {"request_id": job.request_id, "key": job.caller.identity, "model": model_name, "tier": tier}
+
+
+def _least(times_s: Iterable[float | None]) -> float | None:
+    return min((time_s for time_s in times_s if time_s is not None), default=None)
+
+
+def _ms(time_s: float | None) -> float | None:
+    return None if time_s is None else round(1000.0 * time_s, 3)
 
 
 async def lease_engine(request: Request, pool: ModelPool, name: str | None) -> AsyncEngine:

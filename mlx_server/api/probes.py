@@ -1,25 +1,27 @@
-"""Routes that say how the server is: for supervisors, routers and load balancers.
-
-What Prometheus, routers and autoscalers scrape.
-"""
+"""Routes and headers that say how the server is: for supervisors, routers, load balancers and Prometheus."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from mlx_server.api.context import Context, ServerContext, version
-from mlx_server.api.middleware import kv_cache_usage
 from mlx_server.config import BLOCK_SIZE, Config
 from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.observability.series import CONTENT_TYPE, EngineReading, render
 from mlx_server.observability.server_metrics import ModelReading, PoolMetrics, QuotaMetrics
+from mlx_server.outputs import EngineStats
 from mlx_server.pool.pooled_model import ModelState
 
 router = APIRouter(tags=["probes"])
+
+REQUEST_HEADER = "endpoint-load-metrics-format"
+RESPONSE_HEADER = "endpoint-load-metrics"
 
 
 _NOT_READY = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
@@ -73,7 +75,7 @@ async def loads(context: Context) -> dict[str, Any]:
 
 def _load(rank: int, engine: AsyncEngine, config: Config) -> dict[str, Any]:
     stats = engine.stats()
-    usage = kv_cache_usage(stats)
+    usage = _kv_cache_usage(stats)
     max_seqs = config.scheduler.max_num_seqs
     return {
         "dp_rank": rank,
@@ -124,6 +126,25 @@ async def model_info(context: Context) -> dict[str, Any]:
         "tokenizer_path": model.spec.root,
         "is_generation": True,
     }
+
+
+def load_headers(requested: Mapping[str, str], stats: EngineStats) -> dict[str, str]:
+    """The header with KV use and queue length in the format that `requested` (request headers) names; ORCA's, as vLLM
+    answers it."""
+    wanted = requested.get(REQUEST_HEADER, "").upper()
+    used = _kv_cache_usage(stats)
+    if wanted == "JSON":
+        metrics = {"kv_cache_usage_perc": used, "num_requests_waiting": stats.num_waiting}
+        return {RESPONSE_HEADER: "JSON " + json.dumps({"named_metrics": metrics})}
+    if wanted == "TEXT":
+        text = f"named_metrics.kv_cache_usage_perc={used}, named_metrics.num_requests_waiting={stats.num_waiting}"
+        return {RESPONSE_HEADER: "TEXT " + text}
+    return {}
+
+
+def _kv_cache_usage(stats: EngineStats) -> float:
+    """Share of blocks that requests hold; cached blocks that nobody holds count as free."""
+    return round(stats.kv_usage, 4)
 
 
 _LOADED = (EngineState.READY, EngineState.DRAINING)

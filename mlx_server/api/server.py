@@ -5,12 +5,8 @@ port (`listener`) -> health 503 -> load -> ready -> signal -> drain (health 503)
                                              `-> an engine dies: open streams get an error event -> exit 1
 
 SIGTERM, SIGINT and SIGHUP (the terminal was closed) end it so; SIGQUIT writes all threads' stacks to standard error.
-
-The certificate that a server shows, read before a model is loaded.
-
-The server's port, taken before anything that takes long is imported or loaded.
-
-Whoever connects from then on waits in the system's queue until the server answers; a port in use is told at once.
+The port and the certificate come first, so that what is wrong with them is told before a model is loaded; clients that
+connect meanwhile wait in the system's queue.
 """
 
 from __future__ import annotations
@@ -36,7 +32,13 @@ from starlette.types import ASGIApp
 
 from mlx_server.api.app import create_app
 from mlx_server.api.auth.authentication import FREE_PATHS, exposure_warning, local_url
-from mlx_server.api.connections import ConnectionGate, GuardedListener, bounded_protocol, room_for_connections
+from mlx_server.api.connections import (
+    ACCEPTED_AT_ONCE,
+    ConnectionGate,
+    GuardedListener,
+    bounded_protocol,
+    room_for_connections,
+)
 from mlx_server.api.context import ServerContext
 from mlx_server.api.generation_service import watch_revocations
 from mlx_server.config import Config, ServerConfig
@@ -151,7 +153,7 @@ class _Server:
     async def run(self) -> int:
         """Listens at once, so that probes are answered while the model loads. Returns the exit code."""
         gate = ConnectionGate(self._config.max_connections or room_for_connections())
-        self._listener = GuardedListener(self._listener, gate, asyncio.get_running_loop().call_soon)
+        self._listener = GuardedListener(self._listener, gate)
         http = _Uvicorn(uvicorn_config(self._app, self._config, gate))
         warning = exposure_warning(self._config.host, self._context.keys)
         if warning is not None:
@@ -289,6 +291,7 @@ def uvicorn_config(app: ASGIApp, server: ServerConfig, gate: ConnectionGate | No
         app,
         http=bounded_protocol(server.client_timeout_s, gate),
         ws="none",
+        backlog=ACCEPTED_AT_ONCE,
         ssl_certfile=cert,
         ssl_keyfile=key,
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,

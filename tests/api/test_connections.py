@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -16,6 +18,8 @@ import pytest
 import pytest_asyncio
 
 from mlx_server.api.connections import ConnectionGate, GuardedListener, room_for_connections
+from mlx_server.api.server import uvicorn_config
+from mlx_server.config import ServerConfig
 from tests.api.worlds import World, running, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -181,28 +185,44 @@ async def test_a_line_a_minute(caplog: pytest.LogCaptureFixture):
 @pytest.fixture
 def listener() -> Iterator[GuardedListener]:
     plain = socket.create_server(("127.0.0.1", 0))
-    calls: list[Any] = []
-    guarded = GuardedListener(plain, ConnectionGate(4), calls.append)
-    guarded.calls = calls  # type: ignore[attr-defined]
+    guarded = GuardedListener(plain, ConnectionGate(4))
     guarded.setblocking(False)
     yield guarded
     guarded.close()
 
 
-async def test_connections_are_accepted_a_few_at_a_time(listener: GuardedListener):
+async def test_connections_are_accepted_a_few_at_a_time(listener: GuardedListener, monkeypatch: pytest.MonkeyPatch):
+    """The event loop has its turn between: a crowd that comes at once holds no one up, nor more files than are kept."""
+    loop, turns, sizes = asyncio.get_running_loop(), itertools.count(), Counter[int]()
+    accept, turn = socket.socket.accept, 0
+
+    def count_turn() -> None:
+        nonlocal turn, ticking
+        turn = next(turns)
+        ticking = loop.call_soon(count_turn)
+
+    def counted(self: socket.socket) -> Any:
+        accepted = accept(self)
+        sizes[turn] += 1
+        return accepted
+
+    ticking = loop.call_soon(count_turn)
+    monkeypatch.setattr(socket.socket, "accept", counted)
+    config = uvicorn_config(Small("", "0"), ServerConfig())
     with contextlib.ExitStack() as stack:
-        for _ in range(20):
-            stack.enter_context(socket.create_connection(listener.getsockname()))
-        for _ in range(16):
-            stack.enter_context(listener.accept()[0])
-        with pytest.raises(BlockingIOError):
-            listener.accept()
-        (begin_again,) = listener.calls  # type: ignore[attr-defined]
-        begin_again()
-        for _ in range(4):
-            stack.enter_context(listener.accept()[0])
-        with pytest.raises(BlockingIOError):
-            listener.accept()
+        for _ in range(60):
+            stack.enter_context(socket.create_connection(listener.getsockname(), timeout=2))
+        async with await loop.create_server(asyncio.Protocol, sock=listener, backlog=config.backlog):
+            await until(lambda: sizes.total() >= 60)
+    ticking.cancel()
+    assert max(sizes.values()) <= 17
+
+
+async def test_what_asyncio_accepts_at_once_does_not_bound_who_may_wait(listener: GuardedListener):
+    listener.listen(1)
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            stack.enter_context(socket.create_connection(listener.getsockname(), timeout=2))
 
 
 async def test_without_a_descriptor_a_client_is_sent_away(listener: GuardedListener):

@@ -7,16 +7,18 @@ import asyncio
 import contextlib
 import json
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_server.api import body_reader
-from mlx_server.api import body_reader as json_reading
+from mlx_server.api import door, request_bounds
 from mlx_server.api.auth.keys import Caller
-from mlx_server.api.body_reader import (
+from mlx_server.api.connections import MAX_HEADERS, MAX_SMALL_CHUNKS
+from mlx_server.api.openai.completions import MAX_SEQUENCES
+from mlx_server.api.request_bounds import (
     MAX_BACKSLASHES,
     MAX_CONTAINERS,
     MAX_ECHO_CHARS,
@@ -25,10 +27,9 @@ from mlx_server.api.body_reader import (
     MAX_NAME_CHARS,
     MAX_TOOLS,
     MAX_VALUES,
-    BodyReader,
 )
-from mlx_server.api.connections import MAX_HEADERS, MAX_SMALL_CHUNKS
-from mlx_server.api.openai.completions import MAX_SEQUENCES
+from mlx_server.api.text_turns import TextWorkers
+from mlx_server.engine.fair_slots import Asker
 from mlx_server.errors import QuotaExceededError
 from mlx_server.request import Priority
 from mlx_server.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS
@@ -46,13 +47,13 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The name of the thread of each parse."""
     threads: list[str] = []
-    parse = json_reading.from_json
+    parse = request_bounds.from_json
 
     def recorded(body: bytes, **options: Any) -> Any:
         threads.append(threading.current_thread().name)
         return parse(body, **options)
 
-    monkeypatch.setattr(json_reading, "from_json", recorded)
+    monkeypatch.setattr(request_bounds, "from_json", recorded)
     return threads
 
 
@@ -96,8 +97,8 @@ VALUES = st.recursive(
 async def test_the_count_is_exact_wherever_the_slices_end(value: Any, slice_bytes: int, is_ascii: bool):
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_reading, "_SLICE_BYTES", slice_bytes)
-        outside = b"".join(json_reading._outside_strings(body))
+        patch.setattr(request_bounds, "_SLICE_BYTES", slice_bytes)
+        outside = b"".join(request_bounds._outside_strings(body))
     assert outside.count(b"[") + outside.count(b"{") == num_containers(value)
     assert outside.count(b":") == num_members(value)
 
@@ -179,23 +180,19 @@ async def test_large_bodies_are_read_beside_the_loop(world: World, parsed: list[
     assert large.startswith("bodies")
 
 
-def caller(identity: str, priority: Priority) -> Caller:
-    return Caller(identity, Tier(name=priority.name.lower(), priority=priority))
-
-
-async def test_bodies_are_read_one_at_a_time_by_priority_and_key_in_turn():
-    reader, done, may_go = BodyReader(), [], threading.Event()
-    greedy, modest, high = caller("greedy", Priority.LOW), caller("modest", Priority.LOW), caller("vip", Priority.HIGH)
+async def test_bodies_are_parsed_one_at_a_time_by_priority_and_key_in_turn():
+    workers, done, may_go = TextWorkers(8), [], threading.Event()
+    greedy, modest, high = Asker("greedy", Priority.LOW), Asker("modest", Priority.LOW), Asker("vip", Priority.HIGH)
 
     def work(name: str) -> None:
         may_go.wait(5)
         done.append(name)
 
-    reads = [asyncio.create_task(reader.read(greedy, lambda n=f"greedy {i}": work(n))) for i in range(4)]
+    reads = [asyncio.create_task(workers.parse(greedy, lambda n=f"greedy {i}": work(n))) for i in range(4)]
     await asyncio.sleep(0)
-    reads.append(asyncio.create_task(reader.read(modest, lambda: work("modest"))))
-    reads.append(asyncio.create_task(reader.read(high, lambda: work("high"))))
-    gone = asyncio.create_task(reader.read(high, lambda: work("gone")))
+    reads.append(asyncio.create_task(workers.parse(modest, lambda: work("modest"))))
+    reads.append(asyncio.create_task(workers.parse(high, lambda: work("high"))))
+    gone = asyncio.create_task(workers.parse(high, lambda: work("gone")))
     await asyncio.sleep(0)
     gone.cancel()
     may_go.set()
@@ -203,10 +200,14 @@ async def test_bodies_are_read_one_at_a_time_by_priority_and_key_in_turn():
     assert done == ["greedy 0", "high", "greedy 1", "modest", "greedy 2", "greedy 3"]
 
 
+def caller(identity: str, priority: Priority) -> Caller:
+    return Caller(identity, Tier(name=priority.name.lower(), priority=priority))
+
+
 async def test_bytes_that_wait_to_be_read_are_bounded_by_key_and_tier(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(body_reader, "MAX_HELD_BYTES", 100)
-    reader = BodyReader()
-    first, second, third = (reader.hold(caller(name, Priority.LOW)) for name in "abc")
+    monkeypatch.setattr(door, "MAX_HELD_BYTES", 100)
+    counted: Counter[str] = Counter()
+    first, second, third = (door.HeldBody(counted, caller(name, Priority.LOW)) for name in "abc")
     first.add(60)
     with pytest.raises(QuotaExceededError, match=r"60 bytes of bodies from the key a .* at most 100"):
         first.add(60)
@@ -218,11 +219,11 @@ async def test_bytes_that_wait_to_be_read_are_bounded_by_key_and_tier(monkeypatc
     third.add(60)
     for held in (first, third):
         held.release()
-    assert not reader._held
+    assert not counted
 
 
 async def test_a_caller_s_bodies_in_waiting_are_refused_with_429(world: World, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(body_reader, "MAX_HELD_BYTES", 1000)
+    monkeypatch.setattr(door, "MAX_HELD_BYTES", 1000)
     world.configure_server()
     answer = await world.complete(user="x" * 2000)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")

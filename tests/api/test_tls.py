@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mlx_server.api.connections import READ_BYTES, BoundedReading
+from mlx_server.api.connections import READ_BYTES, BoundedProtocol
 from mlx_server.api.server import check_tls
 from mlx_server.cli.remote import RemoteServer
 from mlx_server.config import ServerConfig
@@ -64,13 +64,13 @@ async def test_answers_are_encrypted(world: World, files: Files):
 async def test_encrypted_bodies_are_parsed_in_small_pieces(world: World, files: Files, monkeypatch: pytest.MonkeyPatch):
     """So that other connections have their turn between; a record of TLS has up to 16 KiB."""
     sizes: list[int] = []
-    receive = BoundedReading.data_received
+    receive = BoundedProtocol.data_received
 
-    def recorded(self: BoundedReading, data: bytes) -> None:
+    def recorded(self: BoundedProtocol, data: bytes) -> None:
         sizes.append(len(data))
         receive(self, data)
 
-    monkeypatch.setattr(BoundedReading, "data_received", recorded)
+    monkeypatch.setattr(BoundedProtocol, "data_received", recorded)
     async with (
         running(world._site._switch, tls_cert=files.cert, tls_key=files.key) as url,
         httpx.AsyncClient(verify=ssl.create_default_context(cafile=files.cert)) as http,

@@ -16,15 +16,13 @@ from starlette.responses import Response
 
 from mlx_server.api.anthropic.output import PING, MessageWriter
 from mlx_server.api.body import TurnRoute
-from mlx_server.api.body_reader import FIRST_ERROR, MESSAGES, TOOLS
-from mlx_server.api.chat_plan import ChatCall, ToolUse
+from mlx_server.api.chat_plan import ChatCall, ToolUse, Turns
 from mlx_server.api.context import Context
 from mlx_server.api.openai.chat import tool_use
 from mlx_server.api.openai.document import STRING, either, list_of, of_type
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused, StringOrList
 from mlx_server.api.sse import whole_or_streamed
-from mlx_server.api.text_turns import Turns
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.text.messages import string_in, unreadable_part
 from mlx_server.errors import InvalidRequestError

@@ -1,11 +1,8 @@
-"""The door: every request is asked for a key, and goes on as the caller that its key stands for.
+"""What a request tells of who sent it, and what that caller may do: from this machine or not, as an admin or not, with
+which models.
 
-Who is at this machine, and who only looks like it.
-
-Who may change the server: whoever has the admin key or a key of a tier that says so; where no key of any kind is
-asked for, whoever is at this machine.
-
-Which models a tier may use, by whatever names they are known.
+Admins have the admin key, or a key of a tier that says so; where no key of any kind is asked for, programs on this
+machine are admins, too.
 """
 
 from __future__ import annotations
@@ -17,11 +14,10 @@ from urllib.parse import urlsplit
 from fastapi import Depends
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from mlx_server.api.auth.keys import ADMIN_REMEDY, Caller, KeyRing
-from mlx_server.api.errors import error_info
-from mlx_server.errors import AuthenticationError, ModelNotFoundError, PermissionDeniedError, ServeError
+from mlx_server.errors import AuthenticationError, ModelNotFoundError, PermissionDeniedError
 from mlx_server.pool.catalog import Offer, model_not_found
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.tiers import Tier
@@ -84,28 +80,6 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-class ApiKeyMiddleware:
-    """Refuses requests without a known key, before their bodies are read."""
-
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
-        self._app = app
-        self._keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            return await self._app(scope, receive, send)
-        try:
-            caller = Caller() if _is_free(scope) else self._keys.identify(sent_key(scope), is_local=is_local(scope))
-        except ServeError as error:
-            return await error_info(error).response(scope["path"])(scope, receive, send)
-        scope.setdefault("state", {})["caller"] = caller
-        return await self._app(scope, receive, send)
-
-
-def _is_free(scope: Scope) -> bool:
-    return scope["path"] in FREE_PATHS or scope.get("method") == "OPTIONS"
-
-
 def sent_key(scope: Scope) -> str | None:
     """The key that a request carries, as `Authorization: Bearer` or `X-Api-Key`."""
     headers = Headers(scope=scope)
@@ -116,7 +90,7 @@ def sent_key(scope: Scope) -> str | None:
 
 
 def exposure_warning(host: str, keys: KeyRing) -> str | None:
-    """What to tell whoever starts a server that strangers can reach; None when they cannot."""
+    """A warning for a server that strangers can reach; None when they cannot."""
     if keys.asks_for_keys or is_loopback(host):
         return None
     return (

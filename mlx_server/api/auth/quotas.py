@@ -7,24 +7,16 @@
 
 Everything that generates passes here, right before it is queued. All limits but the scheduler's queue bounds hold
 for one identity: two keys of a tier have a quota each.
-
-How much was used within the last minute.
-
-Headers that tell clients what is left of their quota, in the words of the protocol that they speak.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_server.api.auth.keys import Caller, UsageLog
 from mlx_server.api.errors import ANTHROPIC_PREFIX
@@ -34,6 +26,7 @@ from mlx_server.tiers import Tier
 
 WINDOW_S = 60.0
 _SLOT_S = 0.25
+_SEAT_RETRY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -48,7 +41,8 @@ class _Slot:
 class SlidingWindow:
     """Amounts of the last 60 seconds: a limit on `used` is kept in any 60 seconds, not only in those of a clock's
     minute, and nothing comes back in bursts. Amounts leave up to a quarter of a second late, so that a window holds
-    at most 240 slots. Times are those of one monotonic clock and never go back."""
+    at most 240 slots: of 5 at 0.0 s and 3 at 0.2 s, all 8 leave at 60.2 s. Times are those of one monotonic clock and
+    never go back."""
 
     def __init__(self) -> None:
         self._slots: deque[_Slot] = deque()
@@ -89,9 +83,6 @@ class SlidingWindow:
             self._total -= self._slots.popleft().amount
 
 
-_SEAT_RETRY_S = 1.0
-
-
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What a request wants: answers generated side by side, and prompt tokens, each prompt counted once."""
@@ -107,14 +98,6 @@ class Allowance:
     limit: int
     remaining: int
     reset_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """A caller's rates; None where there is no limit."""
-
-    requests: Allowance | None
-    tokens: Allowance | None
 
 
 @dataclass(slots=True)
@@ -158,7 +141,7 @@ class Quotas:
     """The meters of all callers. Event-loop thread only, so that nothing comes between `check` and `open`."""
 
     def __init__(self, usage: UsageLog | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`usage` is told what keys have used. `refused` counts requests that their tiers' rates and seats kept out."""
+        """`usage` is told what keys have used. `refused` counts answers of status 429 by tier."""
         self.refused: Counter[str] = Counter()
         self._usage = usage
         self._clock = clock
@@ -167,33 +150,28 @@ class Quotas:
     def check(self, caller: Caller, demand: Demand) -> None:
         """Raises `QuotaExceededError` for what the caller may do later, and `InvalidRequestError` for what it never
         may."""
-        with self._counting_refusals(caller.tier):
-            tier, meter, now = caller.tier, self._meter(caller), self._clock()
-            _check_seats(tier, meter, demand)
-            _check_rate(tier, tier.requests_per_minute, meter.requests, now, "requests have come", "send")
-            if tier.tokens_per_minute is not None:
-                _check_tokens(tier, tier.tokens_per_minute, meter.tokens, demand.num_prompt_tokens, now)
+        tier, meter, now = caller.tier, self._meter(caller), self._clock()
+        _check_seats(tier, meter, demand)
+        _check_rate(tier, tier.requests_per_minute, meter.requests, now, "requests have come", "send")
+        if tier.tokens_per_minute is not None:
+            _check_tokens(tier, tier.tokens_per_minute, meter.tokens, demand.num_prompt_tokens, now)
 
     def begin_reading(self, caller: Caller) -> None:
         """Counts a request that has text read and generates nothing. It is held against the tier's rates, too, but
         apart from what generates. Raises `QuotaExceededError`."""
-        with self._counting_refusals(caller.tier):
-            tier, meter, now = caller.tier, self._meter(caller), self._clock()
-            _check_rate(tier, tier.requests_per_minute, meter.readings, now, "requests have come", "send")
-            _check_rate(tier, tier.tokens_per_minute, meter.read_tokens, now, "tokens have been read", "have read")
-            meter.readings.add(1, now)
+        tier, meter, now = caller.tier, self._meter(caller), self._clock()
+        _check_rate(tier, tier.requests_per_minute, meter.readings, now, "requests have come", "send")
+        _check_rate(tier, tier.tokens_per_minute, meter.read_tokens, now, "tokens have been read", "have read")
+        meter.readings.add(1, now)
 
     def add_read(self, caller: Caller, num_tokens: int) -> None:
         """Such a request's text had so many tokens."""
         self._meter(caller).read_tokens.add(num_tokens, self._clock())
 
-    @contextlib.contextmanager
-    def _counting_refusals(self, tier: Tier) -> Iterator[None]:
-        try:
-            yield
-        except QuotaExceededError:
-            self.refused[tier.name] += 1
-            raise
+    def count_answer(self, caller: Caller, status: int) -> None:
+        """An answer begins; refusals for whatever the caller had too much of are counted."""
+        if status == 429:
+            self.refused[caller.tier.name] += 1
 
     def refuse(self, caller: Caller) -> None:
         """A request was wrong: it counts as one, since reading it has cost as much as others."""
@@ -217,22 +195,21 @@ class Quotas:
 
         return Grant(meter, demand, self._clock, record)
 
-    def quota(self, caller: Caller) -> Quota:
-        """What is left now."""
-        meter, now = self._meter(caller), self._clock()
-        return Quota(
-            _allowance(caller.tier.requests_per_minute, meter.requests, now),
-            _allowance(caller.tier.tokens_per_minute, meter.tokens, now),
-        )
+    def rates(self, caller: Caller) -> dict[str, Allowance]:
+        """What is left now of `requests` and `tokens`, as far as they have limits."""
+        meter, now, tier = self._meter(caller), self._clock(), caller.tier
+        limits = {
+            "requests": (tier.requests_per_minute, meter.requests),
+            "tokens": (tier.tokens_per_minute, meter.tokens),
+        }
+        return {
+            name: Allowance(limit, max(0, limit - window.used(now)), window.empty_in_s(now))
+            for name, (limit, window) in limits.items()
+            if limit is not None
+        }
 
     def _meter(self, caller: Caller) -> _Meter:
         return self._meters.setdefault(caller.identity, _Meter())
-
-
-def _allowance(limit: int | None, window: SlidingWindow, now: float) -> Allowance | None:
-    if limit is None:
-        return None
-    return Allowance(limit, max(0, limit - window.used(now)), window.empty_in_s(now))
 
 
 def _check_seats(tier: Tier, meter: _Meter, demand: Demand) -> None:
@@ -294,49 +271,18 @@ def bounded(sampling: SamplingParams, tier: Tier, num_prompt_tokens: int) -> Sam
     return sampling if max_tokens == sampling.max_tokens else replace(sampling, max_tokens=max_tokens)
 
 
-class QuotaHeadersMiddleware:
-    """Adds them to every answer, refusals included, for callers whose tier has rates."""
-
-    def __init__(self, app: ASGIApp, quotas: Quotas) -> None:
-        self._app = app
-        self._quotas = quotas
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = scope.get("state", {}).get("caller")
-        if scope["type"] != "http" or not isinstance(caller, Caller):
-            return await self._app(scope, receive, send)
-
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(quota_headers(self._quotas.quota(caller), scope["path"]))
-            await send(message)
-
-        return await self._app(scope, receive, with_headers)
-
-
-def quota_headers(quota: Quota, path: str) -> dict[str, str]:
-    """Of a response to `path`: Anthropic's names below its routes, OpenAI's elsewhere. Resets are instants there, and
-    durations here."""
-    return dict(_anthropic(quota) if path.startswith(ANTHROPIC_PREFIX) else _openai(quota))
-
-
-def _rates(quota: Quota) -> Iterator[tuple[str, Allowance]]:
-    if quota.requests is not None:
-        yield "requests", quota.requests
-    if quota.tokens is not None:
-        yield "tokens", quota.tokens
-
-
-def _openai(quota: Quota) -> Iterator[tuple[str, str]]:
-    for name, rate in _rates(quota):
-        yield f"x-ratelimit-limit-{name}", str(rate.limit)
-        yield f"x-ratelimit-remaining-{name}", str(rate.remaining)
-        yield f"x-ratelimit-reset-{name}", f"{math.ceil(rate.reset_s * 1000) / 1000:g}s"
-
-
-def _anthropic(quota: Quota) -> Iterator[tuple[str, str]]:
-    for name, rate in _rates(quota):
-        instant = datetime.datetime.fromtimestamp(math.ceil(time.time() + rate.reset_s), datetime.UTC)
-        yield f"anthropic-ratelimit-{name}-limit", str(rate.limit)
-        yield f"anthropic-ratelimit-{name}-remaining", str(rate.remaining)
-        yield f"anthropic-ratelimit-{name}-reset", instant.isoformat().replace("+00:00", "Z")
+def quota_headers(rates: Mapping[str, Allowance], path: str) -> dict[str, str]:
+    """Tells clients what is left of their quota: Anthropic's names below its routes, with the instant of the reset;
+    OpenAI's elsewhere, with the time until it."""
+    headers = {}
+    for name, rate in rates.items():
+        if path.startswith(ANTHROPIC_PREFIX):
+            instant = datetime.datetime.fromtimestamp(math.ceil(time.time() + rate.reset_s), datetime.UTC)
+            headers[f"anthropic-ratelimit-{name}-limit"] = str(rate.limit)
+            headers[f"anthropic-ratelimit-{name}-remaining"] = str(rate.remaining)
+            headers[f"anthropic-ratelimit-{name}-reset"] = instant.isoformat().replace("+00:00", "Z")
+        else:
+            headers[f"x-ratelimit-limit-{name}"] = str(rate.limit)
+            headers[f"x-ratelimit-remaining-{name}"] = str(rate.remaining)
+            headers[f"x-ratelimit-reset-{name}"] = f"{math.ceil(rate.reset_s * 1000) / 1000:g}s"
+    return headers

@@ -9,7 +9,6 @@ from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.responses import Response
 
 from mlx_server.api.body import TurnRoute
-from mlx_server.api.body_reader import FIRST_ERROR, MESSAGES, TOOLS, Objects
 from mlx_server.api.chat_plan import ChatCall, ToolUse
 from mlx_server.api.collect import Answer, Choice
 from mlx_server.api.context import Context
@@ -18,6 +17,7 @@ from mlx_server.api.openai.document import NULL, STRING, either, list_of, member
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int, Refused
 from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
+from mlx_server.api.request_bounds import FIRST_ERROR, MESSAGES, TOOLS, Objects
 from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.tools.parser import ToolCallDelta

@@ -25,8 +25,9 @@ from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import ErrorInfo, error_info
 from mlx_server.api.generation import Generation, GenerationJob, OutputEvent, Prompt
 from mlx_server.api.generation_service import lease_engine
-from mlx_server.api.middleware import REQUEST_ID_HEADER, load_headers, until_disconnect
+from mlx_server.api.middleware import REQUEST_ID_HEADER, until_disconnect
 from mlx_server.api.openai.fields import GenerationFields
+from mlx_server.api.probes import load_headers
 from mlx_server.api.text_turns import TextTurn, turn_of
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.sampling_params import SamplingParams

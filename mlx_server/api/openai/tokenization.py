@@ -16,7 +16,6 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.body import TurnRoute
-from mlx_server.api.body_reader import at_most
 from mlx_server.api.chat_plan import ChatCall
 from mlx_server.api.context import Context
 from mlx_server.api.generation import Prompt, Truncation
@@ -27,6 +26,7 @@ from mlx_server.api.openai.completions import CompletionRequest, plan_text
 from mlx_server.api.openai.document import NULL, STRING
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, Ints
+from mlx_server.api.request_bounds import at_most
 from mlx_server.api.text_turns import turn_of
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.errors import InvalidRequestError

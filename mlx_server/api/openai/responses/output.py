@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from mlx_server.api import sse
-from mlx_server.api.body_reader import MAX_ECHO_CHARS
 from mlx_server.api.collect import Answer, Usage, UsageMeter
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.generation import Finish, OutputEvent
 from mlx_server.api.openai.exchange import Exchange, Writer
 from mlx_server.api.openai.responses.request import ResponsesRequest
 from mlx_server.api.openai.responses.store import KeptItem, ResponseStore, StoredResponse
+from mlx_server.api.request_bounds import MAX_ECHO_CHARS
 from mlx_server.engine.tools.parser import ToolCallDelta
 from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import SamplingParams

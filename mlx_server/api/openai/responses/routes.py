@@ -12,13 +12,13 @@ from starlette.responses import Response
 
 from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.body import TurnRoute
-from mlx_server.api.body_reader import MAX_BODY_BYTES
 from mlx_server.api.chat_plan import ChatCall
 from mlx_server.api.context import Context
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.openai.responses.output import ResponseWriter, check_echo
 from mlx_server.api.openai.responses.request import ResponsesRequest, normalise_input, referenced_ids
 from mlx_server.api.openai.responses.store import KeptItem, ResponseStore, total_bytes
+from mlx_server.api.request_bounds import MAX_BODY_BYTES
 from mlx_server.api.sse import whole_or_streamed
 from mlx_server.errors import InvalidRequestError
 

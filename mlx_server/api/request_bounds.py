@@ -1,0 +1,135 @@
+"""How much of anything one request may have: far more than agents send, and little enough to be read in passing.
+
+Bodies are bounded before they are parsed: a parser holds the interpreter, and with it all streams, until it is done,
+and what it makes of `[[],[],...]` has thirty times the bytes. Lists are held against their bounds before their entries
+are looked at, and the first wrong entry ends the look: a million entries would be a million errors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import from_json
+
+from mlx_server.errors import InvalidRequestError
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+"""Room for a prompt of several million tokens; far below what could hurt the host."""
+
+MAX_VALUES = 2 * 1024 * 1024
+"""Values between commas: a prompt of two million token ids."""
+
+MAX_CONTAINERS = 128 * 1024
+"""Lists and objects: sixteen thousand messages of several parts each, beside all tools of an agent."""
+
+MAX_MEMBERS = 256 * 1024
+"""Members of all objects together; a new name for each is what costs a parser most."""
+
+MAX_BACKSLASHES = 2 * 1024 * 1024
+"""In strings: all characters of a prompt of a million tokens may be escapes."""
+
+MAX_MESSAGES = 16_384
+"""Of a chat; and items of a response's input."""
+
+MAX_TOOLS = 2048
+
+MAX_NAME_CHARS = 1024
+"""Of a model's or a tool's name: the longest path that a model could be configured by."""
+
+MAX_ECHO_CHARS = 4 * 1024 * 1024
+"""Of what an answer repeats of its request: tools, metadata, instructions."""
+
+_SLICE_BYTES = 64 * 1024
+
+
+def parse_json(body: bytes) -> Any:
+    """What `body` says. Raises `InvalidRequestError` for more of anything than is read, and `json.JSONDecodeError` for
+    what is no JSON, is nested deeper than 200 levels, or holds what cannot be written again: NaN, infinity, half of a
+    surrogate pair. Any thread."""
+    _check(body)
+    try:
+        return from_json(body, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+def _check(body: bytes) -> None:
+    """Counts in strings, too, before it looks more closely: most bodies need no more."""
+    excess = None
+    if sum(piece.count(b"\\") for piece in _slices(body)) > MAX_BACKSLASHES:
+        excess = f"{MAX_BACKSLASHES} backslashes"
+    elif _excess(_slices(body)) is not None:
+        excess = _excess(_outside_strings(body))
+    if excess is not None:
+        raise InvalidRequestError(
+            f"The body has more than {excess}, which is all that is read of one request. Send less at a time."
+        )
+
+
+def _excess(pieces: Iterable[bytes]) -> str | None:
+    """What there is too much of. Ends as soon as it is known."""
+    num_values = num_containers = num_members = 0
+    for piece in pieces:
+        num_values += piece.count(b",")
+        num_containers += piece.count(b"[") + piece.count(b"{")
+        num_members += piece.count(b":")
+        if num_containers > MAX_CONTAINERS:
+            return f"{MAX_CONTAINERS} lists and objects"
+        if num_members > MAX_MEMBERS:
+            return f"{MAX_MEMBERS} members of objects"
+        if num_values > MAX_VALUES:
+            return f"{MAX_VALUES} values"
+    return None
+
+
+def _slices(body: bytes) -> Iterator[bytes]:
+    for start in range(0, len(body), _SLICE_BYTES):
+        yield body[start : start + _SLICE_BYTES]
+
+
+def _outside_strings(body: bytes) -> Iterator[bytes]:
+    """What stands between the strings, a slice at a time."""
+    is_inside, carried = False, b""
+    for slice_ in _slices(body):
+        piece, carried = carried + slice_, b""
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the next slice begins with what it escapes
+            piece, carried = piece[:-1], b"\\"
+        if b"\\" in piece:
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = piece.split(b'"')
+        yield b" ".join(parts[1 if is_inside else 0 :: 2])
+        is_inside ^= len(parts) % 2 == 0
+
+
+def at_most(limit: int, what: str) -> BeforeValidator:
+    """For the type of a field: a list or an object may have `limit` entries, which are `what`."""
+
+    def checked(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise ValueError(f"must have at most {limit} {what}, got {len(value)}")
+        return value
+
+    return BeforeValidator(checked)
+
+
+FIRST_ERROR = Field(fail_fast=True)
+"""For the type of a list: the first wrong entry is told of, and no other looked at."""
+
+MESSAGES = at_most(MAX_MESSAGES, "messages")
+ITEMS = at_most(MAX_MESSAGES, "items")
+TOOLS = at_most(MAX_TOOLS, "tools")
+
+Strings = Annotated[list[str], FIRST_ERROR]
+Objects = Annotated[list[dict[str, Any]], FIRST_ERROR]
+
+
+def check_name(name: str | None, param: str) -> None:
+    """Raises `InvalidRequestError` for a name that nothing can have."""
+    if name is not None and len(name) > MAX_NAME_CHARS:
+        raise InvalidRequestError(
+            f"{param} has {len(name)} characters; a name has at most {MAX_NAME_CHARS}. GET /v1/models lists them.",
+            param,
+        )
