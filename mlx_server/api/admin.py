@@ -1,7 +1,4 @@
-"""Routes that change the server's state: prefix caches and requests in progress.
-
-Routes about the models of the pool: what each is doing, and loading and unloading them by hand.
-"""
+"""Routes for admins: prefix caches, requests in progress, and the models of the pool."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ async def abort_requests(body: AbortBody, context: Context) -> dict[str, int]:
     """Ends requests with finish reason `abort`, by the client's ids or those of the responses; unknown ones are no
     error."""
     if body.abort_all:
-        return {"aborted": context.generations.abort_all()}
+        return {"aborted": context.generations.abort()}
     if body.request_ids is None and body.rid is None:
         raise InvalidRequestError("Name the requests to end in request_ids.", "request_ids")
     ids = {*(body.request_ids or ()), body.rid or ""}

@@ -1,11 +1,11 @@
-"""The application: middleware, routes, and the one place where they are put together."""
+"""The application: middlewares and routes, put together."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 
 from mlx_server.api import admin, dashboard, probes
 from mlx_server.api.anthropic import messages
@@ -24,20 +24,8 @@ from mlx_server.config import Config
 from mlx_server.observability.tracing import Tracing, open_tracing
 from mlx_server.pool.model_pool import ModelPool
 
-
-def _routers() -> tuple[APIRouter, ...]:
-    """One a group of routes; what is served is what stands here."""
-    return (
-        probes.router,
-        models.router,
-        chat.router,
-        completions.router,
-        messages.router,
-        responses.router,
-        tokenization.router,
-        admin.router,
-        dashboard.router,
-    )
+_ROUTES = (probes, models, chat, completions, messages, responses, tokenization, admin, dashboard)
+"""What is served is what stands here."""
 
 
 def create_app(
@@ -53,8 +41,8 @@ def create_app(
     app = FastAPI(title="mlx-serve", version=version(), responses=ERROR_RESPONSES)
     context = app.state.context = ServerContext(pool, config, keys, quotas, GenerationService(quotas), text_workers)
     app.state.responses = ResponseStore()
-    for router in _routers():
-        app.include_router(router)
+    for routes in _ROUTES:
+        app.include_router(routes.router)
     install_error_handlers(app)
     # The last one added is the outermost.
     app.add_middleware(DoorMiddleware, server=config.server, keys=keys, quotas=quotas)

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mlx_server.api.generation import ChatParser, OutputParser, Prompt, Truncation
+from mlx_server.api.generation import OutputParser, Prompt, Truncation
 from mlx_server.api.text_turns import TextTurn
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.grammar.constraints import CompiledGrammar, GrammarCompiler
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import LarkWriter, json_expression, json_options
-from mlx_server.engine.text.chat import ChatOptions, ChatPrompt
+from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.text.reasoning import (
     Dialect,
     ReasoningConstraint,
@@ -182,26 +182,23 @@ class ChatPlanner:
         """`read` makes the call of the request, in a worker thread, since a chat may have thousands of messages. Raises
         `InvalidRequestError` and `UnsupportedError`. What runs in the thread goes on when cancelled."""
         model = _Model(engine.tokenizer, engine.grammars, await self._dialect(engine.tokenizer, turn))
-        write, max_model_len = _writing(engine, read), engine.max_model_len
+        write = _writing(engine, read)
 
         def begin() -> _Written | ChatPlan:
             written = write()
             if written.call.grammar_param is not None:
                 return written
-            return _plan(model, written.call, written.prompt, max_model_len)
+            return _plan(model, written)
 
         begun = await turn.in_thread(begin)
         if isinstance(begun, ChatPlan):
             return begun
-        call, prompt = begun.call, begun.prompt
-        param = call.grammar_param or ""
-        return await model.grammars.beside(lambda: _plan(model, call, prompt, max_model_len), param, turn.asker)
+        param = begun.call.grammar_param or ""
+        return await model.grammars.beside(lambda: _plan(model, begun), param, turn.asker)
 
     async def render(self, engine: AsyncEngine, read: Callable[[], ChatCall], turn: TextTurn) -> Prompt:
         """The prompt alone; `read` and what is raised are those of `plan`."""
-        max_model_len = engine.max_model_len
-        written = await turn.in_thread(_writing(engine, read))
-        return _truncated(written.prompt, written.call, max_model_len)
+        return (await turn.in_thread(_writing(engine, read))).prompt
 
     async def _dialect(self, tokenizer: Tokenizer, turn: TextTurn) -> Dialect:
         known = self._dialects.get(tokenizer)
@@ -213,7 +210,8 @@ class ChatPlanner:
 @dataclass(frozen=True, slots=True)
 class _Written:
     call: ChatCall
-    prompt: ChatPrompt
+    prompt: Prompt
+    text: str
 
 
 def _writing(engine: AsyncEngine, read: Callable[[], ChatCall]) -> Callable[[], _Written]:
@@ -227,7 +225,9 @@ def _writing(engine: AsyncEngine, read: Callable[[], ChatCall]) -> Callable[[], 
         def cut(text: str) -> str:
             return call.truncation.part(text, tokenizer, max_model_len)
 
-        return _Written(call, chat.format(call.messages, call.tool_use.shown, call.options, cut))
+        prompt = chat.format(call.messages, call.tool_use.shown, call.options, cut)
+        token_ids = call.truncation.apply(prompt.token_ids, max_model_len)
+        return _Written(call, Prompt(tuple(token_ids), prompt.text), prompt.text)
 
     return write
 
@@ -239,18 +239,14 @@ class _Model:
     dialect: Dialect
 
 
-def _truncated(prompt: ChatPrompt, call: ChatCall, max_model_len: int) -> Prompt:
-    return Prompt(tuple(call.truncation.apply(prompt.token_ids, max_model_len)), prompt.text)
-
-
-def _plan(model: _Model, call: ChatCall, prompt: ChatPrompt, max_model_len: int) -> ChatPlan:
-    reasoning, tool_use = model.dialect.reasoning, call.tool_use
+def _plan(model: _Model, written: _Written) -> ChatPlan:
+    call, reasoning, tool_use = written.call, model.dialect.reasoning, written.call.tool_use
     is_open = reasoning is not None and reasoning.is_open_after(
-        prompt.text, continues_message=call.options.continue_final_message
+        written.text, continues_message=call.options.continue_final_message
     )
     target = _target(model, call)
     return ChatPlan(
-        prompt=_truncated(prompt, call, max_model_len),
+        prompt=written.prompt,
         new_parser=_parsers(reasoning if call.splits_reasoning else None, is_open, model.dialect.tool_parser, tool_use),
         new_constraint=_constraints(model, target, is_open, call.max_reasoning_tokens),
         kept_token_ids=model.dialect.kept_token_ids(model.tokenizer, with_tools=bool(tool_use.shown)),
@@ -324,6 +320,6 @@ def _parsers(
     def new_parser() -> OutputParser:
         splitter = None if reasoning is None else ReasoningSplitter(reasoning, is_open)
         extractor = None if tools is None else ToolCallExtractor(tool_parser, tools)
-        return ChatParser(splitter, extractor, tool_use.is_parallel)
+        return OutputParser(splitter, extractor, tool_use.is_parallel)
 
     return new_parser

@@ -2,11 +2,8 @@
 
     route -> GenerationJob -> GenerationService.start() -> Generation -> OutputEvent ... -> the protocol's shape
 
-Nothing here knows HTTP. Everything runs on the event loop's thread.
-
-Prompts as the model reads them, and how long ones are cut.
-
-What a model writes, taken apart while it streams: reasoning, content and tool calls.
+What the model writes is taken apart on the way: reasoning, content and tool calls. Nothing here knows HTTP. Everything
+runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Grant
@@ -79,74 +76,46 @@ class Parts:
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
-class OutputParser(Protocol):
-    """Follows one choice's text. Text that may be the start of a marker is held back until it is known."""
-
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether the text so far ends inside the reasoning."""
-        ...
-
-    @property
-    def has_tool_calls(self) -> bool:
-        """Whether a call has begun, which decides the finish reason."""
-        ...
-
-    def append(self, text: str) -> Parts:
-        """What is certain once `text` has come."""
-        ...
-
-    def finish(self) -> Parts:
-        """What was held back; called once, at the end."""
-        ...
-
-
-class PlainParser:
-    """All text is content."""
-
-    is_reasoning = False
-    has_tool_calls = False
-
-    def append(self, text: str) -> Parts:
-        return Parts(content=text)
-
-    def finish(self) -> Parts:
-        return Parts()
-
-
-class ChatParser:
-    """Splits off reasoning, then finds calls in what is left. Without `is_parallel`, calls after the first are
-    dropped."""
+class OutputParser:
+    """Follows one choice's text: splits off reasoning, then finds calls in what is left. Text that may be the start of
+    a marker is held back until it is known. With neither splitter nor extractor, all text is content."""
 
     def __init__(
-        self, splitter: ReasoningSplitter | None, extractor: ToolCallExtractor | None, is_parallel: bool = True
+        self,
+        splitter: ReasoningSplitter | None = None,
+        extractor: ToolCallExtractor | None = None,
+        is_parallel: bool = True,
     ) -> None:
+        """Without `is_parallel`, calls after the first are dropped. `is_reasoning` tells whether the text so far ends
+        inside the reasoning."""
+        self.is_reasoning = splitter is not None and splitter.is_reasoning
         self._splitter = splitter
         self._extractor = extractor
         self._is_parallel = is_parallel
 
     @property
-    def is_reasoning(self) -> bool:
-        return self._splitter is not None and self._splitter.is_reasoning
-
-    @property
     def has_tool_calls(self) -> bool:
+        """Whether a call has begun, which decides the finish reason."""
         return self._extractor is not None and self._extractor.has_calls
 
     def append(self, text: str) -> Parts:
-        split = ReasoningSplit(content=text) if self._splitter is None else self._splitter.append(text)
-        return self._parts(split.reasoning, self._extract(split.content))
+        """What is certain once `text` has come."""
+        reasoning = ""
+        if self._splitter is not None:
+            split = self._splitter.append(text)
+            text, reasoning = split.content, split.reasoning
+            self.is_reasoning = self._splitter.is_reasoning
+        if self._extractor is None:
+            return Parts(text, reasoning)
+        return self._parts(reasoning, self._extractor.append(text))
 
     def finish(self) -> Parts:
+        """What was held back; called once, at the end."""
         split = ReasoningSplit() if self._splitter is None else self._splitter.finish()
-        found = self._extract(split.content)
-        if self._extractor is not None:
-            last = self._extractor.finish()
-            found = ToolOutput(found.content + last.content, found.calls + last.calls)
-        return self._parts(split.reasoning, found)
-
-    def _extract(self, content: str) -> ToolOutput:
-        return ToolOutput(content) if self._extractor is None else self._extractor.append(content)
+        if self._extractor is None:
+            return Parts(split.content, split.reasoning)
+        found, last = self._extractor.append(split.content), self._extractor.finish()
+        return self._parts(split.reasoning, ToolOutput(found.content + last.content, found.calls + last.calls))
 
     def _parts(self, reasoning: str, found: ToolOutput) -> Parts:
         calls = found.calls if self._is_parallel else tuple(call for call in found.calls if call.index == 0)
@@ -171,7 +140,7 @@ class GenerationJob:
     priority: Priority = Priority.NORMAL
     extra_keys: tuple[str, ...] = ()
     adapter: str | None = None
-    new_parser: Callable[[], OutputParser] = PlainParser
+    new_parser: Callable[[], OutputParser] = OutputParser
     new_constraint: Callable[[], TokenConstraint] | None = None
     kept_token_ids: frozenset[int] = frozenset()
     continues_text: bool = False
@@ -322,36 +291,28 @@ def _joined(first: Parts, second: Parts) -> Parts:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """What a choice puts on the merged stream: an event, its error, or (neither) its end."""
-
-    event: OutputEvent | None = None
-    error: Exception | None = None
-
-
 async def _merged(sources: Sequence[AsyncIterator[OutputEvent]]) -> AsyncGenerator[OutputEvent, None]:
-    queue: asyncio.Queue[_Item] = asyncio.Queue()
+    queue: asyncio.Queue[OutputEvent | Exception | None] = asyncio.Queue()  # None is a source's end
 
     async def pump(source: AsyncIterator[OutputEvent]) -> None:
         try:
             async for event in source:
-                queue.put_nowait(_Item(event))
-            queue.put_nowait(_Item())
+                queue.put_nowait(event)
+            queue.put_nowait(None)
         except Exception as error:
-            queue.put_nowait(_Item(error=error))
+            queue.put_nowait(error)
 
     tasks = [asyncio.create_task(pump(source)) for source in sources]
     try:
         num_open = len(tasks)
         while num_open:
             item = await queue.get()
-            if item.error is not None:
-                raise item.error
-            if item.event is None:
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
                 num_open -= 1
             else:
-                yield item.event
+                yield item
     finally:
         await _cancel(tasks)
 

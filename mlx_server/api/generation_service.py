@@ -85,13 +85,12 @@ class GenerationService:
             undo.pop_all()
         return generation
 
-    def abort(self, ids: Collection[str]) -> int:
-        """Aborts the generations with these request or response ids; how many there were."""
-        return self._abort([generation for generation in self._open if not generation.ids.isdisjoint(ids)])
-
-    def abort_all(self) -> int:
-        """Aborts everything in progress; how much there was."""
-        return self._abort(list(self._open))
+    def abort(self, ids: Collection[str] | None = None) -> int:
+        """Aborts the generations with these request or response ids, None all; how many there were."""
+        generations = [each for each in self._open if ids is None or not each.ids.isdisjoint(ids)]
+        for generation in generations:
+            generation.abort()
+        return len(generations)
 
     def revoke(self, keys: KeyRing) -> int:
         """Ends the generations of keys that are revoked, with an error; how many there were."""
@@ -110,11 +109,6 @@ class GenerationService:
         except TimeoutError:
             return False
         return True
-
-    def _abort(self, generations: Collection[Generation]) -> int:
-        for generation in generations:
-            generation.abort()
-        return len(generations)
 
     def _forget(self, generation: Generation) -> None:
         if generation not in self._open:

@@ -127,15 +127,11 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
             return working.result()
         raise ClientDisconnectedError
     finally:
-        await _cancel(working, watching)
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

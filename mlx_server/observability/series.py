@@ -394,7 +394,7 @@ SERVER_SERIES: Mapping[type, tuple[Row[Any], ...]] = {
         Row("summary", "http_response_size_bytes{handler}", "Bytes written of answers' bodies, by route.", "sent"),
     ),
     server_metrics.QuotaMetrics: (
-        Row("counter", "mlx_serve:quota_refusals{tier}", "Requests beyond their key's rates or seats.", "refused"),
+        Row("counter", "mlx_serve:quota_refusals{tier}", "Requests answered 429, by tier.", "refused"),
     ),
     server_metrics.ProcessMetrics: (
         Row("gauge", "process_resident_memory_bytes", "Physical memory of the process.", lambda p: p.memory_info().rss),

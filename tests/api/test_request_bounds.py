@@ -227,6 +227,7 @@ async def test_a_caller_s_bodies_in_waiting_are_refused_with_429(world: World, m
     world.configure_server()
     answer = await world.complete(user="x" * 2000)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert 'mlx_serve:quota_refusals_total{tier="default"} 1.0' in (await world.http.get("/metrics")).text
     assert (await world.complete(user="x" * 200)).status_code == 200
     assert (await world.complete(user="x" * 700)).status_code == 200
 

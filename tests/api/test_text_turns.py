@@ -121,6 +121,9 @@ async def test_too_many_of_one_key_are_refused(reading: Reading):
     assert refused.status_code == 429
     assert "3 requests of this key wait to be read; the limit is 3" in refused.text
     assert "retry-after" in refused.headers
+    metrics = (await reading.world.http.get("/metrics")).text
+    assert 'mlx_serve:quota_refusals_total{tier="low"} 1.0' in metrics
+    assert 'mlx_serve:quota_refusals_total{tier="high"} 0.0' in metrics
     waiting = asyncio.create_task(reading.post("other low", "/tokenize", prompt="Hi"))
     reading.go.set()
     assert (await waiting).status_code == 200

@@ -1,9 +1,5 @@
-"""Which caller a key stands for.
-
-Who a request comes from, as far as the server has found out.
-
-What keys use, gathered on the event loop and written to their file now and then, by a thread.
-"""
+"""Which caller a key stands for, and what keys use: gathered on the event loop, and written to their file every few
+seconds by a thread."""
 
 from __future__ import annotations
 
@@ -24,6 +20,15 @@ from mlx_server.errors import AuthenticationError, ConfigError, OverloadedError,
 from mlx_server.request import Priority
 from mlx_server.tiers import Tier
 
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 5.0
+"""How long usage may be unwritten; a crash loses that much."""
+
+_LOOKUP_TIMEOUT_S = 0.1
+ADMIN_REMEDY = "set MLX_SERVE_SERVER_ADMIN_KEY, or declare a tier with `admin = true` and give its keys to admins"
+_HOW = "send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`"
+
 ANONYMOUS = "anonymous"
 SHARED = "shared"
 ADMIN = "admin"
@@ -31,8 +36,8 @@ ADMIN = "admin"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whoever was let in. `identity` stays the same when a key is rotated: quotas, usage and the isolation of
-    caches go by it. It is a key's public id, or one of the three names above."""
+    """Who sent a request. `identity` stays the same when a key is rotated: quotas, usage and the isolation of caches
+    go by it. It is a key's public id, or one of the three names above."""
 
     identity: str = ANONYMOUS
     tier: Tier = field(default_factory=Tier)
@@ -53,12 +58,6 @@ class Caller:
         if isolation == "none":
             return ()
         return (f"{isolation}:{self.tier.name if isolation == 'tier' else self.identity}",)
-
-
-logger = logging.getLogger(__name__)
-
-FLUSH_S = 5.0
-"""How long usage may be unwritten; a crash loses that much."""
 
 
 class UsageLog:
@@ -104,17 +103,12 @@ class UsageLog:
             logger.warning("The usage of %d keys is lost: %s", len(batch), error)
 
 
-_LOOKUP_TIMEOUT_S = 0.1
-ADMIN_REMEDY = "set MLX_SERVE_SERVER_ADMIN_KEY, or declare a tier with `admin = true` and give its keys to admins"
-_HOW = "send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`"
-
-
 class KeyRing:
     """Every key of a server: the shared one, the admin's, and those of the key file. Event-loop thread only.
 
     The file is asked on each request, by one indexed lookup, so that a change counts from the next request on.
-    Keys are asked for as soon as there is one of any kind, and never cease to be: whoever revokes the last key, or
-    loses the file, does not open the server.
+    Keys are asked for as soon as there is one of any kind, and from then on always: revoking the last key, or losing
+    the file, does not open the server.
     """
 
     def __init__(
@@ -135,8 +129,8 @@ class KeyRing:
 
     def identify(self, key: str | None, *, is_local: bool) -> Caller:
         """The caller that a sent key stands for. Keys of a tier with `admin` are admins; where no key of any kind is
-        asked for, whoever `is_local` is one. Raises
-        `AuthenticationError` and, for a key whose tier is not declared, `PermissionDeniedError`."""
+        asked for, callers that are `is_local` are. Raises `AuthenticationError` and, for a key whose tier is not
+        declared, `PermissionDeniedError`."""
         if _is_equal(key, self._admin_digest):
             return Caller(ADMIN, self._shared_tier, is_admin=True)
         if _is_equal(key, self._api_digest):
@@ -174,7 +168,8 @@ class _WatchedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._open: _Opened | None = None
+        self._file: KeyFile | None = None
+        self._inode: tuple[int, int] | None = None
         self._was_seen = False
 
     def was_seen(self) -> bool:
@@ -209,7 +204,7 @@ class _WatchedFile:
                 return False
             secret = file.secret(key_id)
         except (ConfigError, OSError, sqlite3.Error):
-            return False  # whoever asks next is told, and the log
+            return False  # the next request is told, and the log
         return secret is None or secret.is_revoked
 
     def _current(self) -> KeyFile | None:
@@ -218,19 +213,13 @@ class _WatchedFile:
             status = os.stat(self._path)
         except FileNotFoundError:
             return None
-        identity = (status.st_dev, status.st_ino)
-        if self._open is None or self._open.identity != identity:
-            if self._open is not None:
-                self._open.file.close()
-                self._open = None
-            self._open = _Opened(identity, KeyFile(self._path, timeout_s=_LOOKUP_TIMEOUT_S))
-        return self._open.file
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    identity: tuple[int, int]
-    file: KeyFile
+        inode = (status.st_dev, status.st_ino)
+        if self._file is None or self._inode != inode:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+            self._file, self._inode = KeyFile(self._path, timeout_s=_LOOKUP_TIMEOUT_S), inode
+        return self._file
 
 
 def revocation(key_id: str) -> AuthenticationError:
