@@ -45,8 +45,8 @@ def create_app(
         app.include_router(routes.router)
     install_error_handlers(app)
     # The last one added is the outermost.
-    app.add_middleware(DoorMiddleware, server=config.server, keys=keys, quotas=quotas)
+    app.add_middleware(DoorMiddleware, server=config.server, keys=keys)
     allow_origins(app, config.server)
-    app.add_middleware(ExchangeMiddleware, metrics=context.http_metrics)
+    app.add_middleware(ExchangeMiddleware, metrics=context.http_metrics, quotas=quotas)
     (tracing or open_tracing(config.observability)).instrument(app)
     return app

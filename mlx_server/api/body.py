@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import email.message
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    asynccontextmanager,
-    contextmanager,
-    nullcontext,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -32,7 +26,7 @@ from mlx_server.api.door import HeldBody
 from mlx_server.api.errors import ClientDisconnectedError, error_info
 from mlx_server.api.middleware import until_disconnect
 from mlx_server.api.request_bounds import parse_json
-from mlx_server.api.text_turns import TextTurn, TextWorkers
+from mlx_server.api.text_turns import TextTurn
 from mlx_server.engine.fair_slots import Asker
 from mlx_server.errors import QuotaExceededError, ServeError
 from mlx_server.tiers import GENERATING_PATHS
@@ -50,16 +44,17 @@ class _Field(Protocol):
 class _JsonRequest(Request):
     """A request whose body has become the route's model before FastAPI asks for it, and is kept as nothing else."""
 
-    async def receive_body(self) -> bytes:
+    async def receive_body(self) -> None:
         try:
-            return await self.body()
+            await self.body()
         except ClientDisconnect:
             raise ClientDisconnectedError from None
 
-    async def take(self, body: bytes, field: _Field, workers: TextWorkers) -> None:
-        """Parses the body. One that is not said to be JSON is left to FastAPI to refuse. Raises
-        `RequestValidationError` for a body that the route's schema refuses, and what `parse_json` raises."""
-        held = self.state.held_body
+    async def parse(self, field: _Field) -> None:
+        """What is not said to be JSON is left to FastAPI to refuse. Raises `RequestValidationError` for a body that the
+        route's schema refuses, and what `parse_json` raises."""
+        context, held, body = self.app.state.context, self.state.held_body, await self.body()
+        assert isinstance(context, ServerContext)
         assert isinstance(held, HeldBody)
         if body and _is_json(self.headers.get("content-type", "")):
             if len(body) <= SMALL_BYTES:
@@ -67,7 +62,7 @@ class _JsonRequest(Request):
             else:
                 caller = caller_of(self)
                 asker = Asker(caller.identity, caller.tier.priority)
-                self._json = await workers.parse(asker, lambda: _validated(body, field))
+                self._json = await context.text_workers.parse(asker, lambda: _validated(body, field))
             self._body = b"{}"
         held.release()
 
@@ -97,17 +92,7 @@ def _validated(body: bytes, field: _Field) -> Any:
 
 
 class JsonRoute(APIRoute):
-    """A route that reads its body with `_JsonRequest`; for `APIRouter(route_class=JsonRoute)`.
-
-    It is received and handled within `metered`, and once its body is here, within `turn`."""
-
-    def metered(self, request: Request) -> AbstractContextManager[None]:
-        """Entered before the body is received; may refuse the request."""
-        return nullcontext()
-
-    def turn(self, request: Request) -> AbstractAsyncContextManager[None]:
-        """Entered when the body is here, before it is parsed, until the answer begins."""
-        return nullcontext()
+    """A route that reads its body with `_JsonRequest`; for `APIRouter(route_class=JsonRoute)`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -115,17 +100,20 @@ class JsonRoute(APIRoute):
         if field is None:
             return handle
 
-        async def checked(request: Request) -> Response:
-            context = request.app.state.context
-            assert isinstance(context, ServerContext)
+        async def read(request: Request) -> Response:
             reading = _JsonRequest(request.scope, request.receive)
-            with self.metered(request):
-                body = await reading.receive_body()
-                async with self.turn(reading):
-                    await reading.take(body, field, context.text_workers)
-                    return await handle(reading)
 
-        return checked
+            async def parse_and_handle() -> Response:
+                await reading.parse(field)
+                return await handle(reading)
+
+            return await self.answer(reading, parse_and_handle)
+
+        return read
+
+    async def answer(self, request: _JsonRequest, parse_and_handle: Callable[[], Awaitable[Response]]) -> Response:
+        await request.receive_body()
+        return await parse_and_handle()
 
 
 class TurnRoute(JsonRoute):
@@ -134,8 +122,7 @@ class TurnRoute(JsonRoute):
     They must be within their caller's rates before that, and count once: one that generates when it is granted, or
     refused for what it says; one that only has text read when it comes."""
 
-    @contextmanager
-    def metered(self, request: Request) -> Iterator[None]:
+    async def answer(self, request: _JsonRequest, parse_and_handle: Callable[[], Awaitable[Response]]) -> Response:
         caller, quotas = caller_of(request), request.app.state.context.quotas
         generates = request.url.path in GENERATING_PATHS
         if generates:
@@ -144,23 +131,27 @@ class TurnRoute(JsonRoute):
             quotas.begin_reading(caller)
         request.state.is_counted = not generates
         try:
-            yield
+            await request.receive_body()
+            async with _turn(request):
+                return await parse_and_handle()
         except (ServeError, RequestValidationError, HTTPException) as error:
             if not request.state.is_counted and _is_refusal(error):
                 quotas.refuse(caller)
             raise
 
-    @asynccontextmanager
-    async def turn(self, request: Request) -> AsyncIterator[None]:
-        caller = caller_of(request)
-        asker = Asker(caller.identity, caller.priority_at(request.url.path))
-        turn = request.state.turn = TextTurn(request.app.state.context.text_workers, asker)
-        try:
-            if not turn.try_begin():
-                await until_disconnect(request, turn.begin())
-            yield
-        finally:
-            turn.end()
+
+@asynccontextmanager
+async def _turn(request: Request) -> AsyncIterator[None]:
+    """From before the body is parsed until the answer begins."""
+    caller = caller_of(request)
+    asker = Asker(caller.identity, caller.priority_at(request.url.path))
+    turn = request.state.turn = TextTurn(request.app.state.context.text_workers, asker)
+    try:
+        if not turn.try_begin():
+            await until_disconnect(request, turn.begin())
+        yield
+    finally:
+        turn.end()
 
 
 def _is_refusal(error: Exception) -> bool:

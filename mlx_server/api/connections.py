@@ -1,8 +1,8 @@
 """How many connections there may be, which go first when there are too many, and how slow a client may be.
 
 A connection that waits for its client is closed for one that is needed, the most silent first. A request that finds
-all connections busy is refused, unless it is a probe. File descriptors for both are kept back; a client that comes
-when there is none all the same is sent away at once.
+all connections busy is refused, unless it is a probe. File descriptors for both are kept back; if they run out in
+spite of that, new clients are sent away at once.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ConnectionGate:
         self._told_s = -math.inf
 
     def enter(self, connection: Connection) -> bool:
-        """A new connection, for which a silent one may have to go. Whether it is one too many all the same."""
+        """A new connection, for which a silent one may have to go. Whether it is one too many in spite of that."""
         self._open.add(connection)
         num_extra = len(self._open) - self.max_num
         is_extra = num_extra > 0 and not self._make_room(_SILENT_S if num_extra <= _NUM_EXTRA else 0.0)
@@ -116,7 +116,7 @@ class ConnectionGate:
         return is_extra
 
     def leave(self, connection: Connection) -> None:
-        """It is closed, whoever closed it."""
+        """It is closed, by the client or by the server."""
         self._open.discard(connection)
         self._silent.pop(connection, None)
 
@@ -328,7 +328,7 @@ class BoundedProtocol(H11Protocol):
 
     def _look(self) -> None:
         now = self.loop.time()
-        if self.flow.read_paused:  # it is we who do not read
+        if self.flow.read_paused:  # the client waits for the server
             self._last_byte_s = now
             if self._owed_since_s is not None:
                 self._owed_since_s, self._num_bytes = now, 0

@@ -1,6 +1,6 @@
 """The door: which requests come in, before anything of their bodies is read, and how much of a body does.
 
-Without keys, whoever can connect may use the server, and a web browser connects for any page that it has open: a page
+Without keys, all that can connect may use the server, and a web browser connects for any page that it has open: a page
 may name our address as its own (DNS rebinding), or send a form here. Both show in the headers that browsers send.
 """
 
@@ -10,13 +10,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Collection
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_server.api.auth.authentication import FREE_PATHS, host_of, is_local, is_loopback, sent_key
 from mlx_server.api.auth.keys import Caller, KeyRing
-from mlx_server.api.auth.quotas import Quotas, quota_headers
 from mlx_server.api.errors import error_info
 from mlx_server.api.request_bounds import MAX_BODY_BYTES
 from mlx_server.config import ServerConfig
@@ -63,12 +62,11 @@ class HeldBody:
 
 class DoorMiddleware:
     """Refuses requests by host, by origin and by key. A request that is let in has its caller, its held body and its
-    leases in the state until its answer, streamed or not, is over. Answers carry what is left of the caller's quota."""
+    leases in the state until its answer, streamed or not, is over."""
 
-    def __init__(self, app: ASGIApp, server: ServerConfig, keys: KeyRing, quotas: Quotas) -> None:
+    def __init__(self, app: ASGIApp, server: ServerConfig, keys: KeyRing) -> None:
         self._app = app
         self._keys = keys
-        self._quotas = quotas
         self._is_local_only = is_loopback(server.host)
         self._hosts = frozenset(parse_hosts(server.allowed_hosts))
         self._origins = frozenset(parse_origins(server.allowed_origins or ""))
@@ -81,18 +79,11 @@ class DoorMiddleware:
             caller = self._let_in(scope)
         except ServeError as error:
             return await error_info(error).response(scope["path"])(scope, receive, send)
-
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._quotas.count_answer(caller, message["status"])
-                MutableHeaders(scope=message).update(quota_headers(self._quotas.rates(caller), scope["path"]))
-            await send(message)
-
         body = HeldBody(self._held, caller)
         with contextlib.ExitStack() as leases:
             leases.callback(body.release)
             scope.setdefault("state", {}).update(caller=caller, held_body=body, leases=leases)
-            await self._app(scope, _bounded(scope, receive, body), answer)
+            await self._app(scope, _bounded(scope, receive, body), send)
         return None
 
     def _let_in(self, scope: Scope) -> Caller:

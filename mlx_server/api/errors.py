@@ -35,7 +35,7 @@ _MAX_SHOWN_CHARS = 40
 
 
 class ClientDisconnectedError(Exception):
-    """The client has gone; nobody reads the answer."""
+    """The client has gone and reads no answer."""
 
 
 class NotFoundError(errors.ServeError):
@@ -152,7 +152,7 @@ def validation_info(problems: Sequence[Any]) -> ErrorInfo:
         lines.append((f"{where}: {what}" if where else what) + _got(problem))
     first = dotted(problems[0]["loc"]) if problems else ""
     message = "; ".join(lines)[:_MAX_MESSAGE_CHARS]
-    return ErrorInfo(400, "BadRequestError", message, first or None, {"x-should-retry": "false"})
+    return error_info(errors.InvalidRequestError(message, first or None))
 
 
 def _content_type_info(request: Request, error: RequestValidationError) -> ErrorInfo | None:
@@ -162,13 +162,8 @@ def _content_type_info(request: Request, error: RequestValidationError) -> Error
         return None
     sent = request.headers.get("content-type")
     what = "has no content type" if sent is None else f"is said to be {sent[:_MAX_MESSAGE_CHARS]}"
-    return ErrorInfo(
-        400,
-        "BadRequestError",
-        f"The body {what}; this server reads JSON. Send it with the header `Content-Type: application/json`.",
-        None,
-        {"x-should-retry": "false"},
-    )
+    message = f"The body {what}; this server reads JSON. Send it with the header `Content-Type: application/json`."
+    return error_info(errors.InvalidRequestError(message))
 
 
 def _got(problem: Mapping[str, Any]) -> str:
@@ -211,8 +206,8 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Makes every exception of a route an answer in its protocol's shape; what is none of ours is left to
-    `RequestIdMiddleware`."""
+    """Makes every exception of a route an answer in its protocol's shape; unknown ones are left to
+    `ExchangeMiddleware`."""
 
     async def on_serve_error(request: Request, error: Exception) -> Response:
         return error_info(error).response(request.url.path)

@@ -1,4 +1,4 @@
-"""From a job (prompts, parameters) to one stream of neutral events, whatever protocol asked.
+"""From a job (prompts, parameters) to one stream of neutral events, for any protocol.
 
     route -> GenerationJob -> GenerationService.start() -> Generation -> OutputEvent ... -> the protocol's shape
 
@@ -29,7 +29,7 @@ from mlx_server.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text` is what `token_ids` say, for echoes; None where nobody asked for it."""
+    """`text` is what `token_ids` say, for echoes; None where it was not asked for."""
 
     token_ids: tuple[int, ...]
     text: str | None = None

@@ -57,7 +57,7 @@ class GenerationService:
 
     def start(self, engine: AsyncEngine, job: GenerationJob) -> Generation:
         """Submits every choice or none, if the caller's quota allows. Raises what `AsyncEngine.submit` and
-        `Quotas.check` raise, and `OverloadedError` while draining. Who starts a generation closes it."""
+        `Quotas.check` raise, and `OverloadedError` while draining. The caller closes what it starts."""
         try:
             generation = self._start(engine, job)
         except ServeError as error:
@@ -160,7 +160,7 @@ def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
 
 
 def _log_end(job: GenerationJob, model_name: str, choices: Sequence[RequestSummary]) -> None:
-    """A generation has ended, in whatever way. Tokens are summed over its choices; times are those of the choice
+    """A generation has ended in any way. Tokens are summed over its choices; times are those of the choice
     that came first, and `tpot_ms` is the mean over all tokens after a choice's first."""
     decoded = [choice for choice in choices if choice.tpot_s is not None]
     num_later_tokens = sum(choice.num_output_tokens - 1 for choice in decoded)

@@ -1,4 +1,5 @@
-"""What is around every exchange: its id, its metrics, an answer to what no handler knows, and browsers' rules.
+"""What is around every exchange: its id, its metrics, common headers, an answer to what no handler knows, and browsers'
+rules.
 
 The id is in every error answer and in the log, so that what a client reports can be found there.
 """
@@ -19,6 +20,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_server.api.auth.keys import Caller
+from mlx_server.api.auth.quotas import Quotas, quota_headers
 from mlx_server.api.errors import CLIENT_CLOSED_REQUEST, ClientDisconnectedError, error_info
 from mlx_server.config import ServerConfig
 from mlx_server.observability.server_metrics import HttpMetrics
@@ -52,11 +55,13 @@ def request_id(scope: Scope) -> str:
 
 class ExchangeMiddleware:
     """The outermost middleware. Puts the request's id into the state, where a route may replace it; counts and times
-    the exchange by route, refusals included; turns what no handler knows into a 500, and a line in the log."""
+    the exchange by route, refusals included; tells every caller what is left of its quota; turns what no handler knows
+    into a 500, and a line in the log."""
 
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, quotas: Quotas) -> None:
         self._app = app
         self._metrics = metrics
+        self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,8 +80,7 @@ class ExchangeMiddleware:
             nonlocal status, num_sent
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if status >= 400:
-                    MutableHeaders(scope=message).setdefault(REQUEST_ID_HEADER, state["request_id"])
+                self._complete(scope, message)
             num_sent += len(message.get("body", b""))
             await send(message)
 
@@ -96,6 +100,16 @@ class ExchangeMiddleware:
                 self._metrics.on_exchange(handler, method, status or CLIENT_CLOSED_REQUEST, time_s)
                 self._metrics.on_bodies(handler, num_received, num_sent)
         return None
+
+    def _complete(self, scope: Scope, head: Message) -> None:
+        """Counts a refusal, and adds the headers that answers have in common."""
+        state, headers = scope["state"], MutableHeaders(scope=head)
+        if head["status"] >= 400:
+            headers.setdefault(REQUEST_ID_HEADER, state["request_id"])
+        caller = state.get("caller")
+        if isinstance(caller, Caller):  # else it was not let in
+            self._quotas.count_answer(caller, head["status"])
+            headers.update(quota_headers(self._quotas.rates(caller), scope["path"]))
 
 
 def allow_origins(app: FastAPI, server: ServerConfig) -> None:

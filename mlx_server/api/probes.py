@@ -143,7 +143,7 @@ def load_headers(requested: Mapping[str, str], stats: EngineStats) -> dict[str, 
 
 
 def _kv_cache_usage(stats: EngineStats) -> float:
-    """Share of blocks that requests hold; cached blocks that nobody holds count as free."""
+    """Share of blocks that requests hold; cached blocks without a holder count as free."""
     return round(stats.kv_usage, 4)
 
 

@@ -116,7 +116,7 @@ def at_most(limit: int, what: str) -> BeforeValidator:
 
 
 FIRST_ERROR = Field(fail_fast=True)
-"""For the type of a list: the first wrong entry is told of, and no other looked at."""
+"""For the type of a list: the first wrong entry is reported, and no other looked at."""
 
 MESSAGES = at_most(MAX_MESSAGES, "messages")
 ITEMS = at_most(MAX_MESSAGES, "items")

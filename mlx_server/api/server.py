@@ -55,7 +55,7 @@ _FLUSH_S = 5
 """Longest wait for connections to take their last bytes."""
 
 _KEEP_ALIVE_S = 75
-"""Idle connections are kept for longer than common proxies keep theirs, so that it is they who close."""
+"""Idle connections are kept for longer than common proxies keep theirs, so that the proxy closes first."""
 
 _MAX_HEADER_BYTES = 16 * 1024
 
@@ -209,7 +209,7 @@ class _Server:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: int) -> None:
-        # Of a terminal that is closed, the shell tells and the system, too: that is nobody's impatience.
+        # A closed terminal sends SIGHUP twice, by the shell and by the system; other second signals are impatience.
         if self._stop_asked.is_set() and number != signal.SIGHUP:
             _leave(128 + number)
         self._stop_asked.set()
@@ -233,13 +233,13 @@ def _dump_stacks_on_request() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process at once, whatever its threads do."""
+    """Ends the process at once, without waiting for its threads."""
     logging.shutdown()
     os._exit(code)
 
 
 def uvicorn_config(app: ASGIApp, server: ServerConfig, gate: ConnectionGate | None = None) -> uvicorn.Config:
-    """How connections are held. One protocol, whatever else is installed: the limits are its own."""
+    """How connections are held. The protocol is always ours, since it has the limits."""
     gate = gate or ConnectionGate(server.max_connections or room_for_connections())
     cert, key = tls_files(server)
     return uvicorn.Config(
@@ -291,7 +291,7 @@ def listen(server: ServerConfig) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)  # several may bind one port that nobody listens on yet
+        listener.listen(_BACKLOG)  # several may bind one port until one listens
     except OSError as error:
         listener.close()
         raise _refusal(server, error) from error

@@ -100,7 +100,7 @@ class TextTurn:
     def _on_done(self, working: asyncio.Future[Any]) -> None:
         self._is_working = False
         if not working.cancelled():
-            working.exception()  # nobody may be there to take it
+            working.exception()  # the caller may be gone; asyncio would complain
         if self._is_over:
             self.end()
         else:

@@ -1,1 +1,1 @@
-"""Who calls, in which tier, and what the key may still do."""
+"""Callers: their keys, tiers and rights, and what is left of their quotas."""

@@ -1,5 +1,5 @@
-"""What a request tells of who sent it, and what that caller may do: from this machine or not, as an admin or not, with
-which models.
+"""What a request says of its sender (its key, and whether it comes from this machine), and what that caller may do: use
+admin routes, and which models.
 
 Admins have the admin key, or a key of a tier that says so; where no key of any kind is asked for, programs on this
 machine are admins, too.
@@ -100,7 +100,7 @@ def exposure_warning(host: str, keys: KeyRing) -> str | None:
 
 
 async def require_admin(request: Request) -> None:
-    """Raises for callers who are no admins: `AuthenticationError` if they sent no key, else `PermissionDeniedError`."""
+    """Refuses callers that are no admins. Raises `AuthenticationError` without a key, else `PermissionDeniedError`."""
     if caller_of(request).is_admin:
         return
     message = (

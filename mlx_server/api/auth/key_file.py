@@ -111,7 +111,7 @@ class KeyFile:
     """
 
     def __init__(self, path: Path, *, timeout_s: float = 5.0) -> None:
-        """Opens a file that is there. Raises `ConfigError` if it is none of ours."""
+        """Opens a file that is there. Raises `ConfigError` if it has another format."""
         self._path = path
         try:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=timeout_s)

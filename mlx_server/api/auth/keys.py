@@ -45,7 +45,7 @@ class Caller:
 
     @property
     def key_id(self) -> str | None:
-        """The id of the caller's own key; None for those who have none."""
+        """The id of the caller's own key; None without one."""
         return None if self.identity in (ANONYMOUS, SHARED, ADMIN) else self.identity
 
     def priority_at(self, path: str, wish: int | None = None) -> Priority:

@@ -169,7 +169,7 @@ class Quotas:
         self._meter(caller).read_tokens.add(num_tokens, self._clock())
 
     def count_answer(self, caller: Caller, status: int) -> None:
-        """An answer begins; refusals for whatever the caller had too much of are counted."""
+        """An answer begins. Those of status 429 are counted."""
         if status == 429:
             self.refused[caller.tier.name] += 1
 
