@@ -22,6 +22,7 @@ from mlx_server.api.openai.chat import tool_use
 from mlx_server.api.openai.document import STRING, either, list_of, of_type
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused, StringOrList
+from mlx_server.api.request_bounds import FIRST_ERROR, MESSAGES, TOOLS
 from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.text.messages import string_in, unreadable_part

@@ -18,6 +18,7 @@ from mlx_server.api.openai.chat import ReasoningEffort, tool_use
 from mlx_server.api.openai.document import STRING, either, list_of, members, of_type
 from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused
 from mlx_server.api.openai.responses.store import Item
+from mlx_server.api.request_bounds import FIRST_ERROR, ITEMS, TOOLS, Strings
 from mlx_server.engine.grammar.spec import StructuredSpec
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.text.messages import parse_arguments, string_in, text_of
