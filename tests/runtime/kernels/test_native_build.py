@@ -14,12 +14,12 @@ from mlx_server.runtime.kernels.cpu.build import NativeBuildError, load_library
 SOURCE = '#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n'
 
 
-def write_source(folder: Path, answer: str = "42", text: str = SOURCE) -> tuple[Path, list[Path]]:
+def write_source(folder: Path, answer: str = "42", text: str = SOURCE) -> Path:
     folder.mkdir(exist_ok=True)
-    source, header = folder / "answer.cpp", folder / "answer.h"
+    source = folder / "answer.cpp"
     source.write_text(text)
-    header.write_text(f"#define ANSWER {answer}\n")
-    return source, [header]
+    source.with_name("answer.h").write_text(f"#define ANSWER {answer}\n")
+    return source
 
 
 def recording_compiler(folder: Path) -> Path:
@@ -34,8 +34,8 @@ def test_builds_once_with_the_compiler_of_the_environment(tmp_path: Path, monkey
     monkeypatch.setenv("CXX", f"{recording_compiler(tmp_path)} -DUNUSED")
     cache = tmp_path / "home" / "kernels"
     for answer in ("42", "42", "43", "42"):
-        source, headers = write_source(tmp_path / "source", answer)
-        assert load_library(source, headers, cache).answer() == int(answer)
+        source = write_source(tmp_path / "source", answer)
+        assert load_library(source, cache).answer() == int(answer)
     commands = (tmp_path / "log").read_text().splitlines()
     assert len(commands) == len(list(cache.iterdir())) == 2
     assert all(command.startswith("-DUNUSED -std=c++17 -O3") for command in commands)
@@ -45,15 +45,15 @@ BUILD = """
 import sys
 from pathlib import Path
 from mlx_server.runtime.kernels.cpu.build import load_library
-source, header, cache = map(Path, sys.argv[1:])
-print(load_library(source, [header], cache).answer())
+source, cache = map(Path, sys.argv[1:])
+print(load_library(source, cache).answer())
 """
 
 
 def test_processes_that_build_at_once_all_succeed(tmp_path: Path) -> None:
-    source, (header,) = write_source(tmp_path / "source")
+    source = write_source(tmp_path / "source")
     cache = tmp_path / "kernels"
-    command = [sys.executable, "-c", BUILD, str(source), str(header), str(cache)]
+    command = [sys.executable, "-c", BUILD, str(source), str(cache)]
     builders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     assert [builder.communicate(timeout=60)[0] for builder in builders] == ["42\n"] * 4
     assert [path.suffix for path in cache.iterdir()] == [".so"]
@@ -72,27 +72,27 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_with_a_compiler_that_fails(tmp_path: Path) -> None:
-    source, headers = write_source(tmp_path / "source", "undeclared_name")
+    source = write_source(tmp_path / "source", "undeclared_name")
     cache = tmp_path / "kernels"
     with pytest.raises(NativeBuildError, match=r"cannot compile answer.cpp: .*error.*undeclared_name"):
-        load_library(source, headers, cache)
+        load_library(source, cache)
     assert list(cache.iterdir()) == []
 
 
 def test_with_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
-    source, headers = write_source(tmp_path / "source")
+    source = write_source(tmp_path / "source")
     (tmp_path / "kernels").write_text("a file, not a folder")
     with pytest.raises(NativeBuildError, match=r"kernels.* cannot be built or loaded"):
-        load_library(source, headers, tmp_path / "kernels")
+        load_library(source, tmp_path / "kernels")
 
 
 def test_with_a_library_that_is_damaged(tmp_path: Path) -> None:
-    source, headers = write_source(tmp_path / "source")
+    source = write_source(tmp_path / "source")
     cache = tmp_path / "kernels"
     subprocess.run(
-        [sys.executable, "-c", BUILD, str(source), str(headers[0]), str(cache)], check=True, capture_output=True
+        [sys.executable, "-c", BUILD, str(source), str(cache)], check=True, capture_output=True
     )
     (library,) = cache.iterdir()
     library.write_bytes(b"not a library")
     with pytest.raises(NativeBuildError, match=f"{library.name} cannot be built or loaded"):
-        load_library(source, headers, cache)
+        load_library(source, cache)

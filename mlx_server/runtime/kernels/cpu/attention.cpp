@@ -34,11 +34,19 @@ constexpr float kMasked = -1e30f;  // a hidden key's score
 constexpr float kLowest = -1e29f;  // the running maximum before any key: above kMasked, so hidden keys weigh 0
 constexpr double kLog2E = 1.4426950408889634;
 
-// Mirrored field by field in cpu.py. Strides are in floats. `keys` and `sinks` may be null; `window` 0 is none.
+// Rows of this step's tokens, one a head. Strides are in floats.
+struct Tokens {
+  const float* data;
+  int64_t token_stride, head_stride;
+
+  const float* row(int64_t token, int64_t head) const { return data + token * token_stride + head * head_stride; }
+};
+
+// Mirrored field by field in attention.py. `keys` and `sinks` may be null; `window` 0 is none.
 struct Call {
-  const float *queries, *keys, *values, *sinks;
+  Tokens queries, keys, values;
+  const float* sinks;
   float* output;
-  int64_t query_strides[2], key_strides[2], value_strides[2];  // token, head
   Pool pool;
   int64_t num_heads, window;
   double scale;
@@ -153,8 +161,7 @@ class Attention {
   void write(int64_t first, int64_t last) const {
     for (int64_t head = 0; head < call_.pool.num_kv_heads; ++head) {
       for (int64_t token = first; token < last; ++token) {
-        const float* key = call_.keys + token * call_.key_strides[0] + head * call_.key_strides[1];
-        const float* value = call_.values + token * call_.value_strides[0] + head * call_.value_strides[1];
+        const float *key = call_.keys.row(token, head), *value = call_.values.row(token, head);
         rows_.write(call_.slots[token] / kBlock, call_.slots[token] % kBlock, head, key, value);
       }
     }
@@ -255,7 +262,7 @@ class Attention {
     const bool has_sink = call_.sinks != nullptr && item.first_block == visible_from(item.request, item.first_row) / kBlock;
     for (int row = 0; row < item.num_rows(); ++row) {
       const int64_t head = head_of(item, row);
-      const float* query = call_.queries + token_of(item, row) * call_.query_strides[0] + head * call_.query_strides[1];
+      const float* query = call_.queries.row(token_of(item, row), head);
       for (int64_t d = 0; d < call_.pool.key_dim; ++d) tile.queries[row * call_.pool.key_dim + d] = query[d] * scale;
       tile.first_key[row] = visible_from(item.request, item.first_row + row);
       tile.last_key[row] = visible_to(item.request, item.first_row + row);
@@ -373,7 +380,7 @@ class Engine {
     float* parts = parts_.at_least(work_.num_parts * attention.part_size());
     for (Tile& tile : tiles_) tile.fit(call.pool.key_dim, attention.output_width(), attention.kRoom);
 
-    const int64_t tokens = call.keys == nullptr ? 0 : call.num_tokens, items = work_.items.size();
+    const int64_t tokens = call.keys.data == nullptr ? 0 : call.num_tokens, items = work_.items.size();
     const int64_t batch = std::min<int64_t>(kBlock, 1 + tokens / (4 * threads_.count()));
     std::atomic<int64_t> next_token{0}, written{0}, next_item{0};
     const auto share = [&](int thread) {

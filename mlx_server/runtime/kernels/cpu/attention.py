@@ -35,12 +35,11 @@ MAX_DEFAULT_THREADS = 16
 THREADS_VARIABLE = "MLX_SERVE_CPU_THREADS"
 
 _SOURCE = Path(__file__).with_name("attention.cpp")
-_HEADERS = [_SOURCE.with_name(name) for name in ("pool.h", "product.h", "quantized.h", "threads.h")]
 _SLACK_BYTES = 64
 """What the widest vector load may read past the last row of V."""
 
-# `struct Call` of attention.cpp: 5 tensors, 6 strides, the pool's 8 fields, heads and window, the scale,
-# 4 index arrays, 3 counts.
+# `struct Call` of attention.cpp: queries, keys and values with 2 strides each, sinks and output, the pool's 8 fields,
+# heads and window, the scale, 4 index arrays, 3 counts.
 _CALL = struct.Struct("=21qd7q")
 
 
@@ -55,14 +54,6 @@ class CpuPool:
     keys: npt.NDArray[Any]
     values: npt.NDArray[Any]
     fields: tuple[int, ...]
-
-    @classmethod
-    def make(cls, spec: LayerSpec, num_blocks: int, max_blocks: int) -> CpuPool:
-        rows = max_blocks * spec.num_kv_heads * BLOCK_SIZE
-        dims = spec.key_dim, spec.value_dim
-        dtype = np.float32 if spec.bits is None else np.uint8
-        keys, values = (_host_memory(rows * row_bytes(dim, spec.dtype, spec.bits), dtype) for dim in dims)
-        return cls(spec, num_blocks, max_blocks, keys, values, _fields(spec, keys, values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +80,13 @@ class CpuBackend:
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or default_threads()
-        self._library = _declare(load_library(_SOURCE, _HEADERS, config.home() / "kernels"))
-        self._engine = self._library.cpu_attention_start(self.threads)
+        self._library = load_library(_SOURCE, config.home() / "kernels")
+        self._library.cpu_attention_start.restype = ctypes.c_void_p
+        self._engine = ctypes.c_void_p(self._library.cpu_attention_start(self.threads))
         if not self._engine:
             raise MemoryError(f"cannot start {self.threads} attention threads")
         # Not at exit: the MLX thread may be inside a call, and the process takes its threads along.
         weakref.finalize(self, self._library.cpu_attention_stop, self._engine).atexit = False
-        self._call = ctypes.create_string_buffer(_CALL.size)
         self._output = np.empty(0, np.float32)  # kept from call to call: MLX copies it
         self._output_address = 0
         self._writes = WaitingWrites()
@@ -104,7 +95,13 @@ class CpuBackend:
         """Raises `ValueError` unless the layer is float32, and `OSError` when the system refuses the memory."""
         if spec.dtype != mx.float32:
             raise ValueError(f"the cpu backend stores float32, not {spec.dtype}")
-        return CpuPool.make(spec, num_blocks, max_blocks or num_blocks)
+        max_blocks = max_blocks or num_blocks
+        rows = max_blocks * spec.num_kv_heads * BLOCK_SIZE
+        dtype = np.float32 if spec.bits is None else np.uint8
+        keys, values = (
+            _host_memory(rows * row_bytes(dim, spec.dtype, spec.bits), dtype) for dim in (spec.key_dim, spec.value_dim)
+        )
+        return CpuPool(spec, num_blocks, max_blocks, keys, values, _fields(spec, keys, values))
 
     def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> PlainRows:
         """Not in host memory: a model of which all is read by group then has nothing that evaluates itself."""
@@ -165,41 +162,33 @@ class CpuBackend:
         window: int | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        spec = pool.spec
-        rows, heads = queries.shape[0], queries.shape[1]
         _check(pool, queries, keys, values, metadata)
-        given = [_as_float32(array) for array in (queries, keys, values, sinks)]
-        self._writes.settle(*[array for array in given if array is not None])
+        rows, heads = queries.shape[:2]
+        value_dim = pool.spec.value_dim
+        given = [array if array is None else array.astype(mx.float32) for array in (queries, keys, values, sinks)]
+        self._writes.settle(*given)
         q, k, v = _locate(given[0]), _locate(given[1]), _locate(given[2])
-        count = rows * heads * spec.value_dim
+        count = rows * heads * value_dim
         if count > self._output.size:
             self._output = np.empty(count, np.float32)
             self._output_address = _address(self._output)
-        _CALL.pack_into(
-            self._call,
-            0,
-            q.address,
-            k.address,
-            v.address,
-            0 if given[3] is None else _address(np.asarray(given[3])),
+        sinks_address = 0 if given[3] is None else _address(np.asarray(given[3]))
+        call = _CALL.pack(
+            *q[:3],
+            *k[:3],
+            *v[:3],
+            sinks_address,
             self._output_address,
-            q.token_stride,
-            q.head_stride,
-            k.token_stride,
-            k.head_stride,
-            v.token_stride,
-            v.head_stride,
             *pool.fields,
             heads,
             window or 0,
             scale,
             *metadata.packed,
         )
-        if self._library.cpu_attention_run(self._engine, self._call):
+        if self._library.cpu_attention_run(self._engine, call):
             raise MemoryError("no memory for the scratch of attention")
-        self._output[metadata.num_tokens * heads * spec.value_dim : count] = 0.0
-        output = mx.array(self._output[:count].reshape(rows, heads, 1, spec.value_dim))
-        return output if queries.dtype == mx.float32 else output.astype(queries.dtype)
+        self._output[metadata.num_tokens * heads * value_dim : count] = 0.0
+        return mx.array(self._output[:count].reshape(rows, heads, 1, value_dim)).astype(queries.dtype)
 
     def state(self, pool: CpuPool) -> list[mx.array]:
         return []
@@ -214,13 +203,10 @@ class _Rows(NamedTuple):
     owner: object
 
 
-_NO_ROWS = _Rows(0, 0, 0, None)
-
-
 def _locate(array: mx.array | None) -> _Rows:
     """Views the array where it lies; copies it only if its last axis is strided."""
     if array is None:
-        return _NO_ROWS
+        return _Rows(0, 0, 0, None)
     try:
         buffer: Any = array
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
@@ -242,16 +228,6 @@ def default_threads() -> int:
         return int(configured)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(usable, MAX_DEFAULT_THREADS)
-
-
-def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.cpu_attention_start.argtypes = [ctypes.c_int]
-    library.cpu_attention_start.restype = ctypes.c_void_p
-    library.cpu_attention_stop.argtypes = [ctypes.c_void_p]
-    library.cpu_attention_stop.restype = None
-    library.cpu_attention_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.cpu_attention_run.restype = ctypes.c_int
-    return library
 
 
 def _host_memory(num_bytes: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -284,10 +260,6 @@ def _address(array: npt.NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _as_float32(array: mx.array | None) -> mx.array | None:
-    return array if array is None or array.dtype == mx.float32 else array.astype(mx.float32)
-
-
 def _check(
     pool: CpuPool, queries: mx.array, keys: mx.array | None, values: mx.array | None, metadata: CpuMetadata
 ) -> None:
@@ -296,11 +268,10 @@ def _check(
     rows, heads = queries.shape[:2]
     if rows < tokens or queries.shape[1:] != (heads, 1, spec.key_dim) or heads % spec.num_kv_heads:
         raise ValueError(f"queries are {queries.shape}; the plan has {tokens} tokens and the pool {spec}")
-    if keys is not None and keys.shape != (rows, spec.num_kv_heads, 1, spec.key_dim):
-        raise ValueError(f"keys are {keys.shape}; there are {rows} rows and the pool is {spec}")
     if (values is None) != (keys is None):
         raise ValueError("keys and values are stored together or not at all")
-    if values is not None and values.shape != (rows, spec.num_kv_heads, 1, spec.value_dim):
-        raise ValueError(f"values are {values.shape}; there are {rows} rows and the pool is {spec}")
+    for name, array, dim in (("keys", keys, spec.key_dim), ("values", values, spec.value_dim)):
+        if array is not None and array.shape != (rows, spec.num_kv_heads, 1, dim):
+            raise ValueError(f"{name} are {array.shape}; there are {rows} rows and the pool is {spec}")
     if metadata.num_blocks > pool.num_blocks:
         raise ValueError(f"the plan names block {metadata.num_blocks - 1}; the pool has {pool.num_blocks}")

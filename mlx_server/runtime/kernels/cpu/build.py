@@ -16,7 +16,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 COMPILE_TIMEOUT_S = 300.0
@@ -28,13 +27,14 @@ class NativeBuildError(RuntimeError):
     """The library cannot be built or loaded here; the message says why, in one line."""
 
 
-def load_library(source: Path, headers: Sequence[Path], folder: Path) -> ctypes.CDLL:
-    """The library of `source`, which includes `headers`, compiled into `folder` unless it is there already.
-    Raises `NativeBuildError`."""
+def load_library(source: Path, folder: Path) -> ctypes.CDLL:
+    """The library of `source`, which includes headers beside it alone, compiled into `folder` unless it is there
+    already. Raises `NativeBuildError`."""
     compiler = find_compiler()
     command = [*compiler, *_FLAGS, _tuning_flag()]
-    texts = [path.read_bytes() for path in (source, *headers)]
-    parts = [*texts, *(part.encode() for part in (*command, _version(compiler), _cpu()))]
+    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
+    version = _run([*compiler, "--version"]).stdout
+    parts = [*texts, *(part.encode() for part in (*command, version, _cpu()))]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     library = folder / f"{source.stem}-{key}.so"
     try:
@@ -59,17 +59,14 @@ def find_compiler() -> list[str]:
 
 
 def _compile(command: list[str], source: Path, library: Path) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f"{library.stem}.", suffix=".so", dir=library.parent)
-    os.close(handle)
-    try:
-        status = _run([*command, str(source), "-o", temporary])
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        built = Path(folder, library.name)
+        status = _run([*command, str(source), "-o", str(built)])
         if status.returncode != 0:
             lines = [line.strip() for line in status.stderr.splitlines() if "error" in line.lower()]
             reason = lines[0] if lines else f"exit status {status.returncode}"
             raise NativeBuildError(f"`{shlex.join(command)}` cannot compile {source.name}: {reason}")
-        os.replace(temporary, library)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+        built.replace(library)
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -77,10 +74,6 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise NativeBuildError(f"`{command[0]}` did not finish within {COMPILE_TIMEOUT_S:.0f} s") from error
-
-
-def _version(compiler: list[str]) -> str:
-    return _run([*compiler, "--version"]).stdout
 
 
 def _tuning_flag() -> str:

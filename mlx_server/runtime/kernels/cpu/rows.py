@@ -46,8 +46,8 @@ class WaitingWrites:
             if write.target.array is target.array
         )
 
-    def settle(self, *others: mx.array) -> None:
-        """Computes `others` and all that waits, and writes the latter."""
+    def settle(self, *others: mx.array | None) -> None:
+        """Computes `others`, as far as they are arrays, and all that waits, and writes the latter."""
         mx.eval(*others, *(write.rows for write in self._writes))
         for write in self._writes:
             write.target.host[write.slots.places] = host_view(write.rows)
