@@ -251,7 +251,8 @@ class ReferenceBackend:
         step = metadata.step
         parts = []
         if metadata.decode_slots is not None and metadata.decode_positions is not None:
-            mask = _mask(metadata.decode_positions[:, None, None, None], metadata.decode_slots.numbers.shape[1], window)
+            positions = metadata.decode_positions[:, None, None, None]
+            mask = causal_mask(positions, mx.arange(metadata.decode_slots.numbers.shape[1]), window)
             parts.append(
                 mx.fast.scaled_dot_product_attention(
                     queries[: step.num_decodes],
@@ -271,7 +272,7 @@ class ReferenceBackend:
                 pool.keys.read(slots).transpose(1, 0, 2)[None],
                 pool.values.read(slots).transpose(1, 0, 2)[None],
                 scale=scale,
-                mask=_mask(positions[:, None], slots.numbers.size, window),
+                mask=causal_mask(positions[:, None], mx.arange(slots.numbers.size), window),
                 sinks=sinks,
             )
             parts.append(out.transpose(2, 1, 0, 3))
@@ -288,10 +289,9 @@ def context_slots(block_table: IntArray, length: int) -> IntArray:
     return slots.reshape(*block_table.shape[:-1], -1)[..., :length]
 
 
-def _mask(positions: mx.array, length: int, window: int | None) -> mx.array:
-    """Which of keys 0 to length - 1 a query at each position may see; positions `[..., 1]`."""
-    key_positions = mx.arange(length)
-    mask = key_positions <= positions
+def causal_mask(positions: mx.array, keys: mx.array, window: int | None) -> mx.array:
+    """`[..., keys]`: which keys, given by their positions, the queries at `positions` `[..., 1]` see."""
+    mask = keys <= positions
     if window is not None:
-        mask = mask & (key_positions > positions - window)
+        mask = mask & (keys > positions - window)
     return mask

@@ -11,7 +11,14 @@ import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ConfigError
-from mlx_server.runtime.attention import AttentionBackend, IntArray, LayerSpec, ReferenceBackend, StepPlan
+from mlx_server.runtime.attention import (
+    AttentionBackend,
+    IntArray,
+    LayerSpec,
+    ReferenceBackend,
+    StepPlan,
+    causal_mask,
+)
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.cpu.rows import exact_rows
 from mlx_server.runtime.kernels.gpu.backend import CudaBackend, MetalBackend
@@ -40,10 +47,11 @@ class BackendReport:
     reason: str | None = None
 
 
-def available_backends(spec: LayerSpec | None = None) -> list[BackendReport]:
-    """All backends, best first, each tried on layers like `spec`. MLX thread."""
-    spec = spec or LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
-    return [_report(name, spec) for name in _FACTORIES]
+def available_backends() -> list[BackendReport]:
+    """All backends, best first, each tried on small layers. MLX thread."""
+    spec = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
+    tried = {name: _try(name, [spec]) for name in _FACTORIES}
+    return [BackendReport(name, backend is not None, reason) for name, (backend, reason) in tried.items()]
 
 
 def choose_backend(name: str, specs: Sequence[LayerSpec]) -> AttentionBackend:
@@ -59,11 +67,6 @@ def choose_backend(name: str, specs: Sequence[LayerSpec]) -> AttentionBackend:
         level = logging.DEBUG if _is_expected_absence(candidate) else logging.WARNING
         logger.log(level, "The %s attention backend is not used: %s.", candidate, reason)
     raise AssertionError("the reference backend passes everywhere")
-
-
-def _report(name: str, spec: LayerSpec) -> BackendReport:
-    backend, reason = _try(name, [spec])
-    return BackendReport(name, backend is not None, reason)
 
 
 def _is_expected_absence(name: str) -> bool:
@@ -162,17 +165,12 @@ def _expected(
     sinks: mx.array,
 ) -> mx.array:
     """MLX's own attention of one request's positions `part` over its whole context."""
-    positions = mx.arange(part.start, part.stop)[:, None]
-    key_positions = mx.arange(part.stop)
-    mask = key_positions <= positions
-    if window is not None:
-        mask = mask & (key_positions > positions - window)
     out = mx.fast.scaled_dot_product_attention(
         queries[part].transpose(2, 1, 0, 3),
         keys[: part.stop].transpose(2, 1, 0, 3),
         values[: part.stop].transpose(2, 1, 0, 3),
         scale=scale,
-        mask=mask,
+        mask=causal_mask(mx.arange(part.start, part.stop)[:, None], mx.arange(part.stop), window),
         sinks=sinks,
     )
     return out.transpose(2, 1, 0, 3)

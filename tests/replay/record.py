@@ -20,7 +20,6 @@ from mlx.utils import tree_flatten
 from mlx_server.outputs import SchedulerOutput
 from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
-from mlx_server.runtime.kernels.gpu import rows as gpu_rows
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import buffer_address
 from mlx_server.runtime.kv_cache import PagedKVCache
@@ -67,7 +66,7 @@ def _make_runner(model: Any, vocab_size: int, num_blocks: int, kv_bits: int | No
     with (
         patch.object(mx, "zeros", models.zeros),
         patch.object(gpu_backend, "write_failure", lambda *_: None),  # nothing can be tried here
-        patch.object(gpu_rows, "row_failure", lambda *_: None),
+        patch.object(gpu_backend, "row_failure", lambda *_: None),
     ):
         cache.allocate(num_blocks, num_slots=_NUM_SLOTS)
     return runner

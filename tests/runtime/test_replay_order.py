@@ -68,9 +68,9 @@ def _leave_the_token_as_it_was(monkeypatch: pytest.MonkeyPatch, kernels: type, m
     launch = getattr(kernels, method)
 
     def forgetful(self: Any, pool: Any, *args: Any) -> Any:
-        token = pool.token
+        token = pool.memory.token
         result = launch(self, pool, *args)
-        pool.token = token
+        pool.memory.token = token
         return result
 
     monkeypatch.setattr(kernels, method, forgetful)

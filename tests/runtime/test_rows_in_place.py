@@ -162,7 +162,7 @@ def unordered_uses(operations: list[Operation]) -> list[tuple[Operation, Operati
 def test_steps_on_a_gpu_copy_no_rows_and_leave_no_use_of_them_unordered(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_rows, "row_failure", lambda *_: None)
+    monkeypatch.setattr(gpu_backend, "row_failure", lambda *_: None)
     steps = record(architecture, monkeypatch)
     uses = [operation for operation in steps.operations if operation.rows is not None]
     pools = {operation.rows for operation in uses}
@@ -189,7 +189,7 @@ def test_a_token_that_is_not_taken_is_found(kind: str, architecture: str, monkey
 
         return launch
 
-    monkeypatch.setattr(gpu_rows, "row_failure", lambda *_: None)
+    monkeypatch.setattr(gpu_backend, "row_failure", lambda *_: None)
     for name in launches:
         monkeypatch.setattr(RowKernels, name, launching(name))
     assert unordered_uses(record(architecture, monkeypatch, tokens).operations)
@@ -199,7 +199,7 @@ def test_a_token_that_is_not_taken_is_found(kind: str, architecture: str, monkey
 def test_scatters_that_copy_are_found_and_steps_wait_for_them(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_rows, "row_failure", lambda *_: "cannot")
+    monkeypatch.setattr(gpu_backend, "row_failure", lambda *_: "cannot")
     monkeypatch.setattr(mx, "eval", lambda *_: None)  # what is recorded cannot be computed between reads and writes
     steps = record(architecture, monkeypatch)
     assert copied_sources(steps.operations)

@@ -138,7 +138,7 @@ def test_every_use_of_a_pool_takes_the_token_of_the_one_before() -> None:
     backend = MetalBackend(recorder, num_cores=4)
     pool = backend.make_pool(SPEC, NUM_BLOCKS)
     recorder.calls.clear()
-    token = pool.token
+    token = pool.memory.token
     for num_decodes, chunks in STEPS:
         step = step_of(chunks, num_decodes)
         rows = step_rows(0, SPEC, NUM_HEADS, step.num_tokens)
@@ -146,7 +146,7 @@ def test_every_use_of_a_pool_takes_the_token_of_the_one_before() -> None:
     for _, inputs, outputs in recorder.calls:
         assert inputs["token"] is token
         token = outputs[-1]
-    assert pool.token is token
+    assert pool.memory.token is token
     assert [name for name, _, _ in recorder.calls] == [
         *("kv_write", "kv_gather"),
         *("kv_write", "paged_decode", "kv_gather"),
@@ -170,7 +170,7 @@ def test_state_holds_every_write() -> None:
     backend = make_backend()
     pool = backend.make_pool(SPEC, NUM_BLOCKS)
     backend.attend(pool, *step_rows(0, SPEC, NUM_HEADS, 5), backend.plan(step_of([Chunk((1,), 0, 5)], 0)), scale=1.0)
-    assert backend.state(pool) == [pool.keys, pool.values, pool.token]
+    assert backend.state(pool) == [pool.keys, pool.values, pool.memory.token]
 
 
 # ---- pools are never copied, nor counted
@@ -210,10 +210,10 @@ def test_kernels_get_one_block_of_a_pool_and_reach_all_of_it(bits: int | None) -
 def test_where_mlx_writes_kernels_get_the_arrays_that_it_made() -> None:
     pool = GpuPool.make(SPEC, NUM_BLOCKS)
     pool.scatter()
-    assert pool.handles == (pool.keys, pool.values)
+    assert pool.memory.handles == (pool.keys, pool.values)
     pool.change(PoolChange(4))
-    assert pool.is_scattered
-    assert pool.handles == (pool.keys, pool.values)
+    assert pool.memory.is_scattered
+    assert pool.memory.handles == (pool.keys, pool.values)
 
 
 def test_pools_stay_where_they_are_over_a_thousand_steps_one_ahead() -> None:
@@ -243,7 +243,7 @@ def test_a_pool_that_was_copied_is_counted() -> None:
     pool = backend.make_pool(SPEC, NUM_BLOCKS)
     assert pool.check_moves() == 0
     still_in_use = pool.keys
-    pool.keys = still_in_use + 1
+    pool.memory.keys = still_in_use + 1
     assert pool.check_moves() == 1
     assert pool.check_moves() == 1
 

@@ -120,7 +120,7 @@ def test_a_block_holds_what_mlx_makes_of_its_rows(dtype: mx.Dtype, bits: int) ->
     keys, values = random_rows(spec, 64)
     keys[3, 0, 0, :] = 0.5
     kernels.of_pool(spec).write(pool, keys, values, mx.array([*range(64, 96), *range(32)], mx.int32))
-    mx.eval(pool.token)
+    mx.eval(pool.memory.token)
     for array, rows in ((pool.keys, keys), (pool.values, values)):
         blocks = rows[:, :, 0].reshape(2, 32, 2, -1).swapaxes(1, 2)
         wanted = np.array(runs_of(*quantised(blocks, bits)))
@@ -262,14 +262,14 @@ def test_every_use_of_a_pool_takes_the_token_of_the_one_before() -> None:
     backend = MetalBackend(recorder, num_cores=4)
     pool = backend.make_pool(spec_of(8), NUM_BLOCKS)
     calls.clear()
-    token = pool.token
+    token = pool.memory.token
     for num_decodes, chunks in STEPS:
         step = step_of(chunks, num_decodes)
         backend.attend(pool, *step_rows(0, spec_of(8), NUM_HEADS, step.num_tokens), backend.plan(step), scale=0.2)
     for _, taken, given in calls:
         assert taken is token
         token = given
-    assert pool.token is token
+    assert pool.memory.token is token
     assert [name for name, _, _ in calls] == [
         *("kv_write_quantized", "kv_gather"),
         *("kv_write_quantized", "paged_decode", "kv_gather"),

@@ -36,7 +36,7 @@ def write(emulator: Emulator, slots: tuple[int, ...]) -> None:
         for slot, row in zip(slots, rows):
             wanted[slot // 32, :, slot % 32] = row[:, 0]
         np.testing.assert_array_equal(np.array(array), wanted)
-    assert pool.token.tolist() == [0]
+    assert pool.memory.token.tolist() == [0]
 
 
 def kind_of_write_failure(

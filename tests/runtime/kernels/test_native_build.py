@@ -89,9 +89,7 @@ def test_with_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 def test_with_a_library_that_is_damaged(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
     cache = tmp_path / "kernels"
-    subprocess.run(
-        [sys.executable, "-c", BUILD, str(source), str(cache)], check=True, capture_output=True
-    )
+    subprocess.run([sys.executable, "-c", BUILD, str(source), str(cache)], check=True, capture_output=True)
     (library,) = cache.iterdir()
     library.write_bytes(b"not a library")
     with pytest.raises(NativeBuildError, match=f"{library.name} cannot be built or loaded"):

@@ -1,6 +1,5 @@
-"""Recurrent states that the host writes in place.
-
-Random K/V that pools give back as they were written, in fewer bits too: what a test reads can be told beforehand.
+"""Recurrent states that the host writes in place, and random K/V that pools give back as they were written, in fewer
+bits too: so that a self-test knows what it must read.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """Attention on a GPU: kernels over the pools in place for decodes, gathered rows for prompt chunks.
 
-Everything here holds for Metal and CUDA alike; `metal` and `cuda` only say how kernels are made.
-
-Attention on Apple GPUs: `GpuBackend` with kernels made by `mx.fast.metal_kernel`.
-
-Attention on NVIDIA GPUs: `GpuBackend` with the same kernel bodies through `mx.fast.cuda_kernel`.
+Apple's GPUs and NVIDIA's get the same kernel bodies, by `mx.fast.metal_kernel` and `mx.fast.cuda_kernel`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable
 from typing import cast
 
@@ -27,7 +24,6 @@ from mlx_server.runtime.kernels.gpu.kernels import (
     PoolKernels,
     Scores,
     read_text,
-    score_factors,
 )
 from mlx_server.runtime.kernels.gpu.plan import (
     DecodeShape,
@@ -37,9 +33,9 @@ from mlx_server.runtime.kernels.gpu.plan import (
     default_variant,
     unsupported_reason,
 )
-from mlx_server.runtime.kernels.gpu.pool import AnyGpuPool, GpuPool, GpuPoolView
-from mlx_server.runtime.kernels.gpu.rows import RowMaker, attend_rows, read_rows
-from mlx_server.runtime.row_pool import Rows, RowsShape
+from mlx_server.runtime.kernels.gpu.pool import GpuPool
+from mlx_server.runtime.kernels.gpu.rows import GpuRows, RowKernels, attend_rows, read_rows, row_failure
+from mlx_server.runtime.row_pool import SMALL_ARRAY, PlainRows, Rows, RowsShape
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +46,6 @@ class _Layer:
 
     pool: PoolKernels
     decodes: DecodeKernels | None
-    factors: tuple[mx.array, mx.array]
 
 
 class GpuBackend:
@@ -61,26 +56,36 @@ class GpuBackend:
     `needs_synchronous_steps` says what that asks of the caller; only quantised rows are refused then.
     """
 
-    name = "gpu"
+    name: str
+    prelude: str | None = None
+    """The header of each kernel's text."""
+
     is_eager = False
     takes_padding = False
 
     def __init__(
         self,
-        make_kernel: MakeKernel,
+        make_kernel: MakeKernel | None = None,
         *,
-        header: str = "",
-        num_cores: int,
+        num_cores: int | None = None,
         choose_variant: Callable[[DecodeShape], KernelVariant] = default_variant,
     ) -> None:
+        """Needs no GPU; running kernels does. Without `num_cores`, the most that a chip of this one's class has: only
+        how finely work is cut depends on it. Raises `RuntimeError` where MLX cannot make kernels of the kind."""
+        make_kernel = make_kernel or cast(MakeKernel, getattr(mx.fast, f"{self.name}_kernel"))
+        header = read_text(self.prelude) if self.prelude else ""
         self._kernels = PagedKernels(make_kernel, header)
-        self._rows = RowMaker(make_kernel, header, self.name)
-        self._num_cores = num_cores
+        self._row_kernels = RowKernels(make_kernel, header)
+        self._num_cores = num_cores or self._most_cores()
         self._choose_variant = choose_variant
         self._variants: dict[DecodeShape, KernelVariant] = {}
         self._refusals: dict[DecodeShape, str] = {}
         self._write_failures: dict[LayerSpec, str | None] = {}
+        self._row_failures: dict[tuple[int, mx.Dtype], str | None] = {}
         self._layers: dict[tuple[LayerSpec, int, float, float | None, mx.Dtype | None], _Layer] = {}
+
+    def _most_cores(self) -> int:
+        return 128
 
     @property
     def needs_synchronous_steps(self) -> bool:
@@ -106,7 +111,7 @@ class GpuBackend:
         softcap: float | None = None,
     ) -> None:
         """Compiles every kernel that such a layer can meet, and proves each right on this machine."""
-        self._prove_writes(spec)
+        self._writes(spec)
         shape = DecodeShape.of(spec, num_query_heads)
         scores = Scores(shape.key_dim**-0.5, softcap, sinks)
         variant = self._variant(shape)
@@ -132,28 +137,42 @@ class GpuBackend:
         return pool
 
     def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
-        return self._rows.make(shape, dtype)
+        """Zeros. Plain rows in place of those that kernels cannot write, and a warning says why, once a kind."""
+        kind = size, _ = math.prod(shape[1:]), dtype
+        if kind not in self._row_failures:
+            failure = self._row_failures[kind] = row_failure(self._row_kernels, size, dtype)
+            if failure is not None:
+                logger.warning(
+                    "%s cannot write rows of %d numbers in place, so steps are not submitted ahead and MLX copies "
+                    "what it writes into: %s",
+                    self.name,
+                    size,
+                    failure,
+                )
+        rows = mx.zeros(shape, dtype)
+        if self._row_failures[kind] is None and rows.size >= SMALL_ARRAY:
+            return GpuRows(self._row_kernels, rows)
+        return PlainRows(rows)
 
-    def make_states(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
-        return self._rows.make(shape, dtype)
+    make_states = make_rows
 
     def change_pool(self, pool: GpuPool, change: PoolChange) -> GpuPool:
         pool.change(change)
         return pool
 
-    def view_pool(self, pool: GpuPool, spec: LayerSpec, num_parts: int) -> GpuPoolView:
+    def view_pool(self, pool: GpuPool, spec: LayerSpec, num_parts: int) -> GpuPool:
         """If kernels cannot write for such layers, MLX writes for all that share the pool. So the first views of a pool
         come before anything is written."""
         if not self._writes(spec):
             pool.scatter()
-        return GpuPoolView(self._one_of(spec), pool, num_parts)
+        return GpuPool(self._one_of(spec), pool.memory, num_parts)
 
     def plan(self, step: StepPlan) -> GpuMetadata:
         return GpuMetadata.of(step, self._num_cores)
 
     def attend(
         self,
-        pool: AnyGpuPool,
+        pool: GpuPool,
         queries: mx.array,
         keys: mx.array | None,
         values: mx.array | None,
@@ -171,14 +190,15 @@ class GpuBackend:
         except KeyError:
             layer = self._layers[kind] = self._layer(pool.spec, queries.shape[1], Scores(scale, softcap, sinks))
         if keys is not None and values is not None:
-            if pool.is_scattered:
-                _scatter(pool, keys, values, metadata)
+            if pool.memory.is_scattered:
+                slots = metadata.slots[: metadata.step.num_tokens]
+                pool.write(slots // BLOCK_SIZE, slots % BLOCK_SIZE, keys[:, :, 0], values[:, :, 0])
             else:
                 layer.pool.write(pool, keys, values, metadata.slots)
         decoded = None
         if metadata.num_decodes and layer.decodes is not None:
             indices = metadata.decode_indices(layer.decodes.cut, window)
-            decoded = layer.decodes.decode(pool, queries, indices, layer.factors, sinks)
+            decoded = layer.decodes.decode(pool, queries, indices, sinks)
             if not metadata.num_chunks:
                 return decoded
         parts = _attend_gathered(layer, pool, queries, metadata, window, Scores(scale, softcap, sinks))
@@ -197,7 +217,7 @@ class GpuBackend:
         shape = DecodeShape.of(spec, num_query_heads)
         variant = self._variant(shape)
         decodes = None if variant is None else DecodeKernels(self._kernels, shape, variant, scores)
-        return _Layer(self._kernels.of_pool(spec), decodes, score_factors(self._kernels, scores))
+        return _Layer(self._kernels.of_pool(spec), decodes)
 
     def _variant(self, shape: DecodeShape) -> KernelVariant | None:
         if shape in self._refusals:
@@ -217,33 +237,19 @@ class GpuBackend:
         logger.warning("%s decodes gather K/V instead of reading it in place: %s", self.name, reason)
 
     def _writes(self, spec: LayerSpec) -> bool:
-        """Whether kernels write for such layers."""
-        self._prove_writes(spec)
+        """Whether kernels write for such layers, which they must prove at first."""
+        if spec not in self._write_failures:
+            failure = write_failure(self._kernels, spec)
+            if failure is not None and spec.bits is not None:
+                raise RuntimeError(f"K/V of {spec.bits} bits cannot be written in place: {failure}")
+            self._write_failures[spec] = failure
+            if failure is not None:
+                logger.warning("%s cannot write K/V in place, so steps are not submitted ahead: %s", self.name, failure)
         return self._write_failures[spec] is None
-
-    def _prove_writes(self, spec: LayerSpec) -> None:
-        if spec in self._write_failures:
-            return
-        failure = write_failure(self._kernels, spec)
-        if failure is not None and spec.bits is not None:
-            raise RuntimeError(f"K/V of {spec.bits} bits cannot be written in place: {failure}")
-        self._write_failures[spec] = failure
-        if failure is not None:
-            logger.warning("%s cannot write K/V in place, so steps are not submitted ahead: %s", self.name, failure)
-
-
-def _scatter(pool: AnyGpuPool, keys: mx.array, values: mx.array, metadata: GpuMetadata) -> None:
-    """Writes where kernels cannot."""
-    slots = metadata.slots[: metadata.step.num_tokens]
-    blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-    stored = pool.keys, pool.values
-    for array, rows in zip(stored, (keys, values)):
-        array[blocks, :, offsets] = rows[:, :, 0]
-    pool.keep(*stored)
 
 
 def _attend_gathered(
-    layer: _Layer, pool: AnyGpuPool, queries: mx.array, metadata: GpuMetadata, window: int | None, scores: Scores
+    layer: _Layer, pool: GpuPool, queries: mx.array, metadata: GpuMetadata, window: int | None, scores: Scores
 ) -> list[mx.array]:
     """Attention of the prompt chunks, and first of the decodes if no kernel supports them."""
     parts = []
@@ -263,47 +269,20 @@ _CORES = {"p": 6, "g": 16, "s": 40, "d": 80}
 
 
 class MetalBackend(GpuBackend):
-    """The `metal` backend. Importable everywhere; making one without `make_kernel` needs no GPU, running does."""
+    """The `metal` backend."""
 
     name = "metal"
 
-    def __init__(
-        self,
-        make_kernel: MakeKernel | None = None,
-        *,
-        num_cores: int | None = None,
-        choose_variant: Callable[[DecodeShape], KernelVariant] = default_variant,
-    ) -> None:
-        make_kernel = make_kernel or cast(MakeKernel, mx.fast.metal_kernel)
-        super().__init__(make_kernel, num_cores=num_cores or num_gpu_cores(), choose_variant=choose_variant)
-
-
-def num_gpu_cores() -> int:
-    """The most GPU cores that a chip of this one's class has; only how finely work is cut depends on it."""
-    if not mx.metal.is_available():
-        return _CORES["g"]
-    architecture = str(mx.device_info()["architecture"])
-    return _CORES.get(architecture[-1:], _CORES["g"])
+    def _most_cores(self) -> int:
+        architecture = str(mx.device_info()["architecture"]) if mx.metal.is_available() else ""
+        return _CORES.get(architecture[-1:], _CORES["g"])
 
 
 PRELUDE = "cuda_prelude.h"
-_DEFAULT_CORES = 128
 
 
 class CudaBackend(GpuBackend):
-    """The `cuda` backend. Raises `RuntimeError` where MLX has no CUDA back-end."""
+    """The `cuda` backend."""
 
     name = "cuda"
-
-    def __init__(
-        self,
-        make_kernel: MakeKernel | None = None,
-        *,
-        num_cores: int = _DEFAULT_CORES,
-        choose_variant: Callable[[DecodeShape], KernelVariant] = default_variant,
-    ) -> None:
-        if make_kernel is None:
-            if not mx.cuda.is_available():
-                raise RuntimeError("No CUDA back-end: this MLX was built without, or there is no such GPU.")
-            make_kernel = cast(MakeKernel, mx.fast.cuda_kernel)
-        super().__init__(make_kernel, header=read_text(PRELUDE), num_cores=num_cores, choose_variant=choose_variant)
+    prelude = PRELUDE

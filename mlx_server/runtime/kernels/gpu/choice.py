@@ -1,9 +1,8 @@
-"""The kernel variants that `mlx-serve bench kernels` found fastest, kept in a file for the backends to start with.
+"""What is known of the kernels on this machine: the variants that `mlx-serve bench kernels` found fastest, kept in a
+file, and whether their numbers are right, which each GPU must prove on small pools before they are used.
 
-An entry holds for one chip and one attention shape, the whole file for one version of the decode kernels. It
-changes speed only: whatever is wrong with it, the backends take the default variants.
-
-What a GPU must prove before its kernels are used: small pools, known numbers, nothing waited for in between.
+An entry of the file holds for one chip and one attention shape, the whole file for one version of the decode kernels.
+It changes speed only: whatever is wrong with it, the backends take the default variants.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import hashlib
 import json
 import logging
 import math
-import os
 import platform
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -27,7 +25,7 @@ from mlx_server import config
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention import LayerSpec
 from mlx_server.runtime.kernels.cpu.rows import exact_rows
-from mlx_server.runtime.kernels.gpu.kernels import DecodeKernels, PagedKernels, Scores, read_text, score_factors
+from mlx_server.runtime.kernels.gpu.kernels import DecodeKernels, PagedKernels, Scores, read_text
 from mlx_server.runtime.kernels.gpu.plan import (
     DTYPES,
     DecodeIndices,
@@ -52,11 +50,8 @@ _FAULTS = (ValueError, TypeError, LookupError, AttributeError)
 """What reading raises for a file that is not ours, or no longer."""
 
 
-class _Place(NamedTuple):
-    """What a choice was measured for."""
-
-    chip: str
-    shape: DecodeShape
+Choices = dict[str, dict[DecodeShape, KernelVariant]]
+"""By chip and shape."""
 
 
 def choices_path() -> Path:
@@ -72,13 +67,11 @@ def load_choice() -> Callable[[DecodeShape], KernelVariant]:
     """
     path = choices_path()
     try:
-        choices = _read(path)
+        here = _read(path).get(chip_name(), {})
     except (OSError, *_FAULTS) as error:
         reason = f"{type(error).__name__}: {error}"
         logger.warning("%s is ignored (%s); `mlx-serve bench kernels` writes it anew.", path, reason)
-        choices = {}
-    chip = chip_name()
-    here = {place.shape: variant for place, variant in choices.items() if place.chip == chip}
+        here = {}
     return lambda shape: here.get(shape) or default_variant(shape)
 
 
@@ -90,10 +83,12 @@ def store_choices(variants: Mapping[DecodeShape, KernelVariant]) -> Path:
         choices = _read(path)
     except _FAULTS:
         choices = {}
-    chip = chip_name()
-    choices.update({_Place(chip, shape): variant for shape, variant in variants.items()})
+    choices.setdefault(chip_name(), {}).update(variants)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, json.dumps(_document(choices), indent=2) + "\n")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        whole = Path(folder, path.name)
+        whole.write_text(json.dumps(_document(choices), indent=2) + "\n", encoding="utf-8")
+        whole.replace(path)
     return path
 
 
@@ -102,42 +97,43 @@ def chip_name() -> str:
     return str(mx.device_info().get("device_name", platform.processor()))
 
 
-def _read(path: Path) -> dict[_Place, KernelVariant]:
+def _read(path: Path) -> Choices:
     """All choices; none if there is no file."""
+    choices: Choices = {}
     if not path.exists():
-        return {}
+        return choices
     document = json.loads(path.read_text(encoding="utf-8"))
     if document["version"] != _VERSION or document["kernels"] != _kernels_digest():
         raise ValueError("it was measured with other kernels")
-    return dict(_parse(entry) for entry in document["choices"])
+    for entry in document["choices"]:
+        shape, variant = _parse(entry)
+        choices.setdefault(str(entry["chip"]), {})[shape] = variant
+    return choices
 
 
-def _parse(entry: Mapping[str, Any]) -> tuple[_Place, KernelVariant]:
+def _parse(entry: Mapping[str, Any]) -> tuple[DecodeShape, KernelVariant]:
     """Raises one of `_FAULTS` for what no backend could launch."""
     dtypes = {_dtype_name(dtype): dtype for dtype in DTYPES}
-    sizes = {name: _whole(value) for name, value in entry["shape"].items()}
-    bits = entry["kv_bits"]
-    shape = DecodeShape(**sizes, dtype=dtypes[entry["dtype"]], bits=None if bits is None else _whole(bits))
-    tokens = entry["partition_tokens"]
-    variant = KernelVariant(
-        **{name: _whole(value) for name, value in entry["variant"].items()},
-        partition_tokens=None if tokens is None else _whole(tokens),
-    )
+    sizes, cut = ({name: _whole(value) for name, value in entry[part].items()} for part in ("shape", "variant"))
+    bits, tokens = (None if entry[name] is None else _whole(entry[name]) for name in ("kv_bits", "partition_tokens"))
+    shape = DecodeShape(**sizes, dtype=dtypes[entry["dtype"]], bits=bits)
+    variant = KernelVariant(**cut, partition_tokens=tokens)
     reason = unsupported_reason(shape)
     if reason is not None:
         raise ValueError(reason)
     check_variant(shape, variant)
-    return _Place(str(entry["chip"]), shape), variant
+    return shape, variant
 
 
-def _document(choices: Mapping[_Place, KernelVariant]) -> dict[str, Any]:
+def _document(choices: Choices) -> dict[str, Any]:
     entries = []
-    for (chip, shape), variant in choices.items():
-        sizes = {name: getattr(shape, name) for name in _SIZES}
-        cut = dataclasses.asdict(variant)
-        tokens = cut.pop("partition_tokens")
-        entry = {"chip": chip, "shape": sizes, "dtype": _dtype_name(shape.dtype), "kv_bits": shape.bits}
-        entries.append({**entry, "variant": cut, "partition_tokens": tokens})
+    for chip, variants in choices.items():
+        for shape, variant in variants.items():
+            sizes = {name: getattr(shape, name) for name in _SIZES}
+            cut = dataclasses.asdict(variant)
+            tokens = cut.pop("partition_tokens")
+            entry = {"chip": chip, "shape": sizes, "dtype": _dtype_name(shape.dtype), "kv_bits": shape.bits}
+            entries.append({**entry, "variant": cut, "partition_tokens": tokens})
     return {"version": _VERSION, "kernels": _kernels_digest(), "choices": entries}
 
 
@@ -155,17 +151,6 @@ def _kernels_digest() -> str:
     """Another text of the kernels has other best variants."""
     texts = "\0".join(read_text(name) for name in _KERNEL_FILES)
     return hashlib.sha256(texts.encode()).hexdigest()[:16]
-
-
-def _replace(path: Path, text: str) -> None:
-    """Written beside its place and moved there in one step."""
-    handle, temporary = tempfile.mkstemp(prefix=f"{path.stem}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 _STEPS = 8
@@ -195,7 +180,7 @@ def write_failure(kernels: PagedKernels, spec: LayerSpec) -> str | None:
             keys, values = (_pattern(spec, dim, step) for dim in (spec.key_dim, spec.value_dim))
             writer.write(pool, keys, values, slots)
             (found,) = read_rows(writer, pool, gather)
-            mx.async_eval(found.keys, found.values, pool.token)  # type: ignore[no-untyped-call]
+            mx.async_eval(found.keys, found.values, pool.memory.token)  # type: ignore[no-untyped-call]
             readings.append(((keys, values), (found.keys, found.values)))
         for step, (written, seen) in enumerate(readings):
             for name, wrote, read in zip(("keys", "values"), written, seen):
@@ -217,11 +202,11 @@ def decode_failure(kernels: PagedKernels, shape: DecodeShape, variant: KernelVar
     tables = np.arange(12, dtype=np.int32).reshape(3, 4)
     pool, reader = _random_pool(kernels, shape, tables.size), kernels.of_pool(shape.spec)
     queries = _random(10, (3, shape.num_query_heads, 1, shape.key_dim), shape.dtype)
-    decodes, factors = DecodeKernels(kernels, shape, variant, scores), score_factors(kernels, scores)
+    decodes = DecodeKernels(kernels, shape, variant, scores)
     for tokens in (BLOCK_SIZE, 4 * BLOCK_SIZE):
         cut = dataclasses.replace(variant, partition_tokens=tokens)
         indices = DecodeIndices.of(make_work(contexts, None, shape, cut, num_cores=1), mx.array(tables))
-        out = decodes.decode(pool, queries, indices, factors, scores.sinks).astype(mx.float32)
+        out = decodes.decode(pool, queries, indices, scores.sinks).astype(mx.float32)
         for sequence, context in enumerate(contexts.tolist()):
             rows = tables[sequence, :3] * shape.num_kv_heads + np.arange(shape.num_kv_heads, dtype=np.int32)[:, None]
             gather = Gather.of(Seen(slice(sequence, sequence + 1), rows[None], 0, context, "causal"))
@@ -243,19 +228,17 @@ def _pattern(spec: LayerSpec, dim: int, step: int) -> mx.array:
 
 
 def _random_pool(kernels: PagedKernels, shape: DecodeShape, num_blocks: int) -> GpuPool:
-    if shape.bits is not None:
-        pool = GpuPool.make(shape.spec, num_blocks)
-        rng, rows = np.random.default_rng(0), (num_blocks * BLOCK_SIZE, shape.num_kv_heads, 1)
-        keys, values = (
-            exact_rows(rng, (*rows, dim), shape.dtype, shape.bits) for dim in (shape.key_dim, shape.value_dim)
+    dims = shape.key_dim, shape.value_dim
+    if shape.bits is None:
+        rows = num_blocks, shape.num_kv_heads, BLOCK_SIZE
+        return GpuPool.of(
+            shape.spec, *(_random(seed, (*rows, dim), shape.dtype) for seed, dim in zip((11, 12), dims, strict=True))
         )
-        kernels.of_pool(shape.spec).write(pool, keys, values, mx.arange(num_blocks * BLOCK_SIZE, dtype=mx.int32))
-        return pool
-    rows = num_blocks, shape.num_kv_heads, BLOCK_SIZE
-    keys, values = (
-        _random(seed, (*rows, dim), shape.dtype) for seed, dim in ((11, shape.key_dim), (12, shape.value_dim))
-    )
-    return GpuPool.of(shape.spec, keys, values)
+    pool, rng = GpuPool.make(shape.spec, num_blocks), np.random.default_rng(0)
+    num_tokens = num_blocks * BLOCK_SIZE
+    keys, values = (exact_rows(rng, (num_tokens, shape.num_kv_heads, 1, dim), shape.dtype, shape.bits) for dim in dims)
+    kernels.of_pool(shape.spec).write(pool, keys, values, mx.arange(num_tokens, dtype=mx.int32))
+    return pool
 
 
 def _random(seed: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:

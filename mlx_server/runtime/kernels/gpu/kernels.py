@@ -23,7 +23,7 @@ from mlx_server.runtime.kernels.gpu.plan import (
     DecodeShape,
     KernelVariant,
 )
-from mlx_server.runtime.kernels.gpu.pool import AnyGpuPool
+from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.row_pool import group_size_of
 
 Kernel = Callable[..., list[mx.array]]
@@ -118,7 +118,6 @@ class PoolKernels:
         sizes = {**_row_sizes(spec), "KV_HEADS": spec.num_kv_heads}
         dims = spec.key_dim, spec.value_dim
         self.spec = spec
-        self._dtype = spec.dtype
         self._dims = dims
         if spec.bits is None:
             self._write, width = kernels.make(KV_WRITE, sizes), max(dims) // 4
@@ -131,12 +130,14 @@ class PoolKernels:
         self._gather_threads = _rows_threadgroup(self._gather_width, BLOCK_SIZE)
         self._template = [("T", spec.dtype)]
 
-    def write(self, pool: AnyGpuPool, keys: mx.array, values: mx.array, slots: mx.array) -> None:
+    def write(self, pool: GpuPool, keys: mx.array, values: mx.array, slots: mx.array) -> None:
         """Writes rows `[T, num_kv_heads, 1, dim]` into their slots. Takes the pool's next token."""
-        if keys.dtype != self._dtype:
-            keys, values = keys.astype(self._dtype), values.astype(self._dtype)
-        (pool.token,) = self._write(
-            inputs=[keys, values, *pool.handles, slots, pool.token],
+        dtype = self.spec.dtype
+        if keys.dtype != dtype:
+            keys, values = keys.astype(dtype), values.astype(dtype)
+        memory = pool.memory
+        (memory.token,) = self._write(
+            inputs=[keys, values, *memory.handles, slots, memory.token],
             output_shapes=[_TOKEN],
             output_dtypes=[mx.int32],
             grid=(*self._write_grid, keys.shape[0]),
@@ -144,13 +145,14 @@ class PoolKernels:
             template=self._template,
         )
 
-    def gather(self, pool: AnyGpuPool, rows: mx.array, num_rows: int) -> tuple[mx.array, mx.array]:
+    def gather(self, pool: GpuPool, rows: mx.array, num_rows: int) -> tuple[mx.array, mx.array]:
         """K and V `[num_rows, 32, dim]` at the first `num_rows` of `rows`, which are block * num_kv_heads + head. Takes
         the pool's next token, which later writes wait for."""
-        keys, values, pool.token = self._gather(
-            inputs=[*pool.handles, rows, pool.token],
+        memory = pool.memory
+        keys, values, memory.token = self._gather(
+            inputs=[*memory.handles, rows, memory.token],
             output_shapes=[*((num_rows, BLOCK_SIZE, dim) for dim in self._dims), _TOKEN],
-            output_dtypes=[self._dtype, self._dtype, mx.int32],
+            output_dtypes=[self.spec.dtype, self.spec.dtype, mx.int32],
             grid=(num_rows * self._gather_width, BLOCK_SIZE, 1),
             threadgroup=self._gather_threads,
             template=self._template,
@@ -162,10 +164,11 @@ class DecodeKernels:
     """Attends from decodes of one kind of layer, in one launch or, if a sequence is split, two."""
 
     def __init__(self, kernels: PagedKernels, shape: DecodeShape, variant: KernelVariant, scores: Scores) -> None:
-        """`scores` as far as layers of a kind have them alike: whether they have sinks, whose type, and a cap."""
+        """Of the sinks in `scores`, only their type counts: each decode gets its own."""
         self.cut = Cut(shape, variant)
         self._decode = kernels.make(PAGED_DECODE, _decode_sizes(shape, variant, scores))
         self._reduce = kernels.make(PAGED_REDUCE, {"VALUE_DIM": shape.value_dim, "QUERY_HEADS": shape.num_query_heads})
+        self._factors = _score_factors(kernels, scores)
         self._no_sinks = kernels.number(0.0)
         pool_dtype = shape.dtype if shape.bits is None else mx.uint32
         sinks_dtype = self._no_sinks.dtype if scores.sinks is None else scores.sinks.dtype
@@ -178,27 +181,19 @@ class DecodeKernels:
         self._reduce_threads = _rows_threadgroup(*self._reduce_grid)
         self._reduce_template = [("T", shape.dtype)]
 
-    def decode(
-        self,
-        pool: AnyGpuPool,
-        queries: mx.array,
-        indices: DecodeIndices,
-        factors: tuple[mx.array, mx.array],
-        sinks: mx.array | None,
-    ) -> mx.array:
+    def decode(self, pool: GpuPool, queries: mx.array, indices: DecodeIndices, sinks: mx.array | None) -> mx.array:
         """Attention of the first rows of queries `[T, H, 1, key_dim]`, one a sequence, over the pool: `[B, H, 1,
-        value_dim]`. `factors` are those of `score_factors`. Takes the pool's next token, which later writes wait for.
-        """
-        shape = self.cut.shape
+        value_dim]`. Takes the pool's next token, which later writes wait for."""
+        shape, memory = self.cut.shape, pool.memory
         asked = queries.dtype
         if asked != shape.dtype:
             queries = queries.astype(shape.dtype)
         starts = indices.item_starts
         dtype = shape.dtype if starts is None else mx.float32
         rows = indices.num_items, shape.num_query_heads
-        factors_and_sinks = *factors, self._no_sinks if sinks is None else sinks
-        out, stats, pool.token = self._decode(
-            inputs=[queries, *pool.handles, indices.block_tables, indices.work_items, *factors_and_sinks, pool.token],
+        numbers = *self._factors, self._no_sinks if sinks is None else sinks
+        out, stats, memory.token = self._decode(
+            inputs=[queries, *memory.handles, indices.block_tables, indices.work_items, *numbers, memory.token],
             output_shapes=[(*rows, 1, shape.value_dim), (*rows, 2), _TOKEN],
             output_dtypes=[dtype, mx.float32, mx.int32],
             grid=(self._width, indices.num_items, 1),
@@ -217,7 +212,7 @@ class DecodeKernels:
         return out if asked == shape.dtype else out.astype(asked)
 
 
-def score_factors(kernels: PagedKernels, scores: Scores) -> tuple[mx.array, mx.array]:
+def _score_factors(kernels: PagedKernels, scores: Scores) -> tuple[mx.array, mx.array]:
     """What queries are multiplied by, and the cap of capped scores; log2 e makes exp(x) an exp2(x)."""
     if scores.softcap is None:
         return kernels.number(scores.scale * _LOG2_E), kernels.number(0.0)

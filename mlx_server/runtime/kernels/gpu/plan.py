@@ -1,12 +1,7 @@
-"""The host's half of GPU attention: which tokens each threadgroup reads, as index arrays made once a step.
+"""The host's half of GPU attention: how the decode kernel is cut for a shape, and which tokens each threadgroup reads.
 
-Windows are resolved here: a work item names the tokens it sees, so the kernels know no window.
-
-How one decode kernel is cut for one attention shape: what is supported, how heads and tokens are spread.
-
-Knows no MLX calls; the numbers here become template arguments and grid sizes in `gpu_kernels`.
-
-How many bytes one decode attention must move, and how many a variant of the kernel moves.
+Index arrays are made once a step. Windows are resolved here: a work item names the tokens it sees, so the kernels know
+no window.
 """
 
 from __future__ import annotations
@@ -16,10 +11,9 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.attention import IntArray, LayerSpec, StepPlan
+from mlx_server.runtime.attention import IntArray, LayerSpec, StepPlan, causal_mask
 from mlx_server.runtime.row_pool import SMALL_ARRAY
 
 SIMD_WIDTH = 32
@@ -271,16 +265,6 @@ class Gather:
         rows = np.concatenate([one.rows.reshape(-1) for one in seen])
         return cls(seen, mx.array(_at_least(SMALL_ARRAY, rows)), len(rows))
 
-    def parts(self, keys: mx.array, values: mx.array) -> Iterator[tuple[Seen, mx.array, mx.array]]:
-        """Each with its K and V `[R, num_kv_heads, B * 32, dim]`, of those gathered `[num_rows, 32, dim]`."""
-        start = 0
-        for one in self.seen:
-            sequences, heads, blocks = one.rows.shape
-            end = start + one.rows.size
-            shape = sequences, heads, blocks * BLOCK_SIZE
-            yield one, keys[start:end].reshape(*shape, -1), values[start:end].reshape(*shape, -1)
-            start = end
-
 
 @dataclass(slots=True)
 class GpuMetadata:
@@ -336,7 +320,8 @@ class GpuMetadata:
             longest = int(contexts.max())
             lowest = 0 if window is None else max(0, int(contexts.min()) - window)
             rows, base = _pool_rows(self.step.block_tables[: self.num_decodes], lowest, longest, num_kv_heads)
-            mask = mx.array(_mask(contexts[:, None] - 1, _range(lowest, longest), window))
+            positions = mx.array(contexts - 1)[:, None, None, None]
+            mask = causal_mask(positions, mx.arange(lowest, longest), window)
             seen = Seen(slice(0, self.num_decodes), rows, lowest - base, longest - base, mask)
             self._gathers[key] = (Gather.of(seen),)
         return self._gathers[key][0]
@@ -350,7 +335,8 @@ class GpuMetadata:
         rows, base = _pool_rows(step.block_tables[request : request + 1], lowest, length, num_kv_heads)
         mask: mx.array | str = "causal"
         if window is not None and length > window:
-            mask = mx.array(_mask(_range(position, length)[None], _range(lowest, length), window))
+            positions = mx.arange(position, length)[None, None, :, None]
+            mask = causal_mask(positions, mx.arange(lowest, length), window)
         return Seen(slice(first_query, end_query), rows, lowest - base, length - base, mask)
 
 
@@ -382,54 +368,21 @@ def _pool_rows(tables: IntArray, first: int, end: int, num_kv_heads: int) -> tup
     return blocks[:, None, :] * num_kv_heads + heads[:, None], first // BLOCK_SIZE * BLOCK_SIZE
 
 
-def _range(first: int, end: int) -> IntArray:
-    return np.arange(first, end, dtype=np.int32)
-
-
-def _mask(positions: IntArray, keys: IntArray, window: int | None) -> npt.NDArray[np.bool_]:
-    """`[R, 1, L, keys]`: which keys the queries at `positions` `[R, L]` see."""
-    visible = keys <= positions[..., None]
-    if window is not None:
-        visible &= keys > positions[..., None] - window
-    return visible[:, None]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeBytes:
-    """Bytes of one layer's decode attention.
-
-    required  each visible K and V row once, queries in, results out: no kernel can move less
-    moved     what this variant's loads and stores add up to, caches not counted
-    """
-
-    required: int
-    moved: int
-
-
-def decode_bytes(
-    shape: DecodeShape,
-    context_lens: Sequence[int],
-    variant: KernelVariant,
-    *,
-    num_cores: int,
-    window: int | None = None,
-) -> DecodeBytes:
-    """Counts for one decode of `len(context_lens)` sequences on a GPU of `num_cores`."""
-    contexts = np.asarray(context_lens, np.int32)
-    work = make_work(contexts, window, shape, variant, num_cores)
-    tokens = int((work.items[:, 2] - work.items[:, 1]).sum())
+def decode_bytes(shape: DecodeShape, context_lens: Sequence[int], variant: KernelVariant, *, num_cores: int) -> int:
+    """What the loads and stores of one layer's decode attention of `len(context_lens)` sequences add up to, caches not
+    counted, on a GPU of `num_cores`."""
+    work = make_work(np.asarray(context_lens, np.int32), None, shape, variant, num_cores)
     blocks = int((-(-work.items[:, 2] // BLOCK_SIZE) - work.items[:, 1] // BLOCK_SIZE).sum())
-    rows = tokens * shape.spec.token_bytes
+    rows = sum(context_lens) * shape.spec.token_bytes
     queries = shape.num_query_heads * shape.key_dim * shape.dtype.size
     results = shape.num_query_heads * shape.value_dim * shape.dtype.size
-    required = rows + len(contexts) * (queries + results)
 
     num_items = len(work.items)
     reads = variant.row_reads(shape)
     indices = 4 * shape.num_kv_heads * reads * (blocks + 4 * num_items)
     stats = 2 * 4 * num_items * shape.num_query_heads
-    moved = rows * reads + num_items * queries * variant.streams(shape) + indices + stats + len(contexts) * results
+    moved = rows * reads + num_items * queries * variant.streams(shape) + indices + stats
     if work.is_split:
         partial = num_items * shape.num_query_heads * shape.value_dim * mx.float32.size
         moved += 2 * partial + stats
-    return DecodeBytes(required=required, moved=moved)
+    return moved + len(context_lens) * results

@@ -1,11 +1,9 @@
-"""Arrays of rows on a GPU that kernels write in place: recurrent states, and K/V that are read by group.
-
-Attention by gathering blocks into contiguous rows: prompt chunks, and decodes that no kernel supports.
+"""Arrays of rows on a GPU that kernels write in place: recurrent states, and K/V that are read by group. Also attention
+over blocks that are gathered into contiguous rows: of prompt chunks, and of decodes that no kernel supports.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from copy import copy
@@ -14,19 +12,17 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.kernels.gpu.kernels import KernelText, MakeKernel, PoolKernels, Scores
-from mlx_server.runtime.kernels.gpu.plan import Gather, Seen
-from mlx_server.runtime.kernels.gpu.pool import AnyGpuPool, buffer_address
+from mlx_server.runtime.kernels.gpu.plan import SIMD_WIDTH, Gather, Seen
+from mlx_server.runtime.kernels.gpu.pool import GpuPool, buffer_address
 from mlx_server.runtime.memory import max_elements
-from mlx_server.runtime.row_pool import SMALL_ARRAY, PlainRows, Rows, RowsShape, Slots
-
-logger = logging.getLogger(__name__)
+from mlx_server.runtime.row_pool import SMALL_ARRAY, RowsShape, Slots
 
 ROW_READ = KernelText("row_read", ("pool", "slots", "token"), ("rows", "token_out"))
 ROW_WRITE = KernelText("row_write", ("rows", "pool", "slots", "token"), ("token_out",))
 ROW_TEXTS = (ROW_READ, ROW_WRITE)
 
-_SIMD_WIDTH = 32
 _MAX_THREADS = 256
 _ELEMENTS_PER_THREAD = 4
 _STEPS = 8
@@ -124,35 +120,6 @@ class GpuRows:
         return [self._memory.token]
 
 
-class RowMaker:
-    """Makes rows that kernels write in place, for each kind of row once they are proved to do so; else plain ones."""
-
-    def __init__(self, make_kernel: MakeKernel, header: str, name: str) -> None:
-        self._kernels = RowKernels(make_kernel, header)
-        self._name = name
-        self._failures: dict[tuple[int, mx.Dtype], str | None] = {}
-
-    def make(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
-        """Zeros. Plain rows are there at once, in place of those that kernels cannot write, and a warning says why."""
-        if self._writes(math.prod(shape[1:]), dtype) and math.prod(shape) >= SMALL_ARRAY:
-            return GpuRows(self._kernels, mx.zeros(shape, dtype))
-        return PlainRows(mx.zeros(shape, dtype))
-
-    def _writes(self, size: int, dtype: mx.Dtype) -> bool:
-        kind = size, dtype
-        if kind not in self._failures:
-            failure = self._failures[kind] = row_failure(self._kernels, size, dtype)
-            if failure is not None:
-                logger.warning(
-                    "%s cannot write rows of %d numbers in place, so steps are not submitted ahead and MLX copies "
-                    "what it writes into: %s",
-                    self._name,
-                    size,
-                    failure,
-                )
-        return self._failures[kind] is None
-
-
 def row_failure(kernels: RowKernels, size: int, dtype: mx.Dtype) -> str | None:
     """Why rows of so many numbers cannot be trusted to be written in place here, or None.
 
@@ -184,7 +151,7 @@ def _launch(dtype: mx.Dtype, size: int, num_rows: int) -> dict[str, object]:
     """Grid, threadgroup and template for rows of `size` elements: whole simdgroups, no more than a threadgroup may
     have or whole threadgroups of them."""
     width = -(-size // _ELEMENTS_PER_THREAD)
-    threads = min(-(-width // _SIMD_WIDTH) * _SIMD_WIDTH, _MAX_THREADS)
+    threads = min(-(-width // SIMD_WIDTH) * SIMD_WIDTH, _MAX_THREADS)
     width = -(-width // threads) * threads
     return {
         "grid": (num_rows * width, 1, 1),
@@ -209,15 +176,21 @@ class GatheredRows:
     values: mx.array
 
 
-def read_rows(kernels: PoolKernels, pool: AnyGpuPool, gather: Gather) -> Iterator[GatheredRows]:
+def read_rows(kernels: PoolKernels, pool: GpuPool, gather: Gather) -> Iterator[GatheredRows]:
     """What each of the gather's queries see. Takes the pool's next token, which later writes wait for; of a pool that
     is scattered, MLX gathers, and knows the order itself."""
-    if pool.is_scattered:
+    if pool.memory.is_scattered:
         rows = gather.rows[: gather.num_rows]
         keys, values = (array.reshape(-1, *array.shape[2:])[rows] for array in (pool.keys, pool.values))
     else:
         keys, values = kernels.gather(pool, gather.rows, gather.num_rows)
-    return (GatheredRows(*part) for part in gather.parts(keys, values))
+    start = 0
+    for seen in gather.seen:
+        sequences, heads, blocks = seen.rows.shape
+        end = start + seen.rows.size
+        shape = sequences, heads, blocks * BLOCK_SIZE, -1
+        yield GatheredRows(seen, keys[start:end].reshape(shape), values[start:end].reshape(shape))
+        start = end
 
 
 def attend_rows(queries: mx.array, rows: GatheredRows, scores: Scores) -> mx.array:
