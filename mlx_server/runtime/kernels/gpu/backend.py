@@ -85,6 +85,7 @@ class GpuBackend:
         self._layers: dict[tuple[LayerSpec, int, float, float | None, mx.Dtype | None], _Layer] = {}
 
     def _most_cores(self) -> int:
+        """Of GPUs that are not told apart."""
         return 128
 
     @property

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 import platform
 import tempfile
 from collections.abc import Callable, Mapping
@@ -177,7 +176,10 @@ def write_failure(kernels: PagedKernels, spec: LayerSpec) -> str | None:
     readings = []
     try:
         for step in range(_STEPS):
-            keys, values = (_pattern(spec, dim, step) for dim in (spec.key_dim, spec.value_dim))
+            rng, places = np.random.default_rng(step), (BLOCK_SIZE, spec.num_kv_heads, 1)
+            keys, values = (
+                exact_rows(rng, (*places, dim), spec.dtype, spec.bits) for dim in (spec.key_dim, spec.value_dim)
+            )
             writer.write(pool, keys, values, slots)
             (found,) = read_rows(writer, pool, gather)
             mx.async_eval(found.keys, found.values, pool.memory.token)  # type: ignore[no-untyped-call]
@@ -201,7 +203,7 @@ def decode_failure(kernels: PagedKernels, shape: DecodeShape, variant: KernelVar
     contexts = np.array([1, BLOCK_SIZE + 1, 3 * BLOCK_SIZE], np.int32)
     tables = np.arange(12, dtype=np.int32).reshape(3, 4)
     pool, reader = _random_pool(kernels, shape, tables.size), kernels.of_pool(shape.spec)
-    queries = _random(10, (3, shape.num_query_heads, 1, shape.key_dim), shape.dtype)
+    queries = exact_rows(np.random.default_rng(1), (3, shape.num_query_heads, 1, shape.key_dim), shape.dtype, None)
     decodes = DecodeKernels(kernels, shape, variant, scores)
     for tokens in (BLOCK_SIZE, 4 * BLOCK_SIZE):
         cut = dataclasses.replace(variant, partition_tokens=tokens)
@@ -218,28 +220,12 @@ def decode_failure(kernels: PagedKernels, shape: DecodeShape, variant: KernelVar
     return None
 
 
-def _pattern(spec: LayerSpec, dim: int, step: int) -> mx.array:
-    """Rows `[32, num_kv_heads, 1, dim]` that come back as they are from every pool, and differ at every step."""
-    rows = (BLOCK_SIZE, spec.num_kv_heads, 1, dim)
-    if spec.bits is not None:
-        return exact_rows(np.random.default_rng(step), rows, spec.dtype, spec.bits)
-    numbers = np.arange(math.prod(rows)) * 7 + step + 1
-    return mx.array((numbers % 251).astype(np.float32).reshape(rows)).astype(spec.dtype)
-
-
 def _random_pool(kernels: PagedKernels, shape: DecodeShape, num_blocks: int) -> GpuPool:
-    dims = shape.key_dim, shape.value_dim
+    rng, dims = np.random.default_rng(0), (shape.key_dim, shape.value_dim)
     if shape.bits is None:
-        rows = num_blocks, shape.num_kv_heads, BLOCK_SIZE
-        return GpuPool.of(
-            shape.spec, *(_random(seed, (*rows, dim), shape.dtype) for seed, dim in zip((11, 12), dims, strict=True))
-        )
-    pool, rng = GpuPool.make(shape.spec, num_blocks), np.random.default_rng(0)
-    num_tokens = num_blocks * BLOCK_SIZE
+        blocks = num_blocks, shape.num_kv_heads, BLOCK_SIZE
+        return GpuPool.of(shape.spec, *(exact_rows(rng, (*blocks, dim), shape.dtype, None) for dim in dims))
+    pool, num_tokens = GpuPool.make(shape.spec, num_blocks), num_blocks * BLOCK_SIZE
     keys, values = (exact_rows(rng, (num_tokens, shape.num_kv_heads, 1, dim), shape.dtype, shape.bits) for dim in dims)
     kernels.of_pool(shape.spec).write(pool, keys, values, mx.arange(num_tokens, dtype=mx.int32))
     return pool
-
-
-def _random(seed: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
