@@ -92,7 +92,7 @@ def test_block_tables_follow_the_moves():
     assert plan.slot_mapping.tolist() == [2 * BLOCK_SIZE + 8]
 
 
-def test_a_gpu_pool_is_copied_once_a_change_and_its_old_memory_is_free():
+def test_the_old_memory_of_a_gpu_pool_is_free_after_a_change():
     pool = GpuPool.make(SPEC, 64)
     before = mx.get_active_memory()
     pool.change(PoolChange(16))
