@@ -330,7 +330,7 @@ def backend_with(name: str) -> MakeBackend:
 def moved_bytes(case: Case, variant: KernelVariant, num_cores: int) -> int:
     """What the variant's loads and stores add up to in one layer of a decode case."""
     contexts = [case.context] * case.num_sequences
-    return decode_bytes(case.shape, contexts, variant, num_cores=num_cores).moved
+    return decode_bytes(case.shape, contexts, variant, num_cores=num_cores)
 
 
 def _timed(variants: Sequence[KernelVariant], measure: Measure) -> list[Timed]:
