@@ -1,6 +1,6 @@
-"""One group's view of a layer's cache: what mlx-lm's modules expect of the caches they know.
+"""A step's rows cut into groups, and what modules written for rectangular batches see as the cache of a group.
 
-A step's rows cut into groups that modules written for rectangular batches can compute.
+Example: two decodes and a prompt chunk of 5 tokens are a ragged batch `[7, 1]`, and two groups, `[2, 1]` and `[1, 5]`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mlx_server.runtime.row_pool import RowPool, Rows, Slots
 class RowPlaces:
     """Where the K/V of a group of rows are, in the layers of one place.
 
-        slots          [R * length]  where those of the rows go
-        context_slots  [R, C]        slots of each request's first C tokens, C those of the longest; beyond a
-                                     request's own tokens, and before its window, they are anybody's
+        slots          [R * length]  where the K/V of the rows go
+        context_slots  [R, C]        slots of each request's first C tokens, C that of the longest; beyond a request's
+                                     own tokens, and before its window, they may be another's
 
-    Made when a module asks for them: those of contexts are long.
+    Both are made when first used: those of contexts are long.
     """
 
     _plan: StepPlan
@@ -81,7 +81,7 @@ class RowGroup:
         return rows[self.first : self.last].reshape(self.num_requests, self.length, *rows.shape[2:])
 
     def firsts(self, rows: mx.array) -> mx.array:
-        """For an array `[T]` over all rows, the value at each request's first one: `[R]`, or a scalar for one."""
+        """Values of an array `[T]` at each request's first row: `[R]`, or a scalar for one request."""
         return rows[self.first] if self.num_requests == 1 else rows[self.first : self.last : self.length]
 
     def flat(self, batch: mx.array) -> mx.array:
@@ -118,14 +118,14 @@ def _group(plans: Sequence[StepPlan], first: int, last: int) -> RowGroup:
 
 
 class UnpageableError(Exception):
-    """A layer asks for something that blocks and slots cannot give; the message says what."""
+    """A layer asks for what blocks and slots cannot give; the message says what."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMask:
-    """Stands for the mask of a ragged batch: position p sees p - window + 1 to p, or all before without one.
+    """The mask of a ragged batch: position p sees p - window + 1 to p, or all before p without a window.
 
-    A backend knows what it means; a module that runs on a group gets the group's mask in its place.
+    A backend applies it itself; a module that runs on a group gets the group's mask instead.
     """
 
     window: int | None
@@ -141,13 +141,14 @@ class StateStore(Protocol):
 
 
 class PagedView:
-    """A group's K/V as contiguous arrays: `[R, num_kv_heads, C, dim]`, gathered from the pool when they are asked
-    for. A request that is shorter than the longest has other requests' rows at its end, and at its front where its
-    window has moved on; the mask hides them.
+    """A group's K/V as contiguous arrays `[R, num_kv_heads, C, dim]`, gathered from the pool.
+
+    A request that is shorter than the longest has other requests' rows at its end, and before its window at its front;
+    the mask hides them.
     """
 
     start_position = 0
-    """Of mlx-lm's chunked cache, which forgets its front: this one keeps everything, and the mask hides it."""
+    """As in mlx-lm's chunked cache, which drops its front; this one keeps everything, and the mask hides it."""
 
     def __init__(self, pool: RowPool, window: int | None, group: RowGroup, place: int = 0) -> None:
         self._pool = pool
@@ -160,7 +161,7 @@ class PagedView:
 
     @property
     def offset(self) -> int | mx.array:
-        """Tokens before those of the group, or after them once they are here; an array `[R]` for several."""
+        """Tokens before those of the group, or with them once they are stored; an array `[R]` for several requests."""
         if self._group.num_requests == 1:
             return int(self._group.starts[0]) + self._num_new
         return mx.array(self._group.starts) + self._num_new
@@ -200,7 +201,7 @@ class PagedView:
         return _causal(mx.array(group.starts)[:, None, None, None], group.context_length, window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Stores the K/V of the group's tokens, `[R, num_kv_heads, length, dim]`; those of the whole contexts."""
+        """Stores the K/V of the group's tokens, `[R, num_kv_heads, length, dim]`; returns those of whole contexts."""
         if keys.shape[2] != self._group.length:
             raise UnpageableError(f"{keys.shape[2]} rows of K/V for {self._group.length} tokens")
         self._num_new = self._group.length
@@ -217,7 +218,7 @@ class PagedView:
 class StateView(ArraysCache):  # type: ignore[misc]
     """A group's recurrent states: entry i is `[R, ...]`, or None for requests that start.
 
-    Some modules write only to mlx-lm's own class, so it is one.
+    A subclass of mlx-lm's, since some modules write only to that.
     """
 
     lengths = None
@@ -233,7 +234,7 @@ class StateView(ArraysCache):  # type: ignore[misc]
         if index not in self._known:
             if entry is None or self._group.is_fresh:
                 return None
-            self._known[index] = entry.read(self._group.state_slots)  # once: a kernel reads even what nobody needs
+            self._known[index] = entry.read(self._group.state_slots)  # once: a kernel reads even what nothing uses
         return self._known[index]
 
     def __setitem__(self, index: int, value: mx.array) -> None:
@@ -264,31 +265,19 @@ class StateView(ArraysCache):  # type: ignore[misc]
         return self[0] is None
 
 
-class ListView:
+class ListView(tuple[Any, ...]):
     """Views of a layer that keeps several caches."""
-
-    def __init__(self, caches: Sequence[Any]) -> None:
-        self.caches = tuple(caches)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.caches[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.caches)
-
-    def __len__(self) -> int:
-        return len(self.caches)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """That of the attention among them."""
-        paged = next((cache for cache in self.caches if isinstance(cache, PagedView)), None)
+        paged = next((cache for cache in self if isinstance(cache, PagedView)), None)
         return None if paged is None else paged.make_mask(N, return_array, window_size)
 
     def size(self) -> int:
-        return max(cache.size() for cache in self.caches if isinstance(cache, PagedView))
+        return max(cache.size() for cache in self if isinstance(cache, PagedView))
 
     def empty(self) -> bool:
-        return bool(self.caches[0].empty())
+        return bool(self[0].empty())
 
 
 def _causal(positions: mx.array, num_keys: int, window: int | None) -> mx.array:

@@ -1,7 +1,5 @@
-"""The steps that the device has been given and whose results are not settled yet, of all models together.
-
-Whose turn it is on a device that several share: by the time each has had, not by the number of its turns.
-"""
+"""The steps that the device has been given and that are not settled yet, of all models together, and whose turn is
+next on a device that several models share."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 _MAX_STEPS = 2
-"""One that runs and one behind it, so that the device need not wait for the host."""
+"""One that runs and one behind it, so that the device does not wait for the host."""
 
 
 class StepOwner(Protocol):
@@ -30,7 +28,7 @@ class StepOwner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """A step on the device. `is_awaited`: somebody has waited for it, so idle time before it counts."""
+    """A step on the device. `is_awaited`: a request has waited for it, so idle time before it counts."""
 
     owner: StepOwner
     started_s: float
@@ -38,12 +36,11 @@ class DeviceStep:
 
 
 class DeviceQueue:
-    """The device runs steps in the order of launch, so they are settled in that order, whichever model's turn it is
-    and whatever has failed: each model then pays for its own time.
+    """The device runs steps in the order of launch, so they are settled in that order, of all models and after
+    failures, too: each model then pays for its own time.
 
-    A device that computes by itself tells nobody when it has finished. So a thread of the queue's own waits for each
-    step and notes the time; the MLX thread is free meanwhile, and no end is booked that was not seen. Everything else
-    is for the MLX thread only.
+    A GPU does not report when it has finished. So a thread of the queue's own waits for each step and notes the time,
+    and the MLX thread is free meanwhile. Everything else is for the MLX thread only.
     """
 
     def __init__(self, clock: Callable[[], float], notify: Callable[[], None]) -> None:
@@ -80,7 +77,7 @@ class DeviceQueue:
         self._book(self._steps.popleft(), self._outcomes.get())
 
     def settle_now(self, step: DeviceStep, wait: Callable[[], None]) -> None:
-        """For a step that its launch has computed: waits for all that are older, so that their ends come before its."""
+        """For a step that its launch has computed: settles all older ones first, since they have ended before it."""
         while self._steps:
             self.settle_oldest()
         self._book(step, self._outcome(wait))
@@ -104,15 +101,15 @@ class DeviceQueue:
         try:
             wait()
             return self._clock()
-        except BaseException as error:  # its owner's to handle, whatever it is
+        except BaseException as error:  # the owner handles every kind
             return error
 
     def _watch(self) -> None:
         while (wait := self._unwatched.get()) is not None:
             outcome = self._outcome(wait)
-            del wait  # it holds a model, which may be unloaded as soon as the end is known
+            del wait  # it refers to a model, which may be unloaded as soon as the end is known
             self._outcomes.put(outcome)
-            del outcome  # so does the traceback of an error
+            del outcome  # as does the traceback of an error
             self._notify()
 
 
@@ -127,10 +124,10 @@ class _Account:
 
 
 class FairShare(Generic[T]):
-    """Weighted fair queueing: among those who have work, the one that has had least of the device goes next.
+    """Weighted fair queueing: of the members that have work, the one that has used the device least goes next.
 
-    Somebody with steps of 10 ms beside somebody with steps of 200 ms gets twenty of them for each of those.
-    Who comes back after a pause starts where the others are: time not used is not saved up. Not thread-safe.
+    Beside a member with steps of 200 ms, one with steps of 10 ms runs twenty for each of those. A member that returns
+    after a pause starts level with the others: unused time is not saved up. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -150,7 +147,7 @@ class FairShare(Generic[T]):
         return iter(self._accounts)
 
     def next(self, has_work: Callable[[T], bool]) -> T | None:
-        """Who goes next; None if nobody has work."""
+        """The member that goes next; None if none has work."""
         ready = [member for member in self._accounts if has_work(member)]
         if not ready:
             return None
@@ -162,7 +159,7 @@ class FairShare(Generic[T]):
         return chosen
 
     def charge(self, member: T, seconds: float) -> None:
-        """The member has had the device for so long. One that has left since is not asked to pay."""
+        """The member has used the device for `seconds`. One that was removed is not charged."""
         account = self._accounts.get(member)
         if account is not None:
             account.spent_s += seconds / account.weight

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class _Worker(Protocol):
-    """Someone with work for the MLX thread, a piece at a time."""
+    """Has work for the MLX thread, a piece at a time."""
 
     @property
     def has_work(self) -> bool: ...
@@ -35,7 +35,7 @@ class _Worker(Protocol):
     def advance(self) -> None: ...
 
     def abandon(self, error: BaseException) -> None:
-        """Nothing will be done any more."""
+        """Fails all that waits: the thread has ended."""
         ...
 
 
@@ -49,7 +49,7 @@ class _Call(Generic[T]):
             return
         try:
             self.future.set_result(self.function())
-        except BaseException as error:  # the caller's to handle, whatever it is
+        except BaseException as error:  # the caller handles every kind
             self.future.set_exception(error)
 
     def fail(self, error: BaseException) -> None:
@@ -58,12 +58,11 @@ class _Call(Generic[T]):
 
 
 class _Calls:
-    """What is not a step: pieces of loading, unloading and the like, in order of arrival."""
+    """Work that is not a step: pieces of loading, unloading and the like, in order of arrival."""
 
-    def __init__(self, share: Callable[[float], None], clock: Callable[[], float]) -> None:
+    def __init__(self, thread: MLXThread) -> None:
         self._waiting: deque[_Call[Any]] = deque()
-        self._charge = share
-        self._clock = clock
+        self._thread = thread
 
     @property
     def has_work(self) -> bool:
@@ -73,9 +72,9 @@ class _Calls:
         self._waiting.append(call)
 
     def advance(self) -> None:
-        start_s = self._clock()
+        start_s = self._thread.clock()
         self._waiting.popleft().run()
-        self._charge(self._clock() - start_s)
+        self._thread.charge(self, self._thread.clock() - start_s)
 
     def abandon(self, error: BaseException) -> None:
         while self._waiting:
@@ -83,11 +82,11 @@ class _Calls:
 
 
 class MLXThread:
-    """Owns load, step and unload of all models: MLX's streams belong to the thread that made them.
+    """Loads, runs and unloads all models: MLX's streams belong to the thread that made them.
 
     The executors share the thread by the time their steps take, in proportion to their weights, and all calls
-    together are one more of them: neither a model's long prompts nor the loading of another, whose pieces are
-    a call each, keep someone's steps waiting for longer than one step or piece lasts.
+    together count as one more executor. So a model's steps wait for at most one step or one piece of loading of
+    another.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, *, wire_memory: bool = False) -> None:
@@ -96,7 +95,7 @@ class MLXThread:
         self._wires_memory = wire_memory
         self.device = DeviceQueue(clock, self.notify)
         self._condition = threading.Condition()
-        self._calls = _Calls(lambda seconds: self.charge(self._calls, seconds), clock)
+        self._calls = _Calls(self)
         self._workers: FairShare[_Worker] = FairShare()
         self._workers.add(self._calls)
         self._is_stopping = False
@@ -115,7 +114,8 @@ class MLXThread:
         return future
 
     def offer(self, add: Callable[[], None]) -> bool:
-        """Lets `add` give a worker of the thread more to do; False, and nothing done, if nobody would do it."""
+        """Calls `add`, which gives a worker of the thread more to do; False, without the call, if the thread is
+        stopping."""
         with self._condition:
             if not self._is_stopping:
                 add()
@@ -131,7 +131,7 @@ class MLXThread:
             self._workers.remove(executor)
 
     def charge(self, worker: _Worker, seconds: float) -> None:
-        """The worker has had the device for so long."""
+        """The worker has used the device for `seconds`."""
         with self._condition:
             self._workers.charge(worker, seconds)
 
@@ -154,22 +154,19 @@ class MLXThread:
                     work()
         except BaseException as error:
             logger.critical("The MLX thread has died: %s", error, exc_info=error)
-            self._abandon(EngineDeadError(f"The MLX thread has died: {type(error).__name__}: {error}"))
+            dead = EngineDeadError(f"The MLX thread has died: {type(error).__name__}: {error}")
+            with self._condition:
+                self._is_stopping = True
+                workers = list(self._workers)
+            for worker in workers:
+                worker.abandon(dead)
         finally:
             self.device.stop()
             # A thread that ends with streams left makes MLX abort the process at its exit, some of the time.
             mx.clear_streams()
 
-    def _abandon(self, error: EngineDeadError) -> None:
-        """Tells everyone who waits for this thread that it is in vain."""
-        with self._condition:
-            self._is_stopping = True
-            workers = list(self._workers)
-        for worker in workers:
-            worker.abandon(error)
-
     def _wait_for_work(self) -> Callable[[], None] | None:
-        """What to do next: results first, since somebody waits for them. None at the end."""
+        """What to do next: results first, since clients wait for them. None at the end."""
         with self._condition:
             while True:
                 if self.device.is_oldest_over:
@@ -196,22 +193,21 @@ class _Submission:
 class _Launched:
     step: LaunchedStep
     submission: _Submission
-    num_calls: int
     paid_s: float
     launch_s: float
 
 
 class MLXExecutor:
-    """Runs one model's steps on the MLX thread; `submit` is called on the event loop's.
+    """Runs one model's steps on the MLX thread; `submit` is called on the event loop's thread.
 
-    One step ahead: a step may be launched while another one, of whichever model, runs. Results are handed out when
-    the device has finished. An eager runner's `launch` does the work, so its result is there behind it. An exception
-    in a step is handed to every future that waits and to all later ones, since the state of the pools is unknown then;
-    but not before the device is done with all of the model's steps, so that it may be unloaded at once.
+    One step ahead: a step may be launched while another one, of any model, runs. A future gets its result when the
+    device has finished, or right after the launch if the runner is eager. An exception in a step is set on every
+    waiting future and on all later ones, since the state of the pools is unknown then; but only when the device is
+    done with all of the model's steps, so that the model may be unloaded at once.
     """
 
     def __init__(self, thread: MLXThread, runner: ModelRunner, weight: float = 1.0) -> None:
-        """`weight` is this model's share of the device when others have work, too."""
+        """`weight` is this model's share of the device while other models have work, too."""
         self._thread = thread
         self._device = thread.device
         self._runner = runner
@@ -250,27 +246,24 @@ class MLXExecutor:
             self._fail(error, submission)
 
     def abandon(self, error: BaseException) -> None:
-        """Fails what is launched and what waits; called on the MLX thread, at its end."""
         for submission in (*self._failed, *(entry.submission for entry in self._launched), *self._submissions):
             _settle(submission, error)
 
     def _launch(self, submission: _Submission) -> None:
         step = submission.step
         started_s = self._thread.clock()
-        num_calls = self._runner.num_model_calls
         launched = self._runner.launch(step)
         launch_s = self._thread.clock() - started_s if self._runner.is_launch_beside else 0.0
-        num_calls = self._runner.num_model_calls - num_calls
-        self._launched.append(_Launched(launched, submission, num_calls, self._last_step_s, launch_s))
+        self._launched.append(_Launched(launched, submission, self._last_step_s, launch_s))
         self._thread.charge(self, self._last_step_s)
-        # Nobody waited for this step if all of its requests are new.
+        # No request waited for this step if all are new.
         is_awaited = len(step.new_requests) < len(step.chunks)
         hand_over = self._device.settle_now if self._runner.is_eager else self._device.push
         hand_over(DeviceStep(self, started_s, is_awaited), partial(self._runner.wait, launched))
 
     def settle(self, step_time_s: float, idle_time_s: float) -> None:
-        """Hands out the oldest launched step's result and pays for it: at launch, only as much as for the step before
-        was paid. For `DeviceQueue`."""
+        """Hands out the oldest launched step's result and charges for it: the launch has only charged as much as the
+        step before took. For `DeviceQueue`."""
         if self._error is not None:
             self.fail(self._error)
             return
@@ -283,15 +276,7 @@ class MLXExecutor:
         self._launched.popleft()
         self._thread.charge(self, step_time_s - entry.paid_s)
         self._last_step_s = step_time_s
-        result = ModelRunnerOutput(
-            step_id=output.step_id,
-            sampled=output.sampled,
-            prompt_logprobs=output.prompt_logprobs,
-            step_time_s=step_time_s,
-            idle_time_s=idle_time_s,
-            launch_time_s=entry.launch_s,
-            num_model_calls=entry.num_calls,
-        )
+        result = replace(output, step_time_s=step_time_s, idle_time_s=idle_time_s, launch_time_s=entry.launch_s)
         _settle(entry.submission, result)
 
     def fail(self, error: BaseException) -> None:
@@ -308,7 +293,7 @@ class MLXExecutor:
 
 
 def _settle(submission: _Submission, result: ModelRunnerOutput | BaseException) -> None:
-    """Hands a result to the loop that waits for it, unless that loop or the wait is gone."""
+    """Hands a result to the loop that waits for it, unless the loop is closed or the wait was cancelled."""
 
     def settle() -> None:
         if submission.future.cancelled():
@@ -318,5 +303,5 @@ def _settle(submission: _Submission, result: ModelRunnerOutput | BaseException) 
         else:
             submission.future.set_result(result)
 
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+    with contextlib.suppress(RuntimeError):  # the loop is closed
         submission.loop.call_soon_threadsafe(settle)

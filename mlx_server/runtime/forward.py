@@ -1,12 +1,8 @@
-"""One forward pass over a ragged batch, at the level that a model allows.
+"""One forward pass over a ragged batch, at the level that a model allows, with logits only for the rows that need them.
 
-How many rows a step is computed in: as many as it has tokens, or a few more where that takes less time.
-
-OpenBLAS computes a product of 9 to 15 rows with a weight in up to 1.9 times the time of one of 16 (BENCHMARKS.md).
-So rows of padding go along behind a step's own: each is a token that no request owns, stores nothing and attends to
-nothing.
-
-Keeps the head of a model from computing logits that nobody reads.
+OpenBLAS takes up to 1.9 times as long for a product of 9 to 15 rows as for one of 16 (BENCHMARKS.md). So a step of 9
+tokens is computed in 16 rows, and one of 5, or of 20, as it is. A padding row belongs to no request, stores nothing and
+attends to nothing.
 """
 
 from __future__ import annotations
@@ -24,14 +20,17 @@ from mlx_server.runtime.attention import IntArray, StepPlan
 from mlx_server.runtime.cache_views import RowGroup
 from mlx_server.runtime.kv_cache import PagedKVCache
 from mlx_server.runtime.regroup import LEVELS, Level, Regrouping, Scope, StepGroups
-from mlx_server.runtime.seam import forward_pass
+from mlx_server.runtime.seam import caches_in_use
 
 _TILE = 16
 _FEWEST = 8
-"""So many rows beyond whole tiles take longer than another tile, with all that a model does besides products."""
+"""From this many rows beyond whole tiles on, a step takes longer than with another whole tile."""
 
 _BY_ROW = (nn.QuantizedLinear, nn.QuantizedEmbedding, nn.QQLinear, SwitchLinear, QuantizedSwitchLinear)
-"""Layers that take time for each row, on a CPU: those that unpack weights, and those that pick an expert."""
+"""Layers whose time on a CPU grows with each row: those that unpack weights, and those that pick an expert."""
+
+_BODIES = ("model", "backbone", "transformer")
+"""Names that mlx-lm's models give to the part before their head."""
 
 
 def padded(num_rows: int) -> int:
@@ -40,21 +39,12 @@ def padded(num_rows: int) -> int:
     return num_rows if rest < _FEWEST else num_rows - rest + _TILE
 
 
-def gains_by_padding(model: Any) -> bool:
-    """Whether all products of `model` are of whole float weights."""
-    return not any(isinstance(module, _BY_ROW) for module in model.modules())
-
-
-_BODIES = ("model", "backbone", "transformer")
-"""What mlx-lm's models call the part before their head."""
-
-
 class RowSelector:
-    """Stands before the body of a model and passes on only the rows of its hidden states that will
-    be sampled, counted over the whole batch: the head then computes S rows of logits instead of T.
+    """Replaces the body of a model and passes on only the rows of its hidden states that will be sampled, counted over
+    the whole batch: the head then computes S rows of logits instead of T.
 
-    It is set beside the module tree, in the instance's own namespace, so that parameters, quantisation and
-    saving see the model as it was; `remove` takes it away again. Other attributes pass through.
+    It is set in the instance's own namespace, not in the module tree, so that parameters, quantisation and
+    saving see the model as it was; `remove` restores the model. Other attributes pass through.
     """
 
     def __init__(self, owner: Any, name: str, adapters: AdapterRows) -> None:
@@ -66,8 +56,8 @@ class RowSelector:
 
     @classmethod
     def install(cls, model: Any, adapters: AdapterRows) -> RowSelector | None:
-        """Puts a selector into `model`, or into the language model inside it; None if there is no body that is
-        called apart from a head. `adapters` are told of the rows that the head gets."""
+        """Puts a selector into `model`, or into the language model inside it; None if no body is called apart from a
+        head. `adapters` are told of the rows that the head gets."""
         owners = [owner for owner in (model, getattr(model, "language_model", None)) if isinstance(owner, nn.Module)]
         for owner in owners:
             children = owner.children()
@@ -94,10 +84,8 @@ class RowSelector:
 
 
 class ModelForward:
-    """Calls an mlx-lm model on steps. `use` sets how; at every level but the whole model's, a step is one call.
-
-    MLX thread only.
-    """
+    """Calls an mlx-lm model on steps, at the level that `use` sets. `num_calls` is how often the last step has called
+    it: more than once only at the whole model's level. MLX thread only."""
 
     def __init__(self, model: Any, cache: PagedKVCache, adapters: AdapterRows) -> None:
         self.num_calls = 0
@@ -109,14 +97,14 @@ class ModelForward:
         self._regrouping = Regrouping(model, self.level, self._step)
         self._selector = RowSelector.install(model, adapters)
         self._selects_rows = self._selector is not None
-        self._gains_by_padding = gains_by_padding(model)
+        self._gains_by_padding = not any(isinstance(module, _BY_ROW) for module in model.modules())
 
     @property
     def can_select_rows(self) -> bool:
         return self._selector is not None
 
     def use(self, level: Level, *, selects_rows: bool) -> None:
-        """From now on runs at `level`. `selects_rows`: the head sees only rows whose logits are asked for."""
+        """Runs at `level` from now on. `selects_rows`: the head sees only rows whose logits are asked for."""
         self._regrouping.remove()
         self._regrouping = Regrouping(self._model, level, self._step)
         self._cache.forget_views()
@@ -134,6 +122,7 @@ class ModelForward:
     ) -> mx.array:
         """Logits `[len(rows), vocabulary]` of the rows asked for. Lazy. `plans` are the step's, one for each layer
         group; `owners` `[T]` the adapters of all rows, by index, or None if nobody has one."""
+        self.num_calls = 0
         num_tokens = plans[0].num_tokens
         num_rows = padded(num_tokens) if self._pads else num_tokens
         plans = self._cache.begin(plans, num_rows)
@@ -152,12 +141,11 @@ class ModelForward:
         return self._gains_by_padding and self._cache.backend.takes_padding and self.level.scope is Scope.NOTHING
 
     def _run(self, plans: Sequence[StepPlan], ids: mx.array, wanted: list[int]) -> mx.array:
-        if self.level.scope is Scope.NOTHING:
-            return self._call(ids[:, None], self._cache.layers, wanted)
-        self._step.begin(plans, batches_decodes=self.level.batches_decodes)
-        if self.level.scope is not Scope.MODEL:
-            return self._call(ids[:, None], self._cache.layers, wanted)
-        return self._by_group(ids, wanted)
+        if self.level.scope is not Scope.NOTHING:
+            self._step.begin(plans, batches_decodes=self.level.batches_decodes)
+        if self.level.scope is Scope.MODEL:
+            return self._by_group(ids, wanted)
+        return self._call(ids[:, None], self._cache.layers, wanted)
 
     def _by_group(self, ids: mx.array, rows: list[int]) -> mx.array:
         """The whole model, once a group; the logits in the order of `rows`."""
@@ -180,13 +168,13 @@ class ModelForward:
     def _call(self, batch: mx.array, cache: list[Any], rows: list[int]) -> mx.array:
         """Logits of `rows` of the batch, counted over all of its tokens."""
         self.num_calls += 1
-        if self._selector is not None:
-            self._selector.rows = self._selected(rows) if self._selects_rows else None
-        with forward_pass(self._cache.paged):
+        if self._selector is not None:  # padded, too, where that takes the head less time
+            selected = rows + rows[:1] * (padded(len(rows)) - len(rows)) if self._pads else rows
+            self._selector.rows = selected if self._selects_rows else None
+        token = caches_in_use.set(self._cache.paged)
+        try:
             logits: mx.array = self._model(batch, cache=cache)
+        finally:
+            caches_in_use.reset(token)
         logits = logits.reshape(-1, logits.shape[-1])
         return logits[: len(rows)] if self._selects_rows else logits[mx.array(rows, dtype=mx.int32)]
-
-    def _selected(self, rows: list[int]) -> list[int]:
-        """What the head gets: `rows`, and more of the same where that takes it less time."""
-        return rows + rows[:1] * (padded(len(rows)) - len(rows)) if self._pads else rows

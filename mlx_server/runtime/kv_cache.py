@@ -1,4 +1,4 @@
-"""What mlx-lm's layers see as their cache: this step's positions, and the pools behind them."""
+"""The caches that mlx-lm's layers get: this step's positions, and the pools behind them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mlx_server.runtime.seam import AttendsItself
 
 
 class PagedLayerCache(AttendsItself):
-    """One layer's K/V, in a ragged forward: T tokens of any requests as a batch `[T, 1]`.
+    """One layer's K/V in a ragged forward pass: T tokens of any requests as a batch `[T, 1]`.
 
-    Speaks mlx-lm's cache protocol as far as attention layers use it. K/V of the step are kept until the
+    Implements mlx-lm's cache protocol as far as attention layers use it. K/V of the step are kept until the
     layer asks for attention, so that a backend may write and attend in one call. `num_query_heads` and
-    `sinks` are those of the last call, None before the first. In a forward pass `offset` has the position of each row,
-    `[T]`, for rope, and `metadata` the backend's plan of it.
+    `sinks` are those of the last call, None before the first. In a forward pass `offset` is the position of each row,
+    `[T]`, for rope, and `metadata` the backend's plan.
 
     A layer whose module runs on groups of rows is read through `view`.
     """
 
     def __init__(self, window: int | None, spec: LayerSpec, *, is_chunked: bool = False) -> None:
-        """`is_chunked`: the module masks by chunks of the context, in its own way."""
+        """`is_chunked`: the module has its own mask, by chunks of the context."""
         self.window = window
         self.is_chunked = is_chunked
         self.num_query_heads: int | None = None
@@ -47,20 +47,20 @@ class PagedLayerCache(AttendsItself):
         self._is_written = False
 
     def join(self, place: int, pool: LayerPool, kept_window: int | None) -> None:
-        """The layer stores its K/V in a pool that it shares with layers of other places, of which each has plans of its
-        own. Of a context, no more than `kept_window` tokens are kept."""
+        """The layer stores its K/V in `pool`, which it shares with layers of other places; each place has its own plan.
+        No more than `kept_window` tokens of a context are kept."""
         self.place, self.pool, self._kept_window = place, pool, kept_window
         self._seat = pool.seat_of(self.spec)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> StepMask | None:
-        """Causality is the backend's; only a window is passed on, to come back in `attend` or at a group."""
+        """The backend masks causally; only a window is passed on, which comes back in `attend` or at a group."""
         if N != 1:
             raise UnpageableError(f"a mask for {N} tokens of one request")
         window = window_size or self.window
         return StepMask(window, return_array) if window is not None or return_array else None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Takes this step's K/V, `[T, num_kv_heads, 1, dim]`; what it returns is only passed along."""
+        """Takes this step's K/V, `[T, num_kv_heads, 1, dim]`, and returns them as they are."""
         self.keys, self.values = keys, values
         self._is_written = False
         return keys, values
@@ -72,8 +72,7 @@ class PagedLayerCache(AttendsItself):
         return self.keys, self.values
 
     def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
-        """Writes the K/V that `update_and_fetch` took, unless that is done, and attends; `[T, num_heads, 1,
-        value_dim]`."""
+        """Writes the K/V of `update_and_fetch`, if not yet written, and attends; `[T, num_heads, 1, value_dim]`."""
         window = self.window
         if mask is not None:
             if not isinstance(mask, StepMask):
@@ -107,11 +106,12 @@ class PagedLayerCache(AttendsItself):
 class StateLayerCache:
     """One layer's recurrent states: a slot a request in each of several arrays, `[num_slots, ...]`.
 
-    What a request keeps of its first few tokens may be shorter than its slot, which then has zeros before it.
+    After a request's first few tokens a state may be shorter than its slot, which then has zeros before it.
     """
 
     lengths = None
     left_padding = None
+    is_lazy = True
 
     def __init__(self, entries: Sequence[mx.array | None]) -> None:
         """`entries` have the shapes and types of one request's, `[1, ...]`; None where nothing was written yet."""
@@ -120,25 +120,23 @@ class StateLayerCache:
         self._kinds = [None if entry is None else (entry.shape[1:], entry.dtype) for entry in entries]
         self._num_slots = 0
         self._make_rows: MakeRows | None = None
+        self.needs_synchronous_steps = False
 
     def allocate(self, make_rows: MakeRows, num_slots: int) -> None:
         """Makes room for `num_slots` requests; all states are lost."""
         self._make_rows, self._num_slots = make_rows, num_slots
+        self.needs_synchronous_steps = False
         self.entries = [None if kind is None else self._make(*kind) for kind in self._kinds]
 
     def release(self) -> None:
-        """Lets go of the memory, not of the shapes."""
+        """Frees the memory and keeps the shapes."""
         self.entries = [None] * len(self._kinds)
-
-    @property
-    def needs_synchronous_steps(self) -> bool:
-        return any(entry.needs_synchronous_steps for entry in self.entries if entry is not None)
 
     def state(self) -> list[mx.array]:
         return [array for entry in self.entries if entry is not None for array in entry.arrays()]
 
     def tokens(self) -> list[mx.array]:
-        """What exists only once this step's states are written; where a backend has no such thing, nothing."""
+        """As `Rows.tokens`, of all states."""
         return [token for entry in self.entries if entry is not None for token in entry.tokens()]
 
     def write(self, index: int, slots: Slots, values: mx.array) -> None:
@@ -150,7 +148,7 @@ class StateLayerCache:
         entry.write(slots, _filled_up(values, kind[0]))
 
     def copy(self, sources: Slots, destinations: Slots) -> None:
-        """Copies whole slots; none is both."""
+        """Copies whole slots; none is both a source and a destination."""
         for entry in self.entries:
             if entry is not None:
                 entry.write(destinations, entry.read(sources))
@@ -167,7 +165,9 @@ class StateLayerCache:
 
     def _make(self, shape: tuple[int, ...], dtype: mx.Dtype) -> Rows:
         assert self._make_rows is not None, "states are allocated before they are written"
-        return self._make_rows((self._num_slots, *shape), dtype)
+        rows = self._make_rows((self._num_slots, *shape), dtype)
+        self.needs_synchronous_steps |= rows.needs_synchronous_steps
+        return rows
 
 
 def _filled_up(values: mx.array, shape: tuple[int, ...]) -> mx.array:
@@ -180,33 +180,21 @@ def _filled_up(values: mx.array, shape: tuple[int, ...]) -> mx.array:
     return mx.pad(values, [(0, 0), *((count, 0) for count in missing)])
 
 
-class ListLayerCache:
+class ListLayerCache(tuple[Any, ...]):
     """The caches of a layer that keeps several."""
 
-    def __init__(self, caches: Sequence[LayerCache]) -> None:
-        self.caches = tuple(caches)
-
-    def __getitem__(self, index: int) -> LayerCache:
-        return self.caches[index]
-
-    def __iter__(self) -> Iterator[LayerCache]:
-        return iter(self.caches)
-
-    def __len__(self) -> int:
-        return len(self.caches)
-
     def view(self, group: RowGroup) -> ListView:
-        return ListView([cache.view(group) for cache in self.caches])
+        return ListView(cache.view(group) for cache in self)
 
 
 LayerCache = PagedLayerCache | StateLayerCache | ListLayerCache
 
 
 def leaves(caches: Sequence[LayerCache]) -> Iterator[PagedLayerCache | StateLayerCache]:
-    """The caches that store something, lists taken apart."""
+    """The caches that store something, without the lists around them."""
     for cache in caches:
         if isinstance(cache, ListLayerCache):
-            yield from leaves(cache.caches)
+            yield from leaves(cache)
         else:
             yield cache
 
@@ -214,9 +202,9 @@ def leaves(caches: Sequence[LayerCache]) -> Iterator[PagedLayerCache | StateLaye
 class PagedKVCache:
     """All layers' caches and pools of one model. MLX thread only.
 
-    `layers` is what the model gets as its cache. `paged` and `recurrent` are the leaves of it, `groups` the groups of
-    layers that share blocks: if some see a window only, and a few of each fill the same memory. Else they are one
-    group that keeps everything, each with a pool of its own. `places` are those that `PagedLayerCache.place` counts.
+    `layers` is what the model gets as its cache, and `paged` and `recurrent` are its leaves. `groups` are layers that
+    share blocks, where some see a window only and a few of each fill the same memory. Otherwise one group keeps
+    everything and each layer has a pool of its own. `places` are those that `PagedLayerCache.place` counts.
     """
 
     def __init__(self, layers: Sequence[LayerCache], backend: AttentionBackend) -> None:
@@ -261,7 +249,7 @@ class PagedKVCache:
     @property
     def needs_synchronous_steps(self) -> bool:
         """Whether a step may be submitted only when the one before has finished: scatters copy what is in use."""
-        return self.backend.needs_synchronous_steps or any(store.needs_synchronous_steps for store in self._stores)
+        return self.backend.needs_synchronous_steps or True in [store.needs_synchronous_steps for store in self._stores]
 
     def allocate(
         self, num_blocks: int, max_blocks: int | None = None, *, num_slots: int, num_checkpoints: int = 0
@@ -277,20 +265,20 @@ class PagedKVCache:
         self.num_blocks = num_blocks
 
     def change(self, change: PoolChange) -> None:
-        """Moves, cuts or grows the blocks of all pools, one after the other, so that only one is there twice at a
-        time. Every step launched must have finished."""
+        """Moves, cuts or grows the blocks of all pools, one pool after the other, so that memory is needed for one copy
+        of one pool. Every step launched must have finished."""
         for pool in self._pools:
             pool.change(change)
         self.num_blocks = change.num_blocks
 
     def release(self) -> None:
-        """Lets go of the pools."""
+        """Frees the pools."""
         for store in self._stores:
             store.release()
         self.num_blocks = 0
 
     def forget_views(self) -> None:
-        """The model's modules are put together anew: who is read by group shows again."""
+        """For a model whose modules were rearranged: the next forward pass shows which layers are read by group."""
         for pool in self._pools:
             pool.is_viewed = False
         for layer in self.paged:
@@ -298,51 +286,48 @@ class PagedKVCache:
 
     def warm_up(self) -> None:
         """Lets the backend get ready for every kind of layer that a forward pass has shown."""
-        done: set[tuple[LayerSpec, int, bool]] = set()
-        for layer in self.paged:
-            if layer.num_query_heads is None:
-                continue
-            kind = (layer.spec, layer.num_query_heads, layer.sinks is not None)
-            if kind not in done:
-                self.backend.warm_up(layer.spec, layer.num_query_heads, sinks=layer.sinks)
-                done.add(kind)
+        kinds = {(layer.spec, layer.num_query_heads, layer.sinks is not None): layer.sinks for layer in self.paged}
+        for (spec, num_query_heads, _), sinks in kinds.items():
+            if num_query_heads is not None:
+                self.backend.warm_up(spec, num_query_heads, sinks=sinks)
 
     def begin(self, plans: Sequence[StepPlan], num_rows: int) -> tuple[StepPlan, ...]:
         """Prepares all layers for a forward pass over a step, of which each group has a plan; in `num_rows`, those
         beyond its tokens at position 0. The plans of all places."""
         plans = tuple([place.plan(plans) for place in self.places])
-        positions = mx.array(np.pad(plans[0].positions, (0, num_rows - plans[0].num_tokens)))
-        metadata = [self.backend.plan(plan) for plan in plans]
+        positions = plans[0].positions
+        if num_rows > len(positions):
+            positions = np.pad(positions, (0, num_rows - len(positions)))
+        offset, metadata = mx.array(positions), [self.backend.plan(plan) for plan in plans]
         for layer in self.paged:
-            layer.offset, layer.metadata = positions, metadata[layer.place]
+            layer.offset, layer.metadata = offset, metadata[layer.place]
         return plans
 
     def end(self) -> None:
-        """The forward pass is over: what it has made must not be kept alive from here while it is computed."""
+        """The forward pass is over: references from here would keep its arrays alive while they are computed."""
         for layer in self.paged:
             layer.offset = layer.metadata = layer.keys = layer.values = None
 
-    def resume_states(self, checkpoints: Sequence[int], slots: Sequence[int]) -> None:
-        """Requests at `slots` go on from kept states."""
-        self._copy_states([self._num_slots + checkpoint for checkpoint in checkpoints], slots)
+    def resume_states(self, resumed: Sequence[tuple[int, int]]) -> None:
+        """Requests go on from kept states; `resumed` are checkpoints and the slots of the requests."""
+        self._copy_states([(self._num_slots + checkpoint, slot) for checkpoint, slot in resumed])
 
-    def keep_states(self, slots: Sequence[int], checkpoints: Sequence[int]) -> None:
-        """Keeps the states that requests at `slots` have after the forward pass."""
-        self._copy_states(slots, [self._num_slots + checkpoint for checkpoint in checkpoints])
+    def keep_states(self, kept: Sequence[tuple[int, int]]) -> None:
+        """Keeps the states after the forward pass; `kept` are slots of requests and the checkpoints for them."""
+        self._copy_states([(slot, self._num_slots + checkpoint) for slot, checkpoint in kept])
 
-    def _copy_states(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        if sources:
-            places = Slots(np.array(sources, np.int32)), Slots(np.array(destinations, np.int32))
-            for states in self.recurrent:
-                states.copy(*places)
+    def _copy_states(self, places: Sequence[tuple[int, int]]) -> None:
+        sources, destinations = (Slots(side) for side in np.array(places, np.int32).T)
+        for states in self.recurrent:
+            states.copy(sources, destinations)
 
     def check_moves(self) -> int:
-        """How many K or V buffers MLX has copied, since the first call, between two calls. Waits for launched steps."""
+        """How many K or V buffers MLX has copied since the first call. Waits for launched steps."""
         return sum(pool.check_moves() for pool in self._pools)
 
     def state(self) -> list[mx.array]:
-        """What must be evaluated with a step for what it keeps to be written."""
-        return [array for store in self._stores for array in store.state()]
+        """What must be evaluated with a step for its K/V and states to be written."""
+        return [array for store in self._stores if store.is_lazy for array in store.state()]
 
 
 def _groups_of(layers: Sequence[PagedLayerCache]) -> tuple[list[LayerGroup], list[int]]:

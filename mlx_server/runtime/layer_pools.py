@@ -1,6 +1,9 @@
-"""The K/V of layers that share blocks: of one layer of each group, or of a few small ones.
+"""Which layers share blocks, and the pools that hold their K/V.
 
-Which layers share blocks: groups of layers that look equally far back and fill equally much memory.
+Layers that see equally many tokens form groups, and each pool holds the K/V of one layer of every group, or of a few
+small ones. Example: of 12 layers, numbers 5 and 11 see everything and ten see 1,024 tokens. Groups of two give
+(5, 11), (0, 1), (2, 3), (4, 6), (7, 8) and (9, 10): two pools instead of twelve, and a block that a windowed group no
+longer needs serves any other group.
 """
 
 from __future__ import annotations
@@ -22,14 +25,15 @@ class LayerPool:
     """One pool of blocks and the backend that attends over it. MLX thread only.
 
     Its blocks are those of a layer like `spec`. Layers of other shapes see the same memory as blocks of theirs, several
-    in one of the pool's; `contents[seat_of(spec)]` is what layers like `spec` see, and is the backend's. Once a layer
-    is read by groups of rows the pool `is_viewed`: it is then one of rows, since no backend attends over it.
+    in one of the pool's; `contents[seat_of(spec)]` is what layers like `spec` see, in the backend's own form. Once a
+    layer is read by groups of rows the pool `is_viewed`: it is then one of rows, since no backend attends over it.
+    `is_lazy` and `needs_synchronous_steps` are as for `PagedKVCache`, and known once it is allocated.
     """
 
     def __init__(self, spec: LayerSpec, seen_as: Sequence[LayerSpec] = ()) -> None:
         """`seen_as` are the layers that share it."""
         self.contents: list[Any] = []
-        self.is_viewed = False
+        self.is_viewed = self.is_lazy = self.needs_synchronous_steps = False
         self._specs = list(dict.fromkeys([spec, *seen_as]))
         self._num_blocks = 0
         self.backend: AttentionBackend  # from the first allocation on
@@ -48,11 +52,12 @@ class LayerPool:
     def allocate(self, backend: AttentionBackend, num_blocks: int, max_blocks: int | None = None) -> None:
         """Takes memory, which may grow to `max_blocks`."""
         self.backend = ReferenceBackend(backend.make_rows) if self.is_viewed else backend
+        self.is_lazy = not self.backend.is_eager
         self._num_blocks = num_blocks
         self._show(self.backend.make_pool(self.spec, num_blocks, max_blocks))
 
     def rows(self, seat: int = 0) -> RowPool:
-        """What is seen from there as rows. The first call makes the pool one of rows, and loses what was in it."""
+        """What layers at `seat` see, as rows. The first call makes the pool one of rows, and loses what was in it."""
         if not self.is_viewed:
             self.is_viewed = True
             self.allocate(self.backend, self._num_blocks)
@@ -60,15 +65,10 @@ class LayerPool:
         assert isinstance(rows, RowPool)
         return rows
 
-    @property
-    def needs_synchronous_steps(self) -> bool:
-        """Whether its writes would copy it while another step runs, since it is one of rows."""
-        return self.is_viewed and any(rows.needs_synchronous_steps for rows in self.contents)
-
     def change(self, change: PoolChange) -> None:
         """Moves, cuts or grows the blocks. Every step launched must have finished."""
         self._num_blocks = change.num_blocks
-        del self.contents[1:]  # or the memory before would be held
+        del self.contents[1:]  # views would hold the old memory
         self._show(self.backend.change_pool(self.contents[0], change))
 
     def release(self) -> None:
@@ -84,6 +84,8 @@ class LayerPool:
         return content.check_moves() if isinstance(content, GpuPool) else 0
 
     def _show(self, content: Any) -> None:
+        sides = (content.keys, content.values) if self.is_viewed else ()
+        self.needs_synchronous_steps = any(side.needs_synchronous_steps for side in sides)
         views = [
             self.backend.view_pool(content, spec, self.spec.block_bytes // spec.block_bytes) for spec in self._specs[1:]
         ]
@@ -94,11 +96,11 @@ _MAX_GROUPS = 12
 """More groups waste less on a last one that is not full, but each has a block table of its own in every step."""
 
 _LONG_CONTEXT = 4
-"""A request is taken to be so many times as long as the widest window when groups are sized."""
+"""Groups are sized for a request that is this many times as long as the widest window."""
 
 _MAX_PARTS = 8
-"""Layers that a block of one pool has room for. Each reads the block under another number, which is another plan of
-the step."""
+"""Most layers that share one block of a pool. Each reads the block under a number of its own, from a plan of its own.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +134,8 @@ class Place:
 
 
 def share_blocks(specs: Sequence[LayerSpec]) -> list[int] | None:
-    """How many layers like each of `specs` fill a block, the same memory for all, K's and V's; None if no block of a
-    few layers fits all of them."""
+    """For each of `specs`, how many layers like it fill a block, when K and V take the same memory for all; None if no
+    block of a few layers fits all of them."""
     rows = [(spec.num_kv_heads * spec.key_dim, spec.num_kv_heads * spec.value_dim) for spec in specs]
     whole = math.lcm(*[keys for keys, _ in rows])
     num_parts = [whole // keys for keys, _ in rows]
@@ -146,7 +148,7 @@ def share_blocks(specs: Sequence[LayerSpec]) -> list[int] | None:
 
 def group_layers(windows: Sequence[int | None], num_parts: Sequence[int] | None = None) -> list[LayerGroup]:
     """Groups over layers with these windows, those that see everything first. `num_parts` is how many layers like each
-    fill a block of a pool, one if it is not given."""
+    fill a block of a pool; one without it."""
     kinds: dict[int | None, dict[int, list[int]]] = {}
     for layer, window in enumerate(windows):
         kinds.setdefault(window, {}).setdefault(num_parts[layer] if num_parts else 1, []).append(layer)
@@ -160,7 +162,7 @@ def group_layers(windows: Sequence[int | None], num_parts: Sequence[int] | None 
 
 
 def _fill(layers: dict[int, list[int]]) -> list[tuple[int, ...]]:
-    """Layers, given by how many fill a block, as so many together; the last of a kind may leave room."""
+    """Layers, given by how many of them fill a block, cut into blocks; the last block of a kind may have room left."""
     return [
         tuple(alike[first : first + num_parts])
         for num_parts, alike in layers.items()
@@ -169,7 +171,7 @@ def _fill(layers: dict[int, list[int]]) -> list[tuple[int, ...]]:
 
 
 def _group_size(counts: dict[int | None, int]) -> int:
-    """Pools a group, so that a long request takes least; `counts` are those that each window's layers would fill."""
+    """Pools for each group such that a long request takes least; `counts` are how many each window's layers fill."""
     longest = _LONG_CONTEXT * max(window or 1 for window in counts)
 
     def num_groups(size: int) -> int:

@@ -1,9 +1,5 @@
-"""Executes steps: a forward pass of an unchanged mlx-lm model over a ragged batch, and one pass of the sampler.
-
-The runner's memory of running requests, and the host's half of a step: NumPy index arrays.
-
-How long a model's first steps take, measured before it serves, so that the scheduler need not guess.
-"""
+"""Executes steps: block tables and index arrays on the host, a forward pass of an unchanged mlx-lm model over a ragged
+batch, and one pass of the sampler. Also measures a model's first steps, so that the scheduler need not guess."""
 
 from __future__ import annotations
 
@@ -37,9 +33,9 @@ from mlx_server.sampling_params import SamplingParams
 
 
 class BlockTables:
-    """Block tables of running requests, one row each in every layer group, grown as chunks bring new blocks.
+    """Block tables of running requests, one row each in every layer group, which grow as chunks bring new blocks.
 
-    Entries that lie before a group's window are never cleared: a plan does not show them.
+    Entries before a group's window are never cleared here; plans leave them out.
     """
 
     def __init__(self, windows: Sequence[int | None] = (None,)) -> None:
@@ -74,11 +70,11 @@ class BlockTables:
             self._free_rows.append(row)
 
     def row(self, request_id: str) -> int:
-        """The request's row, no other's until it is dropped; rows are as many as there ever were requests at once."""
+        """The request's row until it is dropped; there are as many rows as there ever were requests at once."""
         return self._rows[request_id]
 
     def move(self, moves: Sequence[BlockMove]) -> None:
-        """Blocks have got other ids."""
+        """Renames blocks that were moved."""
         if moves:
             ids = np.arange(max(int(self._tables.max()), max(move.source for move in moves)) + 1, dtype=np.int32)
             for move in moves:
@@ -86,20 +82,23 @@ class BlockTables:
             self._tables = ids[self._tables]
 
     def plan(self, chunks: Sequence[ScheduledChunk]) -> tuple[StepPlan, ...]:
-        """Appends the chunks' new blocks and lays the step out, once for each layer group. Single-token chunks must
-        come first."""
-        rows = np.zeros(len(chunks), dtype=np.int32)
-        for index, chunk in enumerate(chunks):
-            rows[index] = self._rows[chunk.request_id]
+        """Appends the chunks' new blocks and plans the step for each layer group. Single-token chunks must come first.
+
+        A decode at position 40 and a prompt of 3 tokens, in blocks (7, 2) and (4,): positions 40, 0, 1, 2; slots
+        2 * 32 + 8 = 72, 128, 129, 130; query starts 0, 1, 4; context lengths 41, 3.
+        """
+        for chunk in chunks:
             if chunk.new_block_ids:
                 self._extend(chunk.request_id, chunk.new_block_ids)
+        rows = np.array([self._rows[chunk.request_id] for chunk in chunks], dtype=np.int32)
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
-        lengths = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32)
-        num_decodes = int(np.count_nonzero(lengths == 1))
-        assert bool((lengths[:num_decodes] == 1).all()), "single-token chunks come first"
+        counts = [chunk.num_tokens for chunk in chunks]
+        num_decodes = counts.count(1)
+        assert counts[:num_decodes] == [1] * num_decodes, "single-token chunks come first"
+        lengths = np.array(counts, dtype=np.int32)
         context_lens = starts + lengths
         query_starts = np.zeros(len(chunks) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=query_starts[1:])
+        lengths.cumsum(out=query_starts[1:])
         if num_decodes == len(chunks):
             owners, positions = np.arange(len(chunks)), starts
         else:
@@ -134,8 +133,8 @@ class BlockTables:
 
 
 def _seen(block_tables: IntArray, starts: IntArray, window: int | None) -> IntArray:
-    """The tables `[R, B]` of requests that go on at `starts` `[R]`, without the blocks that lie before the window:
-    these are others' by now."""
+    """The tables `[R, B]` of requests that go on at `starts` `[R]`, without the blocks before the window, which may be
+    other requests' by now."""
     if window is not None:
         firsts = np.maximum(starts - window + 1, 0) // BLOCK_SIZE
         block_tables[np.arange(block_tables.shape[1]) < firsts[:, None]] = NULL_BLOCK_ID
@@ -154,32 +153,33 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A submitted step whose values may not be known yet. `rows` names the request of each sampled row."""
+    """A submitted step whose values may not be known yet. `rows` names the request of each sampled row; the model was
+    called `num_calls` times."""
 
     step_id: int
+    num_calls: int
     rows: tuple[str, ...]
     sampled: SampledBatch | None
     scored: ScoredTokens | None
-    prompt_scores: tuple[PromptScores, ...]
+    prompt_scores: list[PromptScores]
     arrays: list[mx.array]
     end: mx.array
-    """Evaluated with the step, and nobody's but for whoever waits for it on another thread: two threads must not wait
-    for one array, since MLX marks it as available without a lock."""
+    """Evaluated with the step, for the thread that waits for it and no other use: two threads must not wait for one
+    array, since MLX marks it as available without a lock."""
 
     def wait(self) -> None:
-        """Returns when the device has finished the step. Lets go of its arrays: a pool that is referred to
-        from here could not be written in place by the next step."""
+        """Returns when the device has finished the step. Drops its arrays: a pool that is referred to from here could
+        not be written in place by the next step."""
         mx.eval(*self.arrays)
         self.arrays.clear()
 
 
 class ModelRunner:
-    """One model's forward passes, and the little that it must remember of each running request.
+    """One model's forward passes, and what it remembers of each running request.
 
-    MLX thread only, but for `wait`. `launch` submits a step without waiting for it, its decode inputs taken from
-    the step before while they are still on the device; `fetch` waits. Steps are launched and fetched in order,
-    with at most one launched beyond the one being fetched. What is remembered of a request goes with the first
-    step after its end.
+    MLX thread only, except `wait`. `launch` submits a step without waiting for it; tokens that the step before has
+    sampled go into it on the device. `fetch` waits. Steps are launched and fetched in order, with at most one launched
+    beyond the one being fetched. A request is forgotten with the first step after its end.
     """
 
     def __init__(self, model: Any, cache: PagedKVCache, vocab_size: int, adapters: AdapterRows) -> None:
@@ -195,24 +195,20 @@ class ModelRunner:
 
     @property
     def is_eager(self) -> bool:
-        """Whether `launch` does nearly all of the work itself, so that nothing is gained by launching ahead."""
+        """Whether `launch` does nearly all of the work itself, so that launching ahead gains nothing."""
         return self.cache.is_eager
 
     @property
     def is_launch_beside(self) -> bool:
-        """Whether `launch` only costs the host: it neither does the work itself nor waits for the step before."""
+        """Whether `launch` only takes host time: it neither does the work itself nor waits for the step before."""
         return not (self.cache.is_eager or self.cache.needs_synchronous_steps)
-
-    @property
-    def num_model_calls(self) -> int:
-        return self.forward.num_calls
 
     @property
     def num_requests(self) -> int:
         return len(self._tables)
 
     def close(self) -> None:
-        """Restores the model and lets go of the pools."""
+        """Restores the model and frees the pools."""
         self.forward.close()
         self.cache.release()
 
@@ -230,14 +226,19 @@ class ModelRunner:
         if step.pool_change is not None:
             self._change_pools(step.pool_change)
         if not step.chunks:
-            return LaunchedStep(step.step_id, (), None, None, (), [], mx.array(0))
+            return LaunchedStep(step.step_id, 0, (), None, None, [], [], mx.array(0))
         for chunk in step.chunks:
             if chunk.token_ids is not None:
                 self._sampler.observe(chunk.request_id, chunk.token_ids, chunk.start + chunk.num_tokens)
         plans = self._tables.plan(step.chunks)
-        rows, samples, prompt_scores, next_ids = self._plan_rows(step.chunks, plans[0])
+        ends = plans[0].query_starts[1:].tolist()
+        sampling = [(chunk, end) for chunk, end in zip(step.chunks, ends) if chunk.is_sampling]
+        samples = [SampleRow(chunk.request_id, chunk.num_output_tokens, chunk.allowed_bitmask) for chunk, _ in sampling]
+        scored_rows, next_ids, prompt_scores = self._plan_scores(step.chunks, ends)
+        rows = [end - 1 for _, end in sampling] + scored_rows
         logits = self.forward(plans, self._input_ids(step.chunks), rows, self._owners(step.chunks))
-        self._keep_states(step.chunks)
+        if kept := [(self._tables.row(c.request_id), c.checkpoint) for c in step.chunks if c.checkpoint is not None]:
+            self.cache.keep_states(kept)
         sampled = self._sampler.sample(logits[: len(samples)], samples) if samples else None
         scored = None
         if prompt_scores:
@@ -252,13 +253,14 @@ class ModelRunner:
             self._previous.wait()
         end = mx.stop_gradient(mx.array(0))  # costs the device nothing
         mx.async_eval(*arrays, end)  # type: ignore[no-untyped-call]
-        names = tuple(sample.request_id for sample in samples)
-        self._previous = LaunchedStep(step.step_id, names, sampled, scored, tuple(prompt_scores), arrays, end)
+        names = tuple([sample.request_id for sample in samples])
+        num_calls = self.forward.num_calls
+        self._previous = LaunchedStep(step.step_id, num_calls, names, sampled, scored, prompt_scores, arrays, end)
         return self._previous
 
     def wait(self, launched: LaunchedStep) -> None:
-        """Returns when the device has finished a launched step. For one thread, whichever it is: it only waits for the
-        event behind the step, and makes no stream of its own."""
+        """Returns when the device has finished a launched step. For any one thread: it only waits for the event behind
+        the step, and makes no stream of its own."""
         launched.end.item()
 
     def fetch(self, launched: LaunchedStep) -> ModelRunnerOutput:
@@ -274,7 +276,10 @@ class ModelRunner:
                     for position in scored[part.first : part.last]
                 ]
         return ModelRunnerOutput(
-            launched.step_id, dict(zip(launched.rows, tokens, strict=True)), prompt_logprobs=prompt_logprobs
+            launched.step_id,
+            dict(zip(launched.rows, tokens, strict=True)),
+            prompt_logprobs=prompt_logprobs,
+            num_model_calls=launched.num_calls,
         )
 
     def _update_requests(self, step: SchedulerOutput) -> None:
@@ -283,6 +288,7 @@ class ModelRunner:
             self._sampler.drop(request_id)
             self._scored_prompts.pop(request_id, None)
             self._adapters.pop(request_id, None)
+        resumed: list[tuple[int, int]] = []
         for data in step.new_requests:
             self._tables.add(data.request_id)
             self._sampler.add(data)
@@ -291,18 +297,10 @@ class ModelRunner:
             num_top = data.sampling.prompt_logprobs
             if num_top is not None and not data.output_token_ids:
                 self._scored_prompts[data.request_id] = (data.prompt_token_ids, num_top)
-        resumed = [data for data in step.new_requests if data.checkpoint is not None]
-        self.cache.resume_states(
-            [data.checkpoint for data in resumed if data.checkpoint is not None],
-            [self._tables.row(data.request_id) for data in resumed],
-        )
-
-    def _keep_states(self, chunks: Sequence[ScheduledChunk]) -> None:
-        kept = [chunk for chunk in chunks if chunk.checkpoint is not None]
-        self.cache.keep_states(
-            [self._tables.row(chunk.request_id) for chunk in kept],
-            [chunk.checkpoint for chunk in kept if chunk.checkpoint is not None],
-        )
+            if data.checkpoint is not None:
+                resumed.append((data.checkpoint, self._tables.row(data.request_id)))
+        if resumed:
+            self.cache.resume_states(resumed)
 
     def _change_pools(self, change: PoolChange) -> None:
         """Waits for the step before, which may still use the pools as they are."""
@@ -310,7 +308,7 @@ class ModelRunner:
             self._previous.wait()
         self.cache.change(change)
         self._tables.move(change.moves)
-        mx.clear_cache()  # what was cut must be there for others
+        mx.clear_cache()  # memory that was cut off goes back to the system
 
     def _owners(self, chunks: Sequence[ScheduledChunk]) -> IntArray | None:
         """The adapter of each of the step's rows, `[T]`; None if no request that runs has one."""
@@ -319,73 +317,57 @@ class ModelRunner:
         owners = np.array([self._adapters.get(chunk.request_id, NONE) for chunk in chunks], dtype=np.int32)
         return np.repeat(owners, [chunk.num_tokens for chunk in chunks])
 
-    def _plan_rows(
-        self, chunks: Sequence[ScheduledChunk], plan: StepPlan
-    ) -> tuple[list[int], list[SampleRow], list[PromptScores], list[int]]:
-        """Rows of the batch whose logits are needed: first those to sample, then scored prompt positions,
-        the latter with the ids that follow them."""
-        rows: list[int] = []
-        samples: list[SampleRow] = []
-        last_rows = (plan.query_starts[1:] - 1).tolist()
-        for chunk, row in zip(chunks, last_rows, strict=True):
-            if chunk.is_sampling:
-                rows.append(row)
-                samples.append(SampleRow(chunk.request_id, chunk.num_output_tokens, chunk.allowed_bitmask))
-        prompt_scores: list[PromptScores] = []
-        next_ids: list[int] = []
-        if self._scored_prompts:
-            for chunk, last in zip(chunks, last_rows, strict=True):
-                self._plan_scores(chunk, last - chunk.num_tokens + 1, rows, prompt_scores, next_ids)
-        return rows, samples, prompt_scores, next_ids
-
     def _plan_scores(
-        self,
-        chunk: ScheduledChunk,
-        first_row: int,
-        rows: list[int],
-        prompt_scores: list[PromptScores],
-        next_ids: list[int],
-    ) -> None:
-        if chunk.request_id not in self._scored_prompts:
-            return
-        prompt, num_top = self._scored_prompts[chunk.request_id]
-        end = min(chunk.start + chunk.num_tokens, len(prompt) - 1)
-        if end <= chunk.start:
-            return
-        first = len(next_ids)
-        next_ids.extend(prompt[chunk.start + 1 : end + 1])
-        rows.extend(range(first_row, first_row + end - chunk.start))
-        prompt_scores.append(PromptScores(chunk.request_id, first, len(next_ids), num_top))
+        self, chunks: Sequence[ScheduledChunk], ends: Sequence[int]
+    ) -> tuple[list[int], list[int], list[PromptScores]]:
+        """Rows of prompt positions that are scored, the ids that follow them, and whose they are. Chunk i ends before
+        row `ends[i]` of the batch."""
+        rows: list[int] = []
+        next_ids: list[int] = []
+        scores: list[PromptScores] = []
+        if not self._scored_prompts:
+            return rows, next_ids, scores
+        for chunk, end_row in zip(chunks, ends):
+            prompt, num_top = self._scored_prompts.get(chunk.request_id, ((), 0))
+            following = prompt[chunk.start + 1 : chunk.start + chunk.num_tokens + 1]
+            if following:
+                first, first_row = len(next_ids), end_row - chunk.num_tokens
+                next_ids += following
+                rows += range(first_row, first_row + len(following))
+                scores.append(PromptScores(chunk.request_id, first, len(next_ids), num_top))
+        return rows, next_ids, scores
 
     def _input_ids(self, chunks: Sequence[ScheduledChunk]) -> mx.array:
         """The step's input ids `[T]`: known ones from the host, those in flight from the step before."""
         known: list[int] = []
         pending: list[int] = []
-        sources: list[int] = []
-        previous = self._previous
-        index = {} if previous is None else {name: i for i, name in enumerate(previous.rows)}
+        names: list[str] = []
         for chunk in chunks:
             if chunk.token_ids is None:
                 pending.append(len(known))
-                sources.append(index[chunk.request_id])
+                names.append(chunk.request_id)
                 known.append(0)
             else:
                 known.extend(chunk.token_ids)
+        ids = mx.array(known, dtype=mx.int32)
         if not pending:
-            return mx.array(known, dtype=mx.int32)
+            return ids
+        previous = self._previous
         assert previous is not None
         assert previous.sampled is not None
         sampled: mx.array = previous.sampled.token_ids
+        if tuple(names) != previous.rows:
+            index = {name: row for row, name in enumerate(previous.rows)}
+            sampled = sampled[mx.array([index[name] for name in names], dtype=mx.int32)]
         if len(pending) == len(known):
-            in_place = sources == list(range(len(previous.rows)))
-            return sampled if in_place else sampled[mx.array(sources, dtype=mx.int32)]
-        ids = mx.array(known, dtype=mx.int32)
-        ids[mx.array(pending, dtype=mx.int32)] = sampled[mx.array(sources, dtype=mx.int32)]
+            return sampled
+        ids[mx.array(pending, dtype=mx.int32)] = sampled
         return ids
 
 
 _NUM_BLOCKS = 4
-"""128 tokens: enough to fill a matrix product's tiles, and half a second on a machine of 300 tokens a second."""
+"""Of the prompt of the first steps. 128 tokens fill a matrix product's tiles, and take half a second at 300 tokens a
+second."""
 
 _NAME = "first steps"
 
@@ -400,8 +382,8 @@ class FirstSteps:
 
 
 def measure(runner: ModelRunner, num_blocks: int, most_tokens: int) -> Generator[float, None, FirstSteps | None]:
-    """Runs a prompt and one token behind it on blocks that hold nothing yet, and forgets them; each once before it is
-    timed, for what is compiled at the first call. None if the pool is too small. MLX thread; yields between steps."""
+    """Runs a prompt and one token behind it on empty blocks, and forgets them. Each runs once before it is timed, since
+    a first call compiles. None if the pool is too small. MLX thread; yields between steps."""
     num_groups = len(runner.cache.windows)
     num_each = min(_NUM_BLOCKS, num_blocks // num_groups, most_tokens // BLOCK_SIZE)
     num_tokens = num_each * BLOCK_SIZE - 2  # the last two are for the tokens behind it

@@ -1,7 +1,4 @@
-"""One layer's K and V as plain MLX arrays, a row a slot: whole numbers' worth, or quantised.
-
-Which rows of an array a step reads or writes.
-"""
+"""Arrays of rows, one row a slot: which rows a step reads or writes, and how plain and quantised rows are kept."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ SMALL_ARRAY = 8
 
 @dataclass(frozen=True)
 class Slots:
-    """Numbers of slots, of any shape. Known on the host; on the device once somebody asks there."""
+    """Numbers of slots, of any shape. Known on the host; copied to the device when first asked for there."""
 
     numbers: npt.NDArray[np.integer]
 
@@ -35,7 +32,7 @@ class Slots:
 
     @cached_property
     def padded(self) -> mx.array:
-        """`[N]`, int32, for kernels: never a small array. What is behind the numbers is no slot of anybody's."""
+        """`[N]`, int32, for kernels: never a small array. Entries behind the numbers are padding."""
         flat = self.numbers.reshape(-1).astype(np.int32)
         return mx.array(np.pad(flat, (0, max(0, SMALL_ARRAY - flat.size))))
 
@@ -61,8 +58,7 @@ class Rows(Protocol):
     all of the slots.
     """
 
-    @property
-    def needs_synchronous_steps(self) -> bool: ...
+    needs_synchronous_steps: bool
 
     def write(self, slots: Slots, rows: mx.array) -> None:
         """Stores rows `[N, ...]` at slots `[N]`."""
@@ -85,7 +81,7 @@ class Rows(Protocol):
         ...
 
     def tokens(self) -> list[mx.array]:
-        """What exists only once the rows hold it, and has none of them; where uses have no tokens, nothing."""
+        """Small arrays that exist only once the rows are written; empty where a write leaves no token."""
         ...
 
 
@@ -95,16 +91,16 @@ MakeRows = Callable[[RowsShape, mx.Dtype], Rows]
 
 @dataclass(slots=True)
 class _Memory:
-    """The array that rows of one or several shapes are in, and what of this step was read from it. Whoever writes puts
-    a new one here, in its own shape."""
+    """The array that rows of one or several shapes are in, and what this step has read from it. A write puts a new
+    array here, in its own shape."""
 
     array: mx.array
     readings: list[mx.array] = field(default_factory=list)
 
 
 class PlainRows:
-    """Rows as they are, written by scatter. MLX copies all of them unless nobody else has them: so what was read in the
-    same step is computed first, and steps must be synchronous."""
+    """Rows as they are, written by scatter. MLX copies all of them unless nothing else refers to them: so what was read
+    in the same step is computed first, and steps must be synchronous."""
 
     def __init__(self, array: mx.array) -> None:
         self._memory = _Memory(array)
@@ -160,6 +156,7 @@ class QuantizedRows:
         self._bits = bits
         self._group_size = group_size
         self._dtype = dtype
+        self.needs_synchronous_steps = any(part.needs_synchronous_steps for part in parts)
 
     @classmethod
     def zeros(cls, shape: RowsShape, dtype: mx.Dtype, bits: int, make: MakeRows = PlainRows.zeros) -> QuantizedRows:
@@ -168,10 +165,6 @@ class QuantizedRows:
         dtypes = (mx.uint32, dtype, dtype)
         parts = [make((*places, size), kind) for size, kind in zip(_part_sizes(dim, bits), dtypes)]
         return cls(parts, bits, group_size_of(dim), dtype)
-
-    @property
-    def needs_synchronous_steps(self) -> bool:
-        return any(part.needs_synchronous_steps for part in self._parts)
 
     def write(self, slots: Slots, rows: mx.array) -> None:
         rows = rows.astype(self._dtype)
@@ -220,10 +213,6 @@ class RowPool:
         """Zeros, with K and V of these dimensions; `bits` a number, or all of them, in rows that `make` makes."""
         keys, values = (_zeros((num_blocks * BLOCK_SIZE, num_heads, dim), dtype, bits, make) for dim in dims)
         return cls(keys, values, num_blocks)
-
-    @property
-    def needs_synchronous_steps(self) -> bool:
-        return self.keys.needs_synchronous_steps or self.values.needs_synchronous_steps
 
     def take(self, slots: Slots) -> RowPool:
         """A new pool of whole blocks: the rows at `slots` of this one."""

@@ -1,7 +1,7 @@
-"""The one place where mlx-lm is bent: its attention function hands paged caches their own attention.
+"""The one place where mlx-lm is changed: its attention function lets paged caches compute their own attention.
 
 mlx-lm's attention layers call `cache.update_and_fetch(k, v)`, take `cache.offset` for rope and then call
-`scaled_dot_product_attention(q, k, v, cache=cache, ...)`. We give them a cache of ours and wrap that
+`scaled_dot_product_attention(q, k, v, cache=cache, ...)`. They get a cache of ours, and this module wraps that
 function; no model code is copied or changed.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -25,7 +24,7 @@ _MARK = "_mlx_server_original"
 
 
 class AttendsItself:
-    """A layer cache that computes its own attention. `keys` are those that it has handed to the model in the running
+    """A layer cache that computes its own attention. `keys` are those that it has returned to the model in the running
     forward pass, None before."""
 
     keys: mx.array | None = None
@@ -35,17 +34,8 @@ class AttendsItself:
         raise NotImplementedError
 
 
-_caches: ContextVar[Sequence[AttendsItself]] = ContextVar("caches", default=())
-
-
-@contextmanager
-def forward_pass(caches: Sequence[AttendsItself]) -> Iterator[None]:
-    """A model is being called with these caches: attention over K that one of them has handed out goes to that one."""
-    token = _caches.set(caches)
-    try:
-        yield
-    finally:
-        _caches.reset(token)
+caches_in_use: ContextVar[Sequence[AttendsItself]] = ContextVar("caches_in_use", default=())
+"""Those of the model that is being called: attention over K that one of them has returned goes to that one."""
 
 
 def check_seam() -> None:
@@ -84,7 +74,7 @@ def _wrap(original: Any) -> Any:
     ) -> mx.array:
         owner = cache if isinstance(cache, AttendsItself) else None
         if owner is None or owner.keys is not keys:  # a layer may attend over another's
-            owner = next((other for other in _caches.get() if other.keys is keys), owner)
+            owner = next((other for other in caches_in_use.get() if other.keys is keys), owner)
         if owner is not None:
             return owner.attend(queries, scale, mask, sinks)
         result: mx.array = original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)

@@ -26,11 +26,9 @@ class TimedRunner:
     def __init__(self, name: str, step_s: float, bench: Bench, *, is_eager: bool) -> None:
         self.is_eager = is_eager
         self.is_launch_beside = not is_eager
-        self.num_model_calls = 0
         self._name, self._step_s, self._bench = name, step_s, bench
 
     def launch(self, step: SchedulerOutput) -> tuple[int, float]:
-        self.num_model_calls += 1
         self._bench.log.append(self._name)
         if step.step_id == 99:
             raise RuntimeError("no memory")

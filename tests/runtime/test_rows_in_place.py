@@ -103,9 +103,9 @@ def record(architecture: str, monkeypatch: pytest.MonkeyPatch, also: Sequence[mx
             return runner.forward(tables.plan(chunks), ids[:num_tokens], [num_tokens - 1])
 
         outs = [step(chunk("a", 0, 4, blocks(0)), chunk("b", 0, 3, blocks(1)))]
-        cache.keep_states([0], [1])
+        cache.keep_states([(0, 1)])
         outs.append(step(chunk("a", 4, 1), chunk("b", 3, 1)))
-        cache.resume_states([1], [2])
+        cache.resume_states([(1, 2)])
         outs.append(step(chunk("a", 5, 1), chunk("b", 4, 1), chunk("c", 4, 2, blocks(0, 2))))
         tables.drop("b")
         tables.add("d")

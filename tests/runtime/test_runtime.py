@@ -234,12 +234,10 @@ class _FakeRunner:
     def __init__(self, is_eager: bool = False) -> None:
         self.is_eager = is_eager
         self.is_launch_beside = not is_eager
-        self.num_model_calls = 0
         self.events: list[str] = []
         self.threads: dict[str, set[str]] = {"launch": set(), "wait": set(), "fetch": set()}
 
     def launch(self, step: SchedulerOutput) -> int:
-        self.num_model_calls += 1
         self.events.append(f"launch {step.step_id}")
         self.threads["launch"].add(threading.current_thread().name)
         if step.step_id == 99:

@@ -8,15 +8,11 @@ one block sum. Every token keeps its exact probability relative to float32 round
 inverse CDF in float32 would lose tokens below 1e-7, and so would Gumbel noise of `-log(-log(u))` with u of 24
 bits near 1. Here the short times decide, where `-log1p(-u)` has all 32 bits of u.
 
-Random bits are threefry of a key a row (`mx.random`), so that a row's noise knows nothing of its batch.
+Random bits are threefry of one key a row (`mx.random`), so that a row's noise does not depend on its batch.
 
-Unnormalised softmax weights of whole rows of logits, in one fused pass.
-
-The vocabulary axis cut into equal blocks, and the likeliest tokens of a row found through them.
-
-The k largest logits of a row lie in the k blocks of largest maximum. So one cheap reduction leaves `k` blocks
-to select from instead of a row of 50k to 260k logits, which MLX selects from by sorting it on Metal and by
-`nth_element` on the CPU (4 times slower than this at 16 rows of 49k and k = 64).
+Top tokens are found by blocks of the vocabulary, too: the k largest logits of a row lie in the k blocks of largest
+maximum. So one cheap reduction leaves `k` blocks to select from instead of a row of 50k to 260k logits, which MLX
+sorts on Metal and passes to `nth_element` on the CPU (4 times slower than this at 16 rows of 49k and k = 64).
 """
 
 from __future__ import annotations
@@ -30,114 +26,6 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_server.sampling_params import SamplingParams
-
-LOWEST_PEAK = -3e38
-"""In place of the maximum of a row without any allowed token, so that its weights are 0 and not NaN."""
-
-LOG2_E = 1.4426950408889634
-ROUND_TO_INTEGER = 12582912.0
-"""1.5 * 2^23: a float32 near it has integer resolution, and the integer in its low bits."""
-EXP2_COEFFICIENTS = (0.000153458083, 0.001339993119, 0.009618488971, 0.055503287771, 0.240226468905, 0.693147205737)
-"""Of f^6 down to f in 2^f, |f| <= 1/2, constant term 1: relative error below 1e-8, fitted by weighted least squares."""
-
-
-def row_peaks(logits: mx.array) -> mx.array:
-    """The maximum of each row of `[R, V]`, finite: `[R, 1]`."""
-    return mx.maximum(mx.max(logits, axis=-1, keepdims=True), LOWEST_PEAK)
-
-
-@mx.compile
-def softmax_weights(logits: mx.array, peaks: mx.array, inverse_temperatures: mx.array) -> mx.array:
-    """`exp((logits - peaks) * inverse_temperatures)`; float32 `[R, V]`, columns `[R, 1]`. 1 at the peak, 0 at -inf."""
-    exponents = (logits - peaks) * inverse_temperatures
-    return _exp_on_cpu(exponents) if mx.default_device() == mx.Device(mx.cpu) else mx.exp(exponents)
-
-
-def _exp_on_cpu(x: mx.array) -> mx.array:
-    """exp for x <= 0 by operations that a C++ compiler vectorises.
-
-    MLX's exp calls libm for each element on Linux: 8 to 12 ms at 16 x 49,152 where this takes 1.5 to 2.
-    Relative error at most 2e-7 + 6e-8 |x| down to 2^-100; exactly 0 below 2^-126.
-    """
-    exponent = mx.maximum(x * LOG2_E, -126.0)
-    rounded = exponent + ROUND_TO_INTEGER
-    fraction = exponent - (rounded - ROUND_TO_INTEGER)
-    power = EXP2_COEFFICIENTS[0] * fraction
-    for coefficient in EXP2_COEFFICIENTS[1:]:
-        power = (power + coefficient) * fraction
-    shift = mx.left_shift(rounded.view(mx.int32), 23)  # the bits above the integer fall off
-    return ((power + 1.0).view(mx.int32) + shift).view(mx.float32) - 2.0**-126
-
-
-PADDED_WIDTH = 128
-
-
-class TopTokens(NamedTuple):
-    """The largest logits of each row, descending, and their token ids: both `[R, k]`."""
-
-    values: mx.array
-    token_ids: mx.array
-
-
-@functools.cache
-def block_width(vocab_size: int) -> int:
-    """Width of a block: a divisor of `vocab_size` near `sqrt(vocab_size) / 2`, else 128 with padding.
-
-    A divisor makes the cut a view. Narrower than the square root favours the selection of top tokens.
-    """
-    if vocab_size <= PADDED_WIDTH:
-        return vocab_size
-    divisors = [width for width in range(32, 513) if vocab_size % width == 0]
-    target = math.sqrt(vocab_size) / 2
-    return min(divisors, key=lambda width: abs(math.log(width / target)), default=PADDED_WIDTH)
-
-
-def as_blocks(rows: mx.array, fill: float) -> mx.array:
-    """`[R, V]` as `[R, num_blocks, width]`: token t is at (t // width, t % width), `fill` beyond the last."""
-    num_rows, vocab_size = rows.shape
-    width = block_width(vocab_size)
-    if vocab_size % width:
-        rows = mx.pad(rows, [(0, 0), (0, -vocab_size % width)], constant_values=fill)
-    return rows.reshape(num_rows, -1, width)
-
-
-def row_sums(rows: mx.array) -> mx.array:
-    """Sums of the rows of `[R, V]` as `[R, 1]`, by blocks: 50k float32 added one after the other lose 5e-5."""
-    return as_blocks(rows, 0.0).sum(axis=-1).sum(axis=-1, keepdims=True)
-
-
-def top_values(logits: mx.array, num_top: int) -> mx.array:
-    """The `num_top` largest values of each row of `[R, V]`, descending: `[R, num_top]`."""
-    if num_top < logits.shape[-1]:
-        logits = mx.topk(_candidates(logits, num_top).values, num_top, axis=-1)
-    return mx.sort(logits, axis=-1)[:, ::-1]
-
-
-def top_tokens(logits: mx.array, num_top: int) -> TopTokens:
-    """The `num_top` likeliest tokens of each row of `[R, V]`. Which of equal ones at the border is open."""
-    candidates = _candidates(logits, num_top)
-    if num_top < candidates.values.shape[-1]:
-        candidates = _take(candidates, mx.argpartition(candidates.values, -num_top, axis=-1)[:, -num_top:])
-    return _take(candidates, mx.argsort(-candidates.values, axis=-1))
-
-
-def _candidates(logits: mx.array, num_top: int) -> TopTokens:
-    """A part of each row that holds its top tokens, unordered; the whole row where nothing is saved."""
-    width = block_width(logits.shape[-1])
-    num_blocks = -(-logits.shape[-1] // width)
-    if num_blocks < 2 * num_top:
-        return TopTokens(logits, mx.broadcast_to(mx.arange(logits.shape[-1]), logits.shape))
-    blocks = as_blocks(logits, -mx.inf)
-    best = mx.argpartition(blocks.max(axis=-1), -num_top, axis=-1)[:, -num_top:, None]
-    token_ids = best * width + mx.arange(width)
-    values = mx.take_along_axis(blocks, best, axis=1)
-    return TopTokens(values.reshape(len(logits), -1), token_ids.reshape(len(logits), -1))
-
-
-def _take(tokens: TopTokens, order: mx.array) -> TopTokens:
-    values = mx.take_along_axis(tokens.values, order, axis=-1)
-    return TopTokens(values, mx.take_along_axis(tokens.token_ids, order, axis=-1))
-
 
 SORTED_WIDTHS = (64, 1024)
 """Sizes of the sorted head of a top-k row; fixed, so that its sums do not depend on other rows' k."""
@@ -269,3 +157,111 @@ def _exponentials(keys: mx.array, shape: tuple[int, int]) -> mx.array:
     """Exponential variates `[R, *shape]`, row r from key r; above 2^-33, so that nothing is divided by 0."""
     uniforms = mx.vmap(lambda key: mx.random.uniform(shape=shape, key=key))(keys)
     return -mx.log1p(-mx.maximum(uniforms, 2.0**-33))
+
+
+LOWEST_PEAK = -3e38
+"""In place of the maximum of a row without any allowed token, so that its weights are 0 and not NaN."""
+
+LOG2_E = 1.4426950408889634
+ROUND_TO_INTEGER = 12582912.0
+"""1.5 * 2^23: a float32 near it has integer resolution, and the integer in its low bits."""
+EXP2_COEFFICIENTS = (0.000153458083, 0.001339993119, 0.009618488971, 0.055503287771, 0.240226468905, 0.693147205737)
+"""Of f^6 down to f in 2^f, |f| <= 1/2, constant term 1: relative error below 1e-8, fitted by weighted least squares."""
+
+
+def row_peaks(logits: mx.array) -> mx.array:
+    """The maximum of each row of `[R, V]`, finite: `[R, 1]`."""
+    return mx.maximum(mx.max(logits, axis=-1, keepdims=True), LOWEST_PEAK)
+
+
+@mx.compile
+def softmax_weights(logits: mx.array, peaks: mx.array, inverse_temperatures: mx.array) -> mx.array:
+    """`exp((logits - peaks) * inverse_temperatures)`; float32 `[R, V]`, columns `[R, 1]`. 1 at the peak, 0 at -inf."""
+    exponents = (logits - peaks) * inverse_temperatures
+    return _exp_on_cpu(exponents) if mx.default_device() == mx.Device(mx.cpu) else mx.exp(exponents)
+
+
+def _exp_on_cpu(x: mx.array) -> mx.array:
+    """exp for x <= 0 by operations that a C++ compiler vectorises.
+
+    MLX's exp calls libm for each element on Linux: 8 to 12 ms at 16 x 49,152 where this takes 1.5 to 2.
+    Relative error at most 2e-7 + 6e-8 |x| down to 2^-100; exactly 0 below 2^-126.
+    """
+    exponent = mx.maximum(x * LOG2_E, -126.0)
+    rounded = exponent + ROUND_TO_INTEGER
+    fraction = exponent - (rounded - ROUND_TO_INTEGER)
+    power = EXP2_COEFFICIENTS[0] * fraction
+    for coefficient in EXP2_COEFFICIENTS[1:]:
+        power = (power + coefficient) * fraction
+    shift = mx.left_shift(rounded.view(mx.int32), 23)  # the bits above the integer fall off
+    return ((power + 1.0).view(mx.int32) + shift).view(mx.float32) - 2.0**-126
+
+
+PADDED_WIDTH = 128
+
+
+class TopTokens(NamedTuple):
+    """The largest logits of each row, descending, and their token ids: both `[R, k]`."""
+
+    values: mx.array
+    token_ids: mx.array
+
+
+@functools.cache
+def block_width(vocab_size: int) -> int:
+    """Width of a block: a divisor of `vocab_size` near `sqrt(vocab_size) / 2`, else 128 with padding.
+
+    A divisor makes the cut a view. Narrower than the square root favours the selection of top tokens.
+    """
+    if vocab_size <= PADDED_WIDTH:
+        return vocab_size
+    divisors = [width for width in range(32, 513) if vocab_size % width == 0]
+    target = math.sqrt(vocab_size) / 2
+    return min(divisors, key=lambda width: abs(math.log(width / target)), default=PADDED_WIDTH)
+
+
+def as_blocks(rows: mx.array, fill: float) -> mx.array:
+    """`[R, V]` as `[R, num_blocks, width]`: token t is at (t // width, t % width), `fill` beyond the last."""
+    num_rows, vocab_size = rows.shape
+    width = block_width(vocab_size)
+    if vocab_size % width:
+        rows = mx.pad(rows, [(0, 0), (0, -vocab_size % width)], constant_values=fill)
+    return rows.reshape(num_rows, -1, width)
+
+
+def row_sums(rows: mx.array) -> mx.array:
+    """Sums of the rows of `[R, V]` as `[R, 1]`, by blocks: 50k float32 added one after the other lose 5e-5."""
+    return as_blocks(rows, 0.0).sum(axis=-1).sum(axis=-1, keepdims=True)
+
+
+def top_values(logits: mx.array, num_top: int) -> mx.array:
+    """The `num_top` largest values of each row of `[R, V]`, descending: `[R, num_top]`."""
+    if num_top < logits.shape[-1]:
+        logits = mx.topk(_candidates(logits, num_top).values, num_top, axis=-1)
+    return mx.sort(logits, axis=-1)[:, ::-1]
+
+
+def top_tokens(logits: mx.array, num_top: int) -> TopTokens:
+    """The `num_top` likeliest tokens of each row of `[R, V]`. Which of equal ones at the border is open."""
+    candidates = _candidates(logits, num_top)
+    if num_top < candidates.values.shape[-1]:
+        candidates = _take(candidates, mx.argpartition(candidates.values, -num_top, axis=-1)[:, -num_top:])
+    return _take(candidates, mx.argsort(-candidates.values, axis=-1))
+
+
+def _candidates(logits: mx.array, num_top: int) -> TopTokens:
+    """A part of each row that holds its top tokens, unordered; the whole row where nothing is saved."""
+    width = block_width(logits.shape[-1])
+    num_blocks = -(-logits.shape[-1] // width)
+    if num_blocks < 2 * num_top:
+        return TopTokens(logits, mx.broadcast_to(mx.arange(logits.shape[-1]), logits.shape))
+    blocks = as_blocks(logits, -mx.inf)
+    best = mx.argpartition(blocks.max(axis=-1), -num_top, axis=-1)[:, -num_top:, None]
+    token_ids = best * width + mx.arange(width)
+    values = mx.take_along_axis(blocks, best, axis=1)
+    return TopTokens(values.reshape(len(logits), -1), token_ids.reshape(len(logits), -1))
+
+
+def _take(tokens: TopTokens, order: mx.array) -> TopTokens:
+    values = mx.take_along_axis(tokens.values, order, axis=-1)
+    return TopTokens(values, mx.take_along_axis(tokens.token_ids, order, axis=-1))

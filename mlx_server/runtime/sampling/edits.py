@@ -1,9 +1,5 @@
-"""Changes to the logits of some rows and tokens. Rows that are not named keep their logits bit for bit.
-
-Repetition, presence and frequency penalties, with the counts of seen tokens kept on the device.
-
-Log-probabilities of tokens and of their likeliest rivals, worked out on the device from raw logits.
-"""
+"""Stages of the sampler before the draw: bitmasks, bias and penalties change the logits of some rows and keep those of
+all others bit for bit; log-probabilities are computed from the raw logits."""
 
 from __future__ import annotations
 
@@ -16,10 +12,18 @@ import numpy.typing as npt
 
 from mlx_server.outputs import PositionLogprobs, TokenLogprob
 from mlx_server.runtime.sampling.draw import TopTokens, row_peaks, row_sums, softmax_weights, top_tokens
-from mlx_server.runtime.sampling.plan import TokenOffsets
 from mlx_server.sampling_params import MAX_LOGPROBS, SamplingParams
 
 Bitmask = npt.NDArray[np.uint8]
+"""Bit i of byte i // 8, from the lowest, allows token i."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOffsets:
+    """What is added to the logits of some tokens: ids int32 and values float32, of one length."""
+
+    token_ids: npt.NDArray[np.int32]
+    values: npt.NDArray[np.float32]
 
 
 def edit_rows(logits: mx.array, rows: list[int], edit: Callable[[mx.array], mx.array]) -> mx.array:
@@ -37,9 +41,8 @@ def edit_rows(logits: mx.array, rows: list[int], edit: Callable[[mx.array], mx.a
 def apply_bitmasks(logits: mx.array, bitmasks: Sequence[Bitmask]) -> mx.array:
     """Sets the logits `[R, V]` of tokens that row r's bitmask forbids to -inf.
 
-    Bit i of byte i // 8, from the lowest, is token i. Columns beyond the end of a mask (padding of the
-    model's vocabulary) are forbidden. A byte picks eight limits from a table, a minimum applies them: on
-    the CPU three times as fast as shifting bits into a `where`.
+    Columns beyond the end of a mask (padding of the model's vocabulary) are forbidden. A byte picks eight limits from
+    a table, and a minimum applies them: on the CPU three times as fast as shifting bits into a `where`.
     """
     num_rows, vocab_size = logits.shape
     packed = np.zeros((num_rows, -(-vocab_size // 8)), dtype=np.uint8)

@@ -1,41 +1,42 @@
 """Turns a step's logits into token ids: every row by its own request's parameters, all rows at once.
 
 Stages in their order, as in vLLM: log-probabilities of the raw logits; bitmasks and allowed ids; bans of
-`min_tokens` and bias; penalties; then each draw method over its rows (`sampling_draw`). A batch takes the
-stages that some row needs, over the rows that need them, and a stage is row-wise, so a row's token depends on
+`min_tokens` and bias; penalties; then each draw method over its rows (`draw.py`). A batch takes the
+stages that some row needs, over the rows that need them. Each stage is row-wise, so a row's token depends on
 its logits, its parameters, its seed and its position, and on nothing else in the batch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_server.outputs import NewRequestData, SampledToken
-from mlx_server.runtime.sampling.draw import DrawColumns, DrawMethod, Method, draw
+from mlx_server.runtime.sampling.draw import DrawColumns, DrawMethod, Method, choose_method, draw
 from mlx_server.runtime.sampling.edits import (
     Bitmask,
     PenaltyTable,
     ScoredTokens,
+    TokenOffsets,
     add_offsets,
     apply_bitmasks,
     edit_rows,
     score_tokens,
 )
-from mlx_server.runtime.sampling.plan import RequestPlan, TokenOffsets, plan_request
+from mlx_server.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
     """One row of logits. `num_output_tokens` is the position in the output of the token to sample, from 0.
 
-    `allowed_bitmask` has bit i of byte i // 8, from the lowest, for token i (llguidance's int32 words,
-    little endian); None allows all.
+    `allowed_bitmask` is as `Bitmask` has it (llguidance's int32 words, little endian); None allows all.
     """
 
     request_id: str
@@ -47,8 +48,7 @@ class SampleRow:
 class SampledBatch:
     """Sampled tokens of one step. `token_ids` `[S]` int32 can feed the next step before the host knows them.
 
-    `scores` has an entry for each of `scored_rows`. What a batch refers to is its own: requests may be
-    dropped, and later steps sampled, before `fetch`.
+    `scores` has an entry for each of `scored_rows`. Requests may be dropped, and later steps sampled, before `fetch`.
     """
 
     token_ids: mx.array
@@ -66,6 +66,27 @@ class SampledBatch:
             for row, logprobs in zip(self.scored_rows, self.scores.fetch(), strict=True):
                 tokens[row] = SampledToken(tokens[row].token_id, logprobs)
         return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """What the sampler needs of a request, computed once when it is admitted. `banned` adds -inf to tokens that would
+    end the output too early.
+
+    `seed_key` and a position give the key of the noise at that position: preemption, prefix hits and other requests of
+    the batch do not change a request's stream.
+    """
+
+    params: SamplingParams
+    method: DrawMethod
+    seed_key: bytes
+    bias: TokenOffsets | None
+    banned: TokenOffsets | None
+    allowed_bitmask: Bitmask | None
+
+    def noise_key(self, position: int) -> bytes:
+        """Eight bytes for the token at `position` of the output."""
+        return hashlib.blake2b(position.to_bytes(8, "little"), key=self.seed_key, digest_size=8).digest()
 
 
 class Sampler:
@@ -127,6 +148,45 @@ class Sampler:
         names = [rows[i].request_id for i in penalized]
         params = [plans[i].params for i in penalized]
         return edit_rows(logits.astype(mx.float32), penalized, lambda part: self._penalties.apply(part, names, params))
+
+
+def plan_request(data: NewRequestData, vocab_size: int, entropy: bytes) -> RequestPlan:
+    """Plans a request; ids outside the vocabulary are ignored here, and refused by the API.
+
+    Without a seed the noise comes from the request's id and the process's `entropy`, so that a request that
+    resumes continues its stream.
+    """
+    params = data.sampling
+    name = data.request_id.encode() if params.seed is None else params.seed.to_bytes(8, "little", signed=True)
+    key = entropy if params.seed is None else b"seed"
+    bias = params.logit_bias
+    stops = data.eos_token_ids.union(params.stop_token_ids) if params.min_tokens else frozenset()
+    return RequestPlan(
+        params=params,
+        method=choose_method(params, vocab_size),
+        seed_key=hashlib.blake2b(name, key=key, digest_size=32).digest(),
+        bias=_token_offsets({token_id: bias[token_id] for token_id in _known(bias, vocab_size)}),
+        banned=_token_offsets(dict.fromkeys(_known(stops, vocab_size), -np.inf)),
+        allowed_bitmask=_packed(params.allowed_token_ids, vocab_size),
+    )
+
+
+def _known(token_ids: Iterable[int], vocab_size: int) -> list[int]:
+    return [token_id for token_id in token_ids if 0 <= token_id < vocab_size]
+
+
+def _token_offsets(values: dict[int, float]) -> TokenOffsets | None:
+    if not values:
+        return None
+    return TokenOffsets(np.array(list(values), np.int32), np.array(list(values.values()), np.float32))
+
+
+def _packed(token_ids: Iterable[int] | None, vocab_size: int) -> Bitmask | None:
+    if token_ids is None:
+        return None
+    is_allowed = np.zeros(vocab_size, dtype=np.bool_)
+    is_allowed[_known(token_ids, vocab_size)] = True
+    return np.packbits(is_allowed, bitorder="little")
 
 
 def _mask_rows(logits: mx.array, rows: Sequence[SampleRow], plans: Sequence[RequestPlan]) -> mx.array:
