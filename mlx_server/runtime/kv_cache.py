@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -28,6 +29,9 @@ class PagedLayerCache(AttendsItself):
 
     A layer whose module runs on groups of rows is read through `view`.
     """
+
+    is_recurrent = False
+    num_paged = 1
 
     def __init__(self, window: int | None, spec: LayerSpec, *, is_chunked: bool = False) -> None:
         """`is_chunked`: the module has its own mask, by chunks of the context."""
@@ -111,7 +115,8 @@ class StateLayerCache:
 
     lengths = None
     left_padding = None
-    is_lazy = True
+    is_lazy = is_recurrent = True
+    num_paged = 0
 
     def __init__(self, entries: Sequence[mx.array | None]) -> None:
         """`entries` have the shapes and types of one request's, `[1, ...]`; None where nothing was written yet."""
@@ -181,7 +186,18 @@ def _filled_up(values: mx.array, shape: tuple[int, ...]) -> mx.array:
 
 
 class ListLayerCache(tuple[Any, ...]):
-    """The caches of a layer that keeps several."""
+    """The caches of a layer that keeps several. `num_paged` of them store K/V."""
+
+    @cached_property
+    def is_recurrent(self) -> bool:
+        return any(cache.is_recurrent for cache in self)
+
+    @cached_property
+    def num_paged(self) -> int:
+        return sum(cache.num_paged for cache in self)
+
+    def tokens(self) -> list[mx.array]:
+        return [token for cache in self if cache.is_recurrent for token in cache.tokens()]
 
     def view(self, group: RowGroup) -> ListView:
         return ListView(cache.view(group) for cache in self)

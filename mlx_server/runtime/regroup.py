@@ -1,6 +1,6 @@
-"""Modules that cannot read a ragged batch run on groups of its rows instead.
+"""Runs modules that cannot read a ragged batch on groups of its rows instead.
 
-Nothing of a model is copied or changed: a stand-in is set beside the module tree, in an instance's own namespace,
+Nothing of a model is copied or changed: a stand-in is set in an instance's own namespace, not in the module tree,
 so that parameters, quantisation and saving see the model as it was.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.attention import StepPlan
 from mlx_server.runtime.cache_views import RowGroup, StepMask, row_groups
-from mlx_server.runtime.kv_cache import LayerCache, PagedLayerCache, StateLayerCache, leaves
+from mlx_server.runtime.kv_cache import LayerCache, PagedLayerCache, StateLayerCache
 
 
 class Scope(enum.StrEnum):
@@ -54,7 +54,7 @@ LEVELS = (
 
 
 class StepGroups:
-    """The groups of the step that is running, shared with every module that runs on them."""
+    """The groups of the running step, shared by all modules that run on groups."""
 
     def __init__(self, adapters: AdapterRows) -> None:
         self.adapters = adapters
@@ -77,13 +77,13 @@ class StepGroups:
 
 
 class RegroupedModule:
-    """Stands before a token-mixing module: called with the whole ragged batch and a layer's cache, it calls the
-    module once a group, with the group's rows, view and mask, and joins the results.
+    """Replaces a token-mixing module: called with the whole ragged batch and a layer's cache, it calls the module once
+    a group, with the group's rows, view and mask, and joins the results.
 
-    Other attributes pass through. With `only_recurrent`, caches of attention alone are passed on as they are.
+    Other attributes pass through. With `only_recurrent`, calls without a recurrent cache are passed on as they are.
 
-    A module with several K/V caches in one chooses among keys by their places, counted from the end of the longest
-    context: it gets one request at a time, so that none is padded.
+    A module with several K/V caches in one selects keys by their distance from the end of the longest context: it gets
+    one request at a time, so that none is padded.
     """
 
     def __init__(self, inner: nn.Module, step: StepGroups, *, only_recurrent: bool) -> None:
@@ -95,11 +95,11 @@ class RegroupedModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self._names, args)) | kwargs
         cache = given.get("cache")
-        if not isinstance(cache, LayerCache) or (self._only_recurrent and not _is_recurrent(cache)):
+        if not isinstance(cache, LayerCache) or (self._only_recurrent and not cache.is_recurrent):
             return self._inner(**given)
-        groups = self._step.requests if _num_paged(cache) > 1 else self._step.groups
+        groups = self._step.requests if cache.num_paged > 1 else self._step.groups
         parts = [self._run(group, given, cache) for group in groups]
-        return _behind(parts[0] if len(parts) == 1 else _join(parts), cache)
+        return _after_writes(parts[0] if len(parts) == 1 else _join(parts), cache)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -120,7 +120,7 @@ class RegroupedModule:
 
 
 class Regrouping:
-    """The stand-ins of one model at one level; `remove` takes them away again."""
+    """The stand-ins of one model at one level, until `remove`."""
 
     def __init__(self, model: nn.Module, level: Level, step: StepGroups) -> None:
         self._set: list[tuple[nn.Module, str]] = []
@@ -152,27 +152,15 @@ class Regrouping:
                 self._set.append((layer, name))
 
 
-def possible_levels(caches: list[LayerCache]) -> Iterator[Level]:
+def possible_levels(caches: Sequence[LayerCache]) -> list[Level]:
     """The levels that a model with these caches can run at, the best first."""
-    is_recurrent = any(isinstance(cache, StateLayerCache) for cache in leaves(caches))
-    for level in LEVELS:
-        if level.scope is Scope.NOTHING and is_recurrent:
-            continue
-        if level.scope is Scope.RECURRENT_MIXERS and not is_recurrent:
-            continue
-        yield level
+    is_recurrent = any(cache.is_recurrent for cache in caches)
+    refused = Scope.NOTHING if is_recurrent else Scope.RECURRENT_MIXERS
+    return [level for level in LEVELS if level.scope is not refused]
 
 
 def _takes_cache(module: Any) -> bool:
     return isinstance(module, nn.Module) and "cache" in inspect.signature(type(module).__call__).parameters
-
-
-def _is_recurrent(cache: LayerCache) -> bool:
-    return any(isinstance(leaf, StateLayerCache) for leaf in leaves([cache]))
-
-
-def _num_paged(cache: LayerCache) -> int:
-    return sum(isinstance(leaf, PagedLayerCache) for leaf in leaves([cache]))
 
 
 def _cut(value: Any, group: RowGroup, num_tokens: int) -> Any:
@@ -200,10 +188,8 @@ def _join(parts: list[Any]) -> Any:
     return None if parts[0] is None else mx.concatenate(parts, axis=0)
 
 
-def _behind(result: Any, cache: LayerCache) -> Any:
-    """The result, computed once the layer's states are written: MLX would leave that, which nothing else in the step
-    needs, for its end, and keep all that states are cut from in every layer until then."""
-    tokens = [token for leaf in leaves([cache]) if isinstance(leaf, StateLayerCache) for token in leaf.tokens()]
-    if not tokens or not isinstance(result, mx.array):
-        return result
-    return mx.depends([result], tokens)[0]
+def _after_writes(result: Any, cache: LayerCache) -> Any:
+    """The result, computed after the layer's states are written. Nothing else in the step needs those writes, so MLX
+    would do them at its end, and keep the arrays that states are cut from in every layer until then."""
+    tokens = [] if isinstance(cache, PagedLayerCache) else cache.tokens()
+    return mx.depends([result], tokens)[0] if tokens and isinstance(result, mx.array) else result

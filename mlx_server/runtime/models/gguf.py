@@ -1,14 +1,10 @@
-"""A GGUF checkpoint of the Llama architecture to a folder in mlx-lm format.
+"""Converts a GGUF checkpoint of the Llama architecture to a folder in mlx-lm format.
 
 MLX reads GGUF itself and keeps the blocks of Q4_0, Q4_1 and Q8_0 as affine quantization of group 32 with
-float16 scales and biases, which are the file's own numbers: nothing is rounded. What is left to do is to give
-the tensors mlx-lm's names, to undo the row order that GGUF uses for rotary embeddings, and to write the
-configuration and the tokenizer from the file's metadata.
-
-The byte-level BPE vocabulary inside a GGUF file, written as the files of a Hugging Face tokenizer.
-
-The file names its splitting rule (`tokenizer.ggml.pre`) but does not hold it. Only the rule of the bundled
-model is known here: each digit alone, then GPT-2's pattern.
+float16 scales and biases, which are the file's own numbers: nothing is rounded. The rest is done here: mlx-lm's names
+for the tensors, mlx-lm's row order for rotary embeddings, and the configuration and the tokenizer's files from the
+metadata. A GGUF file names its rule for splitting text (`tokenizer.ggml.pre`) but does not contain it; only that of
+the bundled model is known here: each digit alone, then GPT-2's pattern.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token_id is not None:
             config[f"{name}_token"] = tokens[token_id.item()]
-    _write_json(folder / "tokenizer_config.json", config)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if "tokenizer.chat_template" in metadata:
         (folder / "chat_template.jinja").write_text(metadata["tokenizer.chat_template"], encoding="utf-8")
 
@@ -97,10 +93,6 @@ def _added(tokens: list[str], types: list[int], wanted: _TokenType) -> list[Adde
     ]
 
 
-def _write_json(path: Path, document: dict[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 GROUP_SIZE = 32
 """Values that share a scale in every GGUF type that MLX keeps packed."""
 
@@ -137,8 +129,8 @@ def native_weight_format() -> WeightFormat:
 def convert_gguf(source: Path, folder: Path, weight_format: WeightFormat) -> None:
     """Writes config.json, model.safetensors and the tokenizer's files into `folder`, which must exist.
 
-    Raises `ModelLoadError` when the file is no GGUF, or of an architecture, tensor or vocabulary that is not
-    known here. Needs memory for all the weights in the chosen format.
+    Raises `ModelLoadError` when the file is no GGUF, or has an architecture, tensor or vocabulary that is not
+    known here. Needs memory for all weights in the chosen format.
     """
     tensors, metadata = _read(source)
     architecture = metadata.get("general.architecture")
