@@ -1,17 +1,14 @@
-"""LoRA and DoRA adapters, as mlx-lm trains and saves them.
+"""LoRA and DoRA adapters, as mlx-lm trains and saves them: several in one model, and each row of a batch has its own.
 
-Which adapter each row of a forward pass uses, as every layer that adapters change reads it.
-
-The adapters of a layer lie side by side, each of its rank in columns of its own:
+A layer computes what is the model's once for all rows. Its adapters lie side by side, each in as many columns as its
+rank:
 
     columns of x lora_a      |-- first, rank 8 --|-- second, rank 4 --|
     a row of the first       | its products      | zeros              |
     a row of none            | zeros             | zeros              |
 
-so that a mixed batch costs two products a layer, whatever rows it has and whatever ranks there are, and a row's
-result is what its own adapter alone would give.
-
-Layers with several LoRA adapters at once: what is the model's is computed once for all rows of a batch.
+So a mixed batch costs two small products a layer, for any rows and ranks, and a row's result is what its own adapter
+alone would give.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -39,36 +35,32 @@ from mlx_server.runtime.cache_views import RowGroup, UnpageableError
 from mlx_server.runtime.models.folder import TensorHeader, read_headers
 
 NONE = -1
-"""In place of an adapter's index: the model itself."""
+"""The adapter index of rows without an adapter."""
 
 
 @dataclass(frozen=True)
 class ColumnLayout:
-    """The adapters of one layer, by index and ascending, and the rank of each. Layers have equal ones."""
+    """The adapters of one layer by ascending index, and the rank of each. Many layers have equal layouts."""
 
     adapters: tuple[int, ...]
     ranks: tuple[int, ...]
 
     def span(self, owners: IntArray) -> slice | None:
-        """The columns from the first to the last adapter among `owners`; None if none of them is here."""
+        """The columns from the first to the last adapter among `owners`; None if the layer has none of them."""
         used = [place for place, adapter in enumerate(self.adapters) if (owners == adapter).any()]
         return slice(sum(self.ranks[: used[0]]), sum(self.ranks[: used[-1] + 1])) if used else None
-
-    def column_owners(self) -> IntArray:
-        """The adapter of each column."""
-        return np.repeat(np.array(self.adapters, dtype=np.int32), self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What a batch needs of a layer's columns: those at `span`, and of them each row its own adapter's, which
-    `owners` are; None if all rows have one adapter, so that all are everybody's."""
+    """What a batch needs of a layer's columns: those at `span`. `owners` are their adapters; None if all rows have one
+    adapter, so that every row uses them all."""
 
     span: slice
     owners: mx.array | None
 
     def keep_own(self, products: mx.array, row_owners: mx.array | None) -> mx.array:
-        """`products` `[..., columns]` with zeros for what is another's; `row_owners` `[..., 1]`."""
+        """`products` `[..., columns]` with zeros where row and column have other adapters; `row_owners` `[..., 1]`."""
         return products if self.owners is None else mx.where(self.owners == row_owners, products, 0)
 
 
@@ -81,16 +73,12 @@ class RowScope:
     _columns: dict[ColumnLayout, Columns | None] = field(default_factory=dict)
     _row_owners: dict[int, mx.array] = field(default_factory=dict)
 
-    @cached_property
-    def is_uniform(self) -> bool:
-        """Whether all have one adapter."""
-        return bool((self.owners == self.owners[0]).all())
-
     def columns(self, layout: ColumnLayout) -> Columns | None:
         """What a layer has to compute; None if no row of the batch has an adapter there. Made once a layout."""
         if layout not in self._columns:
-            span = layout.span(self.owners)
-            owners = None if span is None or self.is_uniform else mx.array(layout.column_owners()[span])
+            span, owners = layout.span(self.owners), None
+            if span is not None and (self.owners != self.owners[0]).any():
+                owners = mx.array(np.repeat(np.array(layout.adapters, dtype=np.int32), layout.ranks)[span])
             self._columns[layout] = None if span is None else Columns(span, owners)
         return self._columns[layout]
 
@@ -105,20 +93,20 @@ class RowScope:
         return self._row_owners[num_rows]
 
     def select(self, rows: Sequence[int]) -> RowScope:
-        """Of these rows of the batch, counted over all of its tokens."""
+        """The scope of these rows of the batch, counted over all of its tokens."""
         return RowScope(np.repeat(self.owners, self.length)[list(rows)])
 
 
 class AdapterRows:
-    """The adapters of one model by `names`, and which of them the rows have that its layers compute now.
+    """The adapters of one model by `names`, and those of the rows that its layers compute now.
 
-    Shared by a model's layers and by what calls them. Between forward passes nobody has an adapter: the model is then
-    the one that the adapters were made for.
+    Shared by a model's layers and their callers. Between forward passes no row has an adapter: the model then computes
+    what it does without adapters.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.names = tuple(names)
-        self._scope: RowScope | None = None  # None if nobody in the batch has an adapter
+        self._scope: RowScope | None = None  # None if no row of the batch has an adapter
         self._groups: dict[tuple[int, int], RowScope] = {}
 
     def columns(self, layout: ColumnLayout) -> Columns | None:
@@ -126,22 +114,21 @@ class AdapterRows:
         return None if self._scope is None else self._scope.columns(layout)
 
     def keep_own(self, columns: Columns, products: mx.array) -> mx.array:
-        """`products` `[rows, ..., columns]` with zeros for what is another's. Raises `UnpageableError` if its rows are
-        not those of the batch."""
+        """As `Columns.keep_own`, of `products` `[rows, ..., columns]`. Raises `UnpageableError` if their rows are not
+        those of the batch."""
         if columns.owners is None:
             return products
         num_rows = products.shape[0]
         return columns.keep_own(products, self.owners(num_rows).reshape(num_rows, *[1] * (products.ndim - 1)))
 
     def owners(self, num_rows: int) -> mx.array:
-        """The adapter of each of a layer's rows, `[num_rows]`, in a batch that has any. Raises `UnpageableError` if
-        they are not those of the batch."""
-        assert self._scope is not None, "nobody in the batch has an adapter"
+        """As `RowScope.row_owners`, in a batch with adapters."""
+        assert self._scope is not None, "no row of the batch has an adapter"
         return self._scope.row_owners(num_rows)
 
     @contextmanager
     def step(self, owners: IntArray | None) -> Iterator[None]:
-        """A forward pass over a ragged batch whose rows have these adapters, `[T]`; None if nobody has one."""
+        """A forward pass over a ragged batch whose rows have these adapters, `[T]`; None if no row has one."""
         self._scope = None if owners is None or (owners == NONE).all() else RowScope(owners)
         self._groups.clear()
         try:
@@ -151,7 +138,7 @@ class AdapterRows:
 
     @contextmanager
     def group(self, group: RowGroup) -> Iterator[None]:
-        """Within a step: layers compute this group of its rows."""
+        """Within a step: layers compute this group of its rows only."""
         whole = self._scope
         if whole is not None:
             self._scope = self._groups.setdefault(
@@ -164,7 +151,7 @@ class AdapterRows:
             self._scope = whole
 
     def select(self, rows: Sequence[int]) -> None:
-        """Within a step or group: what is computed from here to its end are these rows of its tokens."""
+        """Within a step or group: from now to its end, layers compute these rows of its tokens only."""
         if self._scope is not None:
             self._scope = self._scope.select(rows)
 
@@ -234,8 +221,9 @@ class AdaptedEmbedding(_AdaptedLayer):
 
 
 class ExpertRoute:
-    """How the experts of one layer are told whose rows they get: rows come to them in another order, with the index
-    of an expert each. In a mixed batch that index says the adapter, too: `expert * num_owners + owner`."""
+    """Tells the experts of one layer which adapter each row has: rows come to them in another order, each with the
+    index of an expert. In a mixed batch that index is `expert * num_owners + owner`, which names the adapter, too: of
+    two adapters, a row without one (owner 0) that goes to expert 5 has the index 15, and one of the second 17."""
 
     def __init__(self, rows: AdapterRows) -> None:
         self.rows = rows
@@ -250,7 +238,7 @@ class ExpertRoute:
         return indices // self._num_owners if self.is_mixed else indices
 
     def owners(self, indices: mx.array) -> mx.array | None:
-        """Whose each row is; None in a batch of one adapter."""
+        """The adapter of each row; None in a batch of one adapter."""
         return (indices % self._num_owners).astype(mx.int32) - 1 if self.is_mixed else None
 
 
@@ -277,7 +265,7 @@ class AdaptedExperts(nn.Module):  # type: ignore[misc]
 
 class AdaptedExpertLinear(nn.Module):  # type: ignore[misc]
     """One of the products of a layer of experts. `lora_a` is `[experts, columns, inputs]` and `lora_b` `[experts,
-    columns, outputs]`, of all adapters; without any, there are only experts to be told."""
+    columns, outputs]`, of all adapters; a product without adapters still has to decode the indices."""
 
     def __init__(self, linear: nn.Module, parts: Sequence[LowRank], route: ExpertRoute) -> None:
         super().__init__()
@@ -307,8 +295,8 @@ WEIGHTS_FILE = "adapters.safetensors"
 
 
 def apply_adapter(model: Any, adapter: Adapter) -> None:
-    """Puts an adapter into `model`, which has it for every row from now on; its weights are lazy until they are
-    evaluated. Raises `ModelLoadError` for a folder that holds none, or one made for another model."""
+    """Puts an adapter into `model` for every row; its weights are lazy until they are evaluated. Raises
+    `ModelLoadError` for a folder without an adapter, or with one made for another model."""
     folder = adapter.path
     missing = [name for name in (SETTINGS_FILE, WEIGHTS_FILE) if not (folder / name).is_file()]
     if missing:
@@ -326,8 +314,8 @@ def apply_adapter(model: Any, adapter: Adapter) -> None:
 
 
 def install_adapters(model: Any, adapters: Sequence[Adapter]) -> AdapterRows:
-    """Puts adapters into `model` so that each row of a batch has the one that it asks for, or none; what says which.
-    Raises like `apply_adapter`, and for an adapter that changes a layer in a way that cannot be computed by rows."""
+    """Puts adapters into `model` so that each row of a batch may have another one, or none, as the returned
+    `AdapterRows` say. Raises like `apply_adapter`, and for an adapter whose changes cannot be computed by rows."""
     rows = AdapterRows([adapter.name for adapter in adapters])
     parts: defaultdict[str, list[LowRank]] = defaultdict(list)
     for index, adapter in enumerate(adapters):
@@ -342,8 +330,8 @@ def install_adapters(model: Any, adapters: Sequence[Adapter]) -> AdapterRows:
 
 
 def must_be_merged(adapter: Adapter) -> bool:
-    """Whether an adapter is, by its settings, more than products of two matrices beside a model's own: DoRA, or full
-    weights. What cannot be read is for loading to refuse."""
+    """Whether an adapter's settings make it more than products of two matrices beside a model's own: DoRA, or full
+    weights. False for settings that cannot be read, which loading refuses."""
     try:
         return _kind(adapter) != "lora"
     except (OSError, ValueError, AttributeError):
@@ -351,12 +339,12 @@ def must_be_merged(adapter: Adapter) -> bool:
 
 
 def merged_adapter(adapters: Sequence[Adapter]) -> Adapter | None:
-    """The adapter that a model has for all requests: its only one, if that cannot differ by request."""
+    """The adapter that all requests of a model get: its only one, if that cannot differ by request."""
     return adapters[0] if len(adapters) == 1 and must_be_merged(adapters[0]) else None
 
 
 def adapter_tensors(adapter: Adapter) -> list[TensorHeader]:
-    """What the header of its file says of an adapter's weights; nothing if it is not there."""
+    """The header of an adapter's file of weights; empty if there is none."""
     path = adapter.path / WEIGHTS_FILE
     return list(read_headers(path).values()) if path.is_file() else []
 
@@ -368,7 +356,7 @@ def _kind(adapter: Adapter) -> str:
 
 
 def _take_layers(model: Any, adapter: Adapter) -> dict[str, nn.Module]:
-    """The layers that mlx-lm makes of an adapter, by their paths; the model is left as it was."""
+    """The layers that mlx-lm makes of an adapter, by their paths; the model stays as it was."""
     if must_be_merged(adapter) and _kind(adapter) == "full":
         raise _refusal(adapter, "replaces weights of the model")
     before = dict(model.named_modules())
@@ -393,7 +381,7 @@ def _refusal(adapter: Adapter, what: str) -> ModelLoadError:
 
 
 def _low_rank(adapter: int, layer: Any) -> LowRank:
-    """Of one of mlx-lm's layers; of experts it has both matrices transposed."""
+    """From one of mlx-lm's layers, which has both matrices of experts transposed."""
     lora_b = (layer.scale * layer.lora_b).astype(layer.lora_b.dtype)
     if isinstance(layer, LoRASwitchLinear):
         return LowRank(adapter, layer.lora_a.swapaxes(-1, -2), lora_b.swapaxes(-1, -2))
@@ -403,8 +391,8 @@ def _low_rank(adapter: int, layer: Any) -> LowRank:
 def _adapt_experts(
     model: Any, path: str, experts: nn.Module, parts: dict[str, list[LowRank]], rows: AdapterRows
 ) -> None:
-    """Takes the parts of a layer of experts, if there are any, and puts them into it: all of its products must know
-    how a mixed batch is told."""
+    """Moves the parts of a layer of experts, if there are any, into it: all of its products must decode the indices of
+    a mixed batch."""
     kinds = SwitchLinear | QuantizedSwitchLinear
     products = {name: child for name, child in experts.children().items() if isinstance(child, kinds)}
     own = {name: parts.pop(f"{path}.{name}", []) for name in products}

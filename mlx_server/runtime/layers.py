@@ -1,7 +1,5 @@
-"""What each layer of a model keeps between steps, found by tracing tokens through mlx-lm's own caches.
-
-How large a model's pools are to begin with, and how large they may become.
-"""
+"""What each layer of a model keeps between steps, found by tracing tokens through mlx-lm's own caches; and how large
+the pools for it are and may become."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ from mlx_server.runtime.kv_cache import (
 from mlx_server.runtime.memory import checkpoint_slots, first_kv_blocks, max_kv_blocks, state_slots
 
 _NUM_TRACED = 9
-"""Tokens at a time: more than any convolution or n-gram that mlx-lm's recurrent layers look back on."""
+"""Tokens at a time: more than any convolution or n-gram of mlx-lm's recurrent layers sees."""
 
 _NO_METAL = "No Metal back-end"
-"""What MLX says where a Metal kernel is called in vain."""
+"""In MLX's error where a Metal kernel is called without Metal."""
 
 
 def discover_layers(model: Any) -> list[LayerCache]:
-    """Caches of ours for all that mlx-lm's would keep for `model`. Shapes tell, so nothing is computed. Raises
+    """Our caches in place of mlx-lm's for `model`. Only shapes are needed, so nothing is computed. Raises
     `ModelLoadError` for a kind of cache that cannot be paged, and for a model that fails in mlx-lm itself."""
     plain = make_prompt_cache(model)
     for index, cache in enumerate(plain):
@@ -50,7 +48,7 @@ def discover_layers(model: Any) -> list[LayerCache]:
 
 
 def model_failure(model: Any, error: Exception) -> ModelLoadError:
-    """What to say of a model that fails with mlx-lm's own caches."""
+    """The error for a model that fails with mlx-lm's own caches."""
     kind = getattr(model, "model_type", type(model).__name__)
     if _NO_METAL in str(error):
         return ModelLoadError(
@@ -74,7 +72,7 @@ def _state_shapes(cache: Any) -> list[tuple[int, ...]]:
 
 
 def attention_specs(caches: list[LayerCache]) -> list[LayerSpec]:
-    """What the layers store that an attention backend may be asked to attend over."""
+    """What the layers store that an attention backend has to attend over."""
     specs = [cache.spec for cache in leaves(caches) if isinstance(cache, PagedLayerCache)]
     return [spec for spec in specs if spec.value_dim]
 
@@ -108,7 +106,7 @@ def _layer_cache(index: int, cache: Any) -> LayerCache:
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
     """Slots for the recurrent state of `num_slots` requests and of `num_checkpoints` prefixes, which take
-    `state_bytes`, and `num_blocks` blocks that may become `max_blocks`."""
+    `state_bytes`, and `num_blocks` blocks, which may grow to `max_blocks`."""
 
     num_slots: int
     num_checkpoints: int
@@ -132,17 +130,17 @@ def plan_pools(
     kv_limit_bytes: int,
     state_limit_bytes: int,
 ) -> PoolPlan:
-    """What `cache` needs for at most `max_num_seqs` requests at a time and `max_num_tokens` tokens of theirs.
+    """What `cache` needs for at most `max_num_seqs` requests at a time with `max_num_tokens` tokens in all.
 
-    All of it may take `kv_limit_bytes`. Recurrent state, which does not grow, takes shares of `state_limit_bytes`:
-    what is free now; none is kept for prefixes that are not cached. Raises `InsufficientMemoryError` or `ConfigError`
-    if the pool asked for is not to be had.
+    All of it may take `kv_limit_bytes`. Recurrent state, which does not grow, takes shares of `state_limit_bytes`,
+    the memory that is free now; none is kept for prefixes unless they are cached. Raises `InsufficientMemoryError` or
+    `ConfigError` if the pool asked for is impossible.
     """
     slot_bytes = cache.slot_bytes
     num_slots = state_slots(slot_bytes, max_num_seqs, state_limit_bytes)
     num_checkpoints = checkpoint_slots(slot_bytes, num_slots, state_limit_bytes) if settings.prefix_caching else 0
     state_bytes = (num_slots + num_checkpoints) * slot_bytes
-    block_bytes = max(1, cache.block_bytes)  # there are models that keep nothing in blocks
+    block_bytes = max(1, cache.block_bytes)  # some models keep nothing in blocks
     num_groups = len(cache.windows)
     max_blocks = num_groups * max_kv_blocks(
         settings.kv_cache_memory,

@@ -1,12 +1,5 @@
-"""What MLX finds on this machine, for people to read.
-
-The memory that Linux lets this process have: a container's, or a systemd unit's, whose limit kills.
-
-Keeps mlx-lm from changing how many files the process may open.
-
-It lowers the limit to 2,048, and the hard one to 4,096 for good, when it is imported; where the hard limit is lower
-already, the import fails. It does so for the conversion of models, which is not ours.
-"""
+"""What this machine offers: devices and their speed for people to read, the memory limit of a container or a systemd
+unit, and the limit of open files, which mlx-lm must not change."""
 
 from __future__ import annotations
 
@@ -36,7 +29,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """Looks and measures; takes well under a second. Any thread may call it."""
+    """Takes well under a second. Any thread may call it."""
     gflops = _matmul_gflops()  # first: it makes MLX load its BLAS
     openblas = _loaded_openblas()
     is_reference = platform.system() == "Linux" and openblas is None
@@ -56,7 +49,7 @@ def _devices() -> tuple[str, ...]:
 
 
 def _matmul_gflops() -> float:
-    """The best of a few tries, so that waking threads and frequencies do not count."""
+    """The best of a few tries, since threads and clock frequencies wake up in the first."""
     left, right = mx.random.normal((_SIZE, _SIZE)), mx.random.normal((_SIZE, _SIZE))
     mx.eval(left, right)
     best_s = min(_timed_product(left, right) for _ in range(3))
@@ -95,8 +88,8 @@ class GroupMemory:
 
 
 def read_group_memory(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> GroupMemory | None:
-    """Of the groups that this process is in, the one that has the least left; None where no limit is set, as on a Mac.
-    Cheap enough for every second. Any thread. Both versions of control groups are read (cgroups(7))."""
+    """Of the groups that this process is in, the one with the least memory left; None where no limit is set, as on a
+    Mac. Cheap enough for every second. Any thread. Reads both versions of control groups (cgroups(7))."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -106,7 +99,7 @@ def read_group_memory(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> G
 
 
 def _readings(line: str, mount: Path) -> Iterator[GroupMemory]:
-    """Of the group that a line of `/proc/self/cgroup` names, and of those around it."""
+    """Of the group that a line of `/proc/self/cgroup` names, and of its parents."""
     _, controllers, path = line.split(":", 2)
     if controllers not in ("", "memory"):
         return
@@ -142,5 +135,9 @@ def _set_limit_for_others(kind: int, limits: tuple[int, int], /) -> None:
 
 
 def keep_limit() -> None:
-    """Before mlx-lm is imported, by whomever and however: `setrlimit` does nothing for it from now on."""
+    """Makes `setrlimit` do nothing for mlx-lm; call it before mlx-lm is imported.
+
+    The import lowers the limit of open files to 2,048, and the hard limit to 4,096 for good, for the conversion of
+    models, which we do not use; where the hard limit is lower already, the import fails.
+    """
     resource.setrlimit = _set_limit_for_others

@@ -1,11 +1,9 @@
-"""What this machine's memory looks like now, and how much of it becomes KV blocks.
+"""The memory that models live in: a reading of it, MLX's limits, the share that KV blocks get, and the size of Metal's
+command buffers.
 
-How much work MLX puts into one command buffer of Metal.
-
-MLX keeps the arrays that an operation reads until the operation's command buffer has ended, and lets the host run 10 of
-them ahead. So long ones cost memory, 12 times what one holds at worst, and short ones leave the host less time to
-prepare the next step. MLX ends one after a number of operations or, whatever its name for it, of elements of all
-buffers that it uses.
+MLX keeps the arrays that an operation reads until the operation's command buffer has ended, and lets the host run 10
+buffers ahead. So long ones cost memory, at worst 12 times what one uses, and short ones leave the host less time to
+prepare the next step. MLX ends one after a number of operations or of elements of its arrays (which it names MB).
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ _CHECKPOINTS_PER_SLOT = 4
 _GPU_SHARE = 0.9
 _CPU_SHARE = 0.25
 _CACHE_LIMIT_BYTES = 2**30
-"""While prompts are computed, the buffers of one command buffer go straight into a later one, so this much is only
-what is left over between them, and what comes back at the end. Mapping the rest anew takes less than a chunk's tenth,
-and happens once in a while; steps of many shapes would fill a larger one with what is never asked for again."""
+"""Of freed buffers that MLX keeps for reuse. While prompts are computed, a later command buffer takes most of them at
+once. Mapping others anew takes less than a tenth of a chunk's time, now and then; steps of many shapes would fill a
+larger cache with buffers of sizes that never come again."""
 
 _FIRST_BLOCKS = 64
 MIN_BLOCKS = 8
@@ -42,11 +40,11 @@ MIN_BLOCKS = 8
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """The memory that models live in: the machine's, or what a container has of it, or a discrete GPU's own.
+    """The memory that models live in: the machine's, or a container's share of it, or a discrete GPU's own.
 
-    total_bytes, available_bytes     of that memory: all, and what may be taken without anybody paging
+    total_bytes, available_bytes     of that memory: all, and what may be taken without paging
     device_bytes, device_used_bytes  what the GPU should hold at most, and what MLX holds of it now
-    active_bytes                     what MLX's arrays take now; None where models have memory that is not MLX's
+    active_bytes                     what MLX's arrays take now; None where models have other memory as well
     """
 
     total_bytes: int
@@ -56,8 +54,11 @@ class MemoryReading:
     active_bytes: int | None = None
 
     def with_steps(self, kept_bytes: int, step_bytes: int) -> MemoryReading:
-        """As if a step were running that takes all of the `step_bytes` booked for it, beside `kept_bytes` that stay:
-        a reading does not depend on the moment, and what is booked is not there for others."""
+        """The reading as if a step were running that takes all of the `step_bytes` reserved for it, beside `kept_bytes`
+        that stay. So a reading between steps equals one within a step, and the reserve counts as used.
+
+        Of 10 GiB active, 8 are kept and 3 are reserved for a step: the step has taken 2, so 1 more counts as used.
+        """
         if self.active_bytes is None:
             return self
         taken = min(max(0, self.active_bytes - kept_bytes), step_bytes)
@@ -70,7 +71,7 @@ class MemoryReading:
 
     @property
     def pressure(self) -> float:
-        """Share of the memory that is in use, by whomever, or of the device's if that is more; 0 to 1."""
+        """Share of the memory that all processes use, or of the device's if that is more; 0 to 1."""
         return max(1 - self.available_bytes / self.total_bytes, self.device_used_bytes / self.device_bytes)
 
     def room_below(self, pressure: float) -> int:
@@ -105,8 +106,8 @@ def read_memory() -> MemoryReading:
 
 
 class _Limit:
-    """One of MLX's limits, which are the process's. While several hold it, in whatever order they come and go, it is
-    the highest that one of them wants; the last puts back what was there before. Any thread."""
+    """One of MLX's limits, which are the process's. While several hold it, it is the highest of their values; the last
+    one to leave restores what was there before. Any thread."""
 
     def __init__(self, change: Callable[[int], int | None]) -> None:
         """`change` sets it, and returns what it was, or None where it cannot be set."""
@@ -134,7 +135,7 @@ class _Limit:
 @contextmanager
 def bounded_memory(num_bytes: int) -> Iterator[None]:
     """On a GPU, while it is entered: MLX waits for running work rather than take more than `num_bytes`, and keeps no
-    freed buffers beyond that. The last of several puts MLX's own limit back. Any thread."""
+    freed buffers beyond that. The last of several restores MLX's own limit. Any thread."""
     if mx.default_device() == mx.cpu:
         yield
         return
@@ -145,10 +146,10 @@ def bounded_memory(num_bytes: int) -> Iterator[None]:
 @contextmanager
 def resident_memory(*, wire: bool) -> Iterator[None]:
     """On Metal, while it is entered: bounds the buffers that MLX keeps for reuse, which ragged steps would otherwise
-    collect without end; and, only if asked to `wire`, keeps weights and KV pools resident, which macOS unwires when
-    idle. The last of several puts both limits back. MLX thread.
+    collect without end; and with `wire` only, keeps weights and KV pools resident, which macOS unwires when idle. The
+    last of several restores both limits. MLX thread.
 
-    Wiring the working set under concurrent requests is what kernel panics of macOS were reproduced with (mlx#3186).
+    A wired working set under concurrent requests has reproduced kernel panics of macOS (mlx#3186).
     """
     if not mx.metal.is_available():
         yield
@@ -161,7 +162,7 @@ def resident_memory(*, wire: bool) -> Iterator[None]:
 
 
 def _set_wired_limit(num_bytes: int) -> int | None:
-    """The limit that was; None where the system has none to set, or allows less."""
+    """The limit before; None where the system has none to set, or allows less."""
     try:
         return int(mx.set_wired_limit(num_bytes))
     except (RuntimeError, ValueError) as error:
@@ -174,19 +175,14 @@ _CACHED = _Limit(lambda num_bytes: mx.set_cache_limit(num_bytes))
 _WIRED = _Limit(_set_wired_limit)
 
 
-def auto_kv_bytes(free_bytes: int) -> int:
-    """What a KV pool of size `auto` may grow to, of what is free beside the model."""
-    return int(free_bytes * (_CPU_SHARE if mx.default_device() == mx.cpu else _GPU_SHARE))
-
-
 def first_kv_blocks(max_blocks: int) -> int:
     """Blocks that a pool starts with when it may grow to `max_blocks`."""
     return min(max_blocks, _FIRST_BLOCKS)
 
 
 def state_slots(slot_bytes: int, wanted: int, free_bytes: int) -> int:
-    """For how many requests at a time there is room for recurrent state: `wanted`, or as many as fit into a share
-    of what is free. Raises `InsufficientMemoryError` if that is none."""
+    """For how many requests at a time there is room for recurrent state: `wanted`, or as many as fit into a fifth of
+    what is free. Raises `InsufficientMemoryError` if that is none."""
     if not slot_bytes:
         return wanted
     num_slots = min(wanted, int(free_bytes * _STATE_SHARE) // slot_bytes)
@@ -206,20 +202,21 @@ def state_slots(slot_bytes: int, wanted: int, free_bytes: int) -> int:
 
 
 def checkpoint_slots(slot_bytes: int, num_slots: int, free_bytes: int) -> int:
-    """How many requests' recurrent states are kept at block boundaries: a few for each that runs, as far as a share
-    of what is free holds them."""
+    """How many recurrent states are kept at block boundaries: four for each running request, or as many as fit into a
+    fifth of what is free."""
     return min(_CHECKPOINTS_PER_SLOT * num_slots, int(free_bytes * _STATE_SHARE) // slot_bytes) if slot_bytes else 0
 
 
 def max_kv_blocks(setting: str, num_blocks: int | None, block_bytes: int, useful_blocks: int, free_bytes: int) -> int:
     """Blocks, of 32 tokens in all layers, that the pool may grow to: exactly `num_blocks` if given, else what `setting`
-    bytes hold (`auto`: a share of what is free), but no more than the `useful_blocks` that could ever be used.
+    bytes hold (`auto`: 90 % of what is free beside the model, 25 % on a CPU), but at most `useful_blocks`.
 
     Raises `InsufficientMemoryError`, with the numbers, for a pool
     that does not fit or holds too few tokens.
     """
     if num_blocks is None:
-        wanted = auto_kv_bytes(free_bytes) if setting == "auto" else parse_size(setting)
+        auto = int(free_bytes * (_CPU_SHARE if mx.default_device() == mx.cpu else _GPU_SHARE))
+        wanted = auto if setting == "auto" else parse_size(setting)
         num_blocks = min(wanted // block_bytes, useful_blocks)
     if num_blocks * block_bytes > free_bytes:
         raise InsufficientMemoryError(
@@ -249,11 +246,11 @@ _FEWEST_MILLIONS, _MOST_MILLIONS = 40, 400
 
 
 def set_limits(machine_bytes: int, *, is_metal: bool) -> None:
-    """What MLX reads when it is loaded, unless the user has set it.
+    """Sets what MLX reads when it is loaded, unless the user has set it.
 
-    On a Mac with 16 GiB, 96 x 2^20 elements, with 32 twice as many, and 400 from 67 GiB on: all that are in flight keep
-    a seventh of the memory at most, at 16 bits an element. CUDA ends graphs by the same numbers, and there a KV pool
-    would end one at each operation that touches it, so there they end by their operations alone.
+    On a Mac with 16 GiB, 96 x 2^20 elements, with 32 GiB twice as many, and 400 x 2^20 from 67 GiB on: all buffers in
+    flight keep at most a seventh of the memory, at 16 bits an element. CUDA ends graphs by the same numbers, and each
+    operation on a KV pool would end one, so only the number of operations ends them there.
     """
     millions = 1_000_000
     if is_metal:

@@ -23,12 +23,12 @@ from gguf_files import write_gguf, write_wheel
 from mlx_server.engine.text.chat import read_default_sampling
 from mlx_server.errors import DownloadError
 from mlx_server.runtime.models import bundled
-from mlx_server.runtime.models import bundled as package_index
 from mlx_server.runtime.models.bundled import BundledModel, pull_bundled
 from mlx_server.runtime.models.gguf import WeightFormat
 
 FORMAT = WeightFormat.PACKED
 ROOT = Path(__file__).parents[2]
+FETCH = bundled.fetch_package_file
 
 
 @dataclass
@@ -101,7 +101,7 @@ def count_fetches(world: World) -> None:
 @pytest.fixture
 def indexed(world: World) -> World:
     """A world in which a real client fetches from the index."""
-    world.fetch = package_index.fetch_package_file
+    world.fetch = FETCH
     return world
 
 
@@ -333,8 +333,8 @@ def test_an_index_that_cannot_be_reached_is_named(indexed, monkeypatch):
 
 def hide_pip(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """An environment without pip, and no other program on the path than those in `path`."""
-    monkeypatch.setattr(package_index.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(package_index.shutil, "which", lambda name: shutil_which(name, path=str(path)))
+    monkeypatch.setattr(bundled.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bundled.shutil, "which", lambda name: shutil_which(name, path=str(path)))
 
 
 shutil_which = shutil.which

@@ -46,7 +46,8 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token_id is not None:
             config[f"{name}_token"] = tokens[token_id.item()]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    document = json.dumps(config, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(document + "\n", encoding="utf-8")
     if "tokenizer.chat_template" in metadata:
         (folder / "chat_template.jinja").write_text(metadata["tokenizer.chat_template"], encoding="utf-8")
 
