@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.attention import IntArray, StepPlan, context_slots
+from mlx_server.runtime.attention import IntArray, StepPlan, causal_mask, context_slots
 from mlx_server.runtime.row_pool import RowPool, Rows, Slots
 
 
@@ -195,10 +195,10 @@ class PagedView:
                 return None
             if not is_windowed and not return_array:
                 return "causal"
-            return _causal(mx.arange(start, start + N)[:, None], start + N, window)
+            return causal_mask(mx.arange(start, start + N)[:, None], mx.arange(start + N), window)
         if N != 1:
             raise UnpageableError(f"a mask for {N} tokens of several requests")
-        return _causal(mx.array(group.starts)[:, None, None, None], group.context_length, window)
+        return causal_mask(mx.array(group.starts)[:, None, None, None], mx.arange(group.context_length), window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Stores the K/V of the group's tokens, `[R, num_kv_heads, length, dim]`; returns those of whole contexts."""
@@ -278,13 +278,6 @@ class ListView(tuple[Any, ...]):
 
     def empty(self) -> bool:
         return bool(self[0].empty())
-
-
-def _causal(positions: mx.array, num_keys: int, window: int | None) -> mx.array:
-    """Which of keys 0 to num_keys - 1 the query at each position sees; positions `[..., 1]`."""
-    keys = mx.arange(num_keys)
-    mask = keys <= positions
-    return mask if window is None else mask & (keys > positions - window)
 
 
 def _write(pool: Rows, rows: mx.array, places: RowPlaces) -> None:

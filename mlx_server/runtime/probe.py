@@ -1,4 +1,4 @@
-"""Nothing is trusted by name: a model is served if it computes in a ragged batch what it computes alone."""
+"""Checks at load that a model computes in a ragged batch what it computes alone: its name alone proves nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _PROMPTS = (BLOCK_SIZE + 9, 2, 14)
 """Prompt lengths of three requests: one crosses a block, and comes in two chunks beside the others' decodes; one is
-shorter than what convolutions and n-grams look back on."""
+shorter than what convolutions and n-grams see."""
 
 _NUM_BLOCKS = 5
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
@@ -32,15 +32,15 @@ _TOLERANCES = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 
 
 class Probe:
-    """A few prompts and plain mlx-lm's logits for them: what a runner must give, without adapters and then in batches
-    of two adapters and none, until each has been in one. MLX thread.
+    """A few prompts and plain mlx-lm's logits for them, which a runner must give: without adapters, and then in batches
+    of two adapters and none, until each adapter has been in one. MLX thread.
 
-    Made before a runner is: the model must be as mlx-lm has built it, with no more than `adapters` in it.
+    Make it before the runner: the model must be as mlx-lm has built it, with at most `adapters` in it.
     """
 
     def __init__(self, model: Any, vocab_size: int, adapters: AdapterRows) -> None:
         """Raises `ModelLoadError` if the model does not run in mlx-lm itself, or if its logits are not `vocab_size`
-        wide, or no numbers with one of the adapters."""
+        wide, or NaN with one of the adapters."""
         rng = np.random.default_rng(0)
         self._model_type = getattr(model, "model_type", type(model).__name__)
         self._sequences = [rng.integers(1, vocab_size, size=length + 1).tolist() for length in _PROMPTS]
@@ -122,15 +122,15 @@ def _plain_logits(model: Any, sequence: Sequence[int], adapters: AdapterRows, ow
     logits = mx.stack([prompt, decode])
     if owner != NONE and mx.isnan(logits).any():
         raise ModelLoadError(
-            f"With the adapter {adapters.names[owner]} the model's logits are no numbers: its file is broken, or made "
-            "for other weights."
+            f"With the adapter {adapters.names[owner]} the model's logits are no numbers (NaN): its file is broken, or "
+            "made for other weights."
         )
     mx.eval(logits)
     return logits
 
 
 def _largest(errors: list[float]) -> float:
-    """Not a number if one of them is not, which `max` may pass over."""
+    """NaN if one of them is, which `max` may skip."""
     return float(np.max(errors))
 
 
@@ -146,15 +146,16 @@ def _to_host(array: mx.array) -> npt.NDArray[np.float32]:
 
 
 def _ragged_logits(runner: ModelRunner, sequences: list[list[int]], owners: tuple[int, ...]) -> list[mx.array]:
-    """The same logits, in three steps: the long prompt's first chunk with all of the others' prompts; its rest
-    beside the others' decodes; its decode. `owners` are the sequences' adapters."""
-    long, short, middle = sequences
-    owner_of = dict(zip(("long", "short", "middle"), owners, strict=True))
+    """The same logits from three steps: the long prompt's first chunk with the others' whole prompts; its rest beside
+    the others' decodes; its decode. `owners` are the sequences' adapters."""
+    names = ("long", "short", "middle")
+    ids_of = dict(zip(names, sequences, strict=True))
+    owner_of = dict(zip(names, owners, strict=True))
     cut = BLOCK_SIZE - 3
     windows = runner.cache.windows
     runner.cache.allocate(len(windows) * _NUM_BLOCKS, num_slots=len(_PROMPTS))
     tables = BlockTables(windows)
-    for name in owner_of:
+    for name in names:
         tables.add(name)
 
     def run(*chunks: ScheduledChunk, rows: Sequence[int]) -> mx.array:
@@ -165,29 +166,28 @@ def _ragged_logits(runner: ModelRunner, sequences: list[list[int]], owners: tupl
         return logits
 
     def blocks(*ids: int) -> BlockIds:
-        """Others in each layer group."""
+        """The blocks `ids` of each layer group's own range."""
         return tuple(tuple(group * _NUM_BLOCKS + block_id for block_id in ids) for group in range(len(windows)))
 
-    ends = [len(sequence) - 1 for sequence in sequences]
+    def chunk(name: str, start: int, end: int, block_ids: BlockIds = ()) -> ScheduledChunk:
+        return ScheduledChunk(name, start, end - start, tuple(ids_of[name][start:end]), block_ids, True, 0)
+
+    long, short, middle = (len(sequence) - 1 for sequence in sequences)
     first = run(
-        _chunk("long", long, 0, cut, blocks(2, 0)),
-        _chunk("short", short, 0, ends[1], blocks(3)),
-        _chunk("middle", middle, 0, ends[2], blocks(4)),
-        rows=[cut + ends[1] - 1, cut + ends[1] + ends[2] - 1],
+        chunk("long", 0, cut, blocks(2, 0)),
+        chunk("short", 0, short, blocks(3)),
+        chunk("middle", 0, middle, blocks(4)),
+        rows=[cut + short - 1, cut + short + middle - 1],
     )
     second = run(
-        _chunk("short", short, ends[1], ends[1] + 1),
-        _chunk("middle", middle, ends[2], ends[2] + 1),
-        _chunk("long", long, cut, ends[0]),
-        rows=[0, 1, 1 + ends[0] - cut],
+        chunk("short", short, short + 1),
+        chunk("middle", middle, middle + 1),
+        chunk("long", cut, long),
+        rows=[0, 1, 1 + long - cut],
     )
-    third = run(_chunk("long", long, ends[0], ends[0] + 1), rows=[0])
+    third = run(chunk("long", long, long + 1), rows=[0])
     return [
         mx.stack([second[2], third[0]]),
         mx.stack([first[0], second[0]]),
         mx.stack([first[1], second[1]]),
     ]
-
-
-def _chunk(name: str, ids: list[int], start: int, end: int, block_ids: BlockIds = ()) -> ScheduledChunk:
-    return ScheduledChunk(name, start, end - start, tuple(ids[start:end]), block_ids, True, 0)

@@ -169,7 +169,7 @@ def raising(failure: BaseException) -> Callable[..., None]:
 PULL_SCRIPT = """
     import os, shutil, signal
     from pathlib import Path
-    from mlx_server.runtime import bundled
+    from mlx_server.runtime.models import bundled
     from mlx_server.runtime.models.gguf import WeightFormat
 
     model = bundled.BundledModel(*{model!r})

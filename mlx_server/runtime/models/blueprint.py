@@ -1,4 +1,4 @@
-"""A model as its configuration describes it, without weights: what it keeps of tokens shows before it is loaded."""
+"""A model as its configuration describes it, without weights: shows what it keeps of tokens before it is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_server.runtime.kv_cache import PagedKVCache
 from mlx_server.runtime.layers import discover_layers
 
 _MISSING_PACKAGES = {"olmo": "ai2-olmo"}
-"""What some of mlx-lm's modules look for when they are imported, only to end the process where it is not there."""
+"""Packages without which some of mlx-lm's modules end the process when they are imported."""
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 """Types of weights by the names that settings give them."""
@@ -40,17 +40,22 @@ def model_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
     return classes
 
 
-def build_blank(config: Mapping[str, Any], dtype: mx.Dtype) -> nn.Module:
-    """The model of `config` with zeros of type `dtype` that take no memory. Any thread; nothing is computed.
-    Raises `ModelLoadError` if mlx-lm cannot build it."""
+def build_model(config: Mapping[str, Any]) -> nn.Module:
+    """The model of `config` with mlx-lm's own initial weights, which are lazy. Raises `ModelLoadError` if mlx-lm cannot
+    build it."""
     model_class, arguments_class = model_classes(config)
     try:
-        model = model_class(arguments_class.from_dict(dict(config)))
+        return model_class(arguments_class.from_dict(dict(config)))
     except Exception as error:  # mlx-lm raises whatever its files make it raise
         raise ModelLoadError(
             f"mlx-lm cannot build a model of type {config['model_type']} from this config.json: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def build_blank(config: Mapping[str, Any], dtype: mx.Dtype) -> nn.Module:
+    """As `build_model`, with zeros of type `dtype` that take no memory. Any thread; nothing is computed."""
+    model = build_model(config)
 
     def zeros_like(parameter: mx.array) -> mx.array:
         kind = dtype if mx.issubdtype(parameter.dtype, mx.floating) else parameter.dtype

@@ -1,7 +1,5 @@
-"""From a model's name to a model in memory, and from there to a runner that has proven itself.
-
-From the name of a model, as a user gives it, to a folder that holds it.
-"""
+"""From a model's name, as a user gives it, to its folder, to a model in memory, and to a runner that has passed the
+probe."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ _HUB_FILES = (
 def resolve_model(name: str) -> Path:
     """The folder of `smollm2` (pulled if need be), of an existing folder, or of a model of the Hugging Face hub.
 
-    The folder is complete, as far as that can be seen without loading it. Raises `ModelLoadError` when `name`
+    The folder is complete, as far as its files tell without being loaded. Raises `ModelLoadError` when `name`
     is none of the three or its folder lacks something, `DownloadError` when fetching fails.
     """
     if name == SMOLLM2.name:
@@ -81,7 +79,7 @@ def _checked(folder: Path) -> Path:
 
 
 def _hub_snapshot(name: str) -> Path:
-    """The hub's own cache keeps it: complete files are not fetched again, and no network is needed then."""
+    """In the hub's own cache: complete files are not fetched again, and then no network is needed."""
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES)))
     except GatedRepoError as error:
@@ -112,13 +110,13 @@ Pieces = Generator[float, None, T]
 
 _DEFAULT_CONTEXT = 8192
 _PIECE_BYTES = 64 * 2**20
-"""Weights that are read at a time, with nobody's step in between."""
+"""Weights that are read in one piece, without another model's step in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """An mlx-lm model, evaluated, and what its configuration says of it. `folder` is None for random weights.
-    `adapters` are those that rows of a batch may have."""
+    """An evaluated mlx-lm model and its configuration. `folder` is None for random weights. `adapters` are those that
+    rows of a batch may have."""
 
     name: str
     model: Any
@@ -127,8 +125,8 @@ class LoadedModel:
     adapters: AdapterRows = field(default_factory=AdapterRows)
 
     def setting(self, *names: str) -> int | None:
-        """The first of these numbers that the configuration has, or the model's own arguments: what a
-        configuration leaves out, mlx-lm fills in."""
+        """The first of these numbers in the configuration or in the model's own arguments: mlx-lm fills in what a
+        configuration leaves out."""
         nested = self.config.get("text_config")
         models: tuple[Any, ...] = (getattr(self.model, "language_model", None), self.model)
         arguments = [vars(model.args) for model in models if hasattr(model, "args")]
@@ -160,11 +158,11 @@ class LoadedModel:
 class RunnerInfo:
     """What the floors above need to know of a runner that is ready.
 
-    Its pool has `num_blocks` to begin with and may grow to `max_blocks`; a block holds 32 tokens in one of its layer
-    groups, of which `windows` says how many tokens each sees, None for all. `level` says how much of the model runs
-    group by group instead of once a step. `max_num_seqs` is how many requests it has room for, as many as asked for
-    unless each keeps much recurrent state (`is_recurrent`). That takes `state_bytes` in all, with `num_checkpoints`
-    states that are kept for prefixes. `first_steps` took so long after all else.
+    Its pool has `num_blocks` at first and may grow to `max_blocks`; a block holds 32 tokens of one of its layer
+    groups. `windows` are the tokens that each group sees, None for all. `level` says how much of the model runs
+    group by group instead of once a step. `max_num_seqs` is how many requests it has room for: as many as asked for
+    unless each keeps much recurrent state (`is_recurrent`). States take `state_bytes` in all, `num_checkpoints` that
+    are kept for prefixes included. `first_steps` are measured last.
     """
 
     num_blocks: int
@@ -206,8 +204,8 @@ def load_in_pieces(
     """Loads a model from its folder, with its adapters, each in theirs. MLX thread; raises `ModelLoadError`.
 
     Yields the share of the weights that is in memory, each time other models' steps may come in between.
-    `auto` keeps the model's own type on a GPU; on the CPU it is float32, where products of half-precision
-    numbers run over ten times slower.
+    `auto` keeps the model's own type on a GPU; on the CPU it is float32, since products of half-precision
+    numbers are over ten times slower there.
     """
     install_seam()
     model, config = random_models.build(name) if folder is None else _load_folder(folder, trust_remote_code)
@@ -276,11 +274,11 @@ def make_runner(
     """A runner with its pools, after its results were compared with plain mlx-lm's. MLX thread; yields
     where other models' steps may come in between.
 
-    `max_num_tokens` is the most the pool could ever be asked to hold, `kv_limit_bytes` what it may take. It is
-    allocated small, unless its number of blocks is given. `max_num_seqs` is the most requests that run at a time.
-    Recurrent state, which does not grow, takes shares of `state_limit_bytes`: what is free now. Raises
-    `ModelLoadError` if the model cannot be paged or computes something else in a ragged batch,
-    `InsufficientMemoryError` or `ConfigError` if the pool or the backend asked for is not to be had.
+    The pool never needs room for more than `max_num_tokens`, and may take `kv_limit_bytes`. It starts small, unless its
+    number of blocks is given. At most `max_num_seqs` requests run at a time. Recurrent state, which does not grow,
+    takes shares of `state_limit_bytes`, the memory that is free now. Raises `ModelLoadError` if the model cannot be
+    paged or gives other logits in a ragged batch, `InsufficientMemoryError` or `ConfigError` if the pool or the backend
+    asked for is impossible.
     """
     install_seam()
     layers = discover_layers(loaded.model)
@@ -297,7 +295,7 @@ def make_runner(
         yield 1.0
         runner.warm_up_sampler()
         yield 1.0
-        mx.clear_cache()  # what the probe has used is free again
+        mx.clear_cache()  # frees what the probe has used
         plan = plan_pools(
             cache,
             pool,
@@ -329,7 +327,7 @@ def make_runner(
 
 
 def _quantize_kv(runner: ModelRunner, probe: Probe, bits: int, backend: str) -> None:
-    """Stores K/V in fewer bits from now on, with a backend that reads them, and tells what that does to the logits."""
+    """Stores K/V in fewer bits from now on, with a backend that reads them, and logs the difference of the logits."""
     cache = runner.cache
     whole_bytes = cache.block_bytes
     cache.quantize(bits)
@@ -361,10 +359,10 @@ def _num_elements(array: mx.array) -> int:
 
 
 def release(last_references: list[object]) -> None:
-    """Drops a model's last references here, where its arrays' streams live, and gives MLX's cached memory back
-    to the system. MLX thread."""
+    """Drops a model's last references on the thread of its arrays' streams, and gives MLX's cached memory back to the
+    system. MLX thread."""
     last_references.clear()
-    gc.unfreeze()  # a server freezes what it has loaded
+    gc.unfreeze()  # the server freezes what it has loaded
     gc.collect()
     mx.clear_cache()
 

@@ -2,12 +2,11 @@
 
 `random:mini` is small enough for a quick run on any CPU; `random:qwen3-0.6b` has the real shape of Qwen3-0.6B, and
 `random:llama-3-8b-4bit` that of Llama 3 8B in 4 bits, which takes 4.6 GB and a GPU.
-They speak token ids only: no tokenizer belongs to them.
+They take and give token ids only, since they have no tokenizer.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.models.blueprint import build_model
 
 PREFIX = "random:"
 
@@ -77,7 +77,7 @@ _SEED = 20
 
 
 def is_random(name: str) -> bool:
-    """Whether `name` asks for random weights, known or not; `config_of` judges the rest."""
+    """Whether `name` asks for random weights; `config_of` knows the whole names."""
     return name.startswith(PREFIX)
 
 
@@ -90,51 +90,37 @@ def config_of(name: str) -> Config:
 
 
 def build(name: str) -> tuple[nn.Module, Config]:
-    """The mlx-lm model of that name, evaluated, and its configuration: in float32, or in the type and bits that this
-    says.
+    """The mlx-lm model of that name, evaluated, in float32 or in the type and bits of its configuration; and that.
 
-    The same name gives the same weights on every machine. Raises `ModelLoadError` for an unknown one. Runs
-    on the MLX thread.
+    The same name gives the same weights on every machine. Raises `ModelLoadError` for an unknown name. MLX thread.
     """
     config = config_of(name)
-    model = _made(config)
-    _draw_all(model, _SEED)
+    model = build_model(config)
+    _randomize(model, _SEED)
     if "quantization" in config:
         model.set_dtype(getattr(mx, config["torch_dtype"]))
         nn.quantize(model, **config["quantization"])
-    for _, array in tree_flatten(model.parameters()):  # one by one: whole matrices are there for their turn only
+    for _, array in tree_flatten(model.parameters()):  # one by one: each float matrix is freed once it is packed
         mx.eval(array)
     return model.eval(), config
 
 
 def build_random(config: Config, seed: int) -> nn.Module:
-    """An mlx-lm model of any `model_type`, from its configuration, with `randomize`d weights."""
-    model = _made(config)
-    randomize(model, seed)
+    """An mlx-lm model of any `model_type`, from its configuration, with random weights that depend on `seed`."""
+    model = build_model(config)
+    _randomize(model, seed)
+    mx.eval(model.parameters())
     return model.eval()
 
 
-def _made(config: Config) -> nn.Module:
-    # Imported here and by name, as mlx-lm does: only one of its hundred architectures is needed.
-    architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    model: nn.Module = architecture.Model(architecture.ModelArgs.from_dict(config))
-    return model
-
-
-def randomize(model: nn.Module, seed: int) -> None:
-    """Overwrites every parameter with float32 noise that depends on `seed` and on the parameters' names and shapes;
-    packed ones, of whole numbers, with random bits.
+def _randomize(model: nn.Module, seed: int) -> None:
+    """Overwrites every parameter with lazy float32 noise that depends on `seed` and on the parameters' names and
+    shapes, and packed parameters, of whole numbers, with random bits.
 
     The noise is uniform: random bits, scaled and shifted, so every device draws the same up to one rounding.
     Its scales make greedy outputs vary: weights of twice the variance-keeping gain make what a layer adds
     depend on the whole context, and an embedding smaller than that keeps a tied head from repeating its input.
     """
-    _draw_all(model, seed)
-    mx.eval(model.parameters())
-
-
-def _draw_all(model: nn.Module, seed: int) -> None:
-    """`randomize`, not evaluated."""
     parameters = sorted(tree_flatten(model.parameters()), key=lambda item: item[0])
     keys = mx.random.split(mx.random.key(seed), len(parameters))
     model.load_weights([(name, _draw(name, old, keys[rank])) for rank, (name, old) in enumerate(parameters)])
