@@ -46,12 +46,6 @@ class BlockTables:
         self._lengths: dict[str, list[int]] = {}
         self._free_rows: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._rows
-
     def add(self, request_id: str) -> None:
         """A request with empty tables."""
         assert request_id not in self._rows, f"{request_id} is here already"
@@ -202,10 +196,6 @@ class ModelRunner:
     def is_launch_beside(self) -> bool:
         """Whether `launch` only takes host time: it neither does the work itself nor waits for the step before."""
         return not (self.cache.is_eager or self.cache.needs_synchronous_steps)
-
-    @property
-    def num_requests(self) -> int:
-        return len(self._tables)
 
     def close(self) -> None:
         """Restores the model and frees the pools."""

@@ -218,11 +218,12 @@ def test_tables_grow_and_rows_are_used_again():
     for number in range(20):
         tables.add(f"r{number}")
     tables.plan([ScheduledChunk("r19", 0, 1280, (0,) * 1280, (tuple(range(40)),), True, 0)])
+    row = tables.row("r19")
     tables.drop("r19")
     tables.drop("unknown")
     tables.add("new")
     (plan,) = tables.plan([ScheduledChunk("new", 0, 1, (0,), ((3,),), True, 0)])
-    assert (len(tables), plan.block_tables.tolist()) == (20, [[3]])
+    assert (tables.row("new"), plan.block_tables.tolist()) == (row, [[3]])
 
 
 # --- the MLX thread ---------------------------------------------------------------------------------------------
