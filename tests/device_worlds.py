@@ -112,12 +112,10 @@ class DeviceRunner:
     def __init__(self, name: str, threads: VirtualThreads, device: Device, runner: FakeRunner) -> None:
         self.is_eager = device.kind is Kind.EAGER
         self.is_launch_beside = not self.is_eager
-        self.num_model_calls = 0
         self.runner = runner
         self._name, self._threads, self._device = name, threads, device
 
     def launch(self, step: SchedulerOutput) -> _Launched:
-        self.num_model_calls += 1
         self.runner.submit(step)
         return _Launched(step.step_id, self._device.compute(self._name, step))
 

@@ -306,7 +306,7 @@ def apply_adapter(model: Any, adapter: Adapter) -> None:
         )
     try:
         load_adapters(model, str(folder))
-    except Exception as error:  # mlx-lm raises whatever the files make it raise
+    except Exception as error:  # mlx-lm raises errors of any kind for bad files
         raise ModelLoadError(
             f"The adapter in {folder} does not fit the model: {type(error).__name__}: {error}"
         ) from error

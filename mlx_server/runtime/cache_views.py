@@ -283,7 +283,7 @@ class ListView(tuple[Any, ...]):
 def _write(pool: Rows, rows: mx.array, places: RowPlaces) -> None:
     """Stores `rows` `[R, H, length, dim]`."""
     num_heads, dim = rows.shape[1], rows.shape[3]
-    if dim:  # or a cache whose values nobody reads
+    if dim:  # 0 in caches that have keys only
         pool.write(places.slots, rows.transpose(0, 2, 1, 3).reshape(-1, num_heads, dim))
 
 

@@ -121,7 +121,7 @@ class ModelForward:
         self, plans: Sequence[StepPlan], ids: mx.array, rows: Sequence[int], owners: IntArray | None = None
     ) -> mx.array:
         """Logits `[len(rows), vocabulary]` of the rows asked for. Lazy. `plans` are the step's, one for each layer
-        group; `owners` `[T]` the adapters of all rows, by index, or None if nobody has one."""
+        group; `owners` `[T]` the adapters of all rows, by index, or None if no row has one."""
         self.num_calls = 0
         num_tokens = plans[0].num_tokens
         num_rows = padded(num_tokens) if self._pads else num_tokens

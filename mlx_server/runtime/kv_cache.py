@@ -115,7 +115,7 @@ class StateLayerCache:
 
     lengths = None
     left_padding = None
-    is_lazy = is_recurrent = True
+    is_recurrent = True
     num_paged = 0
 
     def __init__(self, entries: Sequence[mx.array | None]) -> None:
@@ -343,7 +343,8 @@ class PagedKVCache:
 
     def state(self) -> list[mx.array]:
         """What must be evaluated with a step for its K/V and states to be written."""
-        return [array for store in self._stores if store.is_lazy for array in store.state()]
+        pools = [pool.backend.state(pool.contents[0]) for pool in self._pools if pool.is_lazy]
+        return list(chain(*pools, *[states.state() for states in self.recurrent]))
 
 
 def _groups_of(layers: Sequence[PagedLayerCache]) -> tuple[list[LayerGroup], list[int]]:

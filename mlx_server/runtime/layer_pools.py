@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import AttentionBackend, LayerSpec, ReferenceBackend, StepPlan
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
@@ -27,7 +25,8 @@ class LayerPool:
     Its blocks are those of a layer like `spec`. Layers of other shapes see the same memory as blocks of theirs, several
     in one of the pool's; `contents[seat_of(spec)]` is what layers like `spec` see, in the backend's own form. Once a
     layer is read by groups of rows the pool `is_viewed`: it is then one of rows, since no backend attends over it.
-    `is_lazy` and `needs_synchronous_steps` are as for `PagedKVCache`, and known once it is allocated.
+    Once it is allocated, `is_lazy` says whether its K/V are written only when `backend.state` is evaluated, and
+    `needs_synchronous_steps` is as for `PagedKVCache`.
     """
 
     def __init__(self, spec: LayerSpec, seen_as: Sequence[LayerSpec] = ()) -> None:
@@ -46,7 +45,7 @@ class LayerPool:
         return self._specs.index(spec)
 
     def quantize(self, bits: int) -> None:
-        """From the next allocation on, K/V are stored in so many bits a number."""
+        """From the next allocation on, K/V are stored in `bits` a number."""
         self._specs = [replace(spec, bits=bits) for spec in self._specs]
 
     def allocate(self, backend: AttentionBackend, num_blocks: int, max_blocks: int | None = None) -> None:
@@ -73,10 +72,6 @@ class LayerPool:
 
     def release(self) -> None:
         self.contents.clear()
-
-    def state(self) -> list[mx.array]:
-        """What must be evaluated with a step for its K/V to be written."""
-        return self.backend.state(self.contents[0])
 
     def check_moves(self) -> int:
         """As `GpuPool.check_moves`; 0 for pools that no kernel writes."""
@@ -109,7 +104,7 @@ class LayerGroup:
     the i-th pool, one or several that fill it together. `window` is what they see, the last token included, None if
     all.
 
-    A block holds K/V of one group. All groups' blocks are alike, so memory goes to whichever needs it.
+    A block holds K/V of one group. All groups' blocks are alike, so memory goes to the group that needs it.
 
         pool 0   | layer 0        | layer 5        |      a block of a group with one layer a pool
                  | layer 2, 8     | layer 11       |      and of one with two that are half as large

@@ -61,7 +61,7 @@ def model_failure(model: Any, error: Exception) -> ModelLoadError:
 def _trace(model: Any, cache: list[Any]) -> None:
     try:
         model(mx.array([[0] * _NUM_TRACED]), cache=cache)
-    except Exception as error:  # mlx-lm raises whatever its files make it raise
+    except Exception as error:  # mlx-lm raises errors of any kind
         raise model_failure(model, error) from error
 
 

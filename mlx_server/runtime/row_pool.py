@@ -230,7 +230,7 @@ class RowPool:
 
 
 def _zeros(shape: RowsShape, dtype: mx.Dtype, bits: int | None, make: MakeRows) -> Rows:
-    if not shape[-1]:  # a cache may have values of no dimension, which nobody reads
+    if not shape[-1]:  # some caches have keys only
         return PlainRows.zeros(shape, dtype)
     return make(shape, dtype) if bits is None else QuantizedRows.zeros(shape, dtype, bits, make)
 

@@ -46,7 +46,7 @@ def build_model(config: Mapping[str, Any]) -> nn.Module:
     model_class, arguments_class = model_classes(config)
     try:
         return model_class(arguments_class.from_dict(dict(config)))
-    except Exception as error:  # mlx-lm raises whatever its files make it raise
+    except Exception as error:  # mlx-lm raises errors of any kind
         raise ModelLoadError(
             f"mlx-lm cannot build a model of type {config['model_type']} from this config.json: "
             f"{type(error).__name__}: {error}"

@@ -256,7 +256,7 @@ def _load_folder(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, 
         )
     except ServeError:
         raise
-    except Exception as error:  # mlx-lm raises whatever its files make it raise
+    except Exception as error:  # mlx-lm raises errors of any kind
         raise ModelLoadError(f"Cannot load the model in {folder}: {type(error).__name__}: {error}") from error
     return model, config
 

@@ -90,7 +90,7 @@ class RequestPlan:
 
 
 class Sampler:
-    """Samples for the requests it was told of. MLX thread only; builds graphs and waits for nothing.
+    """Samples for the requests that were added. MLX thread only; builds graphs and waits for nothing.
 
     `vocab_size` is the number of columns of the logits, which may exceed the tokenizer's vocabulary.
     """
@@ -115,7 +115,7 @@ class Sampler:
     def observe(self, request_id: str, token_ids: Sequence[int], end: int) -> None:
         """Tells of tokens that the host put into a request, the last of them at position `end - 1`.
 
-        Those not counted yet, which a grammar forced and nobody sampled, are counted for the penalties.
+        Those not counted yet, which a grammar forced, are counted for the penalties.
         Needed for requests whose outputs are not all sampled; harmless for others.
         """
         self._penalties.observe(request_id, token_ids, end)
