@@ -184,7 +184,7 @@ def attend_all(backend: Any, bits: int | None, *, is_shared: bool) -> list[np.nd
             queries, keys, values = step_rows(10 * index + layer, spec, NUM_HEADS, step.num_tokens)
             content = pool.contents[pool.seat_of(spec)]
             out = backend.attend(content, queries, keys, values, backend.plan(plan), scale=0.2, window=24)
-            mx.eval(out, *pool.state())
+            mx.eval(out, *backend.state(pool.contents[0]))
             outs.append(np.array(out))
     return outs
 
