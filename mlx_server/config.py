@@ -153,7 +153,9 @@ class SchedulerConfig:
     aging_rate: float = _setting(0.1, "priority levels gained per second of waiting", ge=0)
     async_scheduling: bool = _setting(True, "prepare the next step while one runs")
     target_step_ms: float | None = _setting(
-        None, "aim of a step's duration while someone decodes; default 200 on a CPU, 100 on a GPU", ge=1
+        None,
+        "aim of a step while someone decodes; default: as long as 128 prompt tokens take, on a GPU 32, 100 to 400",
+        ge=1,
     )
     max_step_ms: float = _setting(
         1000.0, "the same while nobody decodes, or only tiers worse than the one whose prompt it computes", ge=1

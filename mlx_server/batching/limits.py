@@ -31,18 +31,19 @@ class SchedulerLimits:
     """Everything that bounds a scheduler's choices.
 
     `max_num_batched_tokens` bounds a step; `max_chunk_tokens` one request's share of it (None: no bound).
-    `target_step_s` is aimed at while someone decodes, and `max_step_s` while nobody does whom a step's first
-    prompt may not hold up. `context_doubling_tokens` is the context at which a
-    token costs twice what it costs at position 0. `queue_timeout_s` bounds the wait for a first step (None:
-    for ever), `memory_wait_s` that of one who is alone for memory that the pool cannot get. The last two turn
-    one mechanism each off, for ablations.
+    `target_step_s` is aimed at while someone decodes (None: as long as `cheap_rows` prompt tokens take, in bounds, see
+    `PromptBudget.target_s`), and `max_step_s` while nobody does whom a step's first prompt may not hold up.
+    `context_doubling_tokens` is the context at which a token costs twice what it costs at position 0.
+    `queue_timeout_s` bounds the wait for a first step (None: for ever), `memory_wait_s` that of one who is alone for
+    memory that the pool cannot get. The last two turn one mechanism each off, for ablations.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_chunk_tokens: int | None = None
     aging_rate: float = 0.1
-    target_step_s: float = 0.2
+    target_step_s: float | None = 0.2
+    cheap_rows: int = 128
     max_step_s: float = 1.0
     context_doubling_tokens: float = 4096.0
     queue: QueueLimits = QueueLimits()

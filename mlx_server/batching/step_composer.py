@@ -209,7 +209,8 @@ class StepComposer:
         if not self._limits.bound_stalls:
             return room, room
         start = first.num_tokens - self._work(first)
-        beside = min(room, self._budget.num_tokens(start, num_decodes, self._limits.target_step_s))
+        target_s = self._limits.target_step_s or self._budget.target_s(self._limits.cheap_rows)
+        beside = min(room, self._budget.num_tokens(start, num_decodes, target_s))
         streams = [request for request in self._table.running if request not in prefilling]
         if self._is_device_shared() or any(stream.priority <= first.priority for stream in streams):
             return beside, beside

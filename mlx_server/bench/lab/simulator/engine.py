@@ -379,7 +379,7 @@ class Profile:
 
 PROFILES: Mapping[str, Profile] = {
     # `random:mini`, float32, on two cores of an AMD EPYC: a fit to our own steps.
-    "cpu": Profile(CostModel(), 0.2),
+    "cpu": Profile(CostModel(), 0.1),
     # An 8B in 4 bits. Of an M2 Max no figures were found, so these are an M1 Max's (500 prompt tokens/s at 512, 46 of
     # one stream, normiebench#40) with prompts 38/32 as fast, as it has GPU cores. What more rows cost is of the M3 Max,
     # whose product of 4-bit weights takes 2.5 times as long with 8 rows as with one (mlx#3863); the growth with the
