@@ -22,6 +22,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = {"./scripts/serve": "serve", "./scripts/bench-peers": "bench peers"}
 VARIABLES = {setting.env for setting in settings()} | {"MLX_SERVE_HOME", KEY_VARIABLE, URL_VARIABLE}
+PACKAGE = ROOT / "mlx_server"
+FOLDERS = {path.name for path in PACKAGE.iterdir() if path.is_dir()} | {"mlx_server", "tests", "scripts", "configs"}
+SOURCES = {".py", ".h", ".cpp", ".msl", ".css", ".html", ".js"}
 FOREIGN_FLAGS = {"--reload", "--user"}
 """Of other programs, in running text."""
 
@@ -85,6 +88,46 @@ def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text_of(page)):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def paths_in(text: str) -> Iterator[str]:
+    """Files and folders of the repository, in blocks of shell and in running text."""
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    for word in " ".join([*blocks, *inline]).split():
+        module = re.fullmatch(r"(?:tests|mlx_server)(?:\.\w+)+", word)
+        path = word.replace(".", "/") if module else word.removeprefix("./")
+        is_ours = ("/" in path and path.split("/")[0] in FOLDERS) or path.endswith(".py")
+        if is_ours and re.fullmatch(r"[\w*./-]+", path):
+            yield path
+
+
+@pages
+def test_files_exist(page: Path) -> None:
+    for path in paths_in(text_of(page)):
+        found = [*ROOT.glob(path), *PACKAGE.glob(path), *ROOT.glob(f"{path.rstrip('/')}.py")]
+        assert found, path
+
+
+def test_files_are_named() -> None:
+    assert sum(len(list(paths_in(text_of(page)))) for page in PAGES) > 100
+
+
+def test_tree_has_every_file_of_the_package() -> None:
+    tree = re.search(r"```\nmlx_server/\n(.*?)```", text_of(ROOT / "docs" / "architecture.md"), re.DOTALL)
+    assert tree is not None
+    folders: list[str] = []
+    named: list[str] = []
+    for line in tree[1].splitlines():
+        names = re.split(r"  +", line.strip())[0]
+        del folders[(len(line) - len(line.lstrip())) // 2 - 1 :]
+        if names.endswith("/"):
+            folders.append(names)
+            assert (PACKAGE / "".join(folders)).is_dir(), line
+        else:
+            named += ["".join([*folders, name]) for name in names.split(", ")]
+    files = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if path.suffix in SOURCES]
+    assert sorted(named) == sorted(str(path) for path in files if path.name != "__init__.py")
 
 
 def test_there_are_commands() -> None:
