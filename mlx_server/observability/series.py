@@ -43,7 +43,7 @@ _REASONS = (
 )
 """Why requests are refused before they run: the server's queue, a tier's limit, time, size."""
 
-_FAMILIES: Mapping[str, Any] = {
+_METRICS: Mapping[str, Any] = {
     "gauge": core.GaugeMetricFamily,
     "counter": core.CounterMetricFamily,
     "histogram": core.HistogramMetricFamily,
@@ -70,10 +70,10 @@ Source = TypeVar("Source")
 
 
 @dataclass(frozen=True, slots=True)
-class Row(Generic[Source]):
+class Family(Generic[Source]):
     """A family of series.
 
-    `name` may end with the row's own labels in braces; a counter's is without the `_total` that its series have.
+    `name` may end with its own labels in braces; a counter's is without the `_total` that its series have.
     `read` is what to read of a source: a path of attributes, or a function. It gives one value, or with labels a
     mapping from each label's value, from a tuple of values where there are several labels. A histogram is shown as
     one, or as a summary.
@@ -84,24 +84,24 @@ class Row(Generic[Source]):
     help: str
     read: str | Callable[[Source], Found]
 
-    def family(self, sources: Mapping[Labels, Source], source_labels: Labels = ()) -> core.Metric:
+    def metric(self, sources: Mapping[Labels, Source], source_labels: Labels = ()) -> core.Metric:
         """All of its series, of `sources` by their values of `source_labels`."""
         name, _, own_labels = self.name.rstrip("}").partition("{")
         labels = (*source_labels, *filter(None, own_labels.split(",")))
         read = attrgetter(self.read) if isinstance(self.read, str) else self.read
-        family: core.Metric = _FAMILIES[self.kind](name, self.help, labels=labels)
+        metric: core.Metric = _METRICS[self.kind](name, self.help, labels=labels)
         for source_values, source in sources.items():
             for own_values, value in _by_labels(read(source)):
-                self._add(family, (*source_values, *own_values), value)
-        return family
+                self._add(metric, (*source_values, *own_values), value)
+        return metric
 
-    def _add(self, family: Any, values: Labels, value: Value) -> None:
+    def _add(self, metric: Any, values: Labels, value: Value) -> None:
         if not isinstance(value, Histogram):
-            family.add_metric(values, value)
+            metric.add_metric(values, value)
         elif self.kind == "summary":
-            family.add_metric(values, value.count, value.total)
+            metric.add_metric(values, value.count, value.total)
         else:
-            family.add_metric(values, value.cumulative(), value.total)
+            metric.add_metric(values, value.cumulative(), value.total)
 
 
 def _by_labels(found: Found) -> Iterator[tuple[Labels, Value]]:
@@ -127,11 +127,11 @@ class _Scrape(Collector):
         if self.readings:
             by_model = {(reading.model_name, _ENGINE): reading for reading in self.readings}
             has_kv_blocks = self.readings[0].metrics.kv_blocks is not None
-            for row in (*VLLM_SERIES, *(VLLM_KV_BLOCK_SERIES if has_kv_blocks else ()), *OWN_SERIES):
-                yield row.family(by_model, ("model_name", "engine"))
-            yield from (row.family({(): self.readings}) for row in ALL_MODELS_SERIES)
+            for series in (*VLLM_SERIES, *(VLLM_KV_BLOCK_SERIES if has_kv_blocks else ()), *OWN_SERIES):
+                yield series.metric(by_model, ("model_name", "engine"))
+            yield from (series.metric({(): self.readings}) for series in ALL_MODELS_SERIES)
         for other in self.others:
-            yield from (row.family({(): other}) for row in SERVER_SERIES[type(other)])
+            yield from (series.metric({(): other}) for series in SERVER_SERIES[type(other)])
 
 
 def _refusals(reading: EngineReading) -> dict[Labels, float]:
@@ -156,7 +156,7 @@ def _adapters(readings: Readings) -> dict[Labels, float]:
 
 
 def _cache_config(reading: EngineReading) -> dict[Labels, float]:
-    """vLLM's labels name no model; with several models, theirs needs one."""
+    """vLLM's labels, and the model's name: with several models there is a series for each."""
     num_blocks = reading.stats.max_tokens // BLOCK_SIZE
     return {(str(BLOCK_SIZE), str(num_blocks), str(reading.is_prefix_caching)): 1.0}
 
@@ -167,45 +167,45 @@ def _blocks_by_state(reading: EngineReading) -> dict[str, float]:
     return {"used": used, "free": stats.num_free_blocks, "cached": stats.num_cached_blocks}
 
 
-def _named(name: str, help: str) -> Row[EngineReading]:
+def _vllm_histogram(name: str, help: str) -> Family[EngineReading]:
     """vLLM's histogram of this name."""
-    return Row("histogram", f"vllm:{name}", help, lambda reading: reading.metrics.by_name[name])
+    return Family("histogram", f"vllm:{name}", help, lambda reading: reading.metrics.by_name[name])
 
 
 def _zero(reading: EngineReading) -> float:
     return 0.0
 
 
-VLLM_SERIES: tuple[Row[EngineReading], ...] = (
-    Row("gauge", "vllm:num_requests_running", "Requests in the running batch.", "stats.num_running"),
-    Row("gauge", "vllm:num_requests_waiting", "Requests that wait for a place in the batch.", "stats.num_waiting"),
-    Row(
+VLLM_SERIES: tuple[Family[EngineReading], ...] = (
+    Family("gauge", "vllm:num_requests_running", "Requests in the running batch.", "stats.num_running"),
+    Family("gauge", "vllm:num_requests_waiting", "Requests that wait for a place in the batch.", "stats.num_waiting"),
+    Family(
         "gauge",
         "vllm:num_requests_waiting_by_reason{reason}",
         "Waiting requests: for room, or for a prefix that another request is computing.",
         lambda r: {"capacity": r.stats.num_waiting - r.stats.num_deferred, "deferred": r.stats.num_deferred},
     ),
-    Row(
+    Family(
         "gauge",
         "vllm:kv_cache_usage_perc",
         "Share of the KV blocks that requests hold, 0 to 1; cached ones that no request holds count as free.",
         "stats.kv_usage",
     ),
-    Row(
+    Family(
         "gauge",
         "vllm:engine_sleep_state{sleep_state}",
         "1 for the state that the model is in; one that was unloaded has discarded all.",
         lambda r: {"awake": r.is_loaded, "weights_offloaded": 0, "discard_all": not r.is_loaded},
     ),
-    Row(
+    Family(
         "gauge",
         "vllm:cache_config_info{block_size,num_gpu_blocks,enable_prefix_caching}",
         "Shape of a model's KV pool.",
         _cache_config,
     ),
-    Row("counter", "vllm:prompt_tokens", "Prompt tokens received.", "stats.num_prompt_tokens"),
-    Row("counter", "vllm:generation_tokens", "Tokens generated.", "stats.num_generated_tokens"),
-    Row(
+    Family("counter", "vllm:prompt_tokens", "Prompt tokens received.", "stats.num_prompt_tokens"),
+    Family("counter", "vllm:generation_tokens", "Tokens generated.", "stats.num_generated_tokens"),
+    Family(
         "counter",
         "vllm:prompt_tokens_by_source{source}",
         "Prompt tokens, by where their K/V came from.",
@@ -215,132 +215,140 @@ VLLM_SERIES: tuple[Row[EngineReading], ...] = (
             "external_kv_transfer": 0,
         },
     ),
-    Row("counter", "vllm:prompt_tokens_cached", "Prompt tokens from the cache.", "stats.num_prompt_tokens_cached"),
-    Row(
+    Family("counter", "vllm:prompt_tokens_cached", "Prompt tokens from the cache.", "stats.num_prompt_tokens_cached"),
+    Family(
         "counter",
         "vllm:prompt_tokens_cached_by_source{source}",
         "Prompt tokens that the prefix cache served, by where their blocks were.",
         lambda r: {**dict.fromkeys(_CACHES, 0), "device": r.stats.num_prompt_tokens_cached},
     ),
-    Row("counter", "vllm:prefix_cache_queries", "Tokens looked up in the cache.", "stats.num_prefix_query_tokens"),
-    Row("counter", "vllm:prefix_cache_hits", "Tokens found in the cache.", "stats.num_prefix_hit_tokens"),
-    Row("counter", "vllm:external_prefix_cache_queries", "Lookups in other servers' caches; none here.", _zero),
-    Row("counter", "vllm:external_prefix_cache_hits", "Hits in other servers' caches; none here.", _zero),
-    Row("counter", "vllm:mm_cache_queries", "Lookups in a cache of media; none here.", _zero),
-    Row("counter", "vllm:mm_cache_hits", "Hits in a cache of media; none here.", _zero),
-    Row("counter", "vllm:num_preemptions", "Preemptions.", "stats.num_preemptions"),
-    Row(
+    Family("counter", "vllm:prefix_cache_queries", "Tokens looked up in the cache.", "stats.num_prefix_query_tokens"),
+    Family("counter", "vllm:prefix_cache_hits", "Tokens found in the cache.", "stats.num_prefix_hit_tokens"),
+    Family("counter", "vllm:external_prefix_cache_queries", "Lookups in other servers' caches; none here.", _zero),
+    Family("counter", "vllm:external_prefix_cache_hits", "Hits in other servers' caches; none here.", _zero),
+    Family("counter", "vllm:mm_cache_queries", "Lookups in a cache of media; none here.", _zero),
+    Family("counter", "vllm:mm_cache_hits", "Hits in a cache of media; none here.", _zero),
+    Family("counter", "vllm:num_preemptions", "Preemptions.", "stats.num_preemptions"),
+    Family(
         "counter",
         "vllm:request_success{finished_reason}",
         "Requests that have ended, by reason.",
         lambda r: {**{reason.value: r.metrics.finished[reason] for reason in FinishReason}, "repetition": 0},
     ),
-    Row("counter", "vllm:spec_decode_num_drafts", f"Drafts; {_NO_DRAFTS}", _zero),
-    Row("counter", "vllm:spec_decode_num_draft_tokens", f"Tokens drafted; {_NO_DRAFTS}", _zero),
-    Row("counter", "vllm:spec_decode_num_accepted_tokens", f"Drafted tokens accepted; {_NO_DRAFTS}", _zero),
-    Row(
+    Family("counter", "vllm:spec_decode_num_drafts", f"Drafts; {_NO_DRAFTS}", _zero),
+    Family("counter", "vllm:spec_decode_num_draft_tokens", f"Tokens drafted; {_NO_DRAFTS}", _zero),
+    Family("counter", "vllm:spec_decode_num_accepted_tokens", f"Drafted tokens accepted; {_NO_DRAFTS}", _zero),
+    Family(
         "counter",
         "vllm:spec_decode_num_accepted_tokens_per_pos{position}",
         f"Drafted tokens accepted, by their place in the draft; {_NO_DRAFTS}",
         lambda r: {"0": 0},
     ),
-    _named("time_to_first_token_seconds", "Arrival to first token."),
-    _named("inter_token_latency_seconds", "Gaps between a request's token events."),
-    _named("request_time_per_output_token_seconds", "Mean time per output token after the first, by request."),
-    _named("e2e_request_latency_seconds", "Arrival to end."),
-    _named("request_queue_time_seconds", "Arrival to first step."),
-    _named("request_prefill_time_seconds", "First step to first token."),
-    _named("request_decode_time_seconds", "First token to end."),
-    _named("request_inference_time_seconds", "First step to end."),
-    _named("request_prompt_tokens", "Prompt tokens, by request."),
-    _named("request_generation_tokens", "Output tokens, by request."),
-    _named("request_max_num_generation_tokens", "Output tokens that a request could have had."),
-    _named("request_params_max_tokens", "max_tokens, where a request has it."),
-    _named("request_params_n", "Answers asked for, by prompt."),
-    _named("request_prefill_kv_computed_tokens", "Prompt tokens that the prefix cache did not serve, by request."),
-    _named("request_num_preemptions", "Preemptions, by request."),
-    _named("iteration_tokens_total", "Tokens computed, by step."),
+    _vllm_histogram("time_to_first_token_seconds", "Arrival to first token."),
+    _vllm_histogram("inter_token_latency_seconds", "Gaps between a request's token events."),
+    _vllm_histogram("request_time_per_output_token_seconds", "Mean time per output token after the first, by request."),
+    _vllm_histogram("e2e_request_latency_seconds", "Arrival to end."),
+    _vllm_histogram("request_queue_time_seconds", "Arrival to first step."),
+    _vllm_histogram("request_prefill_time_seconds", "First step to first token."),
+    _vllm_histogram("request_decode_time_seconds", "First token to end."),
+    _vllm_histogram("request_inference_time_seconds", "First step to end."),
+    _vllm_histogram("request_prompt_tokens", "Prompt tokens, by request."),
+    _vllm_histogram("request_generation_tokens", "Output tokens, by request."),
+    _vllm_histogram("request_max_num_generation_tokens", "Output tokens that a request could have had."),
+    _vllm_histogram("request_params_max_tokens", "max_tokens, where a request has it."),
+    _vllm_histogram("request_params_n", "Answers asked for, by prompt."),
+    _vllm_histogram(
+        "request_prefill_kv_computed_tokens", "Prompt tokens that the prefix cache did not serve, by request."
+    ),
+    _vllm_histogram("request_num_preemptions", "Preemptions, by request."),
+    _vllm_histogram("iteration_tokens_total", "Tokens computed, by step."),
 )
 
 VLLM_KV_BLOCK_SERIES = (
-    _named("kv_block_lifetime_seconds", "From a KV block's first token to its eviction; of a sample of the blocks."),
-    _named("kv_block_idle_before_evict_seconds", "From its last use to its eviction."),
-    _named("kv_block_reuse_gap_seconds", "Between two uses of what is in it."),
+    _vllm_histogram(
+        "kv_block_lifetime_seconds", "From a KV block's first token to its eviction; of a sample of the blocks."
+    ),
+    _vllm_histogram("kv_block_idle_before_evict_seconds", "From its last use to its eviction."),
+    _vllm_histogram("kv_block_reuse_gap_seconds", "Between two uses of what is in it."),
 )
 
-OWN_SERIES: tuple[Row[EngineReading], ...] = (
-    Row(
+OWN_SERIES: tuple[Family[EngineReading], ...] = (
+    Family(
         "histogram",
         "mlx_serve:queue_time_seconds{tier}",
         "Wait for the first step, by tier.",
         "metrics.queue_time_by_tier",
     ),
-    Row(
+    Family(
         "counter",
         "mlx_serve:preemptions{tier}",
         "Preemptions, by tier.",
         lambda r: {**dict.fromkeys(r.metrics.tiers, 0), **r.stats.preemptions_by_tier},
     ),
-    Row(
+    Family(
         "counter",
         "mlx_serve:aging_promotions{tier}",
         "Requests that had waited long enough to rank with a better tier's when they first ran.",
         lambda r: {tier: r.metrics.promoted_by_tier[tier] for tier in r.metrics.tiers},
     ),
-    Row("counter", "mlx_serve:admission_rejections{tier,reason}", "Requests refused before they ran.", _refusals),
-    Row("counter", "mlx_serve:steps", "Steps scheduled.", "stats.num_steps"),
-    Row(
+    Family("counter", "mlx_serve:admission_rejections{tier,reason}", "Requests refused before they ran.", _refusals),
+    Family("counter", "mlx_serve:steps", "Steps scheduled.", "stats.num_steps"),
+    Family(
         "counter",
         "mlx_serve:recomputed_tokens",
         "Tokens of prompts and outputs computed again after a preemption.",
         "stats.num_tokens_recomputed",
     ),
-    Row("counter", "mlx_serve:model_calls", "Calls of the model.", "stats.num_model_calls"),
-    Row(
+    Family("counter", "mlx_serve:model_calls", "Calls of the model.", "stats.num_model_calls"),
+    Family(
         "histogram",
         "mlx_serve:step_time_seconds{kind}",
         "Time of a step, by what it computes: outputs (decode), prompts (prefill) or both (mixed).",
         lambda r: {kind.value: times for kind, times in r.metrics.step_time_by_kind.items()},
     ),
-    Row(
+    Family(
         "counter",
         "mlx_serve:prefill_stall_seconds",
         "Time that prompts added to steps that also decode, over the average step that only decodes.",
         "metrics.prefill_stall_s",
     ),
-    Row("counter", "mlx_serve:busy_seconds", "Time in steps.", "stats.busy_time_s"),
-    Row(
+    Family("counter", "mlx_serve:busy_seconds", "Time in steps.", "stats.busy_time_s"),
+    Family(
         "counter",
         "mlx_serve:idle_seconds",
         "Time between steps while a running request waited: divided by busy and idle time, the device's idle share.",
         "stats.idle_time_s",
     ),
-    Row(
+    Family(
         "gauge",
         "mlx_serve:model_memory_bytes{use}",
         "Memory of a model, by use.",
         lambda r: {"weights": r.stats.weight_bytes, "kv_pool": r.stats.kv_pool_bytes},
     ),
-    Row("gauge", "mlx_serve:kv_pool_blocks", "Blocks of the KV pool.", "stats.num_blocks"),
-    Row("gauge", "mlx_serve:kv_pool_max_blocks", "Blocks that the KV pool may grow to.", "stats.max_num_blocks"),
-    Row(
+    Family("gauge", "mlx_serve:kv_pool_blocks", "Blocks of the KV pool.", "stats.num_blocks"),
+    Family("gauge", "mlx_serve:kv_pool_max_blocks", "Blocks that the KV pool may grow to.", "stats.max_num_blocks"),
+    Family(
         "gauge",
         "mlx_serve:memory_pressure_level",
         "Percentage of full memory that is answered now: 85 gives idle blocks back, 92 holds admission, 97 preempts.",
         "stats.pressure_level",
     ),
-    Row("gauge", "mlx_serve:kv_blocks{state}", "KV blocks, by state; unused cached ones are free.", _blocks_by_state),
-    Row("gauge", "mlx_serve:state_checkpoints", "Recurrent states kept for prefixes.", "stats.num_state_checkpoints"),
-    Row(
+    Family(
+        "gauge", "mlx_serve:kv_blocks{state}", "KV blocks, by state; unused cached ones are free.", _blocks_by_state
+    ),
+    Family(
+        "gauge", "mlx_serve:state_checkpoints", "Recurrent states kept for prefixes.", "stats.num_state_checkpoints"
+    ),
+    Family(
         "counter",
         "mlx_serve:prefix_cache_evictions",
         "Cached blocks taken for new content.",
         "stats.num_block_evictions",
     ),
-    Row("counter", "mlx_serve:kv_pool_growths", "Times the KV pool grew.", "stats.num_pool_growths"),
-    Row("counter", "mlx_serve:kv_pool_cuts", "Times the KV pool was cut.", "stats.num_pool_cuts"),
-    Row("counter", "mlx_serve:kv_blocks_moved", "Blocks moved to cut the pool.", "stats.num_blocks_moved"),
-    Row(
+    Family("counter", "mlx_serve:kv_pool_growths", "Times the KV pool grew.", "stats.num_pool_growths"),
+    Family("counter", "mlx_serve:kv_pool_cuts", "Times the KV pool was cut.", "stats.num_pool_cuts"),
+    Family("counter", "mlx_serve:kv_blocks_moved", "Blocks moved to cut the pool.", "stats.num_blocks_moved"),
+    Family(
         "counter",
         "mlx_serve:memory_pressure_actions{action}",
         "What was done because memory ran short: pools cut, admission held, requests preempted.",
@@ -352,14 +360,14 @@ OWN_SERIES: tuple[Row[EngineReading], ...] = (
     ),
 )
 
-ALL_MODELS_SERIES: tuple[Row[Readings], ...] = (
-    Row(
+ALL_MODELS_SERIES: tuple[Family[Readings], ...] = (
+    Family(
         "gauge",
         "vllm:lora_requests_info{max_lora,running_lora_adapters,waiting_lora_adapters}",
         "Adapters in use and waited for, by the names that clients use. The value is the time.",
         _adapters,
     ),
-    Row(
+    Family(
         "counter",
         "vllm:admission_rejections{model_name,reason}",
         "Requests refused at a limit of the server's queue.",
@@ -367,41 +375,45 @@ ALL_MODELS_SERIES: tuple[Row[Readings], ...] = (
     ),
 )
 
-SERVER_SERIES: Mapping[type, tuple[Row[Any], ...]] = {
+SERVER_SERIES: Mapping[type, tuple[Family[Any], ...]] = {
     server_metrics.PoolMetrics: (
-        Row("gauge", "mlx_serve:model_state{model_name,state}", "1 for the model's state.", "by_state"),
-        Row("counter", "mlx_serve:model_loads{model_name,result}", "Loads that have ended, by result.", "loads"),
+        Family("gauge", "mlx_serve:model_state{model_name,state}", "1 for the model's state.", "by_state"),
+        Family("counter", "mlx_serve:model_loads{model_name,result}", "Loads that have ended, by result.", "loads"),
     ),
     server_metrics.SleepMetrics: (
-        Row(
+        Family(
             "histogram",
             "vllm:sleep_mode_operation_duration_seconds{operation}",
             "Time that going to sleep or waking took, failed ones included.",
             "durations",
         ),
-        Row("gauge", "vllm:sleep_mode_operations_in_flight{operation}", "Sleeps and wakes under way.", "in_flight"),
+        Family("gauge", "vllm:sleep_mode_operations_in_flight{operation}", "Sleeps and wakes under way.", "in_flight"),
     ),
     server_metrics.HttpMetrics: (
-        Row("counter", "http_requests{handler,method,status}", "HTTP requests, by route and status.", "counts"),
-        Row(
+        Family("counter", "http_requests{handler,method,status}", "HTTP requests, by route and status.", "counts"),
+        Family(
             "histogram",
             "http_request_duration_seconds{handler,method}",
             "From the request's head to the answer's last byte, by route.",
             "durations",
         ),
-        Row("histogram", "http_request_duration_highr_seconds", "All routes, in finer steps.", "fine_durations"),
-        Row("summary", "http_request_size_bytes{handler}", "Bytes read of requests' bodies, by route.", "received"),
-        Row("summary", "http_response_size_bytes{handler}", "Bytes written of answers' bodies, by route.", "sent"),
+        Family("histogram", "http_request_duration_highr_seconds", "All routes, in finer steps.", "fine_durations"),
+        Family("summary", "http_request_size_bytes{handler}", "Bytes read of requests' bodies, by route.", "received"),
+        Family("summary", "http_response_size_bytes{handler}", "Bytes written of answers' bodies, by route.", "sent"),
     ),
     server_metrics.QuotaMetrics: (
-        Row("counter", "mlx_serve:quota_refusals{tier}", "Requests answered 429, by tier.", "refused"),
+        Family("counter", "mlx_serve:quota_refusals{tier}", "Requests answered 429, by tier.", "refused"),
     ),
     server_metrics.ProcessMetrics: (
-        Row("gauge", "process_resident_memory_bytes", "Physical memory of the process.", lambda p: p.memory_info().rss),
-        Row("gauge", "process_virtual_memory_bytes", "Address space of the process.", lambda p: p.memory_info().vms),
-        Row("gauge", "process_start_time_seconds", "Start of the process, since the epoch.", lambda p: p.create_time()),
-        Row("gauge", "process_open_fds", "Open file descriptors.", lambda p: p.num_fds()),
-        Row("gauge", "process_threads", "Threads of the process.", lambda p: p.num_threads()),
-        Row("counter", "process_cpu_seconds", "CPU time, user and system.", lambda p: sum(p.cpu_times()[:2])),
+        Family(
+            "gauge", "process_resident_memory_bytes", "Physical memory of the process.", lambda p: p.memory_info().rss
+        ),
+        Family("gauge", "process_virtual_memory_bytes", "Address space of the process.", lambda p: p.memory_info().vms),
+        Family(
+            "gauge", "process_start_time_seconds", "Start of the process, since the epoch.", lambda p: p.create_time()
+        ),
+        Family("gauge", "process_open_fds", "Open file descriptors.", lambda p: p.num_fds()),
+        Family("gauge", "process_threads", "Threads of the process.", lambda p: p.num_threads()),
+        Family("counter", "process_cpu_seconds", "CPU time, user and system.", lambda p: sum(p.cpu_times()[:2])),
     ),
 }
