@@ -29,7 +29,7 @@ ANTHROPIC_PREFIX = "/v1/messages"
 CLIENT_CLOSED_REQUEST = 499
 _MAX_LISTED_ERRORS = 10
 _MAX_MESSAGE_CHARS = 1000
-_MAX_ECHO_CHARS = 4000
+_MAX_ERROR_CHARS = 4000
 _MAX_PARAM_CHARS = 200
 _MAX_SHOWN_CHARS = 40
 
@@ -86,7 +86,7 @@ class ErrorInfo:
 
     def __post_init__(self) -> None:
         """Names and values of clients stand in it, as long as a body may be."""
-        object.__setattr__(self, "message", _cut(self.message, _MAX_ECHO_CHARS))
+        object.__setattr__(self, "message", _cut(self.message, _MAX_ERROR_CHARS))
         if self.param is not None:
             object.__setattr__(self, "param", _cut(self.param, _MAX_PARAM_CHARS))
 

@@ -118,9 +118,9 @@ def at_most(limit: int, what: str) -> BeforeValidator:
 FIRST_ERROR = Field(fail_fast=True)
 """For the type of a list: the first wrong entry is reported, and no other looked at."""
 
-MESSAGES = at_most(MAX_MESSAGES, "messages")
-ITEMS = at_most(MAX_MESSAGES, "items")
-TOOLS = at_most(MAX_TOOLS, "tools")
+BOUNDED_MESSAGES = at_most(MAX_MESSAGES, "messages")
+BOUNDED_ITEMS = at_most(MAX_MESSAGES, "items")
+BOUNDED_TOOLS = at_most(MAX_TOOLS, "tools")
 
 Strings = Annotated[list[str], FIRST_ERROR]
 Objects = Annotated[list[dict[str, Any]], FIRST_ERROR]

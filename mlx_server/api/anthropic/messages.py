@@ -22,7 +22,7 @@ from mlx_server.api.openai.chat import tool_use
 from mlx_server.api.openai.document import STRING, either, list_of, of_type
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused, StringOrList
-from mlx_server.api.request_bounds import FIRST_ERROR, MESSAGES, TOOLS
+from mlx_server.api.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR
 from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.text.messages import string_in, unreadable_part
@@ -249,9 +249,9 @@ class OutputConfig(BaseModel):
 class CountTokensRequest(OneAnswerOfText):
     """The body of POST /v1/messages/count_tokens: what makes the prompt."""
 
-    messages: Annotated[list[MessageParam], FIRST_ERROR, MESSAGES] = Field(min_length=1)
+    messages: Annotated[list[MessageParam], FIRST_ERROR, BOUNDED_MESSAGES] = Field(min_length=1)
     system: str | Annotated[list[TextBlock], FIRST_ERROR] | None = None
-    tools: Annotated[list[ToolParam], FIRST_ERROR, TOOLS] | None = None
+    tools: Annotated[list[ToolParam], FIRST_ERROR, BOUNDED_TOOLS] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -17,7 +17,7 @@ from mlx_server.api.openai.document import NULL, STRING, either, list_of, member
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int, Refused
 from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
-from mlx_server.api.request_bounds import FIRST_ERROR, MESSAGES, TOOLS, Objects
+from mlx_server.api.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR, Objects
 from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.tools.parser import ToolCallDelta
@@ -44,7 +44,7 @@ Message = Annotated[
         )
     ),
 ]
-Messages = Annotated[list[Message], FIRST_ERROR, MESSAGES]
+Messages = Annotated[list[Message], FIRST_ERROR, BOUNDED_MESSAGES]
 _Tool = Annotated[
     dict[str, Any],
     WithJsonSchema(
@@ -130,7 +130,7 @@ def _named_function(choice: str | dict[str, Any]) -> str:
 class ChatFields(BaseModel):
     """What makes a chat's prompt, beside its messages."""
 
-    tools: Annotated[list[_Tool], FIRST_ERROR, TOOLS] | None = None
+    tools: Annotated[list[_Tool], FIRST_ERROR, BOUNDED_TOOLS] | None = None
     reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool | None = None

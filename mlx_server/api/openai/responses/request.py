@@ -18,7 +18,7 @@ from mlx_server.api.openai.chat import ReasoningEffort, tool_use
 from mlx_server.api.openai.document import STRING, either, list_of, members, of_type
 from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused
 from mlx_server.api.openai.responses.store import Item
-from mlx_server.api.request_bounds import FIRST_ERROR, ITEMS, TOOLS, Strings
+from mlx_server.api.request_bounds import BOUNDED_ITEMS, BOUNDED_TOOLS, FIRST_ERROR, Strings
 from mlx_server.engine.grammar.spec import StructuredSpec
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.text.messages import parse_arguments, string_in, text_of
@@ -180,7 +180,7 @@ class TextOptions(BaseModel):
 class ResponsesRequest(OneAnswerOfText):
     """All fields of a response that mean something here."""
 
-    input: Annotated[str | Annotated[list[InputItem], FIRST_ERROR], ITEMS]
+    input: Annotated[str | Annotated[list[InputItem], FIRST_ERROR], BOUNDED_ITEMS]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: Bool | None = None
@@ -188,7 +188,9 @@ class ResponsesRequest(OneAnswerOfText):
     metadata: dict[str, Any] | None = None
     user: str | None = None
 
-    tools: Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_FUNCTION)]], FIRST_ERROR, TOOLS] | None = None
+    tools: Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_FUNCTION)]], FIRST_ERROR, BOUNDED_TOOLS] | None = (
+        None
+    )
     tool_choice: Annotated[str | dict[str, Any], WithJsonSchema(_TOOL_CHOICE)] | None = None
     parallel_tool_calls: Bool | None = None
     text: TextOptions | None = None
