@@ -129,7 +129,7 @@ class AsyncEngine:
         self.model_name = self.names.model
         self.state = EngineState.LOADING
         self.error: str | None = None
-        self._around = around or Surroundings.of_nobody(config.memory)
+        self._around = around or Surroundings.alone(config.memory)
         self._owns_thread = around is None
         self._loaded = loaded
         self._max_chunk_tokens = max_chunk_tokens

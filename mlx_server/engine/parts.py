@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
+from typing import TypeVar
 
 from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.layer_groups import LayerGroups
@@ -29,7 +30,6 @@ from mlx_server.runtime.models.loader import (
     LoadedModel,
     Pieces,
     RunnerInfo,
-    T,
     find_folder,
     is_gpu,
     load_in_pieces,
@@ -38,6 +38,8 @@ from mlx_server.runtime.models.loader import (
 )
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _CHEAP_ROWS = {True: 32, False: 128}
 """By whether there is a GPU: rows from which on a product's time grows with their number. Below, a GPU waits for the
@@ -78,8 +80,8 @@ class Surroundings:
     watch: MemoryWatch | None = None
 
     @classmethod
-    def of_nobody(cls, settings: MemoryConfig) -> Surroundings:
-        """With a new MLX thread, which the caller stops."""
+    def alone(cls, settings: MemoryConfig) -> Surroundings:
+        """Of an engine that shares nothing: with a new MLX thread, which the caller stops."""
         return cls(MLXThread(wire_memory=settings.wire_memory))
 
 
@@ -100,7 +102,7 @@ async def load_parts(
         trace = error.__traceback__
         inner = None if trace is None else trace.tb_next  # not this frame, nor those that await it
         with contextlib.suppress(EngineDeadError):
-            await asyncio.wrap_future(around.thread.call(partial(_let_go, error, inner)))
+            await asyncio.wrap_future(around.thread.call(partial(_free_failed_load, error, inner)))
         raise
 
 
@@ -209,8 +211,8 @@ async def _in_pieces(around: Surroundings, work: Pieces[T]) -> T:
     return result
 
 
-def _let_go(error: BaseException, inner: TracebackType | None) -> None:
-    """Frees what a failed load had got so far, which the frames of its tracebacks still hold. MLX thread."""
+def _free_failed_load(error: BaseException, inner: TracebackType | None) -> None:
+    """Frees what the load had got so far, which the frames of its tracebacks still hold. MLX thread."""
     traceback.clear_frames(inner)
     chain = error.__cause__ or error.__context__
     while chain is not None:
