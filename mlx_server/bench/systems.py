@@ -118,8 +118,8 @@ def check_lengths(workload: Workload, generated: Generated, label: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """One setting of the engine; the fields are `LLM`'s."""
+class OurEngine:
+    """This project's engine with one setting; the fields are `LLM`'s."""
 
     model: LoadedModel
     attention_backend: str

@@ -25,7 +25,7 @@ from mlx_server.bench.instruments import count_model_calls, describe_environment
 from mlx_server.bench.systems import (
     WORKLOADS,
     Batched,
-    Engine,
+    OurEngine,
     Sequential,
     System,
     Workload,
@@ -114,7 +114,7 @@ def _systems(args: argparse.Namespace, loaded: LoadedModel) -> list[System]:
         systems += [Batched(loaded.model, step, batch, args.max_num_seqs) for step, batch in args.batch_prefill]
     if "engine" in args.systems:
         systems += [
-            Engine(loaded, backend, args.max_num_seqs, args.max_num_batched_tokens, args.kv_cache_memory)
+            OurEngine(loaded, backend, args.max_num_seqs, args.max_num_batched_tokens, args.kv_cache_memory)
             for backend in args.attention_backend
         ]
     return systems
@@ -133,7 +133,7 @@ def _profiles(systems: Sequence[System], workload: Workload, warm_up: Workload) 
     """Of each engine row, by label; prints a line each."""
     profiles = {}
     for system in systems:
-        if isinstance(system, Engine):
+        if isinstance(system, OurEngine):
             profiles[system.label] = profile = profile_turn(system, workload, warm_up)
             print(f"{system.label}: {describe_profile(profile)}", flush=True)
     return profiles
@@ -228,7 +228,8 @@ def compare(
 
 
 def take_turn(system: System, workload: Workload, warm_up: Workload, model_class: type[Any]) -> Turn:
-    """One session: a warm-up, then the workload, measured. Raises `ServeError` if an output is too short."""
+    """One session: a warm-up, then the workload, measured. Raises `ServeError` unless each output has the length asked
+    for."""
     with system.session() as generate:
         generate(warm_up)
         _forget_memory()

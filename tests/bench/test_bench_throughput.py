@@ -13,8 +13,8 @@ from mlx_server.bench.instruments import count_model_calls
 from mlx_server.bench.systems import (
     WORKLOADS,
     Batched,
-    Engine,
     Generated,
+    OurEngine,
     Sequential,
     Workload,
     WorkloadRequest,
@@ -172,7 +172,7 @@ def test_a_small_prefill_step_cuts_prompts_into_more_calls(model, reference):
 def engine_on(model, **changes):
     _, config = tiny_model("qwen3")
     settings = {"attention_backend": "reference", "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    return Engine(LoadedModel("tiny", model, config, folder=None), kv_cache_memory="4MiB", **(settings | changes))
+    return OurEngine(LoadedModel("tiny", model, config, folder=None), kv_cache_memory="4MiB", **(settings | changes))
 
 
 def test_the_engine_computes_no_position_twice_and_calls_the_model_once_a_step(model, reference):
