@@ -111,7 +111,7 @@ class DeviceRunner:
 
     def __init__(self, name: str, threads: VirtualThreads, device: Device, runner: FakeRunner) -> None:
         self.is_eager = device.kind is Kind.EAGER
-        self.is_launch_beside = not self.is_eager
+        self.launch_is_host_only = not self.is_eager
         self.runner = runner
         self._name, self._threads, self._device = name, threads, device
 

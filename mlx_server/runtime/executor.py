@@ -253,7 +253,7 @@ class MLXExecutor:
         step = submission.step
         started_s = self._thread.clock()
         launched = self._runner.launch(step)
-        launch_s = self._thread.clock() - started_s if self._runner.is_launch_beside else 0.0
+        launch_s = self._thread.clock() - started_s if self._runner.launch_is_host_only else 0.0
         self._launched.append(_Launched(launched, submission, self._last_step_s, launch_s))
         self._thread.charge(self, self._last_step_s)
         # No request waited for this step if all are new.

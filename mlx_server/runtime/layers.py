@@ -34,7 +34,7 @@ def discover_layers(model: Any) -> list[LayerCache]:
     `ModelLoadError` for a kind of cache that cannot be paged, and for a model that fails in mlx-lm itself."""
     plain = make_prompt_cache(model)
     for index, cache in enumerate(plain):
-        _check(index, cache)
+        _refuse_unpageable(index, cache)
     _trace(model, plain)
     shapes = [_state_shapes(cache) for cache in plain]
     _trace(model, plain)
@@ -77,10 +77,10 @@ def attention_specs(caches: list[LayerCache]) -> list[LayerSpec]:
     return [spec for spec in specs if spec.value_dim]
 
 
-def _check(index: int, cache: Any) -> None:
+def _refuse_unpageable(index: int, cache: Any) -> None:
     if isinstance(cache, CacheList):
         for part in cache.caches:
-            _check(index, part)
+            _refuse_unpageable(index, part)
     elif type(cache) not in (ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache):
         raise ModelLoadError(
             f"Layer {index} keeps its state in a {type(cache).__name__}, which cannot be paged yet. Layers with "

@@ -31,6 +31,13 @@ from mlx_server.runtime.sampling.edits import ScoredTokens, score_tokens
 from mlx_server.runtime.sampling.sampler import SampledBatch, Sampler, SampleRow
 from mlx_server.sampling_params import SamplingParams
 
+_PROMPT_BLOCKS = 4
+"""Of the prompt of the first steps. 128 tokens fill a matrix product's tiles, and take half a second at 300 tokens a
+second."""
+
+_REQUEST_ID = "first steps"
+"""Of the request whose first steps are measured."""
+
 
 class BlockTables:
     """Block tables of running requests, one row each in every layer group, which grow as chunks bring new blocks.
@@ -193,7 +200,7 @@ class ModelRunner:
         return self.cache.is_eager
 
     @property
-    def is_launch_beside(self) -> bool:
+    def launch_is_host_only(self) -> bool:
         """Whether `launch` only takes host time: it neither does the work itself nor waits for the step before."""
         return not (self.cache.is_eager or self.cache.needs_synchronous_steps)
 
@@ -355,41 +362,36 @@ class ModelRunner:
         return ids
 
 
-_NUM_BLOCKS = 4
-"""Of the prompt of the first steps. 128 tokens fill a matrix product's tiles, and take half a second at 300 tokens a
-second."""
-
-_NAME = "first steps"
-
-
 @dataclass(frozen=True, slots=True)
 class FirstSteps:
-    """A prompt's chunk from position 0, and one token behind it."""
+    """Seconds that two steps took: a prompt's chunk from position 0, and one token behind it."""
 
     num_prompt_tokens: int
     prompt_s: float
     decode_s: float
 
 
-def measure(runner: ModelRunner, num_blocks: int, most_tokens: int) -> Generator[float, None, FirstSteps | None]:
+def measure_first_steps(
+    runner: ModelRunner, num_blocks: int, most_tokens: int
+) -> Generator[float, None, FirstSteps | None]:
     """Runs a prompt and one token behind it on empty blocks, and forgets them. Each runs once before it is timed, since
     a first call compiles. None if the pool is too small. MLX thread; yields between steps."""
     num_groups = len(runner.cache.windows)
-    num_each = min(_NUM_BLOCKS, num_blocks // num_groups, most_tokens // BLOCK_SIZE)
+    num_each = min(_PROMPT_BLOCKS, num_blocks // num_groups, most_tokens // BLOCK_SIZE)
     num_tokens = num_each * BLOCK_SIZE - 2  # the last two are for the tokens behind it
     if num_tokens <= 0:
         return None
     block_ids = tuple(tuple(range(group * num_each, (group + 1) * num_each)) for group in range(num_groups))
-    data = NewRequestData(_NAME, (0,) * num_tokens, (), SamplingParams(), frozenset())
+    data = NewRequestData(_REQUEST_ID, (0,) * num_tokens, (), SamplingParams(), frozenset())
     try:
-        for dropped in ((), (_NAME,)):
+        for dropped in ((), (_REQUEST_ID,)):
             prompt_s = _seconds(runner, 0, num_tokens, block_ids, (data,), dropped)
             yield 1.0
         for position in (num_tokens, num_tokens + 1):
             decode_s = _seconds(runner, position, 1, ((),) * num_groups)
             yield 1.0
     finally:
-        runner.fetch(runner.launch(SchedulerOutput(-1, (), dropped_request_ids=(_NAME,))))
+        runner.fetch(runner.launch(SchedulerOutput(-1, (), dropped_request_ids=(_REQUEST_ID,))))
     return FirstSteps(num_tokens, prompt_s, decode_s)
 
 
@@ -401,7 +403,7 @@ def _seconds(
     new_requests: tuple[NewRequestData, ...] = (),
     dropped: tuple[str, ...] = (),
 ) -> float:
-    chunk = ScheduledChunk(_NAME, start, num_tokens, (0,) * num_tokens, block_ids, True, 0)
+    chunk = ScheduledChunk(_REQUEST_ID, start, num_tokens, (0,) * num_tokens, block_ids, True, 0)
     started = time.perf_counter()
     runner.fetch(runner.launch(SchedulerOutput(-1, (chunk,), new_requests, dropped)))
     return time.perf_counter() - started

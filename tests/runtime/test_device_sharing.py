@@ -25,7 +25,7 @@ class TimedRunner:
 
     def __init__(self, name: str, step_s: float, bench: Bench, *, is_eager: bool) -> None:
         self.is_eager = is_eager
-        self.is_launch_beside = not is_eager
+        self.launch_is_host_only = not is_eager
         self._name, self._step_s, self._bench = name, step_s, bench
 
     def launch(self, step: SchedulerOutput) -> tuple[int, float]:

@@ -114,7 +114,7 @@ def record(architecture: str, monkeypatch: pytest.MonkeyPatch, also: Sequence[mx
 
     recorded: list[dict[str, Any]] = []
     mx.export_function(recorded.append, steps, mx.zeros((7,), mx.int32))  # type: ignore[arg-type]
-    are_submitted_ahead = runner.is_launch_beside
+    are_submitted_ahead = runner.launch_is_host_only
     runner.close()
     operations = [
         Operation(

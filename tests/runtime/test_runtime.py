@@ -234,7 +234,7 @@ class _FakeRunner:
 
     def __init__(self, is_eager: bool = False) -> None:
         self.is_eager = is_eager
-        self.is_launch_beside = not is_eager
+        self.launch_is_host_only = not is_eager
         self.events: list[str] = []
         self.threads: dict[str, set[str]] = {"launch": set(), "wait": set(), "fetch": set()}
 

@@ -25,7 +25,7 @@ from mlx_server.runtime.adapters import AdapterRows, apply_adapter, install_adap
 from mlx_server.runtime.backends import choose_backend
 from mlx_server.runtime.kv_cache import PagedKVCache
 from mlx_server.runtime.layers import attention_specs, discover_layers, plan_pools
-from mlx_server.runtime.model_runner import FirstSteps, ModelRunner, measure
+from mlx_server.runtime.model_runner import FirstSteps, ModelRunner, measure_first_steps
 from mlx_server.runtime.models import random_models
 from mlx_server.runtime.models.blueprint import DTYPES, model_classes
 from mlx_server.runtime.models.bundled import SMOLLM2, pull_bundled
@@ -305,7 +305,7 @@ def make_runner(
             state_limit_bytes=state_limit_bytes,
         )
         cache.allocate(plan.num_blocks, plan.max_blocks, num_slots=plan.num_slots, num_checkpoints=plan.num_checkpoints)
-        first_steps = yield from measure(runner, plan.num_blocks, max_num_tokens)
+        first_steps = yield from measure_first_steps(runner, plan.num_blocks, max_num_tokens)
     except BaseException:
         runner.close()
         raise

@@ -1,9 +1,9 @@
 """Turns a step's logits into token ids: every row by its own request's parameters, all rows at once.
 
 Stages in their order, as in vLLM: log-probabilities of the raw logits; bitmasks and allowed ids; bans of
-`min_tokens` and bias; penalties; then each draw method over its rows (`draw.py`). A batch takes the
-stages that some row needs, over the rows that need them. Each stage is row-wise, so a row's token depends on
-its logits, its parameters, its seed and its position, and on nothing else in the batch.
+`min_tokens` and bias; penalties; then each draw method over its rows: temperature, min-p, top-k, top-p and the draw
+(`draw.py`). A batch takes the stages that some row needs, over the rows that need them. Each stage is row-wise, so a
+row's token depends on its logits, its parameters, its seed and its position, and on nothing else in the batch.
 """
 
 from __future__ import annotations
