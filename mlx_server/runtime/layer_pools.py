@@ -18,15 +18,26 @@ from mlx_server.runtime.attention import AttentionBackend, LayerSpec, ReferenceB
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.row_pool import RowPool, is_quantised_alike
 
+_MAX_GROUPS = 12
+"""More groups waste less on a last one that is not full, but each has a block table of its own in every step."""
+
+_LONG_CONTEXT = 4
+"""Groups are sized for a request that is this many times as long as the widest window."""
+
+_MAX_PARTS = 8
+"""Most layers that share one block of a pool. Each reads the block under a number of its own, from a plan of its own.
+"""
+
 
 class LayerPool:
     """One pool of blocks and the backend that attends over it. MLX thread only.
 
-    Its blocks are those of a layer like `spec`. Layers of other shapes see the same memory as blocks of theirs, several
-    in one of the pool's; `contents[seat_of(spec)]` is what layers like `spec` see, in the backend's own form. Once a
-    layer is read by groups of rows the pool `is_viewed`: it is then one of rows, since no backend attends over it.
-    Once it is allocated, `is_lazy` says whether its K/V are written only when `backend.state` is evaluated, and
-    `needs_synchronous_steps` is as for `PagedKVCache`.
+    A block has the shape of the layer `spec`. Layers with smaller K/V share the memory: they see each block as several
+    of their own shape. `contents[seat_of(spec)]` is the pool as layers of this shape see it, in the backend's form.
+
+    `is_viewed` is set once a layer's own code reads its K/V (`rows`) instead of having the backend attend over them.
+    The pool is then a `RowPool`. From the first allocation on, `is_lazy` says whether K/V are written only when
+    `backend.state` is evaluated, and `needs_synchronous_steps` is as for `PagedKVCache`.
     """
 
     def __init__(self, spec: LayerSpec, seen_as: Sequence[LayerSpec] = ()) -> None:
@@ -87,24 +98,13 @@ class LayerPool:
         self.contents = [content, *views]
 
 
-_MAX_GROUPS = 12
-"""More groups waste less on a last one that is not full, but each has a block table of its own in every step."""
-
-_LONG_CONTEXT = 4
-"""Groups are sized for a request that is this many times as long as the widest window."""
-
-_MAX_PARTS = 8
-"""Most layers that share one block of a pool. Each reads the block under a number of its own, from a plan of its own.
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers, by number, whose K/V of the same 32 tokens are in the same block: `pools[i]` are those that have it in
-    the i-th pool, one or several that fill it together. `window` is what they see, the last token included, None if
-    all.
+    """Layers that use the same block ids: block b of every pool holds their K/V of the same 32 tokens.
 
-    A block holds K/V of one group. All groups' blocks are alike, so memory goes to the group that needs it.
+    `pools[i]` are the numbers of the layers that keep theirs in the i-th pool: one that fills a block, or several
+    smaller ones that fill it together. `window` is how many tokens they see, the last included; None is all. A block
+    belongs to one group at a time, and any group can take any block, so memory goes to the group that needs it.
 
         pool 0   | layer 0        | layer 5        |      a block of a group with one layer a pool
                  | layer 2, 8     | layer 11       |      and of one with two that are half as large
@@ -116,7 +116,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where layers have their K/V of a block: in those of a layer group, at `part` of `num_parts` of one pool's."""
+    """Where layers keep their K/V: in the blocks of a layer group, each in part `part` of `num_parts` equal ones."""
 
     group: int
     part: int = 0
