@@ -135,7 +135,9 @@ class PoolConfig:
         "wait",
         "requests for a model whose memory is held by models in use: let them `wait`, or let them `fail` at once",
     )
-    room_timeout_s: float = _setting(120.0, "longest such wait", ge=0)
+    room_timeout_s: float = _setting(
+        120.0, "longest wait of a request for a model whose memory is held by models in use", ge=0
+    )
     residency_s: float = _setting(
         10.0,
         "how long a loaded model is used before its new requests wait for those of a model that needs its memory",
@@ -154,11 +156,14 @@ class SchedulerConfig:
     async_scheduling: bool = _setting(True, "prepare the next step while one runs")
     target_step_ms: float | None = _setting(
         None,
-        "aim of a step while someone decodes; default: as long as 128 prompt tokens take, on a GPU 32, 100 to 400",
+        "target time of a step while someone decodes; default: the time of 128 prompt tokens (32 on a GPU), "
+        "within 100 to 400 ms",
         ge=1,
     )
     max_step_ms: float = _setting(
-        1000.0, "the same while nobody decodes, or only tiers worse than the one whose prompt it computes", ge=1
+        1000.0,
+        "target time of a step while nobody decodes, or only tiers worse than the one whose prompt it computes",
+        ge=1,
     )
     max_num_waiting: int = _setting(1024, "most requests that may wait", ge=1)
     max_queued_tokens: int = _setting(4_000_000, "most prompt tokens that may wait", ge=1)
@@ -172,7 +177,9 @@ class ServerConfig:
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
     api_key: Text = _setting(
-        None, "one shared key for all clients; on a command line others can see it, so better use the next", repr=False
+        None,
+        "one shared key for all clients; others can see it on a command line, so better use api_key_file",
+        repr=False,
     )
     api_key_file: Text = _setting(None, "file with the shared key in it")
     api_key_tier: str = _setting(

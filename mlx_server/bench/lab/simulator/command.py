@@ -253,8 +253,8 @@ def _add_scheduler(group: _Group) -> None:
     limits = SchedulerLimits()
     _add(group, "--max-num-seqs", from_1, limits.max_num_seqs, "most requests that run at once")
     _add(group, "--max-num-batched-tokens", from_1, limits.max_num_batched_tokens, "token budget of one step")
-    _add_of_profile(group, "--target-step-ms", above_0, "aim of a step while anyone decodes")
-    _add(group, "--max-step-ms", above_0, 1000 * limits.max_step_s, "aim of a step that holds up nobody of its tier")
+    _add_of_profile(group, "--target-step-ms", above_0, "target time of a step while someone decodes")
+    _add(group, "--max-step-ms", above_0, 1000 * limits.max_step_s, "target time of a step that delays no peer")
     _add(group, "--aging-rate", float, limits.aging_rate, "priority levels gained per second of waiting")
     _add(group, "--max-num-waiting", from_1, 10**9, "most requests of each tier that may wait")
     group.add_argument(
