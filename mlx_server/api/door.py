@@ -61,8 +61,9 @@ class HeldBody:
 
 
 class DoorMiddleware:
-    """Refuses requests by host, by origin and by key. A request that is let in has its caller, its held body and its
-    leases in the state until its answer, streamed or not, is over."""
+    """Refuses requests by host, by origin and by key. A request that is let in has in its state, until its answer,
+    streamed or not, is over: `caller`, `held_body`, and `leases`, an `ExitStack` that then lets go of what was taken
+    for it, like the model that it keeps loaded."""
 
     def __init__(self, app: ASGIApp, server: ServerConfig, keys: KeyRing) -> None:
         self._app = app

@@ -1,5 +1,5 @@
-"""What is around every exchange: its id, its metrics, common headers, an answer to what no handler knows, and browsers'
-rules.
+"""What is around every exchange: its id, its metrics, what is left of the caller's quota, an answer to what no handler
+knows, and browsers' rules.
 
 The id is in every error answer and in the log, so that what a client reports can be found there.
 """
@@ -20,6 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_server.api.auth.authentication import PROBE_PATHS
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Quotas, quota_headers
 from mlx_server.api.errors import CLIENT_CLOSED_REQUEST, ClientDisconnectedError, error_info
@@ -33,8 +34,8 @@ REQUEST_ID_HEADER = "x-request-id"
 MAX_ID_CHARS = 128
 _REQUEST_ID = re.compile(r"[!-~]+")
 
-_UNCOUNTED_PATHS = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/server_info"})
-"""What machines ask again and again, and would drown what clients do; vLLM leaves out the same."""
+_UNCOUNTED_PATHS = PROBE_PATHS | {"/load", "/server_info"}
+"""They would drown what clients do; vLLM leaves out the same."""
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Anything may stand in a request line, and a series for each would be a way to fill our memory."""
@@ -54,9 +55,9 @@ def request_id(scope: Scope) -> str:
 
 
 class ExchangeMiddleware:
-    """The outermost middleware. Puts the request's id into the state, where a route may replace it; counts and times
-    the exchange by route, refusals included; tells every caller what is left of its quota; turns what no handler knows
-    into a 500, and a line in the log."""
+    """The outermost middleware. Puts the request's id into the state, where a route may replace it, and into the head
+    of every refusal (`x-request-id`); counts and times the exchange by route, refusals included; tells every caller
+    what is left of its quota (`quota_headers`); turns what no handler knows into a 500, and a line in the log."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics, quotas: Quotas) -> None:
         self._app = app
@@ -80,7 +81,7 @@ class ExchangeMiddleware:
             nonlocal status, num_sent
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._complete(scope, message)
+                self._on_head(scope, message)
             num_sent += len(message.get("body", b""))
             await send(message)
 
@@ -101,8 +102,8 @@ class ExchangeMiddleware:
                 self._metrics.on_bodies(handler, num_received, num_sent)
         return None
 
-    def _complete(self, scope: Scope, head: Message) -> None:
-        """Counts a refusal, and adds the headers that answers have in common."""
+    def _on_head(self, scope: Scope, head: Message) -> None:
+        """Adds the id to a refusal and the caller's quota to all, and counts the answer where a quota refused it."""
         state, headers = scope["state"], MutableHeaders(scope=head)
         if head["status"] >= 400:
             headers.setdefault(REQUEST_ID_HEADER, state["request_id"])

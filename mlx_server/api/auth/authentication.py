@@ -67,9 +67,10 @@ def host_of(url: str) -> str:
         return ""
 
 
-FREE_PATHS = frozenset(
-    {"/health", "/ping", "/version", "/metrics", "/", "/dashboard", "/dashboard/page.css", "/dashboard/page.js"}
-)
+PROBE_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
+"""What supervisors, routers and scrapers ask again and again."""
+
+FREE_PATHS = PROBE_PATHS | {"/", "/dashboard", "/dashboard/page.css", "/dashboard/page.js"}
 """What probes, routers, scrapers and browsers read without a key; none of it tells what users wrote."""
 
 
