@@ -349,4 +349,4 @@ class ModelPool:
 def build_pool(config: Config) -> ModelPool:
     """The pool that `config` describes, nothing loaded yet. Raises `ConfigError` for what makes no sense."""
     budget = MemoryBudget.of(config.memory)
-    return ModelPool(Catalog(config), budget, config.pool, Surroundings.of_nobody(config.memory))
+    return ModelPool(Catalog(config), budget, config.pool, Surroundings.alone(config.memory))
