@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
+from mlx_server.environment import quiet_libraries
 from mlx_server.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -16,10 +16,7 @@ __all__ = ["LLM", "Completion", "SamplingParams"]
 def __getattr__(name: str) -> Any:
     # Late, so that the vocabulary can be imported without loading MLX.
     if name in ("LLM", "Completion"):
-        # transformers would tell every user that PyTorch is missing, which nothing here needs.
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        # pydantic would import logfire, a second's work, only because it is installed.
-        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "logfire-plugin")
+        quiet_libraries()
         from mlx_server.engine import llm
 
         return getattr(llm, name)

@@ -23,6 +23,9 @@ the tree onto each protocol. `assert` is for our own bugs and never for a user's
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class ServeError(Exception):
     """Root of all errors that are shown to users. `message` says what, the value, the limit and the remedy."""
@@ -113,3 +116,9 @@ class DownloadError(ServeError):
 
 class ConfigError(ServeError):
     """A setting is unknown or has a wrong value; the message names the nearest known one."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a mistyped name: `; did you mean ...?`, or nothing if none of `known` is close."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -6,7 +6,6 @@ the command line have texts only, which are converted first.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, StringConstraints, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from mlx_server.errors import ConfigError
+from mlx_server.errors import ConfigError, did_you_mean
 
 ANY_ORIGIN = "*"
 
@@ -138,8 +137,7 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> No
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about a mistyped name: `; did you mean ...?`, or what there is."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}."
+    return did_you_mean(name, known) or f"; known are {', '.join(sorted(known))}."
 
 
 def _first(error: ValidationError) -> str:

@@ -22,6 +22,7 @@ VOCABULARY = {
     "tiers",
     "model_entries",
     "errors",
+    "environment",
 }
 EVERYTHING = {"vocabulary", "batching", "runtime", "observability", "engine", "pool", "api", "cli", "bench", "__init__"}
 MAY_IMPORT: dict[str, set[str]] = {

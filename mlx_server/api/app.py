@@ -11,7 +11,7 @@ from mlx_server.api import admin, dashboard, probes
 from mlx_server.api.anthropic import messages
 from mlx_server.api.auth.keys import build_key_ring
 from mlx_server.api.auth.quotas import Quotas
-from mlx_server.api.context import ServerContext, version
+from mlx_server.api.context import ServerContext
 from mlx_server.api.door import DoorMiddleware
 from mlx_server.api.errors import ERROR_RESPONSES, install_error_handlers
 from mlx_server.api.generation_service import GenerationService
@@ -21,6 +21,7 @@ from mlx_server.api.openai.responses import routes as responses
 from mlx_server.api.openai.responses.store import ResponseStore
 from mlx_server.api.text_turns import TextWorkers
 from mlx_server.config import Config
+from mlx_server.environment import version
 from mlx_server.observability.tracing import Tracing, open_tracing
 from mlx_server.pool.model_pool import ModelPool
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -16,8 +15,6 @@ from mlx_server.api.text_turns import TextWorkers
 from mlx_server.config import Config
 from mlx_server.observability.server_metrics import HttpMetrics, ProcessMetrics, SleepMetrics
 from mlx_server.pool.model_pool import ModelPool
-
-_DISTRIBUTION = "mlx-server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +40,3 @@ async def _context_of(request: Request) -> ServerContext:
 
 
 Context = Annotated[ServerContext, Depends(_context_of)]
-
-
-def version() -> str:
-    """The distribution's version; `unknown` when the package runs without having been installed."""
-    try:
-        return importlib.metadata.version(_DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

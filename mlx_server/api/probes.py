@@ -10,9 +10,10 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
-from mlx_server.api.context import Context, ServerContext, version
+from mlx_server.api.context import Context, ServerContext
 from mlx_server.config import BLOCK_SIZE, Config
 from mlx_server.engine.engine import AsyncEngine, EngineState
+from mlx_server.environment import version
 from mlx_server.observability.series import CONTENT_TYPE, EngineReading, render
 from mlx_server.observability.server_metrics import ModelReading, PoolMetrics, QuotaMetrics
 from mlx_server.outputs import EngineStats

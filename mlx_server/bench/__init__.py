@@ -4,21 +4,31 @@ Here is what users measure with; what only developers of the server need is in `
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
-MODULES: Mapping[str, str] = MappingProxyType(
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One command: its module, below this package, and its line in the help."""
+
+    module: str
+    summary: str
+
+
+BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
     {
-        "throughput": "throughput",
-        "serve": "serve.command",
-        "compare": "compare",
-        "peers": "peers",
-        "structured": "lab.structured",
-        "tiers": "lab.tiers",
-        "sweep": "lab.sweep",
-        "kernels": "lab.kernels",
-        "simulate": "lab.simulator.command",
-        "host-cost": "lab.host_cost",
-        "random-folder": "random_folder",
+        "throughput": Benchmark("throughput", "offline: this engine beside mlx-lm's own, on the same prompts"),
+        "serve": Benchmark("serve.command", "over HTTP: latencies and throughput of any OpenAI-compatible server"),
+        "compare": Benchmark("compare", "over HTTP: several servers side by side, in turns"),
+        "peers": Benchmark("peers", "install the servers of others that run here, and compare with them"),
+        "structured": Benchmark("lab.structured", "over HTTP: what structured requests cost the streams beside them"),
+        "tiers": Benchmark("lab.tiers", "over HTTP: what a full server leaves of the best tier's latency"),
+        "sweep": Benchmark("lab.sweep", "over HTTP: how many streams keep stated latencies, by context"),
+        "kernels": Benchmark("lab.kernels", "the attention kernels alone, each beside MLX's own"),
+        "simulate": Benchmark("lab.simulator.command", "the scheduler alone, on recorded or made-up traffic"),
+        "host-cost": Benchmark("lab.host_cost", "what scheduling a step costs the host"),
+        "random-folder": Benchmark("random_folder", "write a random model that any mlx-lm server can load"),
     }
 )
-"""The module of each command, below this package; the command line reads it without importing any of them."""
+"""By command; the command line reads it without importing any of the modules."""

@@ -1,1 +1,2 @@
-"""The commands of `mlx-serve`: `main.py` has the tree of them, and each other file the verbs of one noun."""
+"""The commands of `mlx-serve`: `main.py` has the tree of them, `remote.py` what those share that talk to a running
+server, and each other file one command or the verbs of one noun."""

@@ -7,20 +7,19 @@ is imported when one is called, so `mlx-serve --help` and a mistyped command ans
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlx_server.bench import MODULES
-from mlx_server.errors import ConfigError, ServeError
+from mlx_server.bench import BENCHMARKS
+from mlx_server.environment import quiet_libraries, version
+from mlx_server.errors import ConfigError, ServeError, did_you_mean
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -43,7 +42,7 @@ class Command:
     summary: str
     verb: str = ""
 
-    def add_to(self, parser: argparse.ArgumentParser, *, is_whole: bool = True) -> None:
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Adds its arguments and description."""
         self._offers("add_arguments", f"add_{self.verb}")(parser)
         parser.description = inspect.getdoc(self.act if self.verb else importlib.import_module(self.module))
@@ -66,19 +65,25 @@ class Group:
     summary: str
     commands: Mapping[str, Command | Group]
 
-    def add_to(self, parser: argparse.ArgumentParser, *, is_whole: bool = False) -> None:
-        """Adds the names of its commands to the help. If `is_whole`, also all that is below them, from all modules."""
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Adds the names of its commands to the help."""
         width = max(map(len, self.commands), default=0)
         lines = [f"  {name:<{width}}  {node.summary}" for name, node in self.commands.items()]
         title = f"{self.summary}\n\ncommands (`{parser.prog} COMMAND --help` tells more):\n"
         parser.usage = f"{parser.prog} COMMAND [options]"
         parser.description = title + "\n".join(lines)
-        parser.add_argument("--version", action="version", version=f"mlx-serve {_version()}")
-        if is_whole:
-            below = parser.add_subparsers(prog=parser.prog)
-            for name, node in self.commands.items():
-                child = below.add_parser(name, help=node.summary)
-                node.add_to(child, is_whole=True)
+        parser.add_argument("--version", action="version", version=f"mlx-serve {version()}")
+
+    def add_tree_to(self, parser: argparse.ArgumentParser) -> None:
+        """Adds also all that is below its commands, from all modules."""
+        self.add_to(parser)
+        below = parser.add_subparsers(prog=parser.prog)
+        for name, node in self.commands.items():
+            child = below.add_parser(name, help=node.summary)
+            if isinstance(node, Group):
+                node.add_tree_to(child)
+            else:
+                node.add_to(child)
 
 
 class Parser(argparse.ArgumentParser):
@@ -91,23 +96,8 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
 
-_BENCHMARKS = {
-    "throughput": "offline: this engine beside mlx-lm's own, on the same prompts",
-    "serve": "over HTTP: latencies and throughput of any OpenAI-compatible server",
-    "compare": "over HTTP: several servers side by side, in turns",
-    "peers": "install the servers of others that run here, and compare with them",
-    "structured": "over HTTP: what structured requests cost the streams beside them",
-    "tiers": "over HTTP: what a full server leaves of the best tier's latency",
-    "sweep": "over HTTP: how many streams keep stated latencies, by context",
-    "kernels": "the attention kernels alone, each beside MLX's own",
-    "simulate": "the scheduler alone, on recorded or made-up traffic",
-    "host-cost": "what scheduling a step costs the host",
-    "random-folder": "write a random model that any mlx-lm server can load",
-}
-
-
 def _benchmarks() -> dict[str, Command | Group]:
-    return {name: Command(f"mlx_server.bench.{MODULES[name]}", summary) for name, summary in _BENCHMARKS.items()}
+    return {name: Command(f"mlx_server.bench.{one.module}", one.summary) for name, one in BENCHMARKS.items()}
 
 
 def commands() -> Group:
@@ -162,10 +152,7 @@ def _noun(module: str, summary: str, **verbs: str) -> Group:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 2 for a wrong command line or setting, 1 for any other error."""
-    # transformers would tell every user that PyTorch is missing, which nothing here needs.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # pydantic would import logfire, traced or not, only because it is installed.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "logfire-plugin")
+    quiet_libraries()
     try:
         status = run(commands(), sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -204,7 +191,7 @@ def run(tree: Group, argv: Sequence[str], prog: str = "mlx-serve") -> int:
     if extra:
         known = re.findall(r"--[\w-]+", parser.format_help())
         wrong = extra[0].partition("=")[0]
-        raise UsageError(f"unknown argument {wrong}{_nearest(wrong, known)} (see `{prog} --help`)")
+        raise UsageError(f"unknown argument {wrong}{did_you_mean(wrong, known)} (see `{prog} --help`)")
     return int(node.act(args))
 
 
@@ -214,7 +201,7 @@ def find(prog: str, node: Command | Group, argv: Sequence[str]) -> tuple[str, Co
         return prog, node, argv
     name = argv[0]
     if name not in node.commands:
-        raise UsageError(f"unknown command {name}{_nearest(name, node.commands)} (see `{prog} --help`)")
+        raise UsageError(f"unknown command {name}{did_you_mean(name, node.commands)} (see `{prog} --help`)")
     return find(f"{prog} {name}", node.commands[name], argv[1:])
 
 
@@ -233,7 +220,7 @@ def run_completion(args: argparse.Namespace) -> int:
     import shtab
 
     parser = Parser(prog="mlx-serve")
-    commands().add_to(parser, is_whole=True)
+    commands().add_tree_to(parser)
     _offer_files(parser, shtab.FILE)
     print(shtab.complete(parser, shell=args.shell))
     return 0
@@ -260,16 +247,3 @@ def _short_usage(parser: argparse.ArgumentParser) -> str | None:
 def _positional(action: argparse.Action) -> str:
     name = str(action.metavar or action.dest)
     return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} [{name} ...]"}.get(str(action.nargs), name)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("mlx-server")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """`, did you mean ...?` for a mistyped name, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f", did you mean {close[0]}?" if close else ""

@@ -76,10 +76,10 @@ def test_an_interrupt_ends_quietly(probe, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["prob"], "unknown command prob, did you mean probe?"),
+        (["prob"], "unknown command prob; did you mean probe?"),
         (["--nope"], "unrecognized arguments: --nope"),
-        (["probe", "--lvel", "1"], "unknown argument --lvel, did you mean --level?"),
-        (["probe", "--lev", "1"], "unknown argument --lev, did you mean --level?"),
+        (["probe", "--lvel", "1"], "unknown argument --lvel; did you mean --level?"),
+        (["probe", "--lev", "1"], "unknown argument --lev; did you mean --level?"),
         (["probe", "extra"], "unknown argument extra"),
         (["probe", "--level", "x"], "argument --level: invalid int value: 'x'"),
         (["probe", "--level"], "argument --level: expected one argument"),
