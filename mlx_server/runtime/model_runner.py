@@ -385,17 +385,17 @@ def measure_first_steps(
     data = NewRequestData(_REQUEST_ID, (0,) * num_tokens, (), SamplingParams(), frozenset())
     try:
         for dropped in ((), (_REQUEST_ID,)):
-            prompt_s = _seconds(runner, 0, num_tokens, block_ids, (data,), dropped)
+            prompt_s = _step_seconds(runner, 0, num_tokens, block_ids, (data,), dropped)
             yield 1.0
         for position in (num_tokens, num_tokens + 1):
-            decode_s = _seconds(runner, position, 1, ((),) * num_groups)
+            decode_s = _step_seconds(runner, position, 1, ((),) * num_groups)
             yield 1.0
     finally:
         runner.fetch(runner.launch(SchedulerOutput(-1, (), dropped_request_ids=(_REQUEST_ID,))))
     return FirstSteps(num_tokens, prompt_s, decode_s)
 
 
-def _seconds(
+def _step_seconds(
     runner: ModelRunner,
     start: int,
     num_tokens: int,

@@ -103,7 +103,7 @@ def test_a_models_first_steps_are_measured_at_load_and_leave_nothing_behind(arch
         assert llm.info.first_steps.num_prompt_tokens == 126
         assert min(llm.info.first_steps.prompt_s, llm.info.first_steps.decode_s) > 0.0
         measured = answers(llm, random_prompts(lengths), (3, 3))
-    monkeypatch.setattr(loader, "measure", lambda *_: iter(()))
+    monkeypatch.setattr(loader, "measure_first_steps", lambda *_: iter(()))
     with subject.make_llm() as llm:
         assert llm.info.first_steps is None
         assert answers(llm, random_prompts(lengths), (3, 3)) == measured
