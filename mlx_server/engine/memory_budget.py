@@ -78,15 +78,22 @@ class MemoryBudget:
 
     @property
     def free_bytes(self) -> int:
-        """What may be taken now: within the limit, and without touching the reserve."""
-        return max(0, min(self.limit_bytes - self.held_bytes, self.read().available_bytes - self.reserve_bytes))
+        """What may be taken now: within the limit, without touching the reserve or what models still load."""
+        return self.free_beside(self.pending_bytes())
+
+    def pending_bytes(self, asking: MemoryShare | None = None) -> int:
+        """What is being loaded for others than `asking`: not yet seen in the system's memory, and not free all the
+        same."""
+        return sum(s.need.total_bytes for s in self._shares if s is not asking and not s.is_settled)
+
+    def free_beside(self, pending_bytes: int) -> int:
+        """What may be taken now if so much of the system's memory is promised."""
+        unused = self.read().available_bytes - self.reserve_bytes - pending_bytes
+        return max(0, min(self.limit_bytes - self.held_bytes, unused))
 
     def missing_bytes(self, need: MemoryNeed) -> int:
-        """How much must be given back before `need` fits; 0 if it fits. What is being loaded for others is not yet
-        seen in the system's memory, and is not free all the same."""
-        pending = sum(share.need.total_bytes for share in self._shares if not share.is_settled)
-        unused = self.read().available_bytes - self.reserve_bytes - pending
-        return max(0, need.total_bytes - max(0, min(self.limit_bytes - self.held_bytes, unused)))
+        """How much must be given back before `need` fits; 0 if it fits."""
+        return max(0, need.total_bytes - self.free_bytes)
 
     def take(self, owner: str, need: MemoryNeed) -> MemoryShare:
         """Books what loading `owner` will take. Raises `InsufficientMemoryError`, with the numbers."""
@@ -128,7 +135,8 @@ class MemoryShare:
 
     def growable_bytes(self, pressure: float) -> int:
         """What `grow` would book at most without bringing the memory to that pressure."""
-        return min(self._budget.free_bytes, self._budget.read().room_below(pressure))
+        pending = self._budget.pending_bytes(self)
+        return max(0, min(self._free_bytes, self._budget.read().room_below(pressure) - pending))
 
     @property
     def kv_limit_bytes(self) -> int:
@@ -138,7 +146,7 @@ class MemoryShare:
     @property
     def kv_room_bytes(self) -> int:
         """What it could have now: what is booked for it, and what is free."""
-        return min(self.kv_limit_bytes, self.need.kv_bytes + self._budget.free_bytes)
+        return min(self.kv_limit_bytes, self.need.kv_bytes + self._free_bytes)
 
     def read(self) -> MemoryReading:
         """The machine's memory now."""
@@ -151,7 +159,7 @@ class MemoryShare:
 
     def grow(self, num_bytes: int) -> bool:
         """Books more for the KV pool; False, and nothing booked, if that much is not free."""
-        if num_bytes > self._budget.free_bytes:
+        if num_bytes > self._free_bytes:
             return False
         self._add_kv(num_bytes)
         return True
@@ -164,6 +172,10 @@ class MemoryShare:
     def release(self) -> None:
         """The model is unloaded."""
         self._budget.forget(self)
+
+    @property
+    def _free_bytes(self) -> int:
+        return self._budget.free_beside(self._budget.pending_bytes(self))
 
     def _add_kv(self, num_bytes: int) -> None:
         self.need = replace(self.need, kv_bytes=self.need.kv_bytes + num_bytes)

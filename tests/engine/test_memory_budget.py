@@ -153,6 +153,19 @@ def test_what_a_model_gives_back_others_may_take():
     assert budget.free_bytes == 600 * MIB
 
 
+def test_no_pool_grows_into_what_is_promised_to_a_model_that_still_loads():
+    budget = MemoryBudget(900 * MIB, 100 * MIB, lambda: reading(500))
+    running = budget.take("running", need(100))
+    running.settle(need(100))
+    loading = budget.take("loading", need(300))
+    assert (budget.free_bytes, budget.missing_bytes(need(101))) == (100 * MIB, MIB)
+    assert running.growable_bytes(1.0) == 100 * MIB
+    assert running.growable_bytes(0.85) == 50 * MIB, "which the weights to come are part of"
+    assert not running.grow(101 * MIB)
+    assert running.grow(100 * MIB)
+    assert loading.growable_bytes(1.0) == 400 * MIB, "its own weights are no other's"
+
+
 def test_pools_keep_away_from_the_pressure_at_which_they_must_shrink():
     available = [300]
     share = MemoryBudget(1000 * MIB, 0, lambda: reading(available[0])).take("a", need(10))
