@@ -240,7 +240,7 @@ def _row_elements(described: Mapping[str, Any]) -> int:
     hidden = _number(described, "hidden_size", "dim", "d_model")
     mixer = 3 * max(_attention_width(described), 2 * _recurrent_width(described))
     experts = _number(described, "num_experts_per_tok", "moe_k", "top_k_experts")
-    width = _number(described, "moe_intermediate_size") or _number(described, "intermediate_size") or 4 * hidden
+    width = _inner_width(described)
     if not experts:
         return 8 * hidden + mixer + 3 * width
     shared = _number(described, "shared_expert_intermediate_size")
@@ -251,8 +251,13 @@ def _widest(described: Mapping[str, Any]) -> int:
     """Elements for each token of the two largest arrays that one operation uses."""
     hidden = _number(described, "hidden_size", "dim", "d_model")
     experts = max(1, _number(described, "num_experts_per_tok", "moe_k", "top_k_experts"))
-    width = _number(described, "moe_intermediate_size") if experts > 1 else _number(described, "intermediate_size")
-    return 2 * experts * max(hidden, width)
+    return 2 * experts * max(hidden, _inner_width(described))
+
+
+def _inner_width(described: Mapping[str, Any]) -> int:
+    """Of the MLP, or of one expert: Mixtral names its as if it were the only one."""
+    hidden = _number(described, "hidden_size", "dim", "d_model")
+    return _number(described, "moe_intermediate_size") or _number(described, "intermediate_size") or 4 * hidden
 
 
 def _attention_width(described: Mapping[str, Any]) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from virtual_time import run_virtually
 
 from mlx_server.config import MemoryConfig, load_config
-from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed
+from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, step_bytes
 from mlx_server.engine.memory_guard import KvMemory, MemoryGuard, MemoryWatch, PressureLevel
 from mlx_server.errors import ConfigError, InsufficientMemoryError
 from mlx_server.outputs import ModelRunnerOutput
@@ -37,6 +37,21 @@ def metal_reading(available: int, active: int) -> MemoryReading:
 def need(weights: int, activations: int = 0, kv: int = 0) -> MemoryNeed:
     """In MiB."""
     return MemoryNeed(weights * MIB, activations * MIB, kv * MIB)
+
+
+# --- what steps take --------------------------------------------------------------------------------------------
+
+
+def test_the_experts_of_a_model_that_names_their_width_as_the_only_one_are_as_wide():
+    """Mixtral says `intermediate_size`, Qwen3-MoE `moe_intermediate_size`."""
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}
+    experts = {**sizes, "num_experts_per_tok": 2}
+    work = {"weights_bytes": 2**34, "num_tokens": 2048, "num_seqs": 64, "context_tokens": 4096}
+    device = {"item_bytes": 2, "buffer_elements": 96 << 20}
+    needs = [
+        step_bytes({**experts, name: 14336}, **work, **device) for name in ("intermediate_size", "moe_intermediate_size")
+    ]
+    assert needs[0] == needs[1]
 
 
 # --- the budget -------------------------------------------------------------------------------------------------
