@@ -285,7 +285,13 @@ def _recurrent_width(described: Mapping[str, Any]) -> int:
 
 
 def _number(described: Mapping[str, Any], *names: str) -> int:
-    return next((int(value) for name in names if isinstance(value := described.get(name), int)), 0)
+    """The first of them that there is; of a list, one for each layer, the largest."""
+    for name in names:
+        value = described.get(name)
+        numbers = [number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)]
+        if numbers:
+            return max(numbers)
+    return 0
 
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -296,6 +302,10 @@ _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FIRST_STATES = 4
 """Requests whose recurrent state is foreseen, with the states kept for their prefixes: as many run at a time where
 there is no more room. The rest is taken as far as there is some when the model is loaded."""
+
+_HELD_AT_A_TIME = 4
+"""Arrays of the largest sizes that a step on the CPU has at once, with some to spare: its peak was never above that,
+and above a fifth of it."""
 
 _NO_BOUND = 2**62
 
@@ -369,7 +379,7 @@ def _tensor_bytes(tensor: TensorHeader, settings: ModelConfig) -> int:
 
 def _activation_bytes(config: Config, described: Mapping[str, Any], weights_bytes: int) -> int:
     """Of the steps that are launched. Off Metal, of one: hidden states in and out of the widest layer, and the logits
-    of those that sample, in float32."""
+    of those that sample, in float32, with all that is made of them meanwhile."""
     settings = config.scheduler
     if is_metal():
         return step_bytes(
@@ -381,11 +391,11 @@ def _activation_bytes(config: Config, described: Mapping[str, Any], weights_byte
             item_bytes=_item_bytes(config.model, 2),
             buffer_elements=max_elements(),
         )
-    hidden = described.get("hidden_size", 1)
-    widest = max(described.get("intermediate_size") or 0, 4 * hidden)
-    tokens = settings.max_num_batched_tokens * 4 * (hidden + widest)
-    logits = settings.max_num_seqs * described.get("vocab_size", 1) * 4
-    return int(4 * (tokens + logits))
+    hidden = _number(described, "hidden_size", "dim", "d_model")
+    widest = max(_number(described, "intermediate_size"), 4 * hidden)
+    num_elements = settings.max_num_batched_tokens * (hidden + widest)
+    num_elements += settings.max_num_seqs * _number(described, "vocab_size")
+    return _HELD_AT_A_TIME * _DTYPE_BYTES["float32"] * num_elements
 
 
 def _parameter_bytes(described: Mapping[str, Any], item_bytes: int) -> float:

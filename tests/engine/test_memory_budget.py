@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import run_virtually
 
-from mlx_server.config import MemoryConfig, load_config
-from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, step_bytes
+from mlx_server.config import Config, MemoryConfig, ModelConfig, load_config
+from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, estimate_need, step_bytes
 from mlx_server.engine.memory_guard import KvMemory, MemoryGuard, MemoryWatch, PressureLevel
 from mlx_server.errors import ConfigError, InsufficientMemoryError
 from mlx_server.outputs import ModelRunnerOutput
@@ -49,9 +50,30 @@ def test_the_experts_of_a_model_that_names_their_width_as_the_only_one_are_as_wi
     work = {"weights_bytes": 2**34, "num_tokens": 2048, "num_seqs": 64, "context_tokens": 4096}
     device = {"item_bytes": 2, "buffer_elements": 96 << 20}
     needs = [
-        step_bytes({**experts, name: 14336}, **work, **device) for name in ("intermediate_size", "moe_intermediate_size")
+        step_bytes({**experts, name: 14336}, **work, **device)
+        for name in ("intermediate_size", "moe_intermediate_size")
     ]
     assert needs[0] == needs[1]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden_size": 2048, "intermediate_size": [8192, 16384]},  # as Gemma 3n has them, for each layer
+        {"d_model": 2048, "intermediate_size": 16384},
+    ],
+)
+def test_sizes_go_by_several_names_and_may_differ_by_layer(tmp_path, sizes):
+    plain = {"hidden_size": 2048, "intermediate_size": 16384}
+    needs = []
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"weight": mx.zeros((2, 2))})
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for found in (plain, sizes):
+        described = {"model_type": "own", "model_file": "own.py", "vocab_size": 320, **found}
+        (tmp_path / "config.json").write_text(json.dumps(described))
+        needs.append(estimate_need(Config(model=ModelConfig(model=str(tmp_path)))))
+    assert needs[0] == needs[1]
+    assert needs[0].activation_bytes > 0
 
 
 # --- the budget -------------------------------------------------------------------------------------------------
