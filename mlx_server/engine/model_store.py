@@ -16,6 +16,7 @@ from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryN
 
 from mlx_server.config import home
 from mlx_server.runtime.models.bundled import SMOLLM2
+from mlx_server.runtime.models.gguf import native_weight_format
 
 _HUB_ID = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9][\w.-]*", re.ASCII | re.IGNORECASE)
 
@@ -36,8 +37,11 @@ def stored_models() -> list[StoredModel]:
 
 
 def find_pulled(name: str) -> Path | None:
-    """The folder of a pulled model; nothing is fetched."""
-    found = dict(_home_folders()).get(name)
+    """The folder of a pulled model, the bundled one in the weight format that suits this machine if there are several;
+    nothing is fetched."""
+    native = f"{SMOLLM2.name}-{native_weight_format()}"
+    folders = [folder for known, folder in _home_folders() if known == name]
+    found = min(folders, key=lambda folder: (folder.name != native, folder), default=None)
     if found is None and _HUB_ID.fullmatch(name) is not None:
         try:
             return Path(huggingface_hub.snapshot_download(name, local_files_only=True))

