@@ -64,8 +64,8 @@ _BACKLOG = 2048
 
 
 def serve(config: Config, listener: socket.socket, make_pool: Callable[[Config], ModelPool] = build_pool) -> int:
-    """Serves at `listener` until a signal ends it. The exit code: 0 after a signal, 1 when it could not start or an
-    engine died.
+    """Serves at `listener` until a signal ends it. The exit code: 0 after a signal, 2 for a wrong setting, 1 when it
+    could not start otherwise or an engine died.
 
     Call it on the process's main thread, which gets the signals.
     """
@@ -78,7 +78,7 @@ def serve(config: Config, listener: socket.socket, make_pool: Callable[[Config],
         return asyncio.run(_run(config, listener, make_pool))
     except ServeError as error:
         logger.error("%s", error.message)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     finally:
         open_tracing(config.observability).close()
 

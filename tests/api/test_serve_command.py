@@ -83,6 +83,16 @@ async def test_the_port_is_taken_before_what_takes_long_is_imported(tmp_path: Pa
         assert process.returncode == 0
 
 
+async def test_a_wrong_setting_has_the_status_of_one_whenever_it_is_found(tmp_path: Path):
+    """Files are read after the port is taken."""
+    missing = str(tmp_path / "missing")
+    for flags in (("--tls-cert", missing, "--tls-key", missing), ("--api-key-file", missing)):
+        async with python(tmp_path, "-m", "mlx_server", "serve", *MODEL, "--port", "0", *flags) as process:
+            out, errors = await process.communicate()
+        assert (process.returncode, out) == (2, b"")
+        assert f"{missing} cannot be read" in errors.decode()
+
+
 async def test_a_server_whose_output_nobody_reads_any_more_goes_on(tmp_path: Path):
     """As after `mlx-serve serve 2>&1 | head -1`, or in a terminal that was closed."""
     async with python(tmp_path, "-m", "mlx_server", "serve", *MODEL, "--port", "0") as process:
