@@ -104,6 +104,8 @@ class GenerationService:
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new work from now on and waits for the end of what is in progress; False after `timeout_s`."""
         self.is_draining = True
+        if not self._open:  # without time to wait, not even an event that is set is seen
+            return True
         try:
             await asyncio.wait_for(self._is_idle.wait(), timeout_s)
         except TimeoutError:

@@ -147,6 +147,15 @@ async def test_streams_that_take_too_long_get_an_error_event():
         assert "2 requests are cut off after 0.1 s" in errors
 
 
+async def test_a_server_without_time_to_drain_and_without_requests_cuts_none_off():
+    async with server(drain_timeout_s=0) as running:
+        await running.ready()
+        running.signal(signal.SIGTERM)
+        code, errors = await running.ended()
+    assert code == 0
+    assert "cut off" not in errors
+
+
 async def test_a_second_signal_exits_at_once():
     async with server(drain_timeout_s=60) as running:
         await running.ready()
