@@ -53,8 +53,9 @@ def parse_share(text: str, whole_bytes: int = 0) -> int:
 
 
 def parse_origins(text: str) -> tuple[str, ...]:
-    """Origins of web pages out of a list joined by commas, as browsers send them; `*` is any. Raises `ValueError`."""
-    origins = tuple(part.strip() for part in text.split(",") if part.strip())
+    """Origins of web pages out of a list joined by commas, in small letters as browsers send them; `*` is any. Raises
+    `ValueError`."""
+    origins = tuple(part.strip().lower() for part in text.split(",") if part.strip())
     for origin in origins:
         # Browsers send `null` for pages that are files.
         if origin not in (ANY_ORIGIN, "null") and _ORIGIN.fullmatch(origin) is None:
@@ -111,7 +112,7 @@ def read_table(declared: type[T], table: Mapping[str, Any], where: str, **more: 
     try:
         return declared(**table, **more)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_first(error)}") from error
+        raise ConfigError(f"{where}: {_first(error, keys(declared))}") from error
 
 
 def read_text(declared: Any, name: str, text: str, where: str) -> Any:
@@ -119,7 +120,7 @@ def read_text(declared: Any, name: str, text: str, where: str) -> Any:
     try:
         return getattr(TypeAdapter(declared).validate_strings({name: text}), name)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_first(error)}") from error
+        raise ConfigError(f"{where}: {_first(error, keys(declared))}") from error
 
 
 def keys(declared: Any) -> dict[str, FieldInfo]:
@@ -140,10 +141,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return did_you_mean(name, known) or f"; known are {', '.join(sorted(known))}."
 
 
-def _first(error: ValidationError) -> str:
-    """`port is 70000; it should be less than or equal to 65535.`"""
+def _first(error: ValidationError, fields: Mapping[str, FieldInfo]) -> str:
+    """`port is 70000; it should be less than or equal to 65535.` A secret's value is not told."""
     fault = error.errors()[0]
     name, *inner = (str(part) for part in fault["loc"] if part != "[key]")
     reason = fault["msg"].removeprefix("Value error, ")
     reason = re.sub("|".join(_OUR_WORDS), lambda word: _OUR_WORDS[word[0]], reason)
-    return f"{name}{''.join(f'[{part}]' for part in inner)} is {fault['input']!r}; {reason}."
+    value = repr(fault["input"]) if name not in fields or fields[name].repr else "not valid"
+    return f"{name}{''.join(f'[{part}]' for part in inner)} is {value}; {reason}."

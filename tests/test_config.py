@@ -317,6 +317,17 @@ def test_origins(text):
     assert parse_origins(text) == tuple(part.strip() for part in text.split(","))
 
 
+def test_origins_are_in_small_letters_as_browsers_send_them():
+    assert parse_origins("HTTP://LocalHost:3000, https://A.example") == ("http://localhost:3000", "https://a.example")
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_key"])
+def test_a_secret_is_not_told_when_it_is_refused(tmp_path, name):
+    words = refusal(tmp_path, f"[server]\n{name} = 12345\n")
+    assert f"{name} is not valid; it should be a valid string" in words
+    assert "12345" not in words
+
+
 @pytest.mark.parametrize("text", ["localhost:3000", "http://localhost:3000/", "https://a.example/page", "https://*.a"])
 def test_what_no_browser_sends_as_an_origin_is_refused_with_an_example(text, tmp_path):
     assert f"{text} is no origin; write scheme, host and port alone" in refusal(tmp_path, allowed_origins=text)
