@@ -17,6 +17,10 @@ from mlx_server.request import Priority, Request
 AGED_SHARE = 8
 """One in so many seats, blocks and prompt tokens is for those who have aged past better tiers."""
 
+_HELD = "memory is short: nobody starts beside those who run"
+_NO_SEAT = "no seat: the last is kept for one who has aged past better tiers"
+_NO_BLOCKS = "no room: too few blocks are free"
+
 
 class AdmissionHeadroom:
     """Free blocks that admission leaves to the running requests' future tokens.
@@ -74,8 +78,8 @@ class Admission:
     def __init__(self, table: RequestTable, limits: SchedulerLimits, counters: SchedulerCounters) -> None:
         self.headroom = AdmissionHeadroom(table.blocks.groups.windows)
         self.is_held = False
-        self.closed_by: Request | None = None  # who found no room in this step
-        self._is_closed = False
+        self.closed_because: str | None = None  # why nobody starts any more in this step
+        self.closed_by: Request | None = None  # who found no room in it
         self._table = table
         self._limits = limits
         self._counters = counters
@@ -87,33 +91,34 @@ class Admission:
     @property
     def is_open(self) -> bool:
         """Whether somebody may start yet in this step."""
-        return not self._is_closed and len(self._table.running) < self._limits.max_num_seqs
+        return self.closed_because is None and len(self._table.running) < self._limits.max_num_seqs
 
     def open(self, now: float) -> None:
         """A new step begins."""
         self._now = now
-        self._is_closed = self._is_holding()
+        self.closed_because, self.closed_by = _HELD if self._is_holding() else None, None
         self._preempted_for = None
         self._is_overtaking_over = False
-        self.closed_by = None
 
     def promoted(self) -> Request | None:
-        """The waiting request that has aged past all better tiers', if one more may have its seat by its age."""
+        """The oldest waiting request, if it is of a worse tier than the next and the share for aged requests has room
+        for it."""
         heads = self._table.waiting.heads(self._now)
         oldest = min(heads, key=self._table.waiting.turn, default=None)
         return None if oldest is None or oldest is heads[0] or not self._may_promote(oldest) else oldest
 
     def next_to_start(self) -> Request | None:
         """The waiting request whose start a step is made for, if any can start: the oldest of the best tier, or else
-        its shortest."""
+        its shortest. The pool grows for it if it must."""
         heads = self._table.waiting.heads(self._now) if self.is_open else []
         if not heads:
             return None
         first, promoted = heads[0], self.promoted()
+        find = self._table.blocks.find_prefix
         for request in dict.fromkeys((first, self.shortest(first.priority))):
-            if request is not None and self._has_room(request, self._table.blocks.find_prefix(request), promoted):
+            if request is not None and (lack := self._make_room(request, find(request), promoted)) is None:
                 return request
-        self._is_closed, self.closed_by = True, first
+        self.closed_because, self.closed_by = lack, first
         return None if promoted is None else first
 
     def shortest(self, priority: int) -> Request | None:
@@ -132,16 +137,17 @@ class Admission:
         """Lets the oldest or the shortest of a tier run, if it can: its block tables, the cached prefix included and
         counted as computed."""
         promoted = self.promoted()
-        self._is_closed |= self._is_holding()
-        if self._is_closed and (request is not promoted or self._is_holding()):
+        if self._is_holding():
+            self.closed_because, self.closed_by = _HELD, None
+        if self.closed_because is not None and (request is not promoted or self._is_holding()):
             return None
         oldest = self._table.waiting.oldest(request.priority, self._now)
         if self._table.waiting.parked_for(request) is not None:
             return None
         prefix = self._table.blocks.find_prefix(request)
-        if not self._has_room(request, prefix, promoted):
+        if (lack := self._make_room(request, prefix, promoted)) is not None:
             if request is oldest:
-                self._is_closed, self.closed_by = True, request
+                self.closed_because, self.closed_by = lack, request
             self._is_overtaking_over = True
             return None
         if oldest is not None and oldest is not request:
@@ -173,6 +179,7 @@ class Admission:
         return self.is_held and bool(self._table.running)
 
     def _fewest_preempted(self, request: Request) -> list[Request]:
+        """The pool grows if that spares one of them."""
         prefix = self._table.blocks.find_prefix(request)
         worse = self._worse_tiers(request)
         num_seats, num_blocks = self._needs(request, prefix, self.promoted())
@@ -212,9 +219,12 @@ class Admission:
             worse.append(other)
         return worse
 
-    def _has_room(self, request: Request, prefix: CachedPrefix, promoted: Request | None) -> bool:
+    def _make_room(self, request: Request, prefix: CachedPrefix, promoted: Request | None) -> str | None:
+        """Has the pool grow for a request's start if it must; what is missing all the same, None if nothing."""
         num_seats, num_blocks = self._needs(request, prefix, promoted)
-        return num_seats <= 0 and self._table.blocks.make_room(num_blocks)
+        if num_seats > 0:
+            return _NO_SEAT
+        return None if self._table.blocks.make_room(num_blocks) else _NO_BLOCKS
 
     def _needs(self, request: Request, prefix: CachedPrefix, promoted: Request | None) -> tuple[int, int]:
         """How many more seats must become free for a request to start, and how many blocks be free: its own, those of

@@ -10,12 +10,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Protocol
 
 from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.limits import DISPLACED, SchedulerCounters, SchedulerLimits, check_queue, displaced_by
 from mlx_server.batching.progress import append_token
 from mlx_server.batching.request_table import Rank, RequestTable
-from mlx_server.batching.step import Executor
 from mlx_server.batching.step_budget import PromptBudget, StepShape
 from mlx_server.batching.step_composer import StepComposer
 from mlx_server.errors import (
@@ -39,6 +39,14 @@ _LAUNCH_DECAY = 0.98
 _EARLY_DECAY = 0.8
 
 _DISPLACED_RETRY_S = 5.0
+
+
+class Executor(Protocol):
+    """Runs submitted steps in order, on the MLX thread."""
+
+    def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
+        """Queues a step; the future belongs to the running loop, and is resolved when the step is over."""
+        ...
 
 
 class ContinuousBatchingScheduler:
@@ -203,55 +211,6 @@ class ContinuousBatchingScheduler:
         self.counters.num_steps += 1
         return step.submit(self.counters.num_steps - 1, self._table.take_dropped(), change)
 
-    def next_schedule_s(self, began_s: float) -> float:
-        """When to compose the step behind the oldest submitted one, which began at `began_s`: late in it if it is
-        long, so that who arrives meanwhile waits for one step and not for two; at once where that cannot be told."""
-        foretold_s = self._budget.foretold_s(self._table.submitted[0].shape)
-        if foretold_s < _LONG_STEP_S or self._is_device_shared():
-            return began_s
-        share = min(self._early_share, _LATE_SHARE) if self._launch_s else _LATE_SHARE
-        return began_s + share * foretold_s - _LATE_MARGIN_S - self._launch_s
-
-    def explain(self, request: Request, step: SchedulerOutput) -> str:
-        """Why the step that was composed last gives a request that has no token yet no more."""
-        return self._composer.explain(request, step)
-
-    def take_starved(self) -> list[RequestOutput]:
-        """Ends of requests that waited in vain for the memory of their next block, although nobody else ran."""
-        starved, self._composer.starved = self._composer.starved, []
-        return [RequestOutput(r.request_id, (), FinishReason.ERROR, error=self._starvation(r)) for r in starved]
-
-    @property
-    def is_starving(self) -> bool:
-        """Whether nothing can be computed for want of memory; it is tried again at each `schedule`."""
-        return self._composer.starving_since is not None
-
-    # --- memory -------------------------------------------------------------------------------------------
-
-    def shrink(self, num_blocks: int) -> int:
-        """Gives up to `num_blocks` that nobody references back with the next step; how many it will be."""
-        num_cut = self.blocks.shrink(num_blocks)
-        self._wake.set()
-        return num_cut
-
-    def hold_admission(self, is_held: bool) -> None:
-        """While it is held, nobody starts beside one who runs. Wakes `run`, which may wait for memory."""
-        self._composer.admission.is_held = is_held
-        self._wake.set()
-
-    def lowest_rank(self) -> Rank | None:
-        """The rank of the request that `preempt_lowest` would make wait, which can be held against other models';
-        None if there is none."""
-        running = self._table.running
-        return self._table.rank(running[-1]) if len(running) > 1 else None
-
-    def preempt_lowest(self) -> bool:
-        """Makes the running request of the lowest rank wait, unless it is the only one."""
-        if len(self._table.running) < 2:
-            return False
-        self._composer.preempt(self._table.running[-1])
-        return True
-
     def update(self, output: ModelRunnerOutput) -> list[RequestOutput]:
         """Takes the result of the oldest submitted step. Rows of requests that have ended or were preempted
         since are dropped; blocks that waited for the step are free."""
@@ -278,10 +237,28 @@ class ContinuousBatchingScheduler:
         self.counters.idle_time_s += output.idle_time_s
         return outputs
 
-    def check_integrity(self) -> None:
-        """Asserts the invariants of queue, blocks and requests; for tests and idle moments."""
-        self._table.check_integrity()
-        assert self.num_running <= self.limits.max_num_seqs, "too many requests run"
+    def next_schedule_s(self, began_s: float) -> float:
+        """When to compose the step behind the oldest submitted one, which began at `began_s`: late in it if it is
+        long, so that who arrives meanwhile waits for one step and not for two; at once where that cannot be told."""
+        foretold_s = self._budget.foretold_s(self._table.submitted[0].shape)
+        if foretold_s < _LONG_STEP_S or self._is_device_shared():
+            return began_s
+        share = min(self._early_share, _LATE_SHARE) if self._launch_s else _LATE_SHARE
+        return began_s + share * foretold_s - _LATE_MARGIN_S - self._launch_s
+
+    def explain(self, request: Request, step: SchedulerOutput) -> str:
+        """Why the step that was composed last gives a request that has no token yet no more."""
+        return self._composer.explain(request, step)
+
+    def take_starved(self) -> list[RequestOutput]:
+        """Ends of requests that waited in vain for the memory of their next block, although nobody else ran."""
+        starved, self._composer.starved = self._composer.starved, []
+        return [RequestOutput(r.request_id, (), FinishReason.ERROR, error=self._starvation(r)) for r in starved]
+
+    @property
+    def is_starving(self) -> bool:
+        """Whether nothing can be computed for want of memory; it is tried again at each `schedule`."""
+        return self._composer.starving_since is not None
 
     def _take_token(self, request: Request, sampled: SampledToken) -> RequestOutput:
         output_token_ids = request.output_token_ids
@@ -310,14 +287,6 @@ class ContinuousBatchingScheduler:
         self._budget.observe(shape, output.step_time_s)
         self._launch_s = max(output.launch_time_s, _LAUNCH_DECAY * self._launch_s)
 
-    def _starvation(self, request: Request) -> ServeError:
-        most_tokens = self.blocks.groups.max_tokens(self.blocks.num_blocks)
-        return OverloadedError(
-            f"There is no memory for the request's {request.num_tokens} tokens and the next: the KV pool holds "
-            f"{most_tokens} and could not grow for {self.limits.memory_wait_s:g} s. Try again later, unload a model, "
-            "or shorten the prompt."
-        )
-
     def _collect_prompt_logprobs(
         self, requests: dict[str, Request], computed: dict[str, list[PositionLogprobs]]
     ) -> None:
@@ -326,6 +295,45 @@ class ContinuousBatchingScheduler:
             # With output there, they have been delivered: the prompt is computed again after a preemption.
             if request is not None and not request.output_token_ids:
                 self._table.prompt_logprobs.setdefault(request_id, []).extend(positions)
+
+    # --- memory -------------------------------------------------------------------------------------------
+
+    def shrink(self, num_blocks: int) -> int:
+        """Gives up to `num_blocks` that nobody references back with the next step; how many it will be."""
+        num_cut = self.blocks.shrink(num_blocks)
+        self._wake.set()
+        return num_cut
+
+    def hold_admission(self, is_held: bool) -> None:
+        """While it is held, nobody starts beside one who runs. Wakes `run`, which may wait for memory."""
+        self._composer.admission.is_held = is_held
+        self._wake.set()
+
+    def lowest_rank(self) -> Rank | None:
+        """The rank of the request that `preempt_lowest` would make wait, which can be held against other models';
+        None if there is none."""
+        running = self._table.running
+        return self._table.rank(running[-1]) if len(running) > 1 else None
+
+    def preempt_lowest(self) -> bool:
+        """Makes the running request of the lowest rank wait, unless it is the only one."""
+        if len(self._table.running) < 2:
+            return False
+        self._composer.preempt(self._table.running[-1])
+        return True
+
+    def check_integrity(self) -> None:
+        """Asserts the invariants of queue, blocks and requests; for tests and idle moments."""
+        self._table.check_integrity()
+        assert self.num_running <= self.limits.max_num_seqs, "too many requests run"
+
+    def _starvation(self, request: Request) -> ServeError:
+        most_tokens = self.blocks.groups.max_tokens(self.blocks.num_blocks)
+        return OverloadedError(
+            f"There is no memory for the request's {request.num_tokens} tokens and the next: the KV pool holds "
+            f"{most_tokens} and could not grow for {self.limits.memory_wait_s:g} s. Try again later, unload a model, "
+            "or shorten the prompt."
+        )
 
     # --- the loop -----------------------------------------------------------------------------------------
 

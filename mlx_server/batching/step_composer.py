@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from mlx_server.batching.admission import AGED_SHARE, Admission
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
-from mlx_server.batching.request_table import RequestTable
-from mlx_server.batching.step import Step
+from mlx_server.batching.request_table import RequestTable, Step
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk, SchedulerOutput
@@ -51,6 +50,7 @@ class StepComposer:
         self.admission = Admission(table, limits, counters)
         self.starved: list[Request] = []
         self.starving_since: float | None = None  # there is no memory for one who is alone
+        self._work = table.waiting.work
         self._is_short = False
         self._due = 0.0  # prompt tokens that those who have aged are due
         self._now = 0.0
@@ -77,22 +77,30 @@ class StepComposer:
         return step
 
     def explain(self, request: Request, step: SchedulerOutput) -> str:
-        """What `step`, the last that was composed, gives a request that has no token yet, and why it is no more."""
+        """How many tokens `step`, the last that was composed, gives a request that has no output yet, and what kept it
+        from more."""
         given = {chunk.request_id: chunk.num_tokens for chunk in step.chunks}
         others = ", ".join(f"{name} {num_tokens}" for name, num_tokens in given.items() if name != request.request_id)
         if request.request_id in given:
             num_tokens, num_left = given[request.request_id], self._work(request)
             return f"gets {num_tokens} tokens and has {num_left} left; others: {others or '-'}"
-        waiting, closed_by = self._table.waiting, self.admission.closed_by
+        admission = self.admission
         if request.status is RequestStatus.WAITING:
-            if (owner := waiting.parked_for(request)) is not None:
+            if (owner := self._table.waiting.parked_for(request)) is not None:
                 return f"is parked: {owner} computes the prefix that it begins with"
             if len(self._table.running) >= self._limits.max_num_seqs:
                 return f"no seat: {len(self._table.running)} run"
-            if closed_by is not None:
-                whose = "it" if closed_by is request else f"{closed_by.request_id}, which comes first"
-                return f"no room: {self._table.blocks.num_free_blocks} blocks are free, too few for {whose}"
+            if admission.closed_because is not None:
+                first = (
+                    "" if admission.closed_by in (None, request) else f"; {admission.closed_by.request_id} comes first"
+                )
+                return f"{admission.closed_because} ({self._table.blocks.num_free_blocks}){first}"
         return f"no tokens are left: {others or 'none for prompts'}"
+
+    def preempt(self, request: Request) -> None:
+        """Makes a running request wait."""
+        self._table.preempt(request)
+        self._counters.preemptions_by_tier[request.tier] += 1
 
     def _starve(self, request: Request) -> None:
         """There is no memory for one who is alone. It may come back, but is not waited for without end."""
@@ -162,11 +170,6 @@ class StepComposer:
             self.admission.headroom.on_preemption()
             if victim is request:
                 return None
-
-    def preempt(self, request: Request) -> None:
-        """Makes a running request wait."""
-        self._table.preempt(request)
-        self._counters.preemptions_by_tier[request.tier] += 1
 
     # --- prompts ------------------------------------------------------------------------------------------
 
@@ -314,17 +317,11 @@ class StepComposer:
         if request.status is RequestStatus.WAITING:
             block_ids = self.admission.admit(request)
             if block_ids is not None:
-                step.new_requests.append(
-                    NewRequestData(
-                        request.request_id,
-                        tuple(request.prompt_token_ids),
-                        tuple(request.output_token_ids),
-                        request.sampling,
-                        request.eos_token_ids,
-                        blocks.resumed_checkpoint(request),
-                        request.adapter,
-                    )
-                )
+                token_ids = tuple(request.prompt_token_ids), tuple(request.output_token_ids)
+                sampling = request.sampling, request.eos_token_ids
+                checkpoint = blocks.resumed_checkpoint(request)
+                new = NewRequestData(request.request_id, *token_ids, *sampling, checkpoint, request.adapter)
+                step.new_requests.append(new)
         elif blocks.groups.has_windows:
             block_ids = self._move_windows(step, request)
         if block_ids is not None:
@@ -338,9 +335,6 @@ class StepComposer:
         if step.requests or step.given or self._table.submitted:
             return self._table.blocks.allocate(request, request.num_tokens)
         return self._grow(request, request.num_tokens - request.num_computed_tokens)
-
-    def _work(self, request: Request) -> int:
-        return self._table.waiting.work(request)
 
     def _wanted(self, request: Request) -> int:
         """Tokens that the next step may compute of a request's prompt; fewer if recurrent state is to be kept there."""

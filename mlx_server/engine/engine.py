@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from mlx_server.batching.limits import SchedulerCounters
-from mlx_server.batching.scheduler import ContinuousBatchingScheduler
-from mlx_server.batching.step import Executor
+from mlx_server.batching.scheduler import ContinuousBatchingScheduler, Executor
 from mlx_server.config import Config
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.memory_guard import GuardCounters

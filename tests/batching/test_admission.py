@@ -409,3 +409,38 @@ def test_sixteen_cold_requests_compute_their_prefix_once(is_async: bool) -> None
     assert counters.num_prompt_tokens_computed == world.runner.num_prompt_tokens_computed
     assert counters.num_prefix_hit_tokens == 15 * 1024
     assert counters.num_prefix_query_tokens == 16 * 1056
+
+
+# --- why a request waits ----------------------------------------------------------------------------------
+
+
+def test_who_waits_while_memory_is_short_is_told_so() -> None:
+    world = make_world()
+    world.add(make_request("runs", 8, max_tokens=20))
+    world.step()
+    world.scheduler.hold_admission(True)
+    late = make_request("late", arrival_s=1.0)
+    world.add(late)
+    step = world.step()
+    assert step is not None
+    assert world.scheduler.explain(late, step).startswith("memory is short")
+    world.scheduler.hold_admission(False)
+    world.finish()
+
+
+def test_who_may_not_have_the_seat_of_one_who_has_aged_is_told_so() -> None:
+    """`old` computes its prompt with all tokens of LOW, so `aged` does not start, but the last seat is kept for it."""
+    world = make_world(1000, max_num_seqs=16, max_num_batched_tokens=32)
+    world.add(make_request("old", 2000, priority=Priority.LOW))
+    world.step()
+    for index in range(14):
+        world.add(make_request(f"runs{index}", 8, 200, priority=Priority.HIGH, arrival_s=50.0))
+    while len(world.running_ids()) < 15:
+        world.step()
+    world.now = 60.0
+    high = make_request("high", 8, priority=Priority.HIGH, arrival_s=60.0)
+    world.add(make_request("aged", 150, priority=Priority.LOW, arrival_s=1.0), high)
+    step = world.step()
+    assert step is not None
+    assert world.scheduler.explain(high, step).startswith("no seat: the last is kept")
+    world.finish()
