@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import faulthandler
 import gc
 import logging
 import os
 import signal
 import socket
-import ssl
 import sys
 from collections.abc import Callable, Coroutine, Generator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import uvicorn
@@ -41,6 +38,7 @@ from mlx_server.api.connections import (
 )
 from mlx_server.api.context import ServerContext
 from mlx_server.api.generation_service import watch_revocations
+from mlx_server.api.listener import check_tls, scheme, tls_files
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError, ServeError
 from mlx_server.observability.logs import set_up_logging
@@ -60,7 +58,6 @@ _KEEP_ALIVE_S = 75
 _MAX_HEADER_BYTES = 16 * 1024
 
 _WATCH_S = 0.25
-_BACKLOG = 2048
 
 
 def serve(config: Config, listener: socket.socket, make_pool: Callable[[Config], ModelPool] = build_pool) -> int:
@@ -274,79 +271,3 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
         return True
     path, status = str(record.args[2]).partition("?")[0], record.args[4]
     return path not in FREE_PATHS and not (path in GENERATING_PATHS and status == 200)
-
-
-def listen(server: ServerConfig) -> socket.socket:
-    """A socket that listens at the configured address.
-
-    It names its protocol: asyncio turns Nagle's algorithm off only then, and else each answer on a kept connection
-    is 40 ms late. Raises `ServeError` with the remedy."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise _refusal(server, error) from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)  # several may bind one port until one listens
-    except OSError as error:
-        listener.close()
-        raise _refusal(server, error) from error
-    return listener
-
-
-def _refusal(server: ServerConfig, error: OSError) -> ServeError:
-    remedy = (
-        "Stop what listens there, or choose another port with --port (0 takes a free one)"
-        if error.errno == errno.EADDRINUSE
-        else "Give an address of this machine with --host, like 127.0.0.1, and a port that you may use with --port"
-    )
-    return ServeError(f"Cannot listen on {server.host}:{server.port}: {error.strerror or error}. {remedy}.")
-
-
-def check_tls(server: ServerConfig) -> None:
-    """Raises `ConfigError` for a certificate and key that cannot be used, with the remedy."""
-    if server.tls_cert is None and server.tls_key is None:
-        return
-    if server.tls_cert is None or server.tls_key is None:
-        given, missing = ("tls_key", "tls_cert") if server.tls_cert is None else ("tls_cert", "tls_key")
-        raise ConfigError(f"{given} is set and {missing} is not; give both, or neither for plain HTTP.")
-    for name, value in (("tls_cert", server.tls_cert), ("tls_key", server.tls_key)):
-        try:
-            Path(value).expanduser().read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{name}: {value} cannot be read: {error.strerror}.") from error
-    cert, key = (Path(value).expanduser() for value in (server.tls_cert, server.tls_key))
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_refuse_password)
-    except ssl.SSLError as error:
-        raise ConfigError(
-            f"tls_cert {server.tls_cert} and tls_key {server.tls_key} cannot be used: {_reason(error)}. Both are PEM "
-            "files: the certificate, with those that it is signed by behind it, and its own key."
-        ) from error
-
-
-def tls_files(server: ServerConfig) -> tuple[str | None, str | None]:
-    """The paths of certificate and key; None for plain HTTP."""
-    files = (server.tls_cert, server.tls_key)
-    cert, key = (None if file is None else str(Path(file).expanduser()) for file in files)
-    return cert, key
-
-
-def scheme(server: ServerConfig) -> str:
-    return "http" if server.tls_cert is None else "https"
-
-
-def _refuse_password() -> str:
-    raise ConfigError(
-        "tls_key is encrypted, and there is nobody to ask for its password at start. Decrypt it with "
-        "`openssl pkey -in KEY -out PLAIN_KEY`, and keep it readable for you alone."
-    )
-
-
-def _reason(error: ssl.SSLError) -> str:
-    reason = (error.reason or "they are no PEM files").replace("_", " ").lower()
-    return "the key is not that of the certificate" if reason == "key values mismatch" else reason

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mlx_server.api.server import listen
+from mlx_server.api.listener import listen
 from mlx_server.cli.config import add_serve_arguments, config_from
 from mlx_server.observability.logs import forgive_lost_streams
 

@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Message
 
 from mlx_server.api import sse
-from mlx_server.api.server import listen
+from mlx_server.api.listener import listen
 from mlx_server.config import ServerConfig
 from tests.api.fakes import say
 from tests.api.sse import bodies

@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlx_server import errors
 from mlx_server.api.app import create_app
 from mlx_server.api.context import ServerContext
-from mlx_server.api.server import listen, uvicorn_config
+from mlx_server.api.listener import listen
+from mlx_server.api.server import uvicorn_config
 from mlx_server.config import Config, ServerConfig
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.tiers import Tier, default_tiers
