@@ -63,7 +63,7 @@ def test_a_step_never_holds_more_than_its_budget() -> None:
 # --- beside those who decode ------------------------------------------------------------------------------
 
 
-def decoding_world(num_decodes: int, *, target_step_s: float, **limits: Any) -> World:
+def decoding_world(num_decodes: int, *, target_step_s: float | None, **limits: Any) -> World:
     """Requests that decode on and on, 50 ms a step, and a scheduler that knows it, and 1 ms a prompt token."""
     world = make_world(400, target_step_s=target_step_s, context_doubling_tokens=1e12, **limits)
     world.add(*(make_request(f"d{index}", 8, max_tokens=500) for index in range(num_decodes)))
@@ -84,6 +84,14 @@ def test_while_someone_decodes_a_prompt_gets_what_the_target_leaves() -> None:
     world.add(make_request("long", 400))
     for start in (0, 92, 184, 276):
         assert chunks(world.step())["long"] == (start, 92)
+
+
+def test_without_a_target_a_step_follows_the_model_s_speed() -> None:
+    """1 ms a prompt token: 300 cheap rows make 0.3 s, of which decodes take 0.05; 128 make 0.128."""
+    for cheap_rows, num_tokens in ((300, 252), (128, 76)):
+        world = decoding_world(4, target_step_s=None, cheap_rows=cheap_rows)
+        world.add(make_request("long", 400))
+        assert chunks(world.step())["long"] == (0, num_tokens)
 
 
 def test_stalls_can_be_left_unbounded() -> None:

@@ -37,6 +37,18 @@ def test_it_fills_what_decodes_leave_of_the_target() -> None:
     assert budget.num_tokens(0, 8, 0.2) == 152
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "tokens_per_s", "target_s"),
+    [(128, 1500, 0.1), (128, 500, 0.256), (128, 100, 0.4), (32, 500, 0.1), (32, 200, 0.16)],
+)
+def test_a_target_of_its_own_is_the_time_of_cheap_rows_in_bounds(
+    num_rows: int, tokens_per_s: float, target_s: float
+) -> None:
+    budget = PromptBudget(FLAT)
+    budget.observe(shape(budget, 0, 100), 100 / tokens_per_s)
+    assert budget.target_s(num_rows) == pytest.approx(target_s)
+
+
 @pytest.mark.parametrize("num_decodes", [0, 1, 7, 16, 33, 64])
 def test_the_rows_of_a_step_are_a_multiple_of_16(num_decodes: int) -> None:
     budget = PromptBudget(FLAT)
