@@ -8,14 +8,14 @@ from mlx_server.environment import quiet_libraries
 from mlx_server.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from mlx_server.engine.llm import LLM, Completion
+    from mlx_server.engine.llm import LLM, AsyncLLM, Completion, CompletionOutput
 
-__all__ = ["LLM", "Completion", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "CompletionOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
     # Late, so that the vocabulary can be imported without loading MLX.
-    if name in ("LLM", "Completion"):
+    if name != "SamplingParams" and name in __all__:
         quiet_libraries()
         from mlx_server.engine import llm
 

@@ -9,21 +9,22 @@ from __future__ import annotations
 import dataclasses
 import os
 import tomllib
-import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args, get_origin
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
-from pydantic.fields import FieldInfo
 
 from mlx_server.errors import ConfigError
+from mlx_server.fleet import FleetConfig
 from mlx_server.model_entries import Adapter, ModelEntry, parse_adapters, read_models
 from mlx_server.setting import (
+    ENV_PREFIX,
     STRICT,
     UNQUOTED,
     Limit,
+    Setting,
     Share,
     Size,
     Text,
@@ -33,6 +34,7 @@ from mlx_server.setting import (
     nearest,
     parse_hosts,
     parse_origins,
+    parse_size,
     read_table,
     read_text,
 )
@@ -42,10 +44,9 @@ BLOCK_SIZE = 32
 """Tokens in a KV block; the attention kernels are written for it."""
 
 FULL_KV: Final = "full"
+WHOLE_WEIGHTS: Final = "none"
 
 DEFAULT_MODEL = "smollm2"
-
-ENV_PREFIX = "MLX_SERVE_"
 
 
 def _setting(default: Any, help: str, **limits: Any) -> Any:
@@ -56,20 +57,37 @@ def _setting(default: Any, help: str, **limits: Any) -> Any:
 class ModelConfig:
     """[model]: which model to serve, and how."""
 
-    model: str = _setting(DEFAULT_MODEL, "model to serve: a folder in mlx-lm format, a hub id, or `smollm2` (bundled)")
+    model: str = _setting(DEFAULT_MODEL, "a folder in mlx-lm format, a hub id, a GGUF file, or `smollm2` (bundled)")
     served_model_name: Text = _setting(None, "name that clients use; default: the model's own")
     adapter: Annotated[Text, BeforeValidator(joined), form(parse_adapters)] = _setting(
         None,
         "adapters that mlx-lm has trained, to be served beside the model as `model:name`: NAME=FOLDER, or FOLDER "
         "with that name; several are joined by `:`",
     )
+    draft_model: Text = _setting(None, "smaller model of the same vocabulary that drafts tokens: a folder or a hub id")
+    mtp_from: Text = _setting(
+        None,
+        "hub id of the model that this one was converted from: its multi-token-prediction heads are fetched from there "
+        "if they are not here, with `--speculate auto` and `mtp`",
+    )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = _setting("auto", "compute type")
+    quantize: Annotated[Literal["none", "4", "8", "mxfp4"], UNQUOTED] = _setting(
+        WHOLE_WEIGHTS, "store whole weights in fewer bits, once, in the cache folder: `4`, `8` (groups of 64), `mxfp4`"
+    )
     max_model_len: int | None = _setting(None, "context limit in tokens; default: the model's own, if it fits", ge=2)
     attention_backend: Literal["auto", "metal", "cuda", "cpu", "reference"] = _setting("auto", "attention kernels")
+    batch_invariant: bool = _setting(
+        False, "compute each request's tokens and log-probabilities to the same bits whoever is served beside it"
+    )
     generation_config: Literal["auto", "none"] = _setting(
         "auto", "sampling defaults of requests: `auto` as in the model's generation_config.json, `none` as OpenAI's"
     )
     trust_remote_code: bool = _setting(False, "run Python files that a model's folder brings along")
+    pooling: Literal["auto", "off", "last", "mean", "cls", "rank"] = _setting(
+        "auto",
+        "vectors and scores: `auto` as the model's folder says (by sentence-transformers' files, or its name), none, "
+        "vectors of the last token, the mean of all or the first one, or ranking by yes and no",
+    )
     device_share: float = _setting(
         1.0, "share of the device's time, relative to other models', while several have work", ge=0.01
     )
@@ -77,7 +95,7 @@ class ModelConfig:
     @property
     def name(self) -> str:
         """What clients call the model without an adapter: unless told otherwise its own name."""
-        return self.served_model_name or Path(self.model.rstrip("/")).name
+        return self.served_model_name or Path(self.model.rstrip("/")).name.removesuffix(".gguf")
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
@@ -91,9 +109,7 @@ class CacheConfig:
     kv_cache_memory: Size = _setting(
         "auto", "the most that the KV pool may grow to: `auto`, bytes, or like 4GiB or 512MB"
     )
-    num_kv_blocks: int | None = _setting(
-        None, "exact number of KV blocks, all at start, instead of kv_cache_memory", ge=8
-    )
+    num_kv_blocks: int | None = _setting(None, "exact number of KV blocks, all at start; no kv_cache_memory", ge=8)
     kv_bits: Annotated[Literal["full", "8", "4"], UNQUOTED] = _setting(
         FULL_KV,
         "bits a number of K and V: as many as the model computes in, or fewer for less memory and slower attention",
@@ -117,6 +133,20 @@ class MemoryConfig:
     wire_memory: bool = _setting(
         False,
         "on a Mac, keep weights and KV pools wired: no slower first step after idling, and a risk of kernel panics",
+    )
+    kv_disk: Annotated[Text, UNQUOTED, form(parse_size, "auto")] = _setting(
+        None,
+        "keep prefixes on disk beyond memory, unloading and restarts, in so much: a size like 50GB, or `auto`, a tenth "
+        "of what is free; see docs/kv-disk.md",
+    )
+    kv_disk_dir: Text = _setting(
+        None, "folder for these prefixes, of one server at a time; default: kv-disk in the home folder (MLX_SERVE_HOME)"
+    )
+    kv_disk_writes_per_day: Annotated[str, UNQUOTED, form(parse_size)] = _setting(
+        "64GB", "the most that is written there a day, for the SSD's sake"
+    )
+    kv_disk_bits: Annotated[Literal["full", "8"], UNQUOTED] = _setting(
+        FULL_KV, "bits a number of K and V there: as many as in the pool, or fewer for less room and fewer writes"
     )
 
 
@@ -154,6 +184,13 @@ class SchedulerConfig:
     max_num_batched_tokens: int = _setting(2048, "token budget of one step", ge=32)
     aging_rate: float = _setting(0.1, "priority levels gained per second of waiting", ge=0)
     async_scheduling: bool = _setting(True, "prepare the next step while one runs")
+    speculate: Literal["auto", "off", "ngram", "model", "mtp"] = _setting(
+        "auto",
+        "check several tokens in one step where that is measured to be faster: those that followed the same text "
+        "before (`ngram`), those of the draft model (`model`) or of the model's own multi-token-prediction heads "
+        "(`mtp`), or the first and what there is of the others (`auto`); answers stay the same token for token",
+    )
+    max_draft_tokens: int = _setting(8, "most tokens that a request's step checks ahead", ge=1, le=31)
     target_step_ms: float | None = _setting(
         None,
         "target time of a step while someone decodes; default: the time of 128 prompt tokens (32 on a GPU), "
@@ -176,6 +213,9 @@ class ServerConfig:
 
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
+    ollama_port: int | None = _setting(
+        None, "second port, for clients that look for Ollama, at 11434 in most cases; default: none", ge=1, le=65535
+    )
     api_key: Text = _setting(
         None,
         "one shared key for all clients; others can see it on a command line, so better use api_key_file",
@@ -198,7 +238,20 @@ class ServerConfig:
     )
     allowed_origins: Annotated[Text, form(parse_origins)] = _setting(
         None,
-        "web pages that browsers let call the server: origins like http://localhost:3000, joined by commas, or `*`",
+        "web pages that browsers let call the server beside those of localhost: origins like https://chat.example, "
+        "joined by commas, or `*`",
+    )
+    allowed_media_domains: Annotated[str, form(parse_hosts)] = _setting(
+        "", "hosts that images are fetched from, exact names joined by commas; default: none; see docs/images.md"
+    )
+    allowed_media_path: Text = _setting(None, "folder in which `file:` URLs may name images; default: none")
+    max_image_pixels: int = _setting(
+        1_500_000, "pixels of an image; larger images are made smaller before the model sees them", ge=1024
+    )
+    open_schemas: bool = _setting(
+        False,
+        "let answers have members that their schema does not name, unless it says `additionalProperties: false`; "
+        "requests may say so themselves",
     )
     tls_cert: Text = _setting(None, "PEM file with a certificate, and the chain behind it, to serve HTTPS")
     tls_key: Text = _setting(None, "PEM file with the certificate's key, not encrypted")
@@ -238,8 +291,43 @@ class Config:
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     observability: ObservabilityConfig = dataclasses.field(default_factory=ObservabilityConfig)
+    fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
     tiers: Mapping[str, Tier] = dataclasses.field(default_factory=default_tiers)
     models: tuple[ModelEntry, ...] = ()
+
+    @property
+    def draft_model(self) -> Config | None:
+        """The settings of the draft model, if there is one to be loaded: its pool grows as far as it has to."""
+        if self.model.draft_model is None or self.scheduler.speculate in ("off", "ngram", "mtp"):
+            return None
+        model = {"model": self.model.draft_model, "draft_model": None, "adapter": None, "max_model_len": None}
+        return self._for_drafts({**model, "mtp_from": None, "quantize": WHOLE_WEIGHTS})
+
+    @property
+    def heads(self) -> Config | None:
+        """The settings of the model's own heads, if they are to draft, or may where there are some."""
+        is_alone = self.fleet.tensor_parallel_size == 1
+        may_draft = self.scheduler.speculate == "auto" and self.model.draft_model is None and is_alone
+        return self._for_drafts({}) if may_draft or self.needs_heads else None
+
+    @property
+    def needs_heads(self) -> bool:
+        """Whether a model without heads is refused."""
+        return self.scheduler.speculate == "mtp"
+
+    def _for_drafts(self, model: Mapping[str, Any]) -> Config:
+        cache = {"kv_cache_memory": "auto", "num_kv_blocks": None, "kv_bits": FULL_KV}
+        return _replaced(self, {"model": {**model, "batch_invariant": False}, "cache": cache})
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts are looked up, in predictions, too."""
+        return self.scheduler.speculate in ("auto", "ngram")
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything may draft for the model."""
+        return self.looks_up or self.draft_model is not None or self.heads is not None
 
     def for_model(self, entry: ModelEntry) -> Config:
         """The settings of one of several models."""
@@ -247,50 +335,9 @@ class Config:
         for setting in _model_settings():
             if setting.name in entry.overrides:
                 own[setting.section][setting.name] = entry.overrides[setting.name]
-        own["model"] = {"adapter": None, **own["model"], "model": entry.model, "served_model_name": entry.id}
+        names = {"model": entry.model, "served_model_name": entry.id}
+        own["model"] = {"adapter": None, "draft_model": None, "mtp_from": None, **own["model"], **names}
         return _replaced(self, own)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Setting:
-    """One field of a section, as the command line and the documentation see it."""
-
-    section: str
-    name: str
-    field: FieldInfo
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def env(self) -> str:
-        return f"{ENV_PREFIX}{self.section}_{self.name}".upper()
-
-    @property
-    def default(self) -> Any:
-        return self.field.default
-
-    @property
-    def help(self) -> str:
-        return self.field.description or ""
-
-    @property
-    def is_secret(self) -> bool:
-        return not self.field.repr
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """All values that it may have, where these are few."""
-        return get_args(self.field.annotation) if get_origin(self.field.annotation) is Literal else ()
-
-    @property
-    def type(self) -> Any:
-        """Of its values, if it has one: str, bool, int or float."""
-        if self.choices:
-            return str
-        is_optional = isinstance(self.field.annotation, types.UnionType)
-        return get_args(self.field.annotation)[0] if is_optional else self.field.annotation
 
 
 _SECTIONS: Mapping[str, Any] = {
@@ -333,6 +380,9 @@ def load_config(
                 parsed = read_text(_SECTIONS[setting.section], setting.name, str(value), source)
                 _check_one_way({setting.name: parsed}, config.models)
                 config = _replaced(config, {setting.section: {setting.name: parsed}})
+    has_draft = config.model.draft_model or any("draft_model" in entry.overrides for entry in config.models)
+    if config.scheduler.speculate == "model" and not has_draft:
+        raise ConfigError("speculate is `model`, and no model has a draft_model: name one with --draft-model.")
     if config.server.api_key_tier not in config.tiers:
         name = config.server.api_key_tier
         raise ConfigError(f"api_key_tier is {name}, which is not declared{nearest(name, config.tiers)}")
@@ -380,7 +430,7 @@ def _file_config(path: Path) -> Config:
 
 def _check_one_way(given: Mapping[str, Any], models: tuple[ModelEntry, ...]) -> None:
     """A server has one model, or those of [[models]]."""
-    for name in ("model", "served_model_name", "adapter"):
+    for name in ("model", "served_model_name", "adapter", "draft_model", "mtp_from"):
         if models and name in given:
             raise ConfigError(
                 f"{name} is {given[name]}, and there are [[models]], too: give either one model or several. "

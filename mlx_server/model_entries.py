@@ -1,8 +1,9 @@
-"""The models of a server that has several, declared as `[[models]]`, and the adapters of one."""
+"""The models of a server that has several, declared as `[[models]]`, the adapters of one, and ids of the hub."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,16 @@ from mlx_server.errors import ConfigError
 from mlx_server.setting import STRICT, Name, keys, read_table, refuse_unknown
 
 _FORBIDDEN = frozenset(":/=")
+_HUB_ID = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9][\w.-]*", re.ASCII | re.IGNORECASE)
+_HUB_PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)/?")
+
+
+def hub_id(name: str) -> str | None:
+    """The id, owner/name, of the model of the Hugging Face hub that `name` is the id or the page's address of; None if
+    it has neither form."""
+    page = _HUB_PAGE.fullmatch(name)
+    found = name if page is None else page[1]
+    return found if _HUB_ID.fullmatch(found) is not None else None
 
 
 class Adapter(NamedTuple):
@@ -92,7 +103,7 @@ def _entry(table: Mapping[str, Any], overridable: Mapping[str, type], where: str
     own = keys(ModelEntry).keys() - {"overrides"}
     refuse_unknown(table, own | overridable.keys(), where)
     if "model" not in table:
-        raise ConfigError(f"{where}: model is missing; it names a folder, a hub id, or `smollm2`.")
+        raise ConfigError(f"{where}: model is missing; it names a folder, a hub id, a GGUF file, or `smollm2`.")
     overrides = {
         name: getattr(read_table(overridable[name], {name: value}, where), name)
         for name, value in table.items()

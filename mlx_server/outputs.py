@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ServeError
-from mlx_server.request import FinishReason
+from mlx_server.pooling_params import PoolingParams, Vector
+from mlx_server.prompt_image import PromptImage
+from mlx_server.request import FinishReason, Request
 from mlx_server.sampling_params import SamplingParams
 
 
@@ -47,6 +48,22 @@ class NewRequestData:
     eos_token_ids: frozenset[int]
     checkpoint: int | None = None
     adapter: str | None = None
+    pooling: PoolingParams | None = None
+    images: tuple[PromptImage, ...] = ()
+
+    @classmethod
+    def of(cls, request: Request, checkpoint: int | None) -> NewRequestData:
+        return cls(
+            request.request_id,
+            tuple(request.prompt_token_ids),
+            tuple(request.output_token_ids),
+            request.sampling,
+            request.eos_token_ids,
+            checkpoint,
+            request.adapter,
+            request.pooling,
+            request.images,
+        )
 
 
 NULL_BLOCK_ID = 0
@@ -57,6 +74,10 @@ BlockIds = tuple[tuple[int, ...], ...]
 """Of each layer group; () if there are none at all."""
 
 
+HELD_STATES = 256
+"""Hidden states of a request that are kept for a head that drafts: those of its last positions."""
+
+
 class ScheduledChunk(NamedTuple):
     """One request's share of a step: positions [start, start + num_tokens).
 
@@ -65,6 +86,14 @@ class ScheduledChunk(NamedTuple):
     before the step. `is_sampling` asks for a token after the last position. `num_output_tokens` counts the
     outputs before the sampled one, those in flight included (the sampler's position for seeds and
     `min_tokens`). `checkpoint` is where to keep the recurrent state that the step leaves.
+
+    The last `num_drafts` ids are drafts, which may be wrong: then a token is sampled after the last id before them, and
+    after each of them. `allowed_bitmask` is for the first of these tokens and `draft_bitmasks` for the others, as far
+    as there are some. `recent_token_ids` are the last known tokens of a request that needs them counted, more than
+    may be new since its last chunk.
+
+    A chunk for the model's own head goes with hidden states of the model: the one at `start` with that of the request's
+    position `hidden_offset` + `start`.
     """
 
     request_id: str
@@ -76,6 +105,10 @@ class ScheduledChunk(NamedTuple):
     num_output_tokens: int
     allowed_bitmask: bytes | None = None
     checkpoint: int | None = None
+    num_drafts: int = 0
+    draft_bitmasks: tuple[bytes | None, ...] = ()
+    recent_token_ids: tuple[int, ...] = ()
+    hidden_offset: int = 0
 
 
 class StepKind(enum.StrEnum):
@@ -104,14 +137,37 @@ class PoolChange:
     num_blocks_cut: int = 0
 
 
+STATES = -1
+"""Stands where a layer group would, for recurrent states."""
+
+
+class CopyPlace(NamedTuple):
+    """A block, by its id, of a layer group; or a kept recurrent state (`STATES`), by its checkpoint's slot."""
+
+    number: int
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """What is copied between the pools and the host before a step: first the contents of `saved`, blocks by their ids
+    before the step's change of the pools, then, behind that change, contents into `loaded`."""
+
+    saved: tuple[CopyPlace, ...] = ()
+    loaded: tuple[tuple[CopyPlace, memoryview], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step. `chunks` has every scheduled request once: single-token ones first, then longer ones. It has
-    none if the step only changes the pools.
+    none if the step only changes the pools or copies blocks.
 
     `dropped_request_ids` are requests whose runner state must go before the step (finished, aborted or
     preempted since the last one). `num_prompt_tokens` of the step's tokens came out of the prompts' share: those
     of prompts, and what is computed again after a preemption.
+
+    With `draft_steps` it has nothing else: the draft model runs these, one after the other, and what it samples of each
+    request are the request's drafts.
     """
 
     step_id: int
@@ -120,6 +176,8 @@ class SchedulerOutput:
     dropped_request_ids: tuple[str, ...] = ()
     num_prompt_tokens: int = 0
     pool_change: PoolChange | None = None
+    copies: BlockCopies | None = None
+    draft_steps: tuple[SchedulerOutput, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -133,20 +191,26 @@ class SchedulerOutput:
 
 
 class SampledToken(NamedTuple):
-    """One request's result of a step."""
+    """One request's result of a step. `accepted` are drafts that stand before it, each of them what the model has
+    sampled in its place."""
 
     token_id: int
     logprobs: PositionLogprobs | None = None
+    accepted: tuple[SampledToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """What one executed step gave back. `prompt_logprobs` holds, for each request that asked and had prompt
-    positions in the step, one entry a computed position (that of the token that follows it).
+    positions in the step, one entry a computed position (that of the token that follows it). `pooled` are the results
+    of requests that only pool and whose prompts ended in the step.
 
     `step_time_s` runs from the end of the step before, or from this one's start if that is later, to its end.
     `idle_time_s` is how long the device had nothing to do before it although a request was running.
     `launch_time_s` is what the host needed to give it to the device, where that is beside the device's work.
+    `saved_blocks` are the contents that the step's copies asked for.
+    `drafts` are what came of `draft_steps`; with a `draft_error` nothing did, nor will of any later ones. The vision
+    encoder ran for `num_images`.
     """
 
     step_id: int
@@ -156,6 +220,11 @@ class ModelRunnerOutput:
     idle_time_s: float = 0.0
     launch_time_s: float = 0.0
     num_model_calls: int = 1
+    drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    draft_error: str | None = None
+    pooled: dict[str, Vector] = field(default_factory=dict)
+    saved_blocks: tuple[memoryview, ...] = ()
+    num_images: int = 0
 
 
 class RequestOutput(NamedTuple):
@@ -170,6 +239,7 @@ class RequestOutput(NamedTuple):
     num_cached_tokens: int = 0
     logprobs: tuple[PositionLogprobs, ...] = ()
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    pooled: Vector | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +252,12 @@ class RequestTimings:
     finished_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionDelta:
+class CompletionDelta(NamedTuple):
     """What the engine puts on a request's stream: text that is safe to show, and the ids behind it.
 
     `text` may lag behind `token_ids` (incomplete characters and possible stop strings are held back) and
-    never includes a stop string unless asked. The last delta has `finish_reason`, and `timings`.
+    never includes a stop string unless asked; ids end with the one that completes it. `pieces` are what each of several
+    tokens has added to it. The last delta has `finish_reason`, and `timings`. Counts are totals so far.
     """
 
     text: str
@@ -197,9 +267,13 @@ class CompletionDelta:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
     logprobs: tuple[PositionLogprobs, ...] = ()
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     timings: RequestTimings | None = None
+    pooled: Vector | None = None
+    pieces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +290,14 @@ class EngineStats:
     `num_pressure_cuts` times it gave idle blocks back, `num_pressure_holds` times it stopped admitting, and
     `num_pressure_preemptions` requests had to wait again for it. `num_prompt_tokens_computed` counts prompt
     positions really run through the model (recomputation after preemption included); `num_prompt_tokens_cached`
-    those served by the prefix cache at first admission; `num_tokens_recomputed` those of prompts and outputs that a
-    preemption has made the model compute again.
+    those served by the prefix cache at first admission, of which `num_prompt_tokens_from_disk` were loaded from disk
+    for that request; `num_tokens_recomputed` those of prompts and outputs that a preemption has made the model compute
+    again. `num_images_encoded` times the vision encoder ran for an image. `num_drafts` times a request's step carried
+    `num_draft_tokens` in all, of which the model drew `num_accepted_tokens` itself: `num_accepted_by_place[j]` at
+    place j of their chunk. `num_draft_errors` is 1 for a load whose draft model has failed and is not used any more.
+    `num_disk_loads` prefixes began to be loaded from disk: `num_blocks_loaded` blocks in `disk_load_time_s`, and
+    `num_blocks_not_loaded` were computed after all; `num_blocks_saved` were given to be written, and
+    `num_blocks_not_saved` that were worth it were lost, since more came than may wait or than the day's budget allows.
     """
 
     num_running: int = 0
@@ -237,15 +317,22 @@ class EngineStats:
     pressure_level: int = 0
     num_steps: int = 0
     num_model_calls: int = 0
+    num_images_encoded: int = 0
     num_prompt_tokens: int = 0
     num_prompt_tokens_computed: int = 0
     num_prompt_tokens_cached: int = 0
+    num_prompt_tokens_from_disk: int = 0
     num_generated_tokens: int = 0
     num_tokens_recomputed: int = 0
     num_preemptions: int = 0
     preemptions_by_tier: Mapping[str, int] = field(default_factory=dict)
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_by_place: Mapping[int, int] = field(default_factory=dict)
+    num_draft_errors: int = 0
     num_block_evictions: int = 0
     num_pool_growths: int = 0
     num_pool_cuts: int = 0
@@ -253,6 +340,12 @@ class EngineStats:
     num_pressure_cuts: int = 0
     num_pressure_holds: int = 0
     num_pressure_preemptions: int = 0
+    num_disk_loads: int = 0
+    num_blocks_loaded: int = 0
+    num_blocks_not_loaded: int = 0
+    num_blocks_saved: int = 0
+    num_blocks_not_saved: int = 0
+    disk_load_time_s: float = 0.0
     busy_time_s: float = 0.0
     idle_time_s: float = 0.0
 
@@ -278,5 +371,10 @@ class EngineStats:
         counters: dict[str, object] = {}
         for name in names[names.index("num_steps") :]:
             now, before = getattr(self, name), getattr(past, name)
-            counters[name] = Counter(now) + Counter(before) if isinstance(now, Mapping) else now + before
+            counters[name] = _sums(now, before) if isinstance(now, Mapping) else now + before
         return replace(self, **counters)  # type: ignore[arg-type]
+
+
+def _sums(now: Mapping[Any, int], before: Mapping[Any, int]) -> dict[Any, int]:
+    """By key. What stands at 0 stays: a series is there before it counts."""
+    return {key: now.get(key, 0) + before.get(key, 0) for key in {**before, **now}}

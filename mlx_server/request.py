@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
+from mlx_server.pooling_params import PoolingParams
+from mlx_server.prompt_image import PromptImage
 from mlx_server.sampling_params import SamplingParams
 
 
@@ -50,6 +52,10 @@ class TokenConstraint(Protocol):
         """Allowed next tokens, one bit a token id, little endian; None when all are allowed."""
         ...
 
+    def fork(self) -> TokenConstraint | None:
+        """Another cursor at the same place; None where there can be none."""
+        ...
+
     def is_terminated(self) -> bool:
         """Whether the output is complete and only an end of sequence may follow."""
         ...
@@ -76,8 +82,11 @@ class Request:
     Mutated by the scheduler only.
 
     `prompt_token_ids` are taken over, not copied. `max_total_tokens` bounds prompt and output together (context length
-    and `max_tokens`, already combined). `extra_keys` separate the prefix cache (salt, tenant), and so does `adapter`,
-    the name of one of the model's. `arrival_s` is on the scheduler's clock.
+    and `max_tokens`, already combined). `extra_keys` separate the prefix cache (tenant, then salt), and so does
+    `adapter`, the name of one of the model's, or `adapter_key` where its name does not say enough. `arrival_s` is on
+    the scheduler's clock. `prediction_token_ids` are what the sender expects most of the output to be. With `pooling`
+    there is no output: the request ends with its prompt, of which nothing stays in the prefix cache. `images` are in
+    the order of their places in the prompt.
     """
 
     request_id: str
@@ -90,8 +99,12 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     extra_keys: tuple[str, ...] = ()
     adapter: str | None = None
+    adapter_key: str | None = None
     tier: str = "default"
     constraint: TokenConstraint | None = None
+    prediction_token_ids: tuple[int, ...] = ()
+    pooling: PoolingParams | None = None
+    images: tuple[PromptImage, ...] = ()
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     output_token_ids: list[int] = field(default_factory=list, init=False)
     num_computed_tokens: int = field(default=0, init=False)
@@ -99,8 +112,13 @@ class Request:
     num_ever_computed: int = field(default=0, init=False)  # the most that `num_computed_tokens` has been
     is_promoted: bool = field(default=False, init=False)  # runs by its age, and does not give way to better tiers
     num_tokens_overtaken: int = field(default=0, init=False)  # work of its tier that started before it, though younger
+    num_accepted_drafts: int = field(default=0, init=False)  # of its drafts, those that are in the output
+    num_rejected_drafts: int = field(default=0, init=False)
     has_lost_seat: bool = field(default=False, init=False)  # the last one, to such work
     num_cached_tokens: int | None = field(default=None, init=False)
+    num_loaded_tokens: int = field(default=0, init=False)  # of these, those that were loaded from disk for it
+    was_sought_on_disk: bool = field(default=False, init=False)  # since it began to wait
+    num_blocks_lacked: int = field(default=0, init=False)  # where it was found there and no room was for it
     num_preemptions: int = field(default=0, init=False)
     block_hashes: list[bytes] = field(default_factory=list, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
@@ -108,11 +126,11 @@ class Request:
     first_scheduled_s: float | None = field(default=None, init=False)
     first_token_s: float | None = field(default=None, init=False)
     last_token_s: float | None = field(default=None, init=False)
-    finished_s: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         assert len(self.prompt_token_ids) >= 1, "an empty prompt is refused before a Request is made"
-        assert self.max_total_tokens > len(self.prompt_token_ids), "no room for an output token"
+        num_outputs = self.max_total_tokens - len(self.prompt_token_ids)
+        assert num_outputs == 0 if self.pooling is not None else num_outputs > 0, "no room for an output token"
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -141,3 +159,48 @@ class Request:
             f"Request({self.request_id!r}, {self.status.value}, prompt={self.num_prompt_tokens}, "
             f"output={self.num_output_tokens}, computed={self.num_computed_tokens})"
         )
+
+
+def append_token(request: Request, token_id: int) -> FinishReason | None:
+    """Appends a sampled token to the output, and those that the request's grammar forces after it; why the
+    request has ended now, if it has. ERROR means that the grammar forbids the token.
+
+    Sets `stop_reason` when a stop id ends the request; every other change of state is the caller's.
+    """
+    request.num_in_flight -= 1
+    request.output_token_ids.append(token_id)
+    reason = _finish_reason(request, token_id)
+    if request.constraint is None or reason is FinishReason.STOP:
+        return reason
+    if not request.constraint.accept(token_id):
+        return FinishReason.ERROR
+    if request.constraint.is_terminated():
+        return FinishReason.STOP
+    # A forced token has no logprobs, since no logits were computed: who wants them has each one sampled.
+    if reason is not None or request.sampling.logprobs is not None:
+        return reason
+    return _append_forced(request, request.constraint)
+
+
+def _append_forced(request: Request, constraint: TokenConstraint) -> FinishReason | None:
+    """Appends the tokens that are a grammar's only continuation: no model call decides them."""
+    forced = constraint.forced_tokens()
+    for index, token_id in enumerate(forced, start=1):
+        request.output_token_ids.append(token_id)
+        reason = _finish_reason(request, token_id)
+        if reason is not None and index < len(forced):
+            return reason  # cut, although the grammar has seen its end
+        if reason is not None:
+            return FinishReason.STOP if constraint.is_terminated() else reason
+    return FinishReason.STOP if constraint.is_terminated() else None
+
+
+def _finish_reason(request: Request, token_id: int) -> FinishReason | None:
+    sampling = request.sampling
+    if token_id in request.eos_token_ids and not sampling.ignore_eos:
+        return FinishReason.STOP
+    if token_id in sampling.stop_token_ids:
+        request.stop_reason = token_id
+        return FinishReason.STOP
+    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+    return FinishReason.LENGTH if num_tokens >= request.max_total_tokens else None

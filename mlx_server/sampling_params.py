@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import SupportsIndex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, SupportsIndex
 
 from mlx_server.errors import InvalidRequestError
 
@@ -31,7 +31,15 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 16_384
 """Tokens with a bias. All of them go to the device in every step; `allowed_token_ids` costs nothing there."""
 
-_INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
+MAX_SAMPLES = 128
+"""Answers to one prompt."""
+
+_SEED_SPAN = 2**63
+
+FOR_LIBRARY = ("n", "structured_outputs")
+"""Parameters that become requests and constraints of their own before the engine sees them."""
+
+_INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "n")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -44,9 +52,10 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
-    "seed": (-(2**63), 2**63 - 1),
+    "seed": (-_SEED_SPAN, _SEED_SPAN - 1),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
+    "n": (1, MAX_SAMPLES),
 }
 """Least and most of each number."""
 
@@ -59,7 +68,11 @@ class SamplingParams:
     `top_k` 0 or -1 is off. `logprobs` is None for none, 0 for the sampled token's only, n for the n best
     besides. Penalties follow the usual definitions: repetition divides or multiplies the logits of tokens
     seen in prompt or output (CTRL, Keskar et al. 2019); presence and frequency subtract from tokens of the
-    output only (OpenAI).
+    output only (OpenAI). Without `speculate`, the request's tokens are computed one a step; they are the same.
+
+    `n` answers are made of a prompt by `LLM` and `AsyncLLM`, which also see to `structured_outputs`: one of `json` (a
+    schema), `json_object`, `regex`, `choice`, `grammar` and `structural_tag`, as in a request over HTTP. What submits
+    requests to the engine itself makes one of each answer, with its constraint.
     """
 
     max_tokens: int | None = None
@@ -74,15 +87,23 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    speculate: bool = True
+    n: int = 1
+    structured_outputs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        for name, nothing in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {})):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, nothing)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
         self._take_plain_numbers()
         self._cut_token_counts()
         for name, (least, most) in _BOUNDS.items():
@@ -101,6 +122,7 @@ class SamplingParams:
                 _check(False, "logit_bias", f"{token_id}: {bias}", wanted)
         _check_size("stop", len(self.stop), MAX_STOP_STRINGS, "strings")
         for stop in self.stop:
+            _check(isinstance(stop, str), "stop", repr(stop), "a string, or several")
             _check(len(stop) > 0, "stop", list(self.stop), "non-empty strings")
             _check_size("stop", len(stop), MAX_STOP_CHARS, "characters a string")
         _check_size("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
@@ -112,8 +134,10 @@ class SamplingParams:
             if value is not None and type(value) is not int:
                 object.__setattr__(self, name, plain_ints((value,), name)[0])
         for name in _FLOATS:
-            if type(getattr(self, name)) not in (int, float):
-                object.__setattr__(self, name, float(getattr(self, name)))
+            value = getattr(self, name)
+            if type(value) not in (int, float):
+                _check(hasattr(value, "__float__"), name, repr(value), "a number")
+                object.__setattr__(self, name, float(value))
         for name in ("stop_token_ids", "allowed_token_ids"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, plain_ints(getattr(self, name), name))
@@ -125,6 +149,14 @@ class SamplingParams:
         for name in ("max_tokens", "min_tokens"):
             if (getattr(self, name) or 0) > MAX_TOKENS:
                 object.__setattr__(self, name, MAX_TOKENS)
+
+    def of_sample(self, index: int) -> SamplingParams:
+        """Those of answer `index` of several to a prompt: its own seed, so that answers differ and each can be
+        repeated."""
+        if self.seed is None or index == 0:
+            return self
+        seed = self.seed + index
+        return replace(self, seed=seed if seed < _SEED_SPAN else seed - 2 * _SEED_SPAN)
 
     @property
     def is_greedy(self) -> bool:

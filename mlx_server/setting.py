@@ -1,4 +1,4 @@
-"""What a setting may be: the types of values that pydantic does not have, and how values are checked.
+"""What a setting is and may be: the types of values that pydantic does not have, and how values are checked.
 
 Sections of settings are pydantic dataclasses in strict mode: a file's `port = "8000"` is no number. The environment and
 the command line have texts only, which are converted first.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, StringConstraints, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -17,6 +19,7 @@ from pydantic.fields import FieldInfo
 from mlx_server.errors import ConfigError, did_you_mean
 
 ANY_ORIGIN = "*"
+ENV_PREFIX = "MLX_SERVE_"
 
 STRICT = ConfigDict(strict=True, extra="forbid")
 """How sections are checked, made by code or read."""
@@ -29,6 +32,48 @@ _OUR_WORDS = {"Input": "it", "String": "it", "Tuple": "it", "tuple": "list", "di
 """What pydantic calls by Python's names."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of a section, as the command line and the documentation see it."""
+
+    section: str
+    name: str
+    field: FieldInfo
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return f"{ENV_PREFIX}{self.section}_{self.name}".upper()
+
+    @property
+    def default(self) -> Any:
+        return self.field.default
+
+    @property
+    def help(self) -> str:
+        return self.field.description or ""
+
+    @property
+    def is_secret(self) -> bool:
+        return not self.field.repr
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """All values that it may have, where these are few."""
+        return get_args(self.field.annotation) if get_origin(self.field.annotation) is Literal else ()
+
+    @property
+    def type(self) -> Any:
+        """Of its values, if it has one: str, bool, int or float."""
+        if self.choices:
+            return str
+        is_optional = isinstance(self.field.annotation, types.UnionType)
+        return get_args(self.field.annotation)[0] if is_optional else self.field.annotation
 
 
 def parse_size(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import Field, PlainValidator
@@ -15,9 +16,27 @@ from mlx_server.setting import STRICT, Name, keys, read_table
 DEFAULT_TIER = "default"
 """The tier that every server has: of normal priority and without limits, unless it is declared otherwise."""
 
-_GeneratingPath = Literal["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
-GENERATING_PATHS: tuple[str, ...] = get_args(_GeneratingPath)
-"""What generates, and so may have a floor."""
+_GeneratingPath = Literal[
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/infill",
+    "/api/chat",
+    "/api/generate",
+    "/api/embed",
+    "/api/embeddings",
+]
+OTHER_PATHS: Mapping[str, str] = MappingProxyType(
+    {"/rerank": "/v1/rerank", "/v2/rerank": "/v1/rerank", "/score": "/v1/score"}
+)
+"""Other names of some of them."""
+
+GENERATING_PATHS: tuple[str, ...] = (*get_args(_GeneratingPath), *OTHER_PATHS)
+"""What has the model compute. Each but the other names may have a floor, which holds for these, too."""
 
 
 def _priority(value: object) -> Priority:
@@ -65,7 +84,7 @@ class Tier:
     def priority_at(self, path: str) -> Priority:
         """The base priority of what comes by `path`."""
         floors = cast(Mapping[str, Priority], self.floors)
-        return max(self.priority, floors.get(path, self.priority))
+        return max(self.priority, floors.get(OTHER_PATHS.get(path, path), self.priority))
 
     def limits(self) -> Iterator[tuple[str, int]]:
         """The limits that are set, by name."""

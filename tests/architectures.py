@@ -547,6 +547,12 @@ LEVELS: MappingProxyType[str, str] = MappingProxyType(
 )
 """What of a model runs group by group instead of once a step; of all others nothing does."""
 
+RECURRENT = (
+    *(name for name, level in LEVELS.items() if level == "recurrent mixers"),
+    *("bailing_hybrid", "bailing_moe_v3", "kimi_k3", "kimi_linear", "longcat_flash_ngram", "plamo2"),
+)
+"""Architectures with layers that keep a recurrent state."""
+
 REFUSED: MappingProxyType[str, str] = MappingProxyType(
     {
         "deepseek_v41": "Layer 0 keeps its state in a LayerCache",

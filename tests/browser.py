@@ -39,6 +39,15 @@ class Page:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
+    async def reload(self) -> None:
+        """Opens the same page anew, and waits until the old one is gone."""
+        await self.evaluate("window.isOld = true")
+        await self._call("Page.reload")
+        is_old = True
+        while is_old:
+            with contextlib.suppress(AssertionError):  # of a page that goes while it is asked
+                is_old = await self.evaluate("window.isOld === true || document.readyState !== 'complete'")
+
     async def show(self, *, width: int, height: int, scheme: str = "light") -> None:
         """As on a screen of that size in CSS pixels, of someone who prefers a light or a dark page."""
         await self._call(

@@ -92,7 +92,7 @@ def answer(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]
     """Greedy answers of the engine with all prompts in one batch, and what they took."""
     before = llm.stats()
     params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, logprobs=NUM_LOGPROBS) for n in max_tokens]
-    completions = llm.generate(prompts, params, progress=False)
+    completions = llm.generate(prompts, params, use_tqdm=False)
     after = llm.stats()
     return Answers(
         completions,
@@ -116,13 +116,14 @@ def worst_error(answers: Answers, wanted: Sequence[Reference]) -> float:
 
 
 def pool_bytes(llm: LLM) -> int:
-    """What the pools of an engine take, by the arrays that are there."""
+    """What the pools of an engine take, by the arrays that are there; those of one number only keep an order."""
     cache = llm.engine._parts.runner.cache
     pools = {id(layer.pool): layer.pool.contents[0] for layer in cache.paged}.values()
     arrays = [
         array for pool in pools for array in (pool.arrays() if isinstance(pool, RowPool) else (pool.keys, pool.values))
     ]
-    return sum(array.nbytes for array in [*arrays, *(state for states in cache.recurrent for state in states.state())])
+    arrays += [state for states in cache.recurrent for state in states.state()]
+    return sum(array.nbytes for array in arrays if array.size > 1)
 
 
 def preempt_every(num_steps: int, scheduler: ContinuousBatchingScheduler) -> None:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before any library that reads them is imported.
 os.environ.update(
@@ -26,6 +27,10 @@ for name in [name for name in os.environ if name.startswith("MLX_SERVE_") and na
     del os.environ[name]
 
 
+settings.register_profile("any machine", deadline=None)  # speed is measured by benchmarks, and machines are shared
+settings.load_profile("any machine")
+
+
 @pytest.fixture(autouse=True)
 def no_keys_of_yours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whoever runs the tests may have keys at home, and would be asked for them."""
@@ -34,7 +39,9 @@ def no_keys_of_yours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def bundled_model() -> Path:
-    """The folder of the bundled model, pulled when it is not there. It is kept between runs: tests only read it."""
+    """The folder of the bundled model in float32, which MLX's own products need to be fast on a CPU; pulled when it is
+    not there. It is kept between runs: tests only read it."""
     from mlx_server.runtime.models.bundled import pull_bundled
+    from mlx_server.runtime.models.gguf import WeightFormat
 
-    return pull_bundled()
+    return pull_bundled(weight_format=WeightFormat.FLOAT32)

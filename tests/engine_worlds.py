@@ -34,10 +34,11 @@ def built(architecture: str) -> TinyModel:
 
 
 def make_llm(architecture: str, **settings: Any) -> LLM:
-    """An `LLM` over a tiny model without a tokenizer."""
+    """An `LLM` over a tiny model without a tokenizer. It does not draft unless told to: random models repeat
+    themselves, and many tests count steps."""
     model, config = built(architecture)
     loaded = LoadedModel(architecture, model, dict(config), None)
-    return LLM(loaded, **{"kv_cache_memory": "8MB", "max_model_len": 1024, **settings})
+    return LLM(loaded, **{"kv_cache_memory": "8MB", "max_model_len": 1024, "speculate": "off", **settings})
 
 
 def make_folder(path: Path, architecture: str = "llama") -> Path:
@@ -63,5 +64,5 @@ def plain_greedy(architecture: str, prompts: Sequence[Sequence[int]], max_tokens
 
 def answers(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[list[int]]:
     """Greedy answers of the engine, all prompts in one batch."""
-    done = llm.generate(prompts, [greedy(n) for n in max_tokens], progress=False)
+    done = llm.generate(prompts, [greedy(n) for n in max_tokens], use_tqdm=False)
     return [list(completion.token_ids) for completion in done]

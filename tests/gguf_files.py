@@ -32,52 +32,86 @@ def vocabulary() -> list[str]:
     return [*SPECIALS, *byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
 
 
-def _interleave(rows: FloatArray, num_heads: int) -> FloatArray:
+def _interleave(rows: npt.NDArray[np.uint8], num_heads: int) -> npt.NDArray[np.uint8]:
     """The order of rows in which GGUF keeps q and k: the two halves of each head alternate."""
     halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, rows.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
 
 
+def quantized(weight: FloatArray, kind: GGMLQuantizationType) -> npt.NDArray[np.uint8]:
+    """The blocks of `weight`; of types that `gguf` only reads, blocks of random codes and small scales instead."""
+    try:
+        return np.asarray(quantize(weight, kind))
+    except NotImplementedError:
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        random = np.random.default_rng(weight.size)
+        blocks = random.integers(0, 256, (weight.size // block_size, block_bytes), dtype=np.uint8)
+        for start in _SCALES[kind]:
+            scales = random.uniform(1e-4, 2e-4, (len(blocks), 1)).astype(np.float16)
+            blocks[:, start : start + 2] = scales.view(np.uint8)
+        return blocks.reshape(weight.shape[0], -1)
+
+
+_SCALES = {
+    GGMLQuantizationType.Q2_K: (80, 82),
+    GGMLQuantizationType.Q3_K: (108,),
+    GGMLQuantizationType.Q4_K: (0, 2),
+    GGMLQuantizationType.Q5_K: (0, 2),
+    GGMLQuantizationType.Q6_K: (208,),
+    GGMLQuantizationType.IQ4_XS: (0,),
+}
+"""Where a block's float16 scales are."""
+
+
 def write_gguf(
-    path: Path, *, architecture: str = "llama", pre: str = "smollm", extra: str | None = None
+    path: Path,
+    *,
+    architecture: str = "llama",
+    pre: str = "smollm",
+    extra: str | None = None,
+    kind: GGMLQuantizationType = GGMLQuantizationType.Q4_1,
+    hidden: int = HIDDEN,
 ) -> dict[str, FloatArray]:
-    """Writes a model of random weights; returns what each weight is worth after quantization, under mlx-lm's names.
+    """Writes a model of random weights, its matrices of type `kind`; returns what each weight is worth after
+    quantization, under mlx-lm's names.
 
     `extra` names one more tensor.
     """
     writer = gguf.GGUFWriter(str(path), architecture)
-    _write_metadata(writer, pre)
+    _write_metadata(writer, pre, hidden)
+    intermediate = INTERMEDIATE if hidden == HIDDEN else hidden
     random = np.random.default_rng(7)
     worth: dict[str, FloatArray] = {}
 
     def add(name: str, target: str, rows: int, columns: int, kind: GGMLQuantizationType, num_heads: int = 0) -> None:
         weight = (random.standard_normal((rows, columns)) * 0.1).astype(np.float32)
-        worth[target] = dequantize(quantize(weight, kind), kind)
-        stored = _interleave(weight, num_heads) if num_heads else weight
-        writer.add_tensor(name, quantize(stored, kind), raw_dtype=kind)
+        rows = quantized(weight, kind)
+        worth[target] = dequantize(rows, kind)
+        stored = _interleave(rows, num_heads) if num_heads else rows
+        writer.add_tensor(name, stored, raw_dtype=kind)
 
     def add_norm(name: str, target: str) -> None:
         # bfloat16 values, as checkpoints have: float16 holds them exactly
-        worth[target] = (1 + np.round(random.standard_normal(HIDDEN) * 16) / 128).astype(np.float32)
+        worth[target] = (1 + np.round(random.standard_normal(hidden) * 16) / 128).astype(np.float32)
         writer.add_tensor(name, worth[target])
 
-    q4, q8 = GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0
-    kv_dim = HIDDEN // NUM_HEADS * NUM_KV_HEADS
-    add("token_embd.weight", "model.embed_tokens.weight", len(vocabulary()), HIDDEN, q8)
+    q8 = GGMLQuantizationType.Q8_0
+    kv_dim = hidden // NUM_HEADS * NUM_KV_HEADS
+    add("token_embd.weight", "model.embed_tokens.weight", len(vocabulary()), hidden, q8)
     add_norm("output_norm.weight", "model.norm.weight")
     for layer in range(NUM_LAYERS):
         blk, out = f"blk.{layer}", f"model.layers.{layer}"
         add_norm(f"{blk}.attn_norm.weight", f"{out}.input_layernorm.weight")
         add_norm(f"{blk}.ffn_norm.weight", f"{out}.post_attention_layernorm.weight")
-        add(f"{blk}.attn_q.weight", f"{out}.self_attn.q_proj.weight", HIDDEN, HIDDEN, q4, NUM_HEADS)
-        add(f"{blk}.attn_k.weight", f"{out}.self_attn.k_proj.weight", kv_dim, HIDDEN, q4, NUM_KV_HEADS)
-        add(f"{blk}.attn_v.weight", f"{out}.self_attn.v_proj.weight", kv_dim, HIDDEN, q4)
-        add(f"{blk}.attn_output.weight", f"{out}.self_attn.o_proj.weight", HIDDEN, HIDDEN, q4)
-        add(f"{blk}.ffn_gate.weight", f"{out}.mlp.gate_proj.weight", INTERMEDIATE, HIDDEN, q4)
-        add(f"{blk}.ffn_up.weight", f"{out}.mlp.up_proj.weight", INTERMEDIATE, HIDDEN, q4)
-        add(f"{blk}.ffn_down.weight", f"{out}.mlp.down_proj.weight", HIDDEN, INTERMEDIATE, q4)
+        add(f"{blk}.attn_q.weight", f"{out}.self_attn.q_proj.weight", hidden, hidden, kind, NUM_HEADS)
+        add(f"{blk}.attn_k.weight", f"{out}.self_attn.k_proj.weight", kv_dim, hidden, kind, NUM_KV_HEADS)
+        add(f"{blk}.attn_v.weight", f"{out}.self_attn.v_proj.weight", kv_dim, hidden, kind)
+        add(f"{blk}.attn_output.weight", f"{out}.self_attn.o_proj.weight", hidden, hidden, kind)
+        add(f"{blk}.ffn_gate.weight", f"{out}.mlp.gate_proj.weight", intermediate, hidden, kind)
+        add(f"{blk}.ffn_up.weight", f"{out}.mlp.up_proj.weight", intermediate, hidden, kind)
+        add(f"{blk}.ffn_down.weight", f"{out}.mlp.down_proj.weight", hidden, intermediate, kind)
     if extra is not None:
-        writer.add_tensor(extra, np.ones(HIDDEN, np.float32))
+        writer.add_tensor(extra, np.ones(hidden, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -85,11 +119,11 @@ def write_gguf(
     return worth
 
 
-def _write_metadata(writer: gguf.GGUFWriter, pre: str) -> None:
+def _write_metadata(writer: gguf.GGUFWriter, pre: str, hidden: int) -> None:
     writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
+    writer.add_embedding_length(hidden)
     writer.add_block_count(NUM_LAYERS)
-    writer.add_feed_forward_length(INTERMEDIATE)
+    writer.add_feed_forward_length(INTERMEDIATE if hidden == HIDDEN else hidden)
     writer.add_head_count(NUM_HEADS)
     writer.add_head_count_kv(NUM_KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)

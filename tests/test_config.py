@@ -11,6 +11,7 @@ from mlx_server import config
 from mlx_server.cli.config import default_document, effective_document, toml_value
 from mlx_server.config import Config, load_config, settings
 from mlx_server.errors import ConfigError
+from mlx_server.fleet import parse_store
 from mlx_server.setting import parse_origins, parse_size
 
 ROOT = Path(__file__).parents[1]
@@ -86,8 +87,16 @@ _FORMED = {
     "kv_cache_memory": "2GiB",
     "memory_limit": "70%",
     "memory_reserve": "1GiB",
+    "kv_disk": "50GB",
+    "kv_disk_writes_per_day": "1GB",
+    "kv_disk_bits": "8",
     "allowed_origins": "https://chat.example",
+    "kv_events": "tcp://127.0.0.1:5557",
+    "kv_events_replay": "tcp://127.0.0.1:5558",
+    "shared_store": "redis://cache.example:6379/1",
     "kv_cache_metrics_sample": 0.5,
+    "max_draft_tokens": 5,
+    "max_image_pixels": 2048,
 }
 """Right values of settings that must have a form, or lie within bounds."""
 
@@ -114,8 +123,8 @@ def test_flags_and_variables_are_named_after_the_setting():
         ("[servr]\n", "unknown section [servr]; did you mean server?"),
         (
             "[zzz]\n",
-            "unknown section [zzz]; known are cache, memory, model, models, observability, pool, scheduler, server, "
-            "tiers",
+            "unknown section [zzz]; known are cache, fleet, memory, model, models, observability, pool, scheduler, "
+            "server, tiers",
         ),
         ("[server]\nprot = 1\n", "[server]: unknown key prot; did you mean port?"),
         ("[model]\nport = 1\n", "[model]: unknown key port"),
@@ -276,12 +285,34 @@ def test_the_effective_settings_read_back_as_themselves(tmp_path):
 
 def test_secrets_are_never_shown(tmp_path):
     secrets = [setting.name for setting in settings() if setting.is_secret]
-    assert secrets == ["api_key", "admin_key"]
-    loaded = load(tmp_path, api_key="sesame", admin_key="sesame")
+    assert secrets == ["api_key", "admin_key", "shared_store", "discovery_key"]
+    loaded = load(tmp_path, api_key="sesame", admin_key="sesame", shared_store="redis://:sesame@cache.example")
     document = effective_document(loaded)
     assert "sesame" not in document
     assert "sesame" not in repr(loaded)
     assert "# api_key is set, and not shown" in document
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://me:sesame@cache.example:6380/2?password=sesame", "redis://cache.example:6380/2"),
+        ("rediss://:sesame@[::1]:6379", "rediss://[::1]:6379"),
+        ("unix://:sesame@/run/redis.sock?db=1", "unix:///run/redis.sock"),
+        ("http://:sesame@cache.example", None),
+        ("redis://:sesame@", None),
+        ("redis://:sesame@cache.example:port", None),
+        ("sesame", None),
+    ],
+)
+def test_of_a_store_s_url_no_secret_is_shown(tmp_path, url: str, shown: str | None):
+    if shown is not None:
+        assert parse_store(load(tmp_path, shared_store=url).fleet.shared_store) == shown
+        return
+    words = refusal(tmp_path, shared_store=url)
+    assert "--shared-store" in words
+    assert "redis://HOST:PORT" in words
+    assert "sesame" not in words
 
 
 def test_a_misspelt_variable_is_refused_with_the_nearest(tmp_path):
@@ -331,3 +362,19 @@ def test_a_secret_is_not_told_when_it_is_refused(tmp_path, name):
 @pytest.mark.parametrize("text", ["localhost:3000", "http://localhost:3000/", "https://a.example/page", "https://*.a"])
 def test_what_no_browser_sends_as_an_origin_is_refused_with_an_example(text, tmp_path):
     assert f"{text} is no origin; write scheme, host and port alone" in refusal(tmp_path, allowed_origins=text)
+
+
+def test_what_drafts_keeps_whole_keys_and_values() -> None:
+    """Its drafts change no answer, so that no measurement of them is to refuse the model."""
+    head = load_config(flags={"kv_bits": "4", "speculate": "mtp"}, environ={})
+    other = load_config(flags={"kv_bits": "4", "draft_model": "random:mini"}, environ={})
+    assert head.cache.kv_bits == other.cache.kv_bits == "4"
+    assert head.heads is not None
+    assert other.draft_model is not None
+    assert head.heads.cache.kv_bits == other.draft_model.cache.kv_bits == "full"
+
+
+def test_heads_of_a_model_that_is_spread_over_ranks_stay_away() -> None:
+    alone, spread = (load_config(flags={"tensor_parallel_size": size}, environ={}) for size in ("1", "2"))
+    assert alone.heads is not None
+    assert spread.heads is None

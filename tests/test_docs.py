@@ -25,7 +25,11 @@ VARIABLES = {setting.env for setting in settings()} | {"MLX_SERVE_HOME", KEY_VAR
 PACKAGE = ROOT / "mlx_server"
 FOLDERS = {path.name for path in PACKAGE.iterdir() if path.is_dir()} | {"mlx_server", "tests", "scripts", "configs"}
 SOURCES = {".py", ".h", ".cpp", ".msl", ".css", ".html", ".js"}
-FOREIGN_FLAGS = {"--reload", "--user"}
+_OF_SMG = (
+    *("--balance-abs-threshold", "--worker-overload-waiting-requests"),
+    *("--health-check-interval-secs", "--cb-timeout-duration-secs"),
+)
+FOREIGN_FLAGS = {"--reload", "--user", *_OF_SMG}
 """Of other programs, in running text."""
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -35,7 +39,7 @@ def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(cli.Parser):
     """Raises what it would end the program for."""
 
     def error(self, message: str) -> NoReturn:
@@ -63,7 +67,7 @@ def parser_of(words: list[str]) -> tuple[Parser | None, list[str]]:
     if isinstance(node, Group):
         assert not rest or rest[0].startswith("-")
         return None, []
-    parser = Parser(allow_abbrev=False)
+    parser = Parser()
     node.add_to(parser)
     return parser, list(rest)
 

@@ -92,7 +92,7 @@ SERIES = {
     "spec_decode_num_drafts": _COUNTER,
     "spec_decode_num_draft_tokens": _COUNTER,
     "spec_decode_num_accepted_tokens": _COUNTER,
-    "spec_decode_num_accepted_tokens_per_pos": _split("counter", "position", "0"),
+    "spec_decode_num_accepted_tokens_per_pos": _split("counter", "position", "0 1 2 3 4 5 6 7"),
     "sleep_mode_operation_duration_seconds": _split(
         "histogram", "operation", _OPERATIONS, frozenset(), ".01 .1 1 10 30 60 120 300 600"
     ),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from mlx_server.api.auth.authentication import RequireAdmin
 from mlx_server.api.body import JsonRoute
 from mlx_server.api.context import Context
+from mlx_server.api.middleware import until_disconnect
+from mlx_server.api.pulls import begin_pull
+from mlx_server.engine.model_facts import read_preparation
+from mlx_server.engine.model_fetch import Fetch
 from mlx_server.errors import InvalidRequestError
 from mlx_server.observability.server_metrics import SleepOperation
 from mlx_server.pool.model_pool import ModelPool
@@ -51,10 +56,12 @@ async def abort_requests(body: AbortBody, context: Context) -> dict[str, int]:
 
 @router.get("/admin/models")
 async def list_models(context: Context) -> dict[str, Any]:
-    """Every model that is configured or has been asked for, with its state and memory, and the budget."""
+    """Every model that is configured or has been asked for, with its state and memory, what is being fetched, and the
+    budget."""
     budget = context.pool.budget
     return {
         "models": [_reading(model) for model in context.pool.models()],
+        "pulls": [fetch.reading() for fetch in context.fetches.running()],
         "memory": {
             "limit_bytes": budget.limit_bytes,
             "held_bytes": budget.held_bytes,
@@ -69,6 +76,20 @@ class LoadBody(BaseModel):
 
 class UnloadBody(LoadBody):
     drain_timeout_s: float | None = Field(None, ge=0.0)
+
+
+@router.post("/admin/models/pull")
+async def pull(body: LoadBody, request: Request, context: Context) -> dict[str, str]:
+    """Fetches a model, by its id on the hub or its name here, and answers when it is here, or with what is in the way.
+    It is fetched on when the caller leaves; `GET /admin/models` tells how far it is."""
+    fetch = await begin_pull(context, body.model)
+    if fetch is not None:
+        await until_disconnect(request, _end_of(fetch))
+    return {"model": body.model, "status": "pulled"}
+
+
+async def _end_of(fetch: Fetch) -> None:
+    await asyncio.shield(fetch.done)
 
 
 @router.post("/admin/models/load")
@@ -130,8 +151,9 @@ def _reading(model: PooledModel) -> dict[str, Any]:
         "state": model.state.value,
         "reason": None if model.failure is None else str(model.failure),
         "load_progress": round(model.load_progress, 3) if model.state is ModelState.LOADING else None,
+        "preparing": read_preparation(model.spec.root),
         "pinned": model.spec.is_pinned,
-        "idle_ttl_s": model.spec.idle_ttl_s,
+        "idle_ttl_s": model.idle_ttl_s,
         "held_bytes": model.held_bytes,
         "num_requests": model.num_users,
         "num_loads": model.num_loads,

@@ -7,40 +7,73 @@ from collections.abc import Callable
 
 from fastapi import FastAPI
 
-from mlx_server.api import admin, dashboard, probes
+from mlx_server.api import admin, dashboard, llama_cpp, probes
 from mlx_server.api.anthropic import messages
+from mlx_server.api.auth.fleet_quotas import FleetQuotas
 from mlx_server.api.auth.keys import build_key_ring
 from mlx_server.api.auth.quotas import Quotas
+from mlx_server.api.chat_plan import ChatPlanner
 from mlx_server.api.context import ServerContext
 from mlx_server.api.door import DoorMiddleware
 from mlx_server.api.errors import ERROR_RESPONSES, install_error_handlers
 from mlx_server.api.generation_service import GenerationService
+from mlx_server.api.images import ImageLoader
 from mlx_server.api.middleware import ExchangeMiddleware, allow_origins
-from mlx_server.api.openai import chat, completions, models, tokenization
+from mlx_server.api.ollama import chat as ollama_chat
+from mlx_server.api.ollama import embeddings as ollama_embeddings
+from mlx_server.api.ollama import generate as ollama_generate
+from mlx_server.api.ollama import models as ollama_models
+from mlx_server.api.ollama import store as ollama_store
+from mlx_server.api.openai import chat, completions, embeddings, models, rerank, tokenization
 from mlx_server.api.openai.responses import routes as responses
 from mlx_server.api.openai.responses.store import ResponseStore
+from mlx_server.api.shared_store import open_store
 from mlx_server.api.text_turns import TextWorkers
 from mlx_server.config import Config
 from mlx_server.environment import version
 from mlx_server.observability.tracing import Tracing, open_tracing
 from mlx_server.pool.model_pool import ModelPool
 
-_ROUTES = (probes, models, chat, completions, messages, responses, tokenization, admin, dashboard)
-"""What is served is what stands here."""
+_OLLAMA = (ollama_chat, ollama_generate, ollama_embeddings, ollama_models, ollama_store)
+_ROUTES = (
+    probes,
+    models,
+    chat,
+    completions,
+    llama_cpp,
+    messages,
+    responses,
+    embeddings,
+    rerank,
+    tokenization,
+    admin,
+    *_OLLAMA,
+    dashboard,
+)
+"""What is served is what stands here. `/` is Ollama's on Ollama's port, before it is the dashboard's."""
 
 
 def create_app(
-    pool: ModelPool, config: Config, tracing: Tracing | None = None, *, clock: Callable[[], float] = time.monotonic
+    pool: ModelPool,
+    config: Config,
+    tracing: Tracing | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    now_ms: Callable[[], int] | None = None,
 ) -> FastAPI:
     """The HTTP side of `pool`. Neither starts nor stops it: that is the owner's (`server.serve`, or a test).
 
-    `tracing` is what `config` says unless given; `clock` is that of the quotas. Raises `ConfigError` for keys that
+    `tracing` is what `config` says unless given; `clock` is that of the quotas, and `now_ms` that of a
+    shared store, if not its own. Raises `ConfigError` for keys that
     cannot be read."""
     keys = build_key_ring(config)
-    quotas = Quotas(keys.usage, clock)
+    store = open_store(config.fleet, now_ms)
+    quotas = Quotas(keys.usage, clock) if store is None else FleetQuotas(store, keys.usage, clock)
     text_workers = TextWorkers(config.scheduler.max_num_waiting)
     app = FastAPI(title="mlx-serve", version=version(), responses=ERROR_RESPONSES)
-    context = app.state.context = ServerContext(pool, config, keys, quotas, GenerationService(quotas), text_workers)
+    chats = ChatPlanner(ImageLoader(config.server))
+    context = ServerContext(pool, config, keys, quotas, GenerationService(quotas), text_workers, chats, store)
+    app.state.context = context
     app.state.responses = ResponseStore()
     for routes in _ROUTES:
         app.include_router(routes.router)

@@ -1,7 +1,9 @@
 """Routes that read JSON: a body is received, waits for its turn, is parsed and becomes the route's model.
 
-JsonRoute    any route with a body
-TurnRoute    one whose requests are metered, and read by tier and by key in turn
+JsonRoute           any route with a body
+TurnRoute           one whose requests are metered, and read by tier and by key in turn
+AnyTypeRoute        a JsonRoute that takes JSON whatever it is said to be
+AnyTypeTurnRoute    both
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from mlx_server.api.middleware import until_disconnect
 from mlx_server.api.request_bounds import parse_json
 from mlx_server.api.text_turns import TextTurn
 from mlx_server.engine.fair_slots import Asker
-from mlx_server.errors import QuotaExceededError, ServeError
+from mlx_server.errors import InvalidRequestError, QuotaExceededError, ServeError
 from mlx_server.tiers import GENERATING_PATHS
 
 SMALL_BYTES = 16 * 1024
 """What is parsed at once: another thread would cost more."""
+
+_JSON = (b"content-type", b"application/json")
 
 
 class _Field(Protocol):
@@ -56,6 +60,11 @@ class _JsonRequest(Request):
         context, held, body = self.app.state.context, self.state.held_body, await self.body()
         assert isinstance(context, ServerContext)
         assert isinstance(held, HeldBody)
+        if (encoding := self.headers.get("content-encoding", "identity")) != "identity":
+            raise InvalidRequestError(
+                f"The body is encoded as {encoding[:40]}; this server reads it as it is. Send it without "
+                "Content-Encoding."
+            )
         if body and _is_json(self.headers.get("content-type", "")):
             if len(body) <= SMALL_BYTES:
                 self._json = _validated(body, field)
@@ -138,6 +147,28 @@ class TurnRoute(JsonRoute):
             if not request.state.is_counted and _is_refusal(error):
                 quotas.refuse(caller)
             raise
+
+
+class AnyTypeRoute(JsonRoute):
+    """Takes JSON whatever it is said to be, as Ollama does: examples for curl say nothing of it.
+
+    Requests of browsers' pages carry an `Origin` where it matters. For those a body must be declared as JSON: browsers
+    ask before they send that to another site."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def read(request: Request) -> Response:
+            if "origin" not in request.headers and "sec-fetch-site" not in request.headers:
+                others = [header for header in request.scope["headers"] if header[0] != _JSON[0]]
+                request = Request({**request.scope, "headers": [*others, _JSON]}, request.receive)
+            return await handle(request)
+
+        return read
+
+
+class AnyTypeTurnRoute(AnyTypeRoute, TurnRoute):
+    """The same for requests that are metered and read in turn."""
 
 
 @asynccontextmanager

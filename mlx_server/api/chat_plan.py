@@ -11,15 +11,17 @@ import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mlx_server.api.generation import OutputParser, Prompt, Truncation
+from mlx_server.api.images import ImageLoader
 from mlx_server.api.text_turns import TextTurn
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.grammar.constraints import CompiledGrammar, GrammarCompiler
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import LarkWriter, json_expression, json_options
 from mlx_server.engine.text.chat import ChatOptions
+from mlx_server.engine.text.media import UnseenPartError
 from mlx_server.engine.text.reasoning import (
     Dialect,
     ReasoningConstraint,
@@ -31,8 +33,12 @@ from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import Tool, ToolParser
 from mlx_server.engine.tools.grammar import force_tool_calls
 from mlx_server.engine.tools.parser import ToolCallExtractor
+from mlx_server.engine.vision.parts import ImageParts
+from mlx_server.engine.vision.prompt import Pictures, cut_images
 from mlx_server.errors import InvalidRequestError
 from mlx_server.request import TokenConstraint
+
+T = TypeVar("T")
 
 _TEXTS = ("content", "reasoning")
 
@@ -115,12 +121,19 @@ def _append(pieces: list[str], text: str) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
     """Which tools there are and what the model must do with them. `allowed` are the names of those that it may call,
-    None all."""
+    None all. `patterns` are regexes for the texts that tools of one argument take; calls are held to them in every
+    mode."""
 
     tools: Sequence[Tool] = ()
     mode: Literal["none", "auto", "required"] = "auto"
     allowed: frozenset[str] | None = None
     is_parallel: bool = True
+    patterns: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether calls must be held to grammars even where the model is free to call."""
+        return any(tool["function"]["name"] in self.patterns for tool in self.may_be_called)
 
     @property
     def shown(self) -> Sequence[Tool] | None:
@@ -143,7 +156,8 @@ class ToolUse:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
     """What a protocol's request says. `max_reasoning_tokens` None is no bound. Without `splits_reasoning` the
-    reasoning stays in the content, markers included."""
+    reasoning stays in the content, markers included. With `has_open_schemas`, tools' schemas are not closed.
+    `prediction` is a text that much of the answer is expected to be."""
 
     messages: Sequence[Mapping[str, Any]]
     tool_use: ToolUse = field(default_factory=ToolUse)
@@ -152,13 +166,20 @@ class ChatCall:
     truncation: Truncation = field(default_factory=Truncation)
     max_reasoning_tokens: int | None = None
     splits_reasoning: bool = True
+    has_open_schemas: bool = False
+    prediction: str = ""
 
     @property
     def grammar_param(self) -> str | None:
         """The field that asks for a grammar; None if none does."""
         if self.structured is not None:
             return self.structured.param
-        return "tools" if self.tool_use.mode == "required" else None
+        return "tools" if self.tool_use.mode == "required" or self.tool_use.is_held else None
+
+
+Read = Callable[[ImageParts | None], ChatCall]
+"""Makes the call of a request. Images are added to the parts and marked in the messages, or without parts, where the
+model cannot see, refused or noted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,35 +191,58 @@ class ChatPlan:
     new_constraint: Callable[[], TokenConstraint] | None
     kept_token_ids: frozenset[int]
     continues_text: bool
+    can_reason: bool
+    prediction_token_ids: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What schemas ask for and is not enforced."""
 
 
 class ChatPlanner:
     """Plans chats for any engine. Remembers each model's dialect, which takes long to find in a big vocabulary."""
 
-    def __init__(self) -> None:
+    def __init__(self, images: ImageLoader) -> None:
+        self._images = images
         self._dialects: weakref.WeakKeyDictionary[Tokenizer, Dialect] = weakref.WeakKeyDictionary()
 
-    async def plan(self, engine: AsyncEngine, read: Callable[[], ChatCall], turn: TextTurn) -> ChatPlan:
+    async def plan(self, engine: AsyncEngine, read: Read, turn: TextTurn) -> ChatPlan:
         """`read` makes the call of the request, in a worker thread, since a chat may have thousands of messages. Raises
         `InvalidRequestError` and `UnsupportedError`. What runs in the thread goes on when cancelled."""
         model = _Model(engine.tokenizer, engine.grammars, await self._dialect(engine.tokenizer, turn))
-        write = _writing(engine, read)
 
-        def begin() -> _Written | ChatPlan:
-            written = write()
-            if written.call.grammar_param is not None:
-                return written
-            return _plan(model, written)
+        def finish(written: _Written) -> _Written | ChatPlan:
+            return written if written.call.grammar_param is not None else _plan(model, written)
 
-        begun = await turn.in_thread(begin)
+        begun = await self._begin(engine, read, turn, finish)
         if isinstance(begun, ChatPlan):
             return begun
         param = begun.call.grammar_param or ""
-        return await model.grammars.beside(lambda: _plan(model, begun), param, turn.asker)
+        return await model.grammars.threads.run(lambda: _plan(model, begun), param, turn.asker)
 
-    async def render(self, engine: AsyncEngine, read: Callable[[], ChatCall], turn: TextTurn) -> Prompt:
+    async def render(self, engine: AsyncEngine, read: Read, turn: TextTurn) -> Prompt:
         """The prompt alone; `read` and what is raised are those of `plan`."""
-        return (await turn.in_thread(_writing(engine, read))).prompt
+        return await self._begin(engine, read, turn, lambda written: written.prompt)
+
+    async def _begin(self, engine: AsyncEngine, read: Read, turn: TextTurn, finish: Callable[[_Written], T]) -> T:
+        """What `finish` makes of the call and its prompt, in the thread in which they are made. The call's images are
+        prepared between the two, by other threads."""
+        seeing = engine.vision
+        parts = None if seeing is None else ImageParts()
+        write = _writing(engine, turn.asker.key)
+
+        def begin() -> T | ChatCall:
+            try:
+                call = read(parts)
+                return call if parts is not None and parts.found else finish(write(call, None))
+            except UnseenPartError as error:
+                raise UnseenPartError(error.kind, error.where, engine.info.no_vision) from error
+
+        begun = await turn.in_thread(begin)
+        if not isinstance(begun, ChatCall):
+            return begun
+        assert seeing is not None
+        assert parts is not None
+        call, pictures = begun, await self._images.prepare(seeing, parts, turn.asker, engine.max_model_len)
+        return await turn.in_thread(lambda: finish(write(call, pictures)))
 
     async def _dialect(self, tokenizer: Tokenizer, turn: TextTurn) -> Dialect:
         known = self._dialects.get(tokenizer)
@@ -212,22 +256,26 @@ class _Written:
     call: ChatCall
     prompt: Prompt
     text: str
+    prediction_token_ids: tuple[int, ...]
 
 
-def _writing(engine: AsyncEngine, read: Callable[[], ChatCall]) -> Callable[[], _Written]:
-    """Reads the call and writes the prompt, in a worker thread. What is far too long for the context is not tokenized
+def _writing(engine: AsyncEngine, owner: str) -> Callable[[ChatCall, Pictures | None], _Written]:
+    """Writes the prompt of an owner's call, in a worker thread. What is far too long for the context is not tokenized
     as a whole."""
     chat, tokenizer, max_model_len = engine.chat, engine.tokenizer, engine.max_model_len
+    looks_up = engine.config.looks_up
 
-    def write() -> _Written:
-        call = read()
-
+    def write(call: ChatCall, pictures: Pictures | None) -> _Written:
         def cut(text: str) -> str:
             return call.truncation.part(text, tokenizer, max_model_len)
 
-        prompt = chat.format(call.messages, call.tool_use.shown, call.options, cut)
+        prompt = chat.format(call.messages, call.tool_use.shown, call.options, cut, owner, pictures)
         token_ids = call.truncation.apply(prompt.token_ids, max_model_len)
-        return _Written(call, Prompt(tuple(token_ids), prompt.text), prompt.text)
+        if prompt.images and len(token_ids) < len(prompt.token_ids):
+            raise cut_images()
+        part = tokenizer.part_of(call.prediction, max_model_len) if looks_up else ""
+        predicted = tokenizer.encode(part, add_special_tokens=False)[:max_model_len] if part else ()
+        return _Written(call, Prompt(tuple(token_ids), prompt.text, prompt.images), prompt.text, tuple(predicted))
 
     return write
 
@@ -251,6 +299,9 @@ def _plan(model: _Model, written: _Written) -> ChatPlan:
         new_constraint=_constraints(model, target, is_open, call.max_reasoning_tokens),
         kept_token_ids=model.dialect.kept_token_ids(model.tokenizer, with_tools=bool(tool_use.shown)),
         continues_text=call.options.continue_final_message,
+        can_reason=reasoning is not None,
+        prediction_token_ids=written.prediction_token_ids,
+        notes=() if target.grammar is None else target.grammar.notes,
     )
 
 
@@ -264,10 +315,18 @@ class _Target:
 
 def _target(model: _Model, call: ChatCall) -> _Target:
     tool_use, structured, compile_ = call.tool_use, call.structured, model.grammars.compile
-    if tool_use.shown is None or (tool_use.mode == "auto" and structured is None):
+    is_free = tool_use.mode == "auto" and structured is None
+    if tool_use.shown is None or (is_free and not tool_use.is_held):
         return _Target(None if structured is None else compile_(structured))
-    parser, tools = model.dialect.tool_parser, tool_use.may_be_called
-    forced = force_tool_calls(model.tokenizer, parser, tools, is_parallel=tool_use.is_parallel)
+    forced = force_tool_calls(
+        model.tokenizer,
+        model.dialect.tool_parser,
+        tool_use.may_be_called,
+        is_parallel=tool_use.is_parallel,
+        is_closed=not call.has_open_schemas,
+        patterns=tool_use.patterns,
+        is_free=is_free,
+    )
     if tool_use.mode == "required" or structured is None:
         return _Target(compile_(forced.spec), forced.is_opened)
     compile_(structured)  # refuses schemas alone that would pass, unknown keywords ignored, as a part of a grammar

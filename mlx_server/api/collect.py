@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from mlx_server.api.generation import Finish, Generation, OutputEvent
 from mlx_server.outputs import PositionLogprobs, RequestTimings
@@ -16,6 +17,15 @@ class ToolCall:
     call_id: str
     name: str
     arguments: str
+
+
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object; an empty one if the output ended within them, which the stop reason tells."""
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,8 @@ class Usage:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_reasoning_tokens: int = 0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
 
 
 class UsageMeter:
@@ -56,10 +68,12 @@ class UsageMeter:
         events = self._latest.values()
         prompts = {event.index // self._n: event for event in sorted(events, key=lambda e: -e.index)}
         return Usage(
-            num_prompt_tokens=sum(event.num_prompt_tokens for event in prompts.values()),
-            num_cached_tokens=sum(event.num_cached_tokens for event in prompts.values()),
-            num_output_tokens=sum(event.num_output_tokens for event in events),
+            num_prompt_tokens=sum(event.delta.num_prompt_tokens for event in prompts.values()),
+            num_cached_tokens=sum(event.delta.num_cached_tokens for event in prompts.values()),
+            num_output_tokens=sum(event.delta.num_output_tokens for event in events),
             num_reasoning_tokens=sum(event.num_reasoning_tokens for event in events),
+            num_accepted_drafts=sum(event.delta.num_accepted_drafts for event in events),
+            num_rejected_drafts=sum(event.delta.num_rejected_drafts for event in events),
         )
 
     def timings(self) -> RequestTimings | None:
@@ -83,10 +97,14 @@ async def collect(generation: Generation, n: int) -> Answer:
     """Waits for the end of every choice. Raises `ServeError` if one fails."""
     builders: dict[int, _Builder] = {}
     meter = UsageMeter(n)
-    async with contextlib.aclosing(generation.events()) as events:
-        async for event in events:
+
+    def add(events: list[OutputEvent]) -> bool:
+        for event in events:
             builders.setdefault(event.index, _Builder(event.index)).add(event)
             meter.update(event)
+        return True
+
+    await generation.feed(add)
     choices = tuple(builders[index].choice() for index in sorted(builders))
     return Answer(choices, meter.total(), meter.timings())
 
@@ -121,7 +139,7 @@ class _Builder:
             call.arguments.append(piece.arguments_fragment)
         self._token_ids.extend(event.token_ids)
         self._logprobs.extend(event.logprobs)
-        self._prompt_logprobs.extend(event.prompt_logprobs)
+        self._prompt_logprobs.extend(event.delta.prompt_logprobs)
         self._finish = event.finish or self._finish
 
     def choice(self) -> Choice:

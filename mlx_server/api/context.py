@@ -11,8 +11,10 @@ from mlx_server.api.auth.keys import KeyRing
 from mlx_server.api.auth.quotas import Quotas
 from mlx_server.api.chat_plan import ChatPlanner
 from mlx_server.api.generation_service import GenerationService
+from mlx_server.api.shared_store import SharedStore
 from mlx_server.api.text_turns import TextWorkers
 from mlx_server.config import Config
+from mlx_server.engine.model_fetch import Fetches
 from mlx_server.observability.server_metrics import HttpMetrics, ProcessMetrics, SleepMetrics
 from mlx_server.pool.model_pool import ModelPool
 
@@ -27,7 +29,9 @@ class ServerContext:
     quotas: Quotas
     generations: GenerationService
     text_workers: TextWorkers
-    chats: ChatPlanner = field(default_factory=ChatPlanner)
+    chats: ChatPlanner
+    shared_store: SharedStore | None = None
+    fetches: Fetches = field(default_factory=Fetches)
     http_metrics: HttpMetrics = field(default_factory=HttpMetrics)
     process_metrics: ProcessMetrics = field(default_factory=ProcessMetrics)
     sleep_metrics: SleepMetrics = field(default_factory=SleepMetrics)

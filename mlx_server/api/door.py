@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_server.api.auth.authentication import FREE_PATHS, host_of, is_local, is_loopback, sent_key
+from mlx_server.api.auth.authentication import FREE_PATHS, check_discovery, host_of, is_local, is_loopback, sent_key
 from mlx_server.api.auth.keys import Caller, KeyRing
 from mlx_server.api.errors import error_info
 from mlx_server.api.request_bounds import MAX_BODY_BYTES
@@ -92,7 +92,9 @@ class DoorMiddleware:
             _check_names(Headers(scope=scope), self._hosts, self._origins)
         if scope["path"] in FREE_PATHS or scope["method"] == "OPTIONS":
             return Caller()
-        return self._keys.identify(sent_key(scope), is_local=is_local(scope))
+        caller = self._keys.identify(sent_key(scope), is_local=is_local(scope))
+        check_discovery(caller, scope["method"], scope["path"])
+        return caller
 
 
 def _bounded(scope: Scope, receive: Receive, body: HeldBody) -> Receive:

@@ -2,7 +2,7 @@
 
 Every refusal of every route passes here, those of middleware and of streams that have already begun
 included, so that a client meets one shape: `{"error": {"message", "type", "param", "code"}}` for OpenAI's
-routes and `{"type": "error", "error": {"type", "message"}}` below `/v1/messages`.
+routes, `{"type": "error", "error": {"type", "message"}}` below `/v1/messages`, and `{"error": message}` below `/api/`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from mlx_server import errors
 logger = logging.getLogger(__name__)
 
 ANTHROPIC_PREFIX = "/v1/messages"
+OLLAMA_PREFIX = "/api/"
 CLIENT_CLOSED_REQUEST = 499
 _MAX_LISTED_ERRORS = 10
 _MAX_MESSAGE_CHARS = 1000
@@ -100,8 +102,13 @@ class ErrorInfo:
         kind = _ANTHROPIC_TYPES.get(self.status, fallback)
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
+    def ollama_body(self) -> dict[str, Any]:
+        return {"error": self.message}
+
     def body(self, path: str) -> dict[str, Any]:
         """The body in the shape that clients of `path` parse."""
+        if path.startswith(OLLAMA_PREFIX):
+            return self.ollama_body()
         return self.anthropic_body() if path.startswith(ANTHROPIC_PREFIX) else self.openai_body()
 
     def response(self, path: str) -> Response:
@@ -241,10 +248,14 @@ _HTTP_TYPES = {
 def _remedy(request: Request) -> str:
     """Most wrong paths come from a base URL with `/v1` for a client that adds it, or without for one that does not."""
     path = request.url.path
-    meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+    if "//" in path:
+        meant = re.sub("//+", "/", path)
+    else:
+        meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
     scope = {**request.scope, "path": meant}
     if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes):
-        return f", but {meant} is; {'remove /v1 from' if len(meant) < len(path) else 'add /v1 to'} the base URL."
+        wrong = "the doubled slash" if "//" in path else "/v1"
+        return f", but {meant} is; {f'remove {wrong} from' if len(meant) < len(path) else 'add /v1 to'} the base URL."
     return "; see /docs for what is."
 
 

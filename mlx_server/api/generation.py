@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Grant
@@ -23,16 +23,20 @@ from mlx_server.engine.tools.parser import ToolCallDelta, ToolCallExtractor, Too
 from mlx_server.errors import ContextLengthError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.outputs import CompletionDelta, PositionLogprobs, RequestTimings
+from mlx_server.pooling_params import PoolingParams
+from mlx_server.prompt_image import PromptImage
 from mlx_server.request import FinishReason, Priority, TokenConstraint
 from mlx_server.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text` is what `token_ids` say, for echoes; None where it was not asked for."""
+    """`text` is what `token_ids` say, for echoes; None where it was not asked for. `images` are at their places in
+    `token_ids`."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Truncation:
     def part(self, text: str, tokenizer: Tokenizer, max_model_len: int) -> str:
         """What of `text` is to be tokenized before `apply`. Raises `ContextLengthError` for a text that is far too
         long and not to be cut."""
-        keep = self._num_kept(max_model_len)
+        keep = self.num_kept(max_model_len)
         most = max_model_len if keep is None else min(keep, max_model_len)
         part = tokenizer.part_of(text, most, is_end=keep is not None and self.side == "left")
         if keep is None and len(part) < len(text):
@@ -57,18 +61,17 @@ class Truncation:
         return part
 
     def apply(self, token_ids: Sequence[int], max_model_len: int) -> Sequence[int]:
-        keep = self._num_kept(max_model_len)
+        keep = self.num_kept(max_model_len)
         if keep is None or keep >= len(token_ids):
             return token_ids
         return token_ids[len(token_ids) - keep :] if self.side == "left" else token_ids[:keep]
 
-    def _num_kept(self, max_model_len: int) -> int | None:
+    def num_kept(self, max_model_len: int) -> int | None:
         """One token of the context is for the output."""
         return max_model_len - 1 if self.num_tokens == -1 else self.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(NamedTuple):
     """What a piece of text turned out to be. Reasoning comes before content where both are set."""
 
     content: str = ""
@@ -80,6 +83,9 @@ class OutputParser:
     """Follows one choice's text: splits off reasoning, then finds calls in what is left. Text that may be the start of
     a marker is held back until it is known. With neither splitter nor extractor, all text is content."""
 
+    is_over = False
+    """Whether the output ends here, whatever the model goes on to write. For subclasses to set."""
+
     def __init__(
         self,
         splitter: ReasoningSplitter | None = None,
@@ -87,7 +93,8 @@ class OutputParser:
         is_parallel: bool = True,
     ) -> None:
         """Without `is_parallel`, calls after the first are dropped. `is_reasoning` tells whether the text so far ends
-        inside the reasoning."""
+        inside the reasoning, which there is none of without `splits_reasoning`."""
+        self.splits_reasoning = splitter is not None
         self.is_reasoning = splitter is not None and splitter.is_reasoning
         self._splitter = splitter
         self._extractor = extractor
@@ -127,7 +134,7 @@ class GenerationJob:
     """Every prompt, `n` times, with one of the model's adapters or none. `request_id` is what the client calls it, and
     `response_id` what its answer is called; neither need be unique.
 
-    `new_parser` and `new_constraint` make one object a choice: both follow that choice's own output. The last two
+    `new_parser` and `new_constraint` make one object a choice: both follow that choice's own output. The last three
     are `GenerationRequest`'s.
     """
 
@@ -144,6 +151,8 @@ class GenerationJob:
     new_constraint: Callable[[], TokenConstraint] | None = None
     kept_token_ids: frozenset[int] = frozenset()
     continues_text: bool = False
+    prediction_token_ids: tuple[int, ...] = ()
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,26 +164,41 @@ class Finish:
     timings: RequestTimings | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_NO_DELTA = CompletionDelta("", ())
+
+
+@dataclass(slots=True)  # not frozen: there is one a token, and it takes three times as long
 class OutputEvent:
-    """News of one choice. Counts are totals so far; `finish` is set on the choice's last event."""
+    """News of one choice: what the text of a `delta` is. Counts are totals so far; `finish` is set on the choice's last
+    event."""
 
     index: int
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[PositionLogprobs, ...] = ()
-    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    num_reasoning_tokens: int = 0
     finish: Finish | None = None
+    num_reasoning_tokens: int = 0
+    delta: CompletionDelta = _NO_DELTA
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.delta.token_ids
+
+    @property
+    def logprobs(self) -> tuple[PositionLogprobs, ...]:
+        return self.delta.logprobs
+
+
+Show = Callable[[list[OutputEvent]], bool]
+"""Takes events; False if no more may come until its owner is ready for them."""
+
+
+async def _at_once() -> None:
+    """For an owner who is always ready."""
 
 
 class Generation:
-    """One job in progress. Iterate over it once; `close` it on every path."""
+    """One job in progress. `feed` it to one reader; `close` it on every path."""
 
     def __init__(
         self,
@@ -188,6 +212,12 @@ class Generation:
         self.model_name = model_name
         self.ids = frozenset((job.request_id, job.response_id))
         self._choices = [_Choice(index, stream, job.new_parser()) for index, stream in enumerate(streams)]
+        self._unread = self._choices  # of these the end has not been read
+        self._is_taking = False
+        self._show: Show | None = None  # while nothing but news is waited for
+        self._news: asyncio.Future[None] | None = None  # for a task that waits for them, or for the end of showing
+        for stream in streams:
+            stream.on_news = self._on_news
         self._grant = grant
         self._on_close = on_close
 
@@ -199,22 +229,65 @@ class Generation:
     async def wait_for_output(self, timeout_s: float | None) -> None:
         """Waits for the first output of any choice, at most `timeout_s`. Raises the `ServeError` of a choice that ends
         without any until then."""
-        waits = [asyncio.ensure_future(choice.stream.wait_for_output()) for choice in self._choices]
-        try:
-            done, _ = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            for wait in done:
-                wait.result()
-        finally:
-            await _cancel(waits)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not any(choice.stream.is_over() for choice in self._choices) and not self.has_output:
+                    await self._wait()
 
-    async def events(self) -> AsyncGenerator[OutputEvent, None]:
-        """The events of all choices as they come. Raises `ServeError` when a choice ends with an error."""
-        sources = [choice.events() for choice in self._choices]
-        async with contextlib.aclosing(sources[0] if len(sources) == 1 else _merged(sources)) as events:
-            async for event in events:
-                if event.token_ids:
-                    self._grant.add_output(len(event.token_ids))
-                yield event
+    async def feed(self, show: Show, is_ready: Callable[[], Awaitable[None]] = _at_once) -> None:
+        """Shows the events of all choices to the end, those of a step together. They are shown right where the engine
+        tells of them, since a task's turn for each would take longer than all else. When `show` says False, the next
+        ones wait for `is_ready`, and are shown together. Raises what `show` raises, and the `ServeError` of a choice
+        that ends with one."""
+        while True:
+            while not self._show_news(show):
+                await is_ready()
+            if not self._unread:
+                return
+            await self._wait(show)
+            await is_ready()
+
+    async def _wait(self, show: Show | None = None) -> None:
+        """For news, or with `show` until showing them is to be looked after."""
+        self._show, self._news = show, asyncio.get_running_loop().create_future()
+        try:
+            await self._news
+        finally:
+            self._show = self._news = None
+
+    def _on_news(self) -> None:
+        """Some choices have news, or their end. What ends while others' news are taken is taken with them."""
+        news = self._news
+        if news is None or news.done() or self._is_taking:
+            return
+        try:
+            is_done = self._show is None or not self._show_news(self._show) or not self._unread
+        except Exception as error:
+            news.set_exception(error)
+        else:
+            if is_done:
+                news.set_result(None)
+
+    def _show_news(self, show: Show) -> bool:
+        """What can be read without waiting: the news of a step, or of all steps that a slow reader has let pass. What
+        `show` says."""
+        events: list[OutputEvent] = []
+        num_tokens = 0
+        is_any_complete = False
+        self._is_taking = True
+        try:
+            for choice in self._unread:
+                num_tokens += choice.take(events)
+                is_any_complete = is_any_complete or choice.stream.is_complete
+        finally:
+            self._is_taking = False
+        is_ready = True
+        if events:
+            self._grant.add_output(num_tokens)
+            is_ready = show(events)
+        if is_any_complete:
+            self._unread = [choice for choice in self._unread if not choice.stream.is_over()]
+        return is_ready
 
     def summaries(self) -> list[RequestSummary]:
         """Of the choices that have ended: all of them, once the generation is closed."""
@@ -242,16 +315,20 @@ class _Choice:
         self._parser = parser
         self._was_reasoning = parser.is_reasoning
         self._num_reasoning_tokens = 0
-        self._counted = CompletionDelta("", ())
 
-    async def events(self) -> AsyncGenerator[OutputEvent, None]:
-        async for delta in self.stream:
-            yield self._event(delta)
+    def take(self, events: list[OutputEvent]) -> int:
+        """Adds all that can be read without waiting to `events`; how many tokens that is."""
+        num_tokens = 0
+        for delta in self.stream.take():
+            events.append(self._event(delta))
+            num_tokens += len(delta.token_ids)
+        if self._parser.is_over and not self.stream.is_complete:
+            self.stream.abort()
+            events += map(self._event, self.stream.take())
+        return num_tokens
 
     def _event(self, delta: CompletionDelta) -> OutputEvent:
-        # An aborted request's last delta has no counts; those before it stand.
-        counted = self._counted = delta if delta.finish_reason is not FinishReason.ABORT else self._counted
-        parts = self._parser.append(delta.text)
+        parts = self._read(delta)
         finish = None
         if delta.finish_reason is not None:
             parts = _joined(parts, self._parser.finish())
@@ -260,26 +337,29 @@ class _Choice:
                 stop_reason=delta.stop_reason,
                 timings=delta.timings,
             )
+        return OutputEvent(self._index, *parts, finish, self._num_reasoning_tokens, delta)
+
+    def _read(self, delta: CompletionDelta) -> Parts:
+        """What the text is. Reasoning may end among several tokens, of which those behind its end are not counted."""
+        if not (self._parser.splits_reasoning and delta.pieces):
+            parts = self._parser.append(delta.text)
+            self._count(len(delta.token_ids))
+            return parts
+        parts = Parts()
+        for piece in delta.pieces:
+            parts = _joined(parts, self._parser.append(piece))
+            self._count(1)
+        return parts
+
+    def _count(self, num_tokens: int) -> None:
         is_reasoning = self._parser.is_reasoning
         if self._was_reasoning or is_reasoning:
-            self._num_reasoning_tokens += len(delta.token_ids)
+            self._num_reasoning_tokens += num_tokens
         self._was_reasoning = is_reasoning
-        return OutputEvent(
-            index=self._index,
-            content=parts.content,
-            reasoning=parts.reasoning,
-            tool_calls=parts.tool_calls,
-            token_ids=delta.token_ids,
-            logprobs=delta.logprobs,
-            prompt_logprobs=delta.prompt_logprobs,
-            num_prompt_tokens=counted.num_prompt_tokens,
-            num_cached_tokens=counted.num_cached_tokens,
-            num_output_tokens=counted.num_output_tokens,
-            num_reasoning_tokens=self._num_reasoning_tokens,
-            finish=finish,
-        )
 
     def _finish_reason(self, reason: FinishReason) -> str:
+        if reason is FinishReason.ABORT and self._parser.is_over:
+            return FinishReason.LENGTH.value
         if reason is FinishReason.STOP and self._parser.has_tool_calls:
             return "tool_calls"
         return reason.value
@@ -289,35 +369,3 @@ def _joined(first: Parts, second: Parts) -> Parts:
     return Parts(
         first.content + second.content, first.reasoning + second.reasoning, first.tool_calls + second.tool_calls
     )
-
-
-async def _merged(sources: Sequence[AsyncIterator[OutputEvent]]) -> AsyncGenerator[OutputEvent, None]:
-    queue: asyncio.Queue[OutputEvent | Exception | None] = asyncio.Queue()  # None is a source's end
-
-    async def pump(source: AsyncIterator[OutputEvent]) -> None:
-        try:
-            async for event in source:
-                queue.put_nowait(event)
-            queue.put_nowait(None)
-        except Exception as error:
-            queue.put_nowait(error)
-
-    tasks = [asyncio.create_task(pump(source)) for source in sources]
-    try:
-        num_open = len(tasks)
-        while num_open:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
-    finally:
-        await _cancel(tasks)
-
-
-async def _cancel(tasks: Sequence[asyncio.Future[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -22,6 +22,7 @@ from mlx_server.api.auth.keys import KeyRing, revocation
 from mlx_server.api.auth.quotas import Demand, Quotas, bounded
 from mlx_server.api.generation import Generation, GenerationJob
 from mlx_server.api.middleware import until_disconnect
+from mlx_server.api.pooling import PoolingRun, most_at_a_time
 from mlx_server.api.request_bounds import check_name
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
@@ -29,7 +30,6 @@ from mlx_server.errors import OverloadedError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.observability.logs import log_event
 from mlx_server.pool.model_pool import ModelPool
-from mlx_server.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 request_logger = logging.getLogger("mlx_server.requests")
@@ -38,7 +38,8 @@ REVOCATION_S = 0.5
 """How long a revoked key's open streams may go on."""
 
 _DRAIN_RETRY_S = 5.0
-_SEED_SPAN = 2**63
+
+T = TypeVar("T", Generation, PoolingRun)
 
 
 class GenerationService:
@@ -46,7 +47,7 @@ class GenerationService:
 
     def __init__(self, quotas: Quotas) -> None:
         self._quotas = quotas
-        self._open: set[Generation] = set()
+        self._open: set[Generation | PoolingRun] = set()
         self.is_draining = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -55,24 +56,51 @@ class GenerationService:
     def num_in_progress(self) -> int:
         return len(self._open)
 
-    def start(self, engine: AsyncEngine, job: GenerationJob) -> Generation:
+    async def start(self, engine: AsyncEngine, job: GenerationJob) -> Generation:
         """Submits every choice or none, if the caller's quota allows. Raises what `AsyncEngine.submit` and
         `Quotas.check` raise, and `OverloadedError` while draining. The caller closes what it starts."""
+        return await self._opened(engine, job, job.n * len(job.prompts), None, self._start)
+
+    async def start_pooling(self, engine: AsyncEngine, job: GenerationJob) -> PoolingRun:
+        """As `start`, for inputs that are pooled: they go in as there is room, each caller's within its seats."""
+        width = min(len(job.prompts), most_at_a_time(engine), self._quotas.seats_left(job.caller))
+        return await self._opened(engine, job, width, 1, self._start_pooling)
+
+    async def _opened(
+        self,
+        engine: AsyncEngine,
+        job: GenerationJob,
+        width: int,
+        least: int | None,
+        start: Callable[[AsyncEngine, GenerationJob, Demand], T],
+    ) -> T:
+        """What `start` makes of the job, `width` answers at a time, or `least`. The quota is asked for before anything
+        is made for the job; others may have come meanwhile, so that what this server knows is looked at again."""
+        demand = Demand(width, sum(len(prompt.token_ids) for prompt in job.prompts))
         try:
-            generation = self._start(engine, job)
+            self._check(job, demand)
+            with await self._quotas.reserve(job.caller, demand, least) as width:
+                demand = replace(demand, num_answers=width)
+                self._check(job, demand)
+                run = start(engine, job, demand)
         except ServeError as error:
             _log_refusal(job, engine.names.with_adapter(job.adapter), error)
             raise
-        self._open.add(generation)
+        self._open.add(run)
         self._is_idle.clear()
-        return generation
+        return run
 
-    def _start(self, engine: AsyncEngine, job: GenerationJob) -> Generation:
+    def _check(self, job: GenerationJob, demand: Demand) -> None:
         if self.is_draining:
             raise OverloadedError("The server is shutting down; send the request elsewhere.", _DRAIN_RETRY_S)
-        requests = _requests(job)
-        demand = Demand(len(requests), sum(len(prompt.token_ids) for prompt in job.prompts))
         self._quotas.check(job.caller, demand)
+
+    def _start_pooling(self, engine: AsyncEngine, job: GenerationJob, demand: Demand) -> PoolingRun:
+        requests, grant = _requests(job), self._quotas.open(job.caller, demand)
+        return PoolingRun(job, engine, requests, demand.num_answers, grant, self._forget)
+
+    def _start(self, engine: AsyncEngine, job: GenerationJob, demand: Demand) -> Generation:
+        requests = _requests(job)
         streams: list[RequestStream] = []
         with contextlib.ExitStack() as undo:
             for request in requests:
@@ -112,7 +140,7 @@ class GenerationService:
             return False
         return True
 
-    def _forget(self, generation: Generation) -> None:
+    def _forget(self, generation: Generation | PoolingRun) -> None:
         if generation not in self._open:
             return
         self._open.discard(generation)
@@ -137,7 +165,7 @@ def _requests(job: GenerationJob) -> list[GenerationRequest]:
         GenerationRequest(
             request_id=f"{unique}-{prompt_index}-{sample_index}",
             prompt_token_ids=prompt.token_ids,
-            sampling=_seeded(bounded(job.sampling, job.caller.tier, len(prompt.token_ids)), sample_index),
+            sampling=bounded(job.sampling, job.caller.tier, len(prompt.token_ids)).of_sample(sample_index),
             priority=job.priority,
             tier=job.caller.tier.name,
             extra_keys=job.extra_keys,
@@ -147,18 +175,13 @@ def _requests(job: GenerationJob) -> list[GenerationRequest]:
             constraint=None if job.new_constraint is None else job.new_constraint(),
             kept_token_ids=job.kept_token_ids,
             continues_text=job.continues_text,
+            prediction_token_ids=job.prediction_token_ids,
+            pooling=job.pooling,
+            images=prompt.images,
         )
         for prompt_index, prompt in enumerate(job.prompts)
         for sample_index in range(job.n)
     ]
-
-
-def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of sample `index`: its own seed, so that samples differ and each can be repeated."""
-    if sampling.seed is None or index == 0:
-        return sampling
-    seed = sampling.seed + index
-    return replace(sampling, seed=seed if seed < _SEED_SPAN else seed - 2 * _SEED_SPAN)
 
 
 def _log_end(job: GenerationJob, model_name: str, choices: Sequence[RequestSummary]) -> None:
@@ -168,9 +191,10 @@ def _log_end(job: GenerationJob, model_name: str, choices: Sequence[RequestSumma
     num_later_tokens = sum(choice.num_output_tokens - 1 for choice in decoded)
     decode_s = sum((choice.tpot_s or 0.0) * (choice.num_output_tokens - 1) for choice in decoded)
     fields = {
-        **_identity(job, model_name, choices[0].tier),
+        **_identity(job, model_name, job.caller.tier.name),
         "choices": len(choices),
         "prompt_tokens": sum(choice.num_prompt_tokens for choice in choices),
+        **_images(job),
         "cached_tokens": sum(choice.num_cached_tokens for choice in choices),
         "output_tokens": sum(choice.num_output_tokens for choice in choices),
         "queue_ms": _ms(_least(choice.queue_s for choice in choices)),
@@ -187,9 +211,16 @@ def _log_refusal(job: GenerationJob, model_name: str, error: ServeError) -> None
         **_identity(job, model_name, job.caller.tier.name),
         "choices": job.n * len(job.prompts),
         "prompt_tokens": job.n * sum(len(prompt.token_ids) for prompt in job.prompts),
+        **_images(job),
         "error": type(error).__name__,
     }
     log_event(request_logger, "request refused", fields)
+
+
+def _images(job: GenerationJob) -> dict[str, int]:
+    """How many tokens of the prompts are images, over all choices as `prompt_tokens` are; nothing where none are."""
+    num_tokens = sum(image.num_tokens for prompt in job.prompts for image in prompt.images)
+    return {"image_tokens": job.n * num_tokens} if num_tokens else {}
 
 
 def _identity(job: GenerationJob, model_name: str, tier: str) -> dict[str, Any]:

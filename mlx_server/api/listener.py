@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import ssl
+from dataclasses import replace
 from pathlib import Path
 
 from mlx_server.config import ServerConfig
@@ -13,8 +14,21 @@ from mlx_server.errors import ConfigError, ServeError
 _BACKLOG = 2048
 
 
-def listen(server: ServerConfig) -> socket.socket:
-    """A socket that listens at the configured address.
+def listen_all(server: ServerConfig) -> list[socket.socket]:
+    """Sockets that listen at the configured ports: the server's own, and Ollama's if there is one. Raises `ServeError`
+    with the remedy."""
+    own = listen(server)
+    if server.ollama_port is None:
+        return [own]
+    try:
+        return [own, listen(replace(server, port=server.ollama_port), port_flag="--ollama-port")]
+    except ServeError:
+        own.close()
+        raise
+
+
+def listen(server: ServerConfig, port_flag: str = "--port") -> socket.socket:
+    """A socket that listens at the configured address; `port_flag` is where the port is from, for messages.
 
     It names its protocol: asyncio turns Nagle's algorithm off only then, and else each answer on a kept connection
     is 40 ms late. Raises `ServeError` with the remedy."""
@@ -24,23 +38,26 @@ def listen(server: ServerConfig) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise _refusal(server, error) from error
+        raise _refusal(server, error, port_flag) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)  # several may bind one port until one listens
     except OSError as error:
         listener.close()
-        raise _refusal(server, error) from error
+        raise _refusal(server, error, port_flag) from error
     return listener
 
 
-def _refusal(server: ServerConfig, error: OSError) -> ServeError:
-    remedy = (
-        "Stop what listens there, or choose another port with --port (0 takes a free one)"
-        if error.errno == errno.EADDRINUSE
-        else "Give an address of this machine with --host, like 127.0.0.1, and a port that you may use with --port"
-    )
+def _refusal(server: ServerConfig, error: OSError, port_flag: str) -> ServeError:
+    if error.errno != errno.EADDRINUSE:
+        remedy = (
+            f"Give an address of this machine with --host, like 127.0.0.1, and a port that you may use, {port_flag}"
+        )
+    elif port_flag == "--port":
+        remedy = "Stop what listens there, or choose another port with --port (0 takes a free one)"
+    else:
+        remedy = f"Stop what listens there (Ollama itself?), choose another port with {port_flag}, or leave it out"
     return ServeError(f"Cannot listen on {server.host}:{server.port}: {error.strerror or error}. {remedy}.")
 
 

@@ -24,6 +24,7 @@ from mlx_server.api.auth.authentication import PROBE_PATHS
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Quotas, quota_headers
 from mlx_server.api.errors import CLIENT_CLOSED_REQUEST, ClientDisconnectedError, error_info
+from mlx_server.api.sse import PIECE_WRITER, PieceWriter
 from mlx_server.config import ServerConfig
 from mlx_server.observability.server_metrics import HttpMetrics
 from mlx_server.setting import parse_origins
@@ -99,6 +100,8 @@ class ExchangeMiddleware:
                 method = scope["method"] if scope["method"] in _METHODS else "other"
                 time_s = time.monotonic() - start_s
                 self._metrics.on_exchange(handler, method, status or CLIENT_CLOSED_REQUEST, time_s)
+                pieces: PieceWriter | None = state.get(PIECE_WRITER)
+                num_sent += 0 if pieces is None else pieces.num_bytes
                 self._metrics.on_bodies(handler, num_received, num_sent)
         return None
 
@@ -113,15 +116,19 @@ class ExchangeMiddleware:
             headers.update(quota_headers(self._quotas.rates(caller), scope["path"]))
 
 
+_OWN_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?|(app|tauri|vscode-webview|vscode-file)://[^/]*"
+"""What people try out and run on their own machine: web pages, and applications, whose schemes no web page has."""
+
+
 def allow_origins(app: FastAPI, server: ServerConfig) -> None:
-    """Answers browsers' preflights and names the origin in answers, refusals included, as far as `server` allows it.
+    """Answers browsers' preflights and names the origin in answers, refusals included: for pages of this machine, and
+    as far as `server` allows others.
 
     Pages may read every header. They need the same keys as any client, and are never taken for a local admin."""
-    if server.allowed_origins is None:
-        return
     app.add_middleware(
         CORSMiddleware,
-        allow_origins=parse_origins(server.allowed_origins),
+        allow_origins=parse_origins(server.allowed_origins or ""),
+        allow_origin_regex=_OWN_PAGES,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["*"],

@@ -14,8 +14,15 @@ from mlx_server.api.context import Context, ServerContext
 from mlx_server.config import BLOCK_SIZE, Config
 from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.environment import version
+from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.observability.series import CONTENT_TYPE, EngineReading, render
-from mlx_server.observability.server_metrics import ModelReading, PoolMetrics, QuotaMetrics
+from mlx_server.observability.server_metrics import (
+    DiskMetrics,
+    ModelReading,
+    PoolMetrics,
+    QuotaMetrics,
+    SharedStoreMetrics,
+)
 from mlx_server.outputs import EngineStats
 from mlx_server.pool.pooled_model import ModelState
 
@@ -109,11 +116,20 @@ async def server_info(context: Context) -> dict[str, Any]:
         "tp_size": 1,
         "dp_size": 1,
         "version": version(),
+        "kv_block_size": BLOCK_SIZE,
+        "effective_attention_block_size": BLOCK_SIZE,
         "vllm_config": {
             "model_config": {"model": model.spec.root},
             "cache_config": {"block_size": BLOCK_SIZE, "num_gpu_blocks": num_blocks},
         },
     }
+
+
+@router.get("/kv_event_sources")
+async def kv_event_sources(context: Context) -> dict[str, Any]:
+    """Where routers hear which prefixes are cached, in vLLM's words: an entry for each model that was loaded; none
+    without --kv-events."""
+    return {} if context.pool.events is None else context.pool.events.sources()
 
 
 @router.get("/model_info")
@@ -175,5 +191,24 @@ async def metrics(context: Context) -> Response:
     ]
     pool = PoolMetrics(models, list(ModelState))
     others = [pool, context.sleep_metrics, context.http_metrics, quotas, context.process_metrics]
+    if context.pool.disk is not None:
+        others = [*others, _disk_metrics(context.pool.disk)]
+    if context.shared_store is not None:
+        others = [*others, SharedStoreMetrics(context.shared_store.is_here, context.shared_store.num_failures)]
     text = render(readings, others)
     return Response(text, media_type=CONTENT_TYPE)
+
+
+def _disk_metrics(disk: KvDisk) -> DiskMetrics:
+    store, counters = disk.store, disk.counters
+    return DiskMetrics(
+        is_on=disk.is_on,
+        num_bytes=store.num_bytes,
+        limit_bytes=store.limit_bytes,
+        num_records=len(store),
+        num_bytes_read=counters.num_bytes_read,
+        num_bytes_written=counters.num_bytes_written,
+        num_evicted=store.num_evicted,
+        num_damaged=store.num_bad,
+        num_errors=counters.num_errors,
+    )

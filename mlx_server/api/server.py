@@ -16,12 +16,11 @@ import contextlib
 import faulthandler
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any, NoReturn
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from typing import Any
 
 import uvicorn
 from sse_starlette.sse import AppStatus
@@ -41,7 +40,7 @@ from mlx_server.api.generation_service import watch_revocations
 from mlx_server.api.listener import check_tls, scheme, tls_files
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError, ServeError
-from mlx_server.observability.logs import set_up_logging
+from mlx_server.observability.logs import leave, set_up_logging
 from mlx_server.observability.tracing import open_tracing
 from mlx_server.pool.model_pool import ModelPool, build_pool
 from mlx_server.pool.pooled_model import PooledModel
@@ -60,9 +59,15 @@ _MAX_HEADER_BYTES = 16 * 1024
 _WATCH_S = 0.25
 
 
-def serve(config: Config, listener: socket.socket, make_pool: Callable[[Config], ModelPool] = build_pool) -> int:
-    """Serves at `listener` until a signal ends it. The exit code: 0 after a signal, 2 for a wrong setting, 1 when it
-    could not start otherwise or an engine died.
+def serve(
+    config: Config,
+    listener: socket.socket,
+    make_pool: Callable[[Config], ModelPool] = build_pool,
+    *,
+    more_listeners: Sequence[socket.socket] = (),
+) -> int:
+    """Serves at `listener`, and the same at others, until a signal ends it. The exit code: 0 after a signal, 2 for a
+    wrong setting, 1 when it could not start otherwise or an engine died.
 
     Call it on the process's main thread, which gets the signals.
     """
@@ -72,7 +77,7 @@ def serve(config: Config, listener: socket.socket, make_pool: Callable[[Config],
     AppStatus.enable_automatic_graceful_drain = False
     try:
         check_tls(config.server)
-        return asyncio.run(_run(config, listener, make_pool))
+        return asyncio.run(_run(config, (listener, *more_listeners), make_pool))
     except ServeError as error:
         logger.error("%s", error.message)
         return 2 if isinstance(error, ConfigError) else 1
@@ -80,8 +85,8 @@ def serve(config: Config, listener: socket.socket, make_pool: Callable[[Config],
         open_tracing(config.observability).close()
 
 
-async def _run(config: Config, listener: socket.socket, make_pool: Callable[[Config], ModelPool]) -> int:
-    return await _Server(config, listener, make_pool(config)).run()
+async def _run(config: Config, listeners: Sequence[socket.socket], make_pool: Callable[[Config], ModelPool]) -> int:
+    return await _Server(config, listeners, make_pool(config)).run()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -95,9 +100,9 @@ class _Uvicorn(uvicorn.Server):
 class _Server:
     """One run of the server."""
 
-    def __init__(self, config: Config, listener: socket.socket, pool: ModelPool) -> None:
+    def __init__(self, config: Config, listeners: Sequence[socket.socket], pool: ModelPool) -> None:
         self._config = config.server
-        self._listener = listener
+        self._listeners = list(listeners)
         self._pool = pool
         self._app = create_app(pool, config)
         self._stop_asked = asyncio.Event()
@@ -105,22 +110,28 @@ class _Server:
     async def run(self) -> int:
         """Listens at once, so that probes are answered while the model loads. Returns the exit code."""
         gate = ConnectionGate(self._config.max_connections or room_for_connections())
-        self._listener = GuardedListener(self._listener, gate)
+        self._listeners = [GuardedListener(listener, gate) for listener in self._listeners]
         http = _Uvicorn(uvicorn_config(self._app, self._config, gate))
         warning = exposure_warning(self._config.host, self._context.keys)
         if warning is not None:
             logger.warning("%s", warning)
         logger.info("%s", self._context.keys.admins())
+        store = self._context.shared_store
         with self._signals():
-            serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+            serving = asyncio.create_task(http.serve(sockets=self._listeners))
             watching = asyncio.create_task(watch_revocations(self._context.keys, self._context.generations))
             try:
+                if store is not None:
+                    await store.open()
                 return await self._live()
             finally:
                 watching.cancel()
                 http.should_exit = True
                 await serving
                 await self._context.keys.usage.flush()
+                await self._context.quotas.close()
+                if store is not None:
+                    await store.close()
 
     async def _live(self) -> int:
         try:
@@ -129,7 +140,7 @@ class _Server:
             except ServeError:  # the pool has logged it
                 return 1
             if not is_loaded:
-                _leave(0)  # the MLX thread cannot be interrupted, and Python cannot end under it
+                leave(0)  # the MLX thread cannot be interrupted, and Python cannot end under it
             self._announce()
             if not await self._before_stop(self._death()):
                 await self._drain()
@@ -156,11 +167,10 @@ class _Server:
 
     async def _death(self) -> None:
         """Returns when nothing can be generated any more. Meanwhile the garbage collector passes over what was there
-        when the models were loaded: a look at all of it takes longer than streams may stand still. (Unloading a model
-        thaws it for a moment.)"""
+        when the models were loaded: a look at all of it takes longer than streams may stand still. (So does counting
+        what is frozen; unloading a model thaws and freezes it.)"""
+        gc.freeze()
         while True:
-            if not gc.get_freeze_count():
-                gc.freeze()
             death = self._pool.death()
             if death is not None:
                 logger.error("%s", death)
@@ -185,10 +195,11 @@ class _Server:
 
     def _announce(self) -> None:
         """The one line on standard output, once requests are served."""
-        host, port = self._listener.getsockname()[:2]
-        url = local_url(host, port, scheme(self._config))
+        addresses = (listener.getsockname()[:2] for listener in self._listeners)
+        url, *others = (local_url(host, port, scheme(self._config)) for host, port in addresses)
+        ollama = "".join(f"  Ollama's API: {other}" for other in others)
         models = "  ".join(_described(model) for model in self._pool.models())
-        sys.stdout.write(f"mlx-serve is ready: {url}/v1  live page: {url}/  {models}\n")
+        sys.stdout.write(f"mlx-serve is ready: {url}/v1  live page: {url}/{ollama}  {models}\n")
         sys.stdout.flush()
 
     @contextlib.contextmanager
@@ -208,7 +219,7 @@ class _Server:
     def _on_signal(self, number: int) -> None:
         # A closed terminal sends SIGHUP twice, by the shell and by the system; other second signals are impatience.
         if self._stop_asked.is_set() and number != signal.SIGHUP:
-            _leave(128 + number)
+            leave(128 + number)
         self._stop_asked.set()
 
 
@@ -227,12 +238,6 @@ def _dump_stacks_on_request() -> None:
     """Has SIGQUIT write the stacks of all threads to standard error, and the process go on."""
     with contextlib.suppress(OSError, ValueError):  # a standard error that is no file
         faulthandler.register(signal.SIGQUIT, file=sys.__stderr__ or sys.stderr, all_threads=True)
-
-
-def _leave(code: int) -> NoReturn:
-    """Ends the process at once, without waiting for its threads."""
-    logging.shutdown()
-    os._exit(code)
 
 
 def uvicorn_config(app: ASGIApp, server: ServerConfig, gate: ConnectionGate | None = None) -> uvicorn.Config:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import NULL_BLOCK_ID, BlockMove
 
 
@@ -27,16 +28,17 @@ class Block:
     """Bookkeeping of one block of `BLOCK_SIZE` slots. Holds no tensors: `block_id` indexes the pools.
 
     `block_hash` is set while the block's content stands in the prefix cache, also when `ref_cnt` is 0; `layer_group`
-    says which layers' K/V that is.
+    says which layers' K/V that is. `found_mark` is the manager's of when a prefix with the block was looked up.
     """
 
-    __slots__ = ("block_hash", "block_id", "layer_group", "ref_cnt")
+    __slots__ = ("block_hash", "block_id", "found_mark", "layer_group", "ref_cnt")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
         self.block_hash: bytes | None = None
         self.layer_group = 0
+        self.found_mark = -1
 
     @property
     def state(self) -> BlockState:
@@ -107,6 +109,11 @@ class BlockTable:
         num_null = max(0, self.num_gone - start)
         held = self.blocks[max(0, start - self.num_gone) :]
         return (NULL_BLOCK_ID,) * num_null + tuple([block.block_id for block in held])
+
+    def end(self, num_tokens: int, most_held: int | None) -> int:
+        """How long the table is to be that has room for `num_tokens` tokens, or for all that may be held at once."""
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        return num_blocks if most_held is None else min(num_blocks, self.num_gone + most_held)
 
     def give_up(self, num_gone: int) -> list[Block]:
         """Makes the first `num_gone` entries empty; the blocks that were held there, in order."""

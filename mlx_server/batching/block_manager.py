@@ -4,28 +4,31 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
-from mlx_server.batching.block import (
-    Block,
-    BlockObserver,
-    BlockState,
-    BlockSupply,
-    BlockTable,
-    FreeBlockQueue,
-    Unobserved,
-    plan_compaction,
-)
+from mlx_server.batching.block import Block, BlockSupply, BlockTable
+from mlx_server.batching.block_pool import BlockPool
 from mlx_server.batching.layer_groups import LayerGroups, first_seen, num_blocks_for
-from mlx_server.batching.prefix_cache import CachedPrefix, PrefixCache, extend_block_hashes, root_hash
+from mlx_server.batching.prefix_cache import (
+    CachedPrefix,
+    PrefixCache,
+    SeenBlock,
+    extend_block_hashes,
+    most_hit,
+    root_hash,
+)
+from mlx_server.batching.prefix_changes import Tell
 from mlx_server.batching.state_checkpoints import StateCheckpoints
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import BlockIds, BlockMove, PoolChange
+from mlx_server.outputs import BlockIds
 from mlx_server.request import Request
 
+_MOST_FOUND = 16
+"""Prefixes that are remembered: a step looks up the oldest, the shortest and one aged request of each tier."""
 
-class PagedBlockManager:
+
+class PagedBlockManager(BlockPool):
     """All blocks of one model's pools. Not thread-safe: used by the scheduler only.
 
     A request has a block table in each layer group. It only grows, until `free` or `detach`, but in a group with a
@@ -37,9 +40,7 @@ class PagedBlockManager:
     What is given up may be taken at once, although steps that were submitted still read or write it: steps run in the
     order in which they are composed, and the step that takes it is composed after all of them.
 
-    The pool grows when an allocation would evict or fail, as long as `supply` gives, up to `max_blocks`; it is
-    cut by `shrink`. `take_change` says what the runner must do before the next step. Ids are stable on growth.
-    `observer` is told what becomes of the content of blocks.
+    `before_eviction` gets each cached block that is taken.
     """
 
     def __init__(
@@ -53,40 +54,21 @@ class PagedBlockManager:
         enable_prefix_caching: bool = True,
         checkpoints: StateCheckpoints | None = None,
     ) -> None:
-        """Without `groups`, all layers keep everything. Without `max_blocks` the size is fixed. With `checkpoints`,
-        a prefix is cached only up to one of them."""
-        assert 1 <= num_blocks <= (max_blocks or num_blocks)
-        self.max_blocks = max_blocks or num_blocks
-        self._blocks = [Block(i) for i in range(num_blocks)]
-        self._free = FreeBlockQueue(self._blocks)
+        """Without `groups`, all layers keep everything. Without `max_blocks` it is fixed. `checkpoints` end hits."""
+        super().__init__(num_blocks, max_blocks, supply)
         self.groups = groups or LayerGroups()
-        self.no_prefix = CachedPrefix(0, tuple([] for _ in self.groups.windows))
+        self.no_prefix = CachedPrefix(0, 0, tuple([] for _ in self.groups.windows))
         self._tables: dict[str, list[BlockTable]] = {}
         self._num_allocated: dict[str, int] = {}  # entries that a table without a window has
         self._num_cached: dict[str, int] = {}  # leading blocks of a table that were offered to the cache
+        self._found: dict[Request, CachedPrefix] = {}  # prefixes that were looked up since the last `_forget`
+        self._found_mark = 0  # that of their blocks
         self._cache = PrefixCache(self.groups.windows)
         self._root = root_hash(model_key)
         self._detached: list[list[Block]] = []
-        self._supply = supply
-        self._moves: tuple[BlockMove, ...] = ()
-        self._num_cut = 0
-        self._is_changed = False
         self.enable_prefix_caching = enable_prefix_caching
         self.checkpoints = checkpoints
-        self.observer: BlockObserver = Unobserved()
-        self.num_evictions = 0
-        self.num_growths = 0
-        self.num_cuts = 0
-        self.num_moves = 0
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._blocks)
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that an allocation may take, cached ones included."""
-        return len(self._free)
+        self.before_eviction: Callable[[Block], None] = lambda block: None
 
     @property
     def num_cached_blocks(self) -> int:
@@ -97,10 +79,15 @@ class PagedBlockManager:
         """Blocks that become free when the submitted steps have finished."""
         return next(self.num_freed_in_turn(()))
 
-    def states(self, most: int) -> list[BlockState]:
-        """The states of all blocks by id; of `most` evenly spaced ones if there are more."""
-        count = min(most, len(self._blocks))
-        return [self._blocks[index * len(self._blocks) // count].state for index in range(count)]
+    def watch_prefixes(self, tell: Tell) -> None:
+        """`tell` gets all changes of what is cached from now on."""
+        self._cache.tell = tell
+        if self.checkpoints is not None:
+            self.checkpoints.tell = tell
+
+    def cached_block(self, block_hash: bytes, group: int = 0) -> Block | None:
+        """The block of a layer group with that hash."""
+        return self._cache.get(block_hash, group)
 
     def block_ids(self, request_id: str, group: int = 0) -> tuple[int, ...]:
         """The block table of a request that holds blocks; () otherwise."""
@@ -112,19 +99,31 @@ class PagedBlockManager:
         return self._num_allocated.get(request.request_id, 0) >= num_blocks_for(num_tokens)
 
     def may_hit(self, request: Request) -> bool:
-        """Whether a request may use cached blocks. They give no logits: who wants those of the prompt computes it."""
+        """Whether a request may use cached blocks. They give no logits or hidden states of a prompt."""
         wants_prompt = request.sampling.prompt_logprobs is not None and not request.output_token_ids
-        return self.enable_prefix_caching and not wants_prompt
+        return self.enable_prefix_caching and not wants_prompt and request.pooling is None
 
     def find_prefix(self, request: Request) -> CachedPrefix:
         """The longest cached prefix of a request that holds no blocks. Changes no block.
 
-        It never covers the request's last known token: one token must be computed to have logits.
+        It never covers the request's last known token: one token must be computed to have logits. Where layers keep
+        everything, it is remembered, and walked again only when its next block is cached, or when one of its blocks is
+        evicted, taken by a first request or let go by the last.
         """
         if not self.may_hit(request):
             return self.no_prefix
         extend_block_hashes(request, self._root, request.num_tokens)
-        return self._cache.longest_prefix(request.block_hashes, _most_hit(request), self.checkpoints)
+        hashes, most, found = request.block_hashes, most_hit(request), self._found.get(request)
+        if found is not None and (len(found) == most or hashes[len(found)] not in self._cache):
+            return found
+        found = self._cache.longest_prefix(hashes, most, self.checkpoints)
+        if self.grows_block_by_block:
+            if len(self._found) >= _MOST_FOUND:
+                self._found.clear()
+            self._found[request] = found
+            for block in found:
+                block.found_mark = self._found_mark
+        return found
 
     def num_cached(self, request: Request, guess: int = 0) -> int:
         """How long the prefix that `find_prefix` finds is, in blocks. Where layers keep everything, in O(1) if `guess`
@@ -133,10 +132,10 @@ class PagedBlockManager:
         another boundary of the prefix."""
         if not self.may_hit(request):
             return 0
-        if self.groups.has_windows or self.checkpoints is not None:
+        if not self.grows_block_by_block:
             return len(self.find_prefix(request))
         extend_block_hashes(request, self._root, request.num_tokens)
-        cached, hashes, most = self._cache, request.block_hashes, _most_hit(request)
+        cached, hashes, most = self._cache, request.block_hashes, most_hit(request)
         if (guess == 0 or hashes[guess - 1] in cached) and (guess == most or hashes[guess] not in cached):
             return guess
         return bisect_left(range(most), True, key=lambda index: hashes[index] not in cached)
@@ -154,8 +153,7 @@ class PagedBlockManager:
         if tables is not None:
             return self._num_missing(tables, num_tokens)
         prefix = prefix or self.no_prefix
-        num_revived = sum([block.ref_cnt == 0 for block in prefix])
-        return num_revived + self._num_missing(_tables_of(prefix), num_tokens)
+        return prefix.num_idle + self._num_missing(prefix.tables(), num_tokens)
 
     def num_freed_in_turn(self, request_ids: Iterable[str], keep: Iterable[Block] = ()) -> Iterator[int]:
         """How many blocks become free with all detached ones given back, then with the first request's too,
@@ -190,10 +188,45 @@ class PagedBlockManager:
         num_allocated = self._num_allocated.get(request.request_id, 0)
         self._num_allocated[request.request_id] = max(num_allocated, num_blocks_for(num_tokens))
         for table, most in zip(tables, self.groups.most_held):
-            for _ in range(_end(table, num_tokens, most) - len(table)):
+            for _ in range(table.end(num_tokens, most) - len(table)):
                 table.blocks.append(self._take())
         new_ids = tuple([table.ids(start) for table, start in zip(tables, num_before)])
         return new_ids if any(new_ids) else ()
+
+    # --- prefixes that come from elsewhere ------------------------------------------------------------------
+
+    @property
+    def grows_block_by_block(self) -> bool:
+        """Whether a prefix can be hit at each of its blocks. With windows or states, at some of them."""
+        return not self.groups.has_windows and self.checkpoints is None
+
+    def reach(self, request: Request, is_stored: Callable[[bytes, int], bool]) -> int:
+        """How long a prefix `find_prefix` would have found with what `is_stored` elsewhere (`PrefixCache.reach`)."""
+        return self._cache.reach(request.block_hashes[: most_hit(request)], self.checkpoints, is_stored)
+
+    def seen(self, request: Request, num_blocks: int) -> list[SeenBlock]:
+        """What the token behind the request's first blocks sees, and what of it is cached."""
+        return self._cache.seen(request.block_hashes[:num_blocks])
+
+    def hold(self, request: Request, seen: Sequence[SeenBlock]) -> list[SeenBlock]:
+        """Gives a request that holds nothing what it sees: cached blocks, and for the others new ones, for which there
+        is room. The new ones, for `cache_loaded`."""
+        tables: dict[int, BlockTable] = {}
+        new: list[SeenBlock] = []
+        for _, _, block in seen:
+            if block is not None:
+                self._reference(block)
+        for index, group, block in seen:
+            if block is None:
+                block = self._take()
+                new.append(SeenBlock(index, group, block))
+            tables.setdefault(group, BlockTable([], index)).blocks.append(block)
+        self._tables[request.request_id] = [tables[group] for group in range(len(self.groups))]
+        return new
+
+    def cache_loaded(self, request: Request, seen: SeenBlock) -> None:
+        """The next step begins with the content of a block that `hold` has given."""
+        self._cache.insert_loaded(request, seen)
 
     def give_up_unseen(self, request: Request) -> None:
         """Gives back the blocks of groups with a window that no token of the request sees any more. They stay cached,
@@ -208,17 +241,16 @@ class PagedBlockManager:
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
         """Registers the blocks that the first `num_tokens` tokens fill: their ids are known, and their K/V
-        are computed, or will be by a step submitted before any step that reads them."""
-        if not self.enable_prefix_caching:
+        are computed, or will be by a step submitted before any step that reads them. Not those of a request that pools:
+        a thousand texts that come once would take the place of prefixes that come again."""
+        if not self.enable_prefix_caching or request.pooling is not None:
             return
         num_full = num_tokens // BLOCK_SIZE
         first = self._num_cached.get(request.request_id, 0)
         if num_full <= first:
             return
         extend_block_hashes(request, self._root, num_tokens)
-        for group, table in enumerate(self._tables[request.request_id]):
-            for index in range(max(first, table.num_gone), num_full):
-                self._cache.insert(request.block_hashes[index], table.blocks[index - table.num_gone], group)
+        self._cache.insert_all(request, self._tables[request.request_id], first, num_full)
         self._num_cached[request.request_id] = num_full
         if self.checkpoints is not None:
             self.checkpoints.commit(request, num_full)
@@ -246,76 +278,11 @@ class PagedBlockManager:
         if len(self._free) != len(self._blocks):
             return False
         for _, block in list(self._cache):
-            self._cache.remove(block)
+            self._evict(block)
         if self.checkpoints is not None:
             self.checkpoints.clear()
+        self._cache.on_cleared()
         return True
-
-    # --- the pool's size ------------------------------------------------------------------------------------
-
-    def make_room(self, num_blocks: int) -> bool:
-        """Whether so many blocks are free, after the pool has grown if need be."""
-        missing = num_blocks - len(self._free)
-        return missing <= 0 or self._grow(missing, is_needed=True)
-
-    def shrink(self, num_blocks: int) -> int:
-        """Cuts the pool by up to `num_blocks`: unused blocks go first, then cached ones. How many went; 0 while
-        another change waits to be taken. Their memory is free when the change is done, see `on_changed`."""
-        num_cut = min(num_blocks, len(self._free), len(self._blocks) - 1)
-        if num_cut <= 0 or self._is_changed:
-            return 0
-        referenced = [block.block_id for block in self._blocks if block.ref_cnt]
-        cached = [block.block_id for block in self._free if block.block_hash is not None]
-        plan = plan_compaction(len(self._blocks) - num_cut, referenced, cached)
-        for block_id in plan.evicted:
-            self._cache.remove(self._blocks[block_id])
-        for move in plan.moves:
-            self._swap(self._blocks[move.source], self._blocks[move.destination])
-        for block in self._blocks[plan.num_blocks :]:
-            self._free.remove(block)
-            self.observer.on_evicted(block)
-        del self._blocks[plan.num_blocks :]
-        self.num_evictions += len(plan.evicted)
-        self.num_cuts += 1
-        self.num_moves += len(plan.moves)
-        self._moves, self._num_cut = plan.moves, num_cut
-        self._is_changed = True
-        return num_cut
-
-    def on_changed(self, change: PoolChange) -> None:
-        """A step with this change has been executed."""
-        if change.num_blocks_cut and self._supply is not None:
-            self._supply.give_back(change.num_blocks_cut)
-
-    def take_change(self) -> PoolChange | None:
-        """What must be done to the pools before the next step; None if they are as they were at the last call."""
-        if not self._is_changed:
-            return None
-        change = PoolChange(len(self._blocks), self._moves, self._num_cut)
-        self._moves, self._num_cut, self._is_changed = (), 0, False
-        return change
-
-    def _grow(self, least: int, *, is_needed: bool) -> bool:
-        """Adds at least so many blocks, as many as there are if they can be had; False if nothing was added."""
-        num_blocks = len(self._blocks)
-        most = self.max_blocks - num_blocks
-        if self._supply is None or least > most:
-            return False
-        num_new = self._supply.take(least, min(most, max(least, num_blocks)), is_needed=is_needed)
-        if num_new == 0:
-            return False
-        self._blocks += [Block(num_blocks + index) for index in range(num_new)]
-        for block in reversed(self._blocks[num_blocks:]):
-            self._free.appendleft(block)
-        self.num_growths += 1
-        self._is_changed = True
-        return True
-
-    def _swap(self, block: Block, free: Block) -> None:
-        """A block that holds something and one that does not change places."""
-        source, destination = block.block_id, free.block_id
-        self._blocks[source], self._blocks[destination] = free, block
-        block.block_id, free.block_id = destination, source
 
     def check_integrity(self) -> None:
         """Asserts every invariant; for tests and idle moments, O(blocks)."""
@@ -330,11 +297,14 @@ class PagedBlockManager:
             assert block.ref_cnt == holders[block.block_id], f"{block} has {holders[block.block_id]} holders"
             assert (block.ref_cnt == 0) == (block in free), f"{block} is free and held, or neither"
             if block.block_hash is not None:
-                found = self._cache.get(block.block_hash, block.layer_group)
-                assert found is block, f"{block} is not what its hash finds"
+                registered = self._cache.get(block.block_hash, block.layer_group)
+                assert registered is block, f"{block} is not what its hash finds"
         assert len(free) + len(holders) == len(self._blocks), "free and referenced blocks are not all blocks"
         for block_hash, block in self._cache:
             assert block.block_hash == block_hash, f"{block} is cached under another hash"
+        for request, found in self._found.items():
+            walked = self._cache.longest_prefix(request.block_hashes, len(found))
+            assert walked == found, f"what was found for {request} is no longer so"
         for request_id, tables in self._tables.items():
             for table, most in zip(tables, self.groups.most_held, strict=True):
                 assert most is None or len(table.blocks) <= most, f"{request_id} holds more than its window"
@@ -345,13 +315,15 @@ class PagedBlockManager:
         for block in prefix:
             self._reference(block)
             self.observer.on_hit(block)
+        self._found.pop(request, None)
         if prefix:
+            self._cache.on_hit(request, prefix)
             self._num_cached[request.request_id] = len(prefix)
         if self.checkpoints is not None:
             extend_block_hashes(request, self._root, request.num_tokens)
-            num_cached = len(self._cache.longest_prefix(request.block_hashes, _most_hit(request)))
+            num_cached = len(self._cache.longest_prefix(request.block_hashes, most_hit(request)))
             self.checkpoints.start(request, len(prefix), num_cached)
-        return _tables_of(prefix)
+        return prefix.tables()
 
     def _leave(self, request_id: str) -> list[Block]:
         """Ends what is known of a request; the blocks that it held."""
@@ -370,11 +342,12 @@ class PagedBlockManager:
     def _num_missing(self, tables: list[BlockTable], num_tokens: int) -> int:
         """By how many blocks the tables fall short of `num_tokens` tokens, as far as they are ever to hold them."""
         pairs = zip(tables, self.groups.most_held)
-        return sum([max(0, _end(table, num_tokens, most) - len(table)) for table, most in pairs])
+        return sum([max(0, table.end(num_tokens, most) - len(table)) for table, most in pairs])
 
     def _reference(self, block: Block) -> None:
         if block.ref_cnt == 0:
             self._free.remove(block)
+            self._forget(block)
         block.ref_cnt += 1
 
     def _take(self) -> Block:
@@ -383,33 +356,33 @@ class PagedBlockManager:
             self._grow(1, is_needed=False)
         block = self._free.popleft()
         if block.block_hash is not None:
-            self._cache.remove(block)
+            self._lose(block)
             self.num_evictions += 1
         block.ref_cnt = 1
         self.observer.on_taken(block)
         return block
 
+    def _lose(self, block: Block) -> None:
+        self.before_eviction(block)
+        self._evict(block)
+
+    def _evict(self, block: Block) -> None:
+        self._cache.remove(block)
+        self._forget(block)
+
+    def _forget(self, block: Block) -> None:
+        """Prefixes that were looked up are no longer as they were, if the block is one of theirs."""
+        if block.found_mark == self._found_mark:
+            self._found_mark += 1
+            self._found.clear()
+
     def _release(self, block: Block) -> None:
         block.ref_cnt -= 1
         if block.ref_cnt > 0:
             return
+        self._forget(block)
         self.observer.on_freed(block)
         if block.block_hash is None:
             self._free.appendleft(block)
         else:
             self._free.append(block)
-
-
-def _most_hit(request: Request) -> int:
-    """The most blocks of a request that may be hit."""
-    return (request.num_tokens - 1) // BLOCK_SIZE
-
-
-def _tables_of(prefix: CachedPrefix) -> list[BlockTable]:
-    return [BlockTable(list(blocks), len(prefix) - len(blocks)) for blocks in prefix.groups]
-
-
-def _end(table: BlockTable, num_tokens: int, most_held: int | None) -> int:
-    """How long a table is to be that has room for `num_tokens` tokens, or for all that may be held at once."""
-    num_blocks = num_blocks_for(num_tokens)
-    return num_blocks if most_held is None else min(num_blocks, table.num_gone + most_held)

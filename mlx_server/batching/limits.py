@@ -7,7 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mlx_server.errors import QueueFullError, QuotaExceededError
+from mlx_server.outputs import ModelRunnerOutput
 from mlx_server.request import Request
+
+FEWEST_SAMPLED_ROWS = 16
+"""A step may sample so many rows at least, drafts included, and else as many as requests may run: memory for their
+logits is booked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +40,8 @@ class SchedulerLimits:
     `PromptBudget.target_s`), and `max_step_s` while nobody does whom a step's first prompt may not hold up.
     `context_doubling_tokens` is the context at which a token costs twice what it costs at position 0.
     `queue_timeout_s` bounds the wait for a first step (None: for ever), `memory_wait_s` that of one who is alone for
-    memory that the pool cannot get. The last two turn one mechanism each off, for ablations.
+    memory that the pool cannot get. `bound_stalls` is off where a step is to be as
+    large as `max_num_batched_tokens` allows, `deduplicate_prefixes` where a computed prefix cannot be hit in its midst.
     """
 
     max_num_seqs: int = 64
@@ -65,9 +71,11 @@ class SchedulerCounters:
 
     num_steps: int = 0
     num_model_calls: int = 0
+    num_images_encoded: int = 0
     num_prompt_tokens: int = 0
     num_prompt_tokens_computed: int = 0
     num_prompt_tokens_cached: int = 0
+    num_prompt_tokens_from_disk: int = 0
     num_generated_tokens: int = 0
     num_tokens_recomputed: int = 0
     preemptions_by_tier: Counter[str] = field(default_factory=Counter)
@@ -75,6 +83,13 @@ class SchedulerCounters:
     num_prefix_hit_tokens: int = 0
     busy_time_s: float = 0.0
     idle_time_s: float = 0.0
+
+    def take(self, output: ModelRunnerOutput) -> None:
+        """Adds what the device has done in a step."""
+        self.num_model_calls += output.num_model_calls
+        self.num_images_encoded += output.num_images
+        self.busy_time_s += output.step_time_s
+        self.idle_time_s += output.idle_time_s
 
     @property
     def num_preemptions(self) -> int:

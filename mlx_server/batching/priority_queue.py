@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from itertools import chain
 
@@ -87,7 +87,8 @@ class PriorityQueueWithAging:
         self._parked: dict[bytes, dict[str, Request]] = {}  # by the block that they wait for
         self._parked_at: dict[str, bytes] = {}
         self._parked_since: dict[str, float] = {}  # of everyone who waits and ever was parked
-        self._to_expire: deque[tuple[float, Request]] = deque()  # since when, of all who were parked of late
+        self._to_expire: OrderedDict[str, Request] = OrderedDict()  # of those, whose wait has not become too long
+        self._heads: list[Request] | None = None  # as they were found, while nobody comes, goes or starts
 
     def __len__(self) -> int:
         return len(self._num_cached)
@@ -112,7 +113,8 @@ class PriorityQueueWithAging:
         """A request starts, or has ended."""
         self._leave(request)
         del self._num_cached[request.request_id]
-        self._parked_since.pop(request.request_id, None)
+        if self._parked_since.pop(request.request_id, None) is not None:
+            self._to_expire.pop(request.request_id, None)
 
     # --- the two orders ---------------------------------------------------------------------------------------
 
@@ -136,9 +138,12 @@ class PriorityQueueWithAging:
         return request.num_tokens - num_cached * BLOCK_SIZE
 
     def heads(self, now: float) -> list[Request]:
-        """The oldest of each tier, the best tier first."""
-        oldest = [self.oldest(priority, now) for priority in sorted(self._by_age)]
-        return [request for request in oldest if request is not None]
+        """The oldest of each tier, the best tier first. Looked for once in a step, but again if others come, go or
+        start in it."""
+        if self._heads is None:
+            oldest = [self.oldest(priority, now) for priority in sorted(self._by_age)]
+            self._heads = [request for request in oldest if request is not None]
+        return self._heads
 
     def oldest(self, priority: int, now: float) -> Request | None:
         """The oldest of a tier that is not parked."""
@@ -161,9 +166,11 @@ class PriorityQueueWithAging:
 
     # --- prefixes that are being computed ---------------------------------------------------------------------
 
-    def start(self, request: Request) -> None:
-        """`request` runs: it computes every full block of its prompt that nobody computes already."""
-        if not self._deduplicates:
+    def start(self, request: Request, *, is_load: bool = False) -> None:
+        """`request` runs: it computes every full block of its prompt that nobody computes already. With `is_load` it
+        stands for a load of them, which is waited for where nobody waits for who computes."""
+        self._heads = None
+        if not (self._deduplicates or is_load):
             return
         first, hashes = request.num_computed_tokens // BLOCK_SIZE, request.block_hashes
         mine = deque((index, hashes[index]) for index in range(first, len(hashes)) if hashes[index] not in self._owners)
@@ -188,11 +195,14 @@ class PriorityQueueWithAging:
             self._release(block_hash)
 
     def expire(self, now: float) -> None:
-        """Ends the waits for prefixes that have taken too long."""
-        while self._to_expire and now - self._to_expire[0][0] >= MAX_PREFIX_WAIT_S:
-            _, request = self._to_expire.popleft()
-            is_parked = request.status is RequestStatus.WAITING and request.request_id in self._parked_at
-            if is_parked and self._is_over(request, now):
+        """A step begins: ends the waits for prefixes that have taken too long."""
+        self._heads = None
+        while self._to_expire:
+            request = next(iter(self._to_expire.values()))
+            if not self._is_over(request, now):
+                break
+            del self._to_expire[request.request_id]
+            if request.request_id in self._parked_at:
                 self._leave(request)
                 self._enter(request)
 
@@ -209,8 +219,10 @@ class PriorityQueueWithAging:
         parked = {name: block_hash for block_hash, names in self._parked.items() for name in names}
         assert parked == self._parked_at, "a parked request is not where it says"
         assert set(self._parked) <= set(self._owners), "a request waits for a block that nobody computes"
+        assert set(self._to_expire) <= set(self._parked_since) <= set(self._num_cached), "one that has left is kept"
 
     def _enter(self, request: Request) -> None:
+        self._heads = None
         self._by_age[request.priority].push(request, self.key(request))
         self._enter_by_work(request)
 
@@ -220,6 +232,7 @@ class PriorityQueueWithAging:
         self._by_work[request.priority].push(request, work)
 
     def _leave(self, request: Request) -> None:
+        self._heads = None
         block_hash = self._parked_at.pop(request.request_id, None)
         if block_hash is None:
             self._by_age[request.priority].remove(request)
@@ -253,7 +266,7 @@ class PriorityQueueWithAging:
         self._leave(request)
         if request.request_id not in self._parked_since:
             self._parked_since[request.request_id] = now
-            self._to_expire.append((now, request))
+            self._to_expire[request.request_id] = request
         self._parked.setdefault(last, {})[request.request_id] = request
         self._parked_at[request.request_id] = last
         return True

@@ -5,16 +5,30 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
+from itertools import takewhile
 
 from mlx_server.batching.block import Block
 from mlx_server.batching.block_manager import PagedBlockManager
+from mlx_server.batching.disk_tier import DiskTier
+from mlx_server.batching.drafting import Drafts, Speculation
 from mlx_server.batching.layer_groups import num_blocks_for
 from mlx_server.batching.limits import QueueLoad
 from mlx_server.batching.prefix_cache import CachedPrefix
 from mlx_server.batching.priority_queue import PriorityQueueWithAging
 from mlx_server.batching.step_budget import StepShape
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import BlockIds, NewRequestData, PoolChange, PositionLogprobs, ScheduledChunk, SchedulerOutput
+from mlx_server.outputs import (
+    BlockCopies,
+    BlockIds,
+    NewRequestData,
+    PoolChange,
+    PositionLogprobs,
+    RequestOutput,
+    ScheduledChunk,
+    SchedulerOutput,
+)
+from mlx_server.pooling_params import Vector
 from mlx_server.request import FinishReason, Request, RequestStatus
 
 Rank = tuple[bool, int, float]
@@ -28,20 +42,31 @@ class Step:
     `requests` are those that it computes and that, once it is submitted, have not been preempted and have not ended
     since: the rows of others are dropped when the result comes, and `detached` blocks may go then. `given` are the
     prompt tokens of each who computes its prompt, and `block_ids` what is new to their tables. `filled` are requests
-    whose chunk begins or ends a block: they may have full blocks to share.
+    whose chunk begins or ends a block: they may have full blocks to share. `drafts` are those of each who has some.
+    `closed_because` says why nobody starts any more in it, and `closed_by` who found no room. One with `draft_steps`
+    has nothing else.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: float, draft_steps: tuple[SchedulerOutput, ...] = ()) -> None:
+        self.now = now
+        self.draft_steps = draft_steps
+        self.closed_because: str | None = None
+        self.closed_by: Request | None = None
+        self.preempted_for: Request | None = None
+        self.is_overtaking_over = False
         self.requests: dict[str, Request] = {}
         self.given: Counter[Request] = Counter()
         self.block_ids: dict[str, BlockIds] = {}
         self.filled: list[Request] = []
+        self.drafts: dict[str, Drafts] = {}
+        self.waits_to_draft = True if draft_steps else None  # whether the step behind it waits for its result
         self.new_requests: list[NewRequestData] = []
         self.num_sampling = 0
         self.num_decode_tokens = 0
         self.prompt_cost = 0.0
         self.step_id = 0
         self.pool_change: PoolChange | None = None
+        self.copies: BlockCopies | None = None
         self.detached: list[list[Block]] = []
         self._singles: list[ScheduledChunk] = []
         self._longer: list[ScheduledChunk] = []
@@ -56,12 +81,19 @@ class Step:
         (self._singles if chunk.num_tokens == 1 else self._longer).append(chunk)
 
     def submit(
-        self, step_id: int, dropped_request_ids: tuple[str, ...], pool_change: PoolChange | None
+        self,
+        step_id: int,
+        dropped_request_ids: tuple[str, ...],
+        pool_change: PoolChange | None,
+        copies: BlockCopies | None,
     ) -> SchedulerOutput:
         """The step as the executor gets it."""
-        self.step_id, self.pool_change = step_id, pool_change
+        self.step_id, self.pool_change, self.copies = step_id, pool_change, copies
         chunks, new_requests = tuple(self._singles + self._longer), tuple(self.new_requests)
-        return SchedulerOutput(step_id, chunks, new_requests, dropped_request_ids, self.given.total(), pool_change)
+        given, draft_steps = self.given.total(), self.draft_steps
+        return SchedulerOutput(
+            step_id, chunks, new_requests, dropped_request_ids, given, pool_change, copies, draft_steps
+        )
 
 
 class RequestTable:
@@ -70,22 +102,37 @@ class RequestTable:
     `running` is sorted by `rank`, the earlier admitted among equals. `unscheduled` are
     those that have never run, by arrival. `prompt_logprobs` are those collected of prompts that are not
     computed to their end. `queued_requests` counts the waiting ones of each tier. All are for reading; the methods here
-    change them.
+    change them. But the composer keeps `undecided`, running ones whose last chunk had drafts: those with recurrent
+    state have one before these and one behind, until their next chunk.
 
     Blocks of a request that a submitted step names are detached, not freed: the device may still write them.
     """
 
-    def __init__(self, blocks: PagedBlockManager, aging_rate: float, *, deduplicates: bool = True) -> None:
+    def __init__(
+        self,
+        blocks: PagedBlockManager,
+        aging_rate: float,
+        *,
+        deduplicates: bool = True,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.blocks = blocks
+        self.speculation = speculation
+        self.disk: DiskTier | None = None
         self.requests: dict[str, Request] = {}
         self.waiting = PriorityQueueWithAging(blocks, aging_rate, deduplicates=deduplicates)
         self.running: list[Request] = []
         self.unscheduled: OrderedDict[str, Request] = OrderedDict()
+        self.undecided: set[str] = set()
         self.prompt_logprobs: dict[str, list[PositionLogprobs]] = {}
         self.submitted: deque[Step] = deque()
         self._dropped: list[str] = []
         self._queued_tokens: Counter[str] = Counter()
         self.queued_requests: Counter[str] = Counter()
+
+    @property
+    def has_waiting(self) -> bool:
+        return len(self.requests) > len(self.running)
 
     def queued(self, tier: str | None = None) -> QueueLoad:
         """What waits now, of one tier or in all."""
@@ -116,6 +163,43 @@ class RequestTable:
         self.waiting.start(request)
         return block_ids
 
+    def publish(self, request: Request) -> None:
+        """Lets later steps hit the full blocks of what is computed of a running request, or will be by a submitted
+        step; and gives up what it does not see any more."""
+        self.blocks.cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+        self.blocks.give_up_unseen(request)
+        self.waiting.advance(request)
+
+    def publish_filled(self, step: Step) -> None:
+        """Lets later steps hit what this one computes. Not earlier: inside one step a model may run its requests one
+        after the other, in any order."""
+        for request in step.filled:
+            self.publish(request)
+
+    def cut_back(self, request: Request, drafts: Drafts, num_before: int, num_accepted: int) -> None:
+        """The result of `drafts` behind `num_before` tokens of output is there: what is computed ends before the first
+        that is not in the output. The last token of the output is never computed: its logits give the next one.
+
+        Drafts 5 6 7 behind 40 tokens, of which 39 were computed; 5 6 9 came out: 42 are computed, and 9 is next. With
+        recurrent state, which has seen all drafts or none, 39 are computed, and the 40th, 5, 6 and 9 are next.
+        """
+        assert self.speculation is not None
+        proposed = drafts.token_ids
+        pairs = zip(proposed, request.output_token_ids[num_before:-1])
+        num_right = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        request.num_in_flight = 0
+        request.num_computed_tokens = request.num_prompt_tokens + num_before + num_right
+        if self.speculation.num_spares is not None and num_right < len(proposed):
+            request.num_computed_tokens = request.num_prompt_tokens + num_before - drafts.num_known
+            if self.blocks.checkpoints is not None:
+                self.blocks.checkpoints.void(request)
+        request.num_ever_computed = max(request.num_ever_computed, request.num_computed_tokens)
+        self.speculation.on_result(request.request_id, len(proposed), num_accepted)
+        num_shown = min(num_accepted, request.num_output_tokens - num_before)
+        request.num_accepted_drafts += num_shown
+        request.num_rejected_drafts += len(proposed) - num_shown
+        self.publish(request)
+
     def promote(self, request: Request) -> None:
         """A running request keeps its place against better tiers from now on."""
         self.running.remove(request)
@@ -131,6 +215,9 @@ class RequestTable:
         request.num_computed_tokens = 0
         request.num_in_flight = 0
         request.num_preemptions += 1
+        request.was_sought_on_disk, request.num_blocks_lacked = False, 0
+        if self.speculation is not None:
+            self.speculation.release(request)
         self._enqueue(request)
 
     def end(self, request: Request, reason: FinishReason) -> None:
@@ -141,7 +228,18 @@ class RequestTable:
             self._leave_running(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        if self.speculation is not None:
+            self.speculation.forget(request)
         del self.requests[request.request_id]
+
+    def end_pooled(self, computed: Mapping[str, Request], pooled: Mapping[str, Vector]) -> list[RequestOutput]:
+        """The ends of requests whose results are there, as far as they are still in the step that `computed` them."""
+        outputs = []
+        for request_id, vector in pooled.items():
+            if request_id in computed:
+                self.end(computed[request_id], FinishReason.STOP)
+                outputs.append(RequestOutput(request_id, (), FinishReason.STOP, pooled=vector))
+        return outputs
 
     def take_dropped(self) -> tuple[str, ...]:
         """Requests that have left the running set since the last call: the runner must forget them."""
@@ -158,6 +256,7 @@ class RequestTable:
         waiting_ids = {request.request_id for request in self.waiting}
         assert not running_ids & waiting_ids, "a request runs and waits"
         assert running_ids | waiting_ids == set(self.requests), "a request neither runs nor waits"
+        assert self.undecided <= running_ids, "drafts are undecided of one that does not run"
         assert set(self.unscheduled) <= waiting_ids, "a request that never ran does not wait"
         assert set(self.prompt_logprobs) <= running_ids, "prompt logprobs are kept of one that does not run"
         for request in self.requests.values():
@@ -192,7 +291,10 @@ class RequestTable:
     def _leave_running(self, request: Request) -> None:
         request_id = request.request_id
         self.running.remove(request)
+        self.undecided.discard(request_id)
         self.blocks.cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+        if self.disk is not None:
+            self.disk.saves.on_leave(request)
         self._dropped.append(request_id)
         self.waiting.stop(request_id)
         self.prompt_logprobs.pop(request_id, None)

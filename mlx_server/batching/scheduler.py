@@ -9,27 +9,25 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import Protocol
 
+from mlx_server.batching.admission import headroom
 from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.limits import DISPLACED, SchedulerCounters, SchedulerLimits, check_queue, displaced_by
-from mlx_server.batching.progress import append_token
-from mlx_server.batching.request_table import Rank, RequestTable
+from mlx_server.batching.disk_saves import BlockStore
+from mlx_server.batching.disk_tier import DiskTier
+from mlx_server.batching.drafting import Drafts, Speculation
+from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits, check_queue, displaced_by
+from mlx_server.batching.refusals import displacement, expiry, grammar_error, starvation
+from mlx_server.batching.request_table import Rank, RequestTable, Step
 from mlx_server.batching.step_budget import PromptBudget, StepShape
 from mlx_server.batching.step_composer import StepComposer
-from mlx_server.errors import (
-    ContextLengthError,
-    InvalidRequestError,
-    OverloadedError,
-    QueueFullError,
-    QueueTimeoutError,
-    ServeError,
-)
+from mlx_server.errors import ContextLengthError
 from mlx_server.outputs import ModelRunnerOutput, PositionLogprobs, RequestOutput, SampledToken, SchedulerOutput
-from mlx_server.request import FinishReason, Request
+from mlx_server.request import FinishReason, Request, append_token
 
-_LONG_STEP_S = 0.05
+_LONG_STEP_S = 0.025
 _LATE_SHARE = 0.9
 _LATE_MARGIN_S = 0.01
 """The step behind a long one is composed after this share of it, less the margin and what a launch takes; after less
@@ -37,8 +35,6 @@ for a while where steps have ended earlier than foretold, so that the device doe
 
 _LAUNCH_DECAY = 0.98
 _EARLY_DECAY = 0.8
-
-_DISPLACED_RETRY_S = 5.0
 
 
 class Executor(Protocol):
@@ -62,9 +58,12 @@ class ContinuousBatchingScheduler:
         *,
         is_async: bool = True,
         is_device_shared: Callable[[], bool] = lambda: False,
+        speculation: Speculation | None = None,
+        store: BlockStore | None = None,
     ) -> None:
         """`is_async`: `run` keeps the next step submitted while one runs. `is_device_shared` says whether requests of
-        another model wait for the same device, so that steps are to be short even where nobody decodes here."""
+        another model wait for the same device, so that steps are to be short even where nobody decodes here. `store`
+        is where prefixes are kept beside the pool."""
         assert limits.max_num_batched_tokens >= limits.max_num_seqs, "a step must hold every decode"
         groups = blocks.groups
         assert groups.max_chunk_tokens >= limits.largest_chunk or not groups.has_windows, "a chunk needs its blocks"
@@ -73,12 +72,20 @@ class ContinuousBatchingScheduler:
         self.counters = SchedulerCounters()
         self._is_async = is_async
         self._is_device_shared = is_device_shared
-        self._table = RequestTable(blocks, limits.aging_rate, deduplicates=limits.deduplicate_prefixes)
+        self._table = RequestTable(
+            blocks, limits.aging_rate, deduplicates=limits.deduplicate_prefixes, speculation=speculation
+        )
         self._budget = PromptBudget(limits.context_doubling_tokens)
+        self.speculation = speculation
         self._composer = StepComposer(self._table, limits, self.counters, self._budget, is_device_shared)
+        if store is not None:
+            self._table.disk = DiskTier(blocks, self._table.waiting, store, self._compute_s, self._headroom)
         self._launch_s = 0.0  # the longest of late
         self._early_share = 1.0  # the least of late that a step took of what was foretold
         self._wake = asyncio.Event()
+        self._has_draft_model = speculation is not None and speculation.has_model
+        if speculation is not None:
+            speculation.wake = self._wake.set
         self._is_stopping = False
 
     @property
@@ -89,6 +96,11 @@ class ContinuousBatchingScheduler:
     def num_deferred(self) -> int:
         """Those of them that wait for a prefix which another request computes."""
         return self._table.waiting.num_parked
+
+    @property
+    def disk(self) -> DiskTier | None:
+        """What is kept on disk, if anything is."""
+        return self._table.disk
 
     @property
     def num_running(self) -> int:
@@ -117,8 +129,7 @@ class ContinuousBatchingScheduler:
     def learn(self, num_prompt_tokens: int, prompt_s: float, decode_s: float) -> None:
         """Seeds the cost curve with what a prompt's chunk from position 0 and one token took, so that no step is of
         unbounded length because nothing has been measured yet."""
-        cost = self._budget.cost(0, num_prompt_tokens)
-        self._budget.observe(StepShape(0, num_prompt_tokens, cost), prompt_s)
+        self._budget.observe(StepShape(0, num_prompt_tokens, self._budget.cost(0, num_prompt_tokens)), prompt_s)
         self._budget.observe(StepShape(1, 0, 0.0), decode_s)
 
     # --- requests come and go -----------------------------------------------------------------------------
@@ -151,30 +162,27 @@ class ContinuousBatchingScheduler:
         outputs = []
         for other in displaced or ():
             self._table.end(other, FinishReason.ERROR)
-            error = QueueFullError(
-                f"The queue is full ({load.num_waiting} requests wait), and a request of a better tier has taken this "
-                "one's place. Try again later.",
-                DISPLACED,
-                _DISPLACED_RETRY_S,
-            )
+            error = displacement(load.num_waiting)
             outputs.append(RequestOutput(other.request_id, (), FinishReason.ERROR, error=error))
         return outputs
 
-    def finish_request(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """Ends a request from outside (client gone, stop string). Its blocks are free once no submitted
-        step names them. False if it has ended already."""
+    def finish_request(self, request_id: str, reason: FinishReason = FinishReason.ABORT, num_void: int = 0) -> bool:
+        """Ends a request from outside (client gone, stop string), whose last `num_void` tokens do not count. Its blocks
+        are free once no submitted step names them. False if it has ended already."""
+        self.counters.num_generated_tokens -= num_void
         request = self._table.requests.get(request_id)
-        if request is None:
-            return False
-        self._table.end(request, reason)
-        self._wake.set()
-        return True
+        if request is not None:
+            self._table.end(request, reason)
+            self._wake.set()
+        return request is not None
 
     def fail_all(self) -> list[str]:
         """Ends every request after the executor has died, and returns their ids."""
         ended = list(self._table.requests.values())
         for request in ended:
             self._table.end(request, FinishReason.ERROR)
+        if self.disk is not None:
+            self.disk.close()
         while self._table.submitted:
             for blocks in self._table.submitted.popleft().detached:
                 self.blocks.free_detached(blocks)
@@ -189,11 +197,8 @@ class ContinuousBatchingScheduler:
             waited_s = now - request.arrival_s
             if waited_s <= timeout:
                 break
-            error = QueueTimeoutError(
-                f"The request waited {waited_s:.1f} s for its first step; the limit is {timeout:g} s "
-                "(--queue-timeout-s). Try again when the server is less busy."
-            )
             self._table.end(request, FinishReason.ERROR)
+            error = expiry(waited_s, timeout)
             expired.append(RequestOutput(request.request_id, (), FinishReason.ERROR, error=error))
         return expired
 
@@ -202,14 +207,17 @@ class ContinuousBatchingScheduler:
     def schedule(self, now: float) -> SchedulerOutput | None:
         """The next step, its effects on blocks and progress already booked. None if nothing can run now:
         there is nothing, or what there is waits for the result of a submitted step. A step without requests
-        changes the pools only."""
+        changes the pools only, or is of a draft model."""
+        if self._has_draft_model and (burst := self._composer.compose_burst(now)) is not None:
+            return burst
         step = self._composer.compose(now)
         change = self.blocks.take_change()
-        if not step.requests and change is None:
+        copies = None if self._table.disk is None else self._table.disk.take_copies()
+        if not step.requests and change is None and copies is None:
             return None
         self._table.submitted.append(step)
         self.counters.num_steps += 1
-        return step.submit(self.counters.num_steps - 1, self._table.take_dropped(), change)
+        return step.submit(self.counters.num_steps - 1, self._table.take_dropped(), change, copies)
 
     def update(self, output: ModelRunnerOutput) -> list[RequestOutput]:
         """Takes the result of the oldest submitted step. Rows of requests that have ended or were preempted
@@ -217,24 +225,27 @@ class ContinuousBatchingScheduler:
         submitted = self._table.submitted.popleft()
         assert submitted.step_id == output.step_id, "results come in the order of submission"
         assert submitted.num_sampling == len(output.sampled), "a step samples what it was asked to"
-        if submitted.pool_change is None:
-            self._observe(submitted.shape, output)
-        else:
+        if submitted.draft_steps and self.speculation is not None:
+            self.speculation.take_burst(output)
+        elif submitted.pool_change is not None:
             self.blocks.on_changed(submitted.pool_change)
+        elif submitted.copies is None and not output.num_images:  # whose encoding took its share of the time
+            self._observe(submitted, output)
+        if self.disk is not None and submitted.copies is not None:
+            self.disk.saves.on_copied(output.saved_blocks)
         requests = submitted.requests
-        if output.prompt_logprobs:
-            self._collect_prompt_logprobs(requests, output.prompt_logprobs)
+        self._collect_prompt_logprobs(requests, output.prompt_logprobs)
         outputs = [
-            self._take_token(requests[request_id], sampled)
+            self._take_tokens(requests[request_id], sampled, submitted.drafts.get(request_id))
             for request_id, sampled in output.sampled.items()
             if request_id in requests
         ]
+        if output.pooled:
+            outputs += self._table.end_pooled(requests, output.pooled)
         for blocks in submitted.detached:
             self.blocks.free_detached(blocks)
         self.counters.num_generated_tokens += sum([len(news.new_token_ids) for news in outputs])
-        self.counters.num_model_calls += output.num_model_calls
-        self.counters.busy_time_s += output.step_time_s
-        self.counters.idle_time_s += output.idle_time_s
+        self.counters.take(output)
         return outputs
 
     def next_schedule_s(self, began_s: float) -> float:
@@ -252,18 +263,38 @@ class ContinuousBatchingScheduler:
 
     def take_starved(self) -> list[RequestOutput]:
         """Ends of requests that waited in vain for the memory of their next block, although nobody else ran."""
-        starved, self._composer.starved = self._composer.starved, []
-        return [RequestOutput(r.request_id, (), FinishReason.ERROR, error=self._starvation(r)) for r in starved]
+        if not (starved := self._composer.starved):
+            return []
+        self._composer.starved = []
+        most_tokens, waited_s = self.blocks.groups.max_tokens(self.blocks.num_blocks), self.limits.memory_wait_s
+        errors = {r.request_id: starvation(r, most_tokens, waited_s) for r in starved}
+        return [RequestOutput(name, (), FinishReason.ERROR, error=error) for name, error in errors.items()]
 
     @property
     def is_starving(self) -> bool:
         """Whether nothing can be computed for want of memory; it is tried again at each `schedule`."""
         return self._composer.starving_since is not None
 
-    def _take_token(self, request: Request, sampled: SampledToken) -> RequestOutput:
+    def _take_tokens(self, request: Request, sampled: SampledToken, drafts: Drafts | None) -> RequestOutput:
+        """Appends what a step has given a request: one token, and its drafts that were right before it. Behind one that
+        ends the output the rest is void; so it is where a grammar forces another token than was sampled."""
         output_token_ids = request.output_token_ids
         num_before = len(output_token_ids)
-        reason = append_token(request, sampled.token_id)
+        reason: FinishReason | None = None
+        logprobs: list[PositionLogprobs] = []
+        tokens = (*sampled.accepted, sampled)
+        for place, token in enumerate(tokens, start=num_before):
+            if place < len(output_token_ids):  # a grammar has forced it
+                if output_token_ids[place] != token.token_id:
+                    break
+                continue
+            reason = append_token(request, token.token_id)
+            if token.logprobs is not None:
+                logprobs.append(token.logprobs)
+            if reason is not None:
+                break
+        if drafts is not None:
+            self._table.cut_back(request, drafts, num_before, len(sampled.accepted))
         kept = self._table.prompt_logprobs
         prompt_logprobs = tuple(kept.pop(request.request_id, ())) if kept else ()
         if reason is not None:
@@ -273,18 +304,23 @@ class ContinuousBatchingScheduler:
             tuple(output_token_ids[num_before:]),
             reason,
             request.stop_reason,
-            _grammar_error(request, sampled.token_id) if reason is FinishReason.ERROR else None,
+            grammar_error(request, output_token_ids[-1]) if reason is FinishReason.ERROR else None,
             request.num_cached_tokens or 0,
-            () if sampled.logprobs is None else (sampled.logprobs,),
+            tuple(logprobs),
             prompt_logprobs,
         )
 
-    def _observe(self, shape: StepShape, output: ModelRunnerOutput) -> None:
-        """Learns how long steps and their launches take."""
-        foretold_s = self._budget.foretold_s(shape)
-        if foretold_s >= _LONG_STEP_S:
-            self._early_share = min(output.step_time_s / foretold_s, 1.0 - _EARLY_DECAY * (1.0 - self._early_share))
-        self._budget.observe(shape, output.step_time_s)
+    def _observe(self, step: Step, output: ModelRunnerOutput) -> None:
+        """Learns how long steps and their launches take. Rows of drafts say nothing of what plain decoding takes."""
+        shape, step_time_s = step.shape, output.step_time_s
+        if self.speculation is not None and shape.num_prompt_tokens == 0:
+            num_rows, is_drafted = shape.num_decode_tokens, bool(step.drafts)
+            self.speculation.observe(num_rows, step_time_s, output.idle_time_s, is_drafted=is_drafted)
+        if not step.drafts or shape.num_prompt_tokens:
+            foretold_s = self._budget.foretold_s(shape)
+            if foretold_s >= _LONG_STEP_S:
+                self._early_share = min(step_time_s / foretold_s, 1.0 - _EARLY_DECAY * (1.0 - self._early_share))
+            self._budget.observe(shape, step_time_s)
         self._launch_s = max(output.launch_time_s, _LAUNCH_DECAY * self._launch_s)
 
     def _collect_prompt_logprobs(
@@ -325,15 +361,9 @@ class ContinuousBatchingScheduler:
     def check_integrity(self) -> None:
         """Asserts the invariants of queue, blocks and requests; for tests and idle moments."""
         self._table.check_integrity()
+        if self.speculation is not None:
+            self.speculation.check_integrity()
         assert self.num_running <= self.limits.max_num_seqs, "too many requests run"
-
-    def _starvation(self, request: Request) -> ServeError:
-        most_tokens = self.blocks.groups.max_tokens(self.blocks.num_blocks)
-        return OverloadedError(
-            f"There is no memory for the request's {request.num_tokens} tokens and the next: the KV pool holds "
-            f"{most_tokens} and could not grow for {self.limits.memory_wait_s:g} s. Try again later, unload a model, "
-            "or shorten the prompt."
-        )
 
     # --- the loop -----------------------------------------------------------------------------------------
 
@@ -347,7 +377,9 @@ class ContinuousBatchingScheduler:
         try:
             while not self._is_stopping:
                 now = clock()
-                if len(results) == 1 and (pause_s := self.next_schedule_s(began_s) - now) > 0:
+                if results and self._composer.waits_to_draft():
+                    is_result_here = True
+                elif len(results) == 1 and (pause_s := self.next_schedule_s(began_s) - now) > 0:
                     is_result_here = bool((await asyncio.wait(results, timeout=pause_s))[0])
                 else:
                     output = self._schedule_next(now, deliver)
@@ -358,7 +390,7 @@ class ContinuousBatchingScheduler:
                         if len(results) < max_submitted:
                             continue
                     if not results:
-                        await self._wake.wait()
+                        await self._rest(now)
                         continue
                     is_result_here = len(results) == max_submitted or await self._is_result_first(results[0])
                 if is_result_here:
@@ -383,38 +415,32 @@ class ContinuousBatchingScheduler:
             if output is not None:
                 return output
 
+    def wake(self) -> None:
+        """Has `run` look for something to do: a block was read or written."""
+        self._wake.set()
+
+    def _compute_s(self, start: int, num_tokens: int) -> float:
+        return self._budget.foretold_s(StepShape(0, num_tokens, self._budget.cost(start, num_tokens)))
+
+    def _headroom(self) -> int:
+        return headroom(self._table.running, self.blocks.groups.windows)
+
     def stop(self) -> None:
         """Makes `run` return once the results of all submitted steps are delivered."""
         self._is_stopping = True
         self._wake.set()
+
+    async def _rest(self, now: float) -> None:
+        """Until something comes, a load from disk takes too long, or blocks are to be saved since nothing comes."""
+        pause_s = None if self._table.disk is None else self._table.disk.rest_s(now, is_idle=not self._table.requests)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), pause_s)
 
     async def _is_result_first(self, result: asyncio.Future[ModelRunnerOutput]) -> bool:
         """Waits for the result, or for something to arrive that may run beside it; which one it was."""
         if not result.done():
             await self._wake.wait()
         return result.done()
-
-
-def _grammar_error(request: Request, token_id: int) -> ServeError:
-    """The request's own fault where its grammar is too complex, or where it forbids all that the grammar allows: a row
-    without any token gives token 0."""
-    sampling, num_tokens = request.sampling, len(request.output_token_ids) - 1
-    given_up = None if request.constraint is None else request.constraint.error
-    if given_up is not None:
-        return InvalidRequestError(f"The grammar cannot be followed beyond {num_tokens} tokens of output: {given_up}.")
-    if sampling.allowed_token_ids is not None:
-        return InvalidRequestError(
-            f"The grammar allows none of allowed_token_ids behind {num_tokens} tokens of output; add those that it "
-            "needs, or leave the field out.",
-            "allowed_token_ids",
-        )
-    if num_tokens < sampling.min_tokens:
-        return InvalidRequestError(
-            f"The grammar allows only stop tokens behind {num_tokens} tokens of output; min_tokens is "
-            f"{sampling.min_tokens}. Lower min_tokens, or leave it out.",
-            "min_tokens",
-        )
-    return ServeError(f"Token {token_id} does not fit the request's grammar; the output would be invalid.")
 
 
 def _mark_retrieved(result: asyncio.Future[ModelRunnerOutput]) -> None:

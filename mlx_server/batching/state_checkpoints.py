@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mlx_server.batching.prefix_changes import StateChanged, Tell
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Request
 
@@ -48,9 +50,12 @@ class StateCheckpoints:
     """
 
     def __init__(self, num_slots: int) -> None:
+        self.tell: Tell | None = None  # of which states are kept
+        self.before_eviction: Callable[[bytes, int], None] = lambda block_hash, slot: None
         self._free = list(range(num_slots))[::-1]
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
         self._requests: dict[str, _Progress] = {}
+        self._reserved: set[int] = set()
         self._num_slots = num_slots
 
     def __len__(self) -> int:
@@ -65,8 +70,36 @@ class StateCheckpoints:
         self._slots.move_to_end(block_hash)
         return self._slots[block_hash]
 
+    def find(self, block_hash: bytes) -> int | None:
+        """Where the state at the end of this block is, if it is kept."""
+        return self._slots.get(block_hash)
+
+    def reserve(self) -> int | None:
+        """A slot for a state that comes from elsewhere, for `fill` or `give_back`; None if all are being written."""
+        slot = self._take()
+        if slot is not None:
+            self._reserved.add(slot)
+        return slot
+
+    def fill(self, block_hash: bytes, slot: int) -> None:
+        """The next step begins with the state at the end of this block in a reserved slot."""
+        if block_hash in self._slots:
+            self.give_back(slot)
+            return
+        self._reserved.remove(slot)
+        self._slots[block_hash] = slot
+        self._on_change(block_hash, is_kept=True)
+
+    def give_back(self, slot: int) -> None:
+        """A reserved slot is free."""
+        self._reserved.remove(slot)
+        self._free.append(slot)
+
     def start(self, request: Request, num_resumed_blocks: int, num_cached_blocks: int) -> None:
         """A request was admitted: it resumes after some blocks, and more of its blocks may be cached."""
+        if request.pooling is not None:  # nobody goes on from there
+            self._requests[request.request_id] = _Progress([], request.num_tokens)
+            return
         last = request.num_tokens
         wanted = {num_cached_blocks * BLOCK_SIZE, (last - 1) // BLOCK_SIZE * BLOCK_SIZE}
         wanted.update(range(0, last, INTERVAL_BLOCKS * BLOCK_SIZE))
@@ -111,13 +144,21 @@ class StateCheckpoints:
             is_new = block_hash not in self._slots
             if is_new:
                 self._slots[block_hash] = pending.slot
+                self._on_change(block_hash, is_kept=True)
             else:
                 self._free.append(pending.slot)
                 self._slots.move_to_end(block_hash)
             if pending.is_latest:
                 if progress.latest is not None and progress.latest in self._slots:
                     self._free.append(self._slots.pop(progress.latest))
+                    self._on_change(progress.latest, is_kept=False)
                 progress.latest = block_hash if is_new else None
+
+    def void(self, request: Request) -> None:
+        """What a step behind the request's computed tokens has left has seen wrong tokens."""
+        pending = self._requests[request.request_id].pending
+        while pending and pending[-1].num_blocks * BLOCK_SIZE > request.num_computed_tokens:
+            self._free.append(pending.pop().slot)
 
     def clear(self) -> None:
         """Forgets all states; no request may be running."""
@@ -125,12 +166,19 @@ class StateCheckpoints:
         self._slots.clear()
 
     def check_integrity(self) -> None:
-        """Asserts that every slot is free, found by one hash, or being written."""
+        """Asserts that every slot is free, found by one hash, reserved, or being written."""
         pending = [entry.slot for progress in self._requests.values() for entry in progress.pending]
-        slots = [*self._free, *self._slots.values(), *pending]
+        slots = [*self._free, *self._slots.values(), *self._reserved, *pending]
         assert sorted(slots) == list(range(self._num_slots)), "a checkpoint's slot is lost or used twice"
 
     def _take(self) -> int | None:
-        if self._free:
-            return self._free.pop()
-        return self._slots.popitem(last=False)[1] if self._slots else None
+        if self._free or not self._slots:
+            return self._free.pop() if self._free else None
+        block_hash, slot = self._slots.popitem(last=False)
+        self.before_eviction(block_hash, slot)
+        self._on_change(block_hash, is_kept=False)
+        return slot
+
+    def _on_change(self, block_hash: bytes, *, is_kept: bool) -> None:
+        if self.tell is not None:
+            self.tell(StateChanged(block_hash, is_kept))

@@ -20,6 +20,26 @@ _MOST_SURPRISE = 2.0
 """A step that takes longer than this multiple of what was foretold counts as this: it is a hiccup."""
 
 
+_NEXT_SHARE = 0.4
+"""While prompts of a better tier come, a step of worse ones takes no more than this of what the next one will take by
+itself. So that one, which may come just after such a step has begun, has its first token after 1.4 times as long as
+alone, and about 1.5 times beside streams. With half it is 1.5 and 1.6 times."""
+
+_NEXT_DECODES = 0.5
+"""But prompts always have this much of the time that decoding takes."""
+
+_SHORTEST_WAIT_S = 0.025
+"""And a step may always last as long: nobody notices that the first token is so much later. Short prompts of a better
+tier, as of chats whose beginning is cached, would else cut all prompts of worse ones into pieces that take the time of
+the weights alone."""
+
+_EXPECTED_S = 30.0
+"""So long after its last prompt another one of a tier is expected: of those that come every ten seconds on average,
+one in twenty takes longer."""
+
+_LATEST_WEIGHT = 0.25
+
+
 _SHORTEST_TARGET_S = 0.1
 _LONGEST_TARGET_S = 0.4
 """Bounds of a target that follows the model's speed. A shorter one costs TTFT and saves no gap that a reader notices;
@@ -33,6 +53,27 @@ class StepShape:
     num_decode_tokens: int
     num_prompt_tokens: int
     prompt_cost: float
+
+
+class RecentPrompts:
+    """What prompts of each tier cost of late, in tokens at position 0: a running mean, kept for half a minute."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, tuple[float, float]] = {}  # by priority, and when the last came
+
+    def add(self, priority: int, cost: float, now: float) -> None:
+        """A prompt starts."""
+        mean, last_s = self._means.get(priority, (cost, -math.inf))
+        is_expected = now - last_s <= _EXPECTED_S
+        self._means[priority] = (mean + _LATEST_WEIGHT * (cost - mean) if is_expected else cost, now)
+
+    def least_of_better(self, priority: int, now: float) -> float:
+        """What the next prompt of a better tier than `priority` will cost, of the one whose prompts are the shortest;
+        infinite if none is expected."""
+        means = [
+            mean for other, (mean, last_s) in self._means.items() if other < priority and now - last_s <= _EXPECTED_S
+        ]
+        return min(means, default=math.inf)
 
 
 class PromptBudget:
@@ -68,21 +109,26 @@ class PromptBudget:
         """
         return min(max(num_rows * self._speed, _SHORTEST_TARGET_S), _LONGEST_TARGET_S)
 
-    def num_tokens(self, start: int, num_decode_tokens: int, target_s: float) -> int:
+    def num_tokens(self, start: int, num_decode_tokens: int, target_s: float, next_cost: float = math.inf) -> int:
         """Prompt tokens, from position `start` on, that bring a step to `target_s` beside its decodes, or take as long
         as these if that is more, but not longer than `target_s`; at least one block. Both together come to the nearest
-        multiple of 16.
+        multiple of 16. If a prompt of `next_cost` may have to wait for the step, that has 0.4 of its time at most, or
+        0.025 s, or prompts have half as long as decodes take, whichever is most.
 
         With a target of 200 ms, prompts get 170 ms beside decodes of 30 ms, 120 ms beside 120, and 200 ms beside 250:
-        however slow decoding is, prompts have a half of the time, as far as the target goes.
+        however slow decoding is, prompts have a half of the time, as far as the target goes. If the next prompt of a
+        better tier takes 300 ms, they get 90, 60 and 125 ms.
         """
-        wanted = self._affordable(start, target_s) if self.is_known else _FIRST_CHUNK
+        wanted = self._affordable(start, num_decode_tokens, target_s, next_cost) if self.is_known else _FIRST_CHUNK
         num_rows = round((wanted + num_decode_tokens) / _ROW_MULTIPLE) * _ROW_MULTIPLE
         return max(num_rows - num_decode_tokens, BLOCK_SIZE)
 
-    def _affordable(self, start: int, target_s: float) -> int:
+    def _affordable(self, start: int, num_decode_tokens: int, target_s: float, next_cost: float) -> int:
         decode_s = self._decode_s or 0.0
-        cost = max(target_s - decode_s, min(decode_s, target_s)) / self._speed
+        prompt_s = max(target_s - decode_s, min(decode_s, target_s))
+        step_s = max(_NEXT_SHARE * next_cost * self._speed, _SHORTEST_WAIT_S)
+        spared_s = max(step_s - decode_s, _NEXT_DECODES * decode_s) if num_decode_tokens else step_s
+        cost = min(prompt_s, spared_s) / self._speed
         # The n for which cost(start, n) is `cost`: the root of a quadratic.
         first = 1.0 + start / self._doubling
         return int(self._doubling * (math.sqrt(first * first + 2.0 * cost / self._doubling) - first))

@@ -71,3 +71,11 @@ def add_key_argument(parser: argparse.ArgumentParser) -> None:
 def api_key(args: argparse.Namespace) -> str | None:
     """The key to send; None for no key."""
     return args.api_key or os.environ.get(_KEY_VARIABLE)
+
+
+def crossed_numbers(text: str, count: int) -> list[int]:
+    """The numbers of `16x8x128`. Raises `ArgumentTypeError` unless they are `count` positive whole ones."""
+    parts = text.split("x")
+    if len(parts) != count or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {count} positive whole numbers with x between")
+    return [int(part) for part in parts]

@@ -2,10 +2,10 @@
 
 A server is a command that is started afresh for every turn and ended after it, so that caches are cold and no
 other server is on the machine, or an address. In a command, {port} is a free port, {model} what --model says,
-{python} this Python. A round has new prompts, the same for all servers.
+{python} this Python, {threads} what --threads says or else -1. A round has new prompts, the same for all servers.
 
-A ratio says how many times as good the first server is as another. There is no verdict where the ranges of the
-rounds touch.
+A ratio says how many times as good the first server is as the best of the others. There is no verdict where the ranges
+of the rounds touch.
 
 examples:
   mlx-serve bench compare --model DIR --workload uniform shared-prefix \\
@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import os
 import signal
 import statistics
 import tempfile
@@ -42,7 +44,7 @@ from mlx_server.bench.serve.command import (
 )
 from mlx_server.bench.serve.report import without_arrays
 from mlx_server.bench.serve.run import Load, measure
-from mlx_server.bench.servers import READY_PATHS, Server
+from mlx_server.bench.servers import Server
 from mlx_server.bench.tables import render_table, tell, write_json
 from mlx_server.errors import ConfigError, ServeError
 
@@ -51,6 +53,7 @@ MIN_ROUNDS = 3
 comparisons, 5 rounds once in 126."""
 
 _MOST_OUTPUT_DIFFERENCE = 0.05
+_THREADS_VARIABLES = ("MLX_SERVE_CPU_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,17 +61,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--server", action="append", default=[], metavar="NAME=COMMAND", help="a server to start; repeat for more")
     add("--url", action="append", default=[], metavar="NAME=URL", help="a server that runs; repeat for more")
-    add(
-        "--ready",
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help=f"where the server answers 200 once it is ready; default: {' or '.join(READY_PATHS)}",
-    )
     add("--model", help="{model} of the commands, and the model to ask for; default: the first that a server lists")
     add_key_argument(parser)
     add("--workload", nargs="+", choices=WORKLOADS, default=["uniform"], help="a table each")
     add("--rounds", type=from_1, default=5, metavar="N", help="turns of each server")
+    add(
+        "--threads",
+        nargs="+",
+        type=from_1,
+        default=[None],
+        metavar="N",
+        help="threads that a server may compute with, tables for each number: {threads} of the commands, and "
+        f"{', '.join(_THREADS_VARIABLES)}; default: as each server chooses",
+    )
     add("--start-timeout", type=above_0, default=600.0, metavar="S", help="longest wait for a server")
     add_workload_arguments(parser)
     add_request_arguments(parser)
@@ -77,18 +82,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a table a workload, then one line of JSON; 1 if a turn failed. Raises `ServeError` and its kinds."""
+    """Prints a table a workload and number of threads, then one line of JSON; 1 if a turn failed. Raises `ServeError`
+    and its kinds."""
     servers = _servers(args)
     loads = [load(args, name) for name in args.workload]
     documents = []
     is_whole = True
     with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="mlx-serve-compare-") as folder:
-        for wanted in loads:
-            sides = take_turns(servers, wanted, args, Path(folder))
+        for wanted, threads in itertools.product(loads, args.threads):
+            sides = take_turns([_with_threads(one, threads) for one in servers], wanted, args, Path(folder))
             is_whole = is_whole and all(side.is_whole for side in sides)
             figures = figures_of(wanted.name, has_goodput=bool(wanted.goodput))
-            print(f"\n{wanted.name} (rounds: {args.rounds})\n\n{render(sides, figures)}", flush=True)
-            documents.append(as_document(wanted.name, sides, figures))
+            title = f"{wanted.name} (rounds: {args.rounds}{'' if threads is None else f', threads: {threads}'})"
+            print(f"\n{title}\n\n{render(sides, figures)}", flush=True)
+            documents.append({"threads": threads, **as_document(wanted.name, sides, figures)})
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "api_key")}
     document = {"benchmark": "compare", "settings": settings, "results": documents}
     write_json(args.json, document)
@@ -119,6 +126,14 @@ def _take_turn(server: Server, wanted: Load, args: argparse.Namespace, log_path:
         return without_arrays(asyncio.run(measure(target(args, url, model), wanted)))
 
 
+def _with_threads(server: Server, count: int | None) -> Server:
+    if server.command is None:
+        return server
+    command = server.command.replace("{threads}", "-1" if count is None else str(count))
+    wanted = {} if count is None else dict.fromkeys(_THREADS_VARIABLES, str(count))
+    return replace(server, command=command, environ=os.environ | wanted)
+
+
 def _find_model(url: str, args: argparse.Namespace) -> str | None:
     """The server's own name of the wanted model: as it was named, its full path, or the folder's name."""
     wanted: str | None = args.model
@@ -134,9 +149,24 @@ def _find_model(url: str, args: argparse.Namespace) -> str | None:
 
 
 def render(sides: Sequence[Turns], figures: Sequence[Figure]) -> str:
-    """A table of the first server beside each other one."""
+    """A column a server; the ratio is that of the first to the best of the others."""
     first, *others = sides
-    return "\n\n".join(_render_pair(first, other, figures) for other in others)
+    rows = []
+    for figure in figures:
+        best = best_of(others, figure)
+        verdict = judge(figure, first, best)
+        spreads = [_spread(side.values(figure)) for side in sides]
+        rows.append([figure.label, *spreads, _ratio(verdict), _sentence(verdict, first.name, best.name)])
+    tokens = [f"{side.num_output_tokens:,.0f}" if any(side.results) else "-" for side in sides]
+    rows.append(["output tokens", *tokens, "", ""])
+    return render_table(["median (range)", *(side.name for side in sides), "ratio (range)", "better"], rows)
+
+
+def best_of(sides: Sequence[Turns], figure: Figure) -> Turns:
+    """The one with the best median, of those whose requests were all answered if there are any."""
+    whole = [side for side in sides if side.is_whole]
+    pick = max if figure.is_rate else min
+    return pick(whole, key=lambda side: statistics.median(side.values(figure))) if whole else sides[0]
 
 
 def as_document(workload: str, sides: Sequence[Turns], figures: Sequence[Figure]) -> dict[str, Any]:
@@ -151,24 +181,6 @@ def as_document(workload: str, sides: Sequence[Turns], figures: Sequence[Figure]
             for figure in figures
         ],
     }
-
-
-def _render_pair(first: Turns, second: Turns, figures: Sequence[Figure]) -> str:
-    rows = []
-    for figure in figures:
-        verdict = judge(figure, first, second)
-        rows.append(
-            [
-                figure.label,
-                _spread(first.values(figure)),
-                _spread(second.values(figure)),
-                _ratio(verdict),
-                _sentence(verdict, first.name, second.name),
-            ]
-        )
-    tokens = [f"{side.num_output_tokens:,.0f}" if any(side.results) else "-" for side in (first, second)]
-    rows.append(["output tokens", *tokens, "", ""])
-    return render_table(["median (range)", first.name, second.name, "ratio (range)", "better"], rows)
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -195,7 +207,6 @@ def _number(value: float) -> str:
 
 def _servers(args: argparse.Namespace) -> list[Server]:
     """In the order of the flags: those with commands, then those with addresses."""
-    paths = {name: (path,) for name, path in (_named("--ready", text) for text in args.ready)}
     made = [Server(name=name, command=command) for name, command in (_named("--server", t) for t in args.server)]
     made += [Server(name=name, url=url) for name, url in (_named("--url", text) for text in args.url)]
     names = [server.name for server in made]
@@ -203,14 +214,12 @@ def _servers(args: argparse.Namespace) -> list[Server]:
         raise ConfigError(f"{len(made)} server to compare; name two at least with --server or --url.")
     if len(set(names)) < len(names):
         raise ConfigError("Two servers have one name; give each its own.")
-    if unknown := set(paths) - set(names):
-        raise ConfigError(f"--ready names {', '.join(sorted(unknown))}, which no --server or --url does.")
     for server in made:
         if server.command and "{port}" not in server.command:
             raise ConfigError(f"The command of {server.name} does not say {{port}}, so it cannot be reached.")
         if server.command and "{model}" in server.command and args.model is None:
             raise ConfigError(f"The command of {server.name} says {{model}}; name it with --model.")
-    return [replace(server, ready_paths=paths.get(server.name, READY_PATHS)) for server in made]
+    return made
 
 
 def _named(flag: str, text: str) -> tuple[str, str]:
@@ -252,6 +261,8 @@ _LOAD_FIGURES = (
     Figure("mean_ttft_ms", "mean TTFT, ms"),
     Figure("p99_ttft_ms", "p99 TTFT, ms"),
     Figure("mean_tpot_ms", "mean TPOT, ms"),
+    Figure("median_itl_ms", "p50 ITL, ms"),
+    Figure("p95_itl_ms", "p95 ITL, ms"),
     Figure("p99_itl_ms", "p99 ITL, ms"),
     Figure("max_itl_ms", "worst gap, ms"),
     Figure("mean_e2el_ms", "mean E2EL, ms", by_output=True),

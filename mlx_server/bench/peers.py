@@ -1,8 +1,15 @@
 """The servers of others that run on this machine, installed into environments of their own, beside this one.
 
-Each is installed once, from built packages only, under ~/.cache/mlx-serve/peers (or MLX_SERVE_HOME), and probed;
-those that cannot be had are named with the reason. Then `mlx-serve bench compare` takes turns with all of them.
-Not every peer completes plain text, so chats are compared. The model defaults to random:mini as a folder.
+Each is installed once under ~/.cache/mlx-serve/peers (or MLX_SERVE_HOME), from built packages only, but llama.cpp from
+its sources, and probed; those that cannot be had are named with the reason. Then `mlx-serve bench compare` takes turns
+with all of them. Not every peer completes plain text, so chats are compared.
+
+--model takes random:mini, which is the default, random:qwen3-0.6b, smollm2-packed (4 bits), smollm2-float32, or a
+folder.
+
+examples:
+  mlx-serve bench peers --peers mlx_lm vllm-mlx llama.cpp --workload uniform mixed one-chat --threads 1 2
+  mlx-serve bench peers --peers llama.cpp --model smollm2-packed --workload one-chat
 """
 
 from __future__ import annotations
@@ -12,23 +19,26 @@ import importlib.util
 import os
 import shlex
 import shutil
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 
-from mlx_server.bench import compare, random_folder
+from mlx_server.bench import compare, llama_cpp, random_folder
 from mlx_server.bench.serve.client import CHAT
 from mlx_server.bench.serve.command import INTRUDER
+from mlx_server.bench.servers import Unavailable, run_to_end
 from mlx_server.bench.tables import tell
 from mlx_server.errors import ConfigError
+from mlx_server.runtime.models import random_models
+from mlx_server.runtime.models.bundled import SMOLLM2, pull_bundled
+from mlx_server.runtime.models.gguf import WeightFormat
 
 OURS = "mlx-serve={python} -m mlx_server serve --model {model} --port {port}"
-WORKLOADS = ("uniform", "shared-prefix", "shared-prefix-warm", "mixed", INTRUDER)
-_PROBE_TIMEOUT_S = 300.0
+WORKLOADS = ("uniform", "one-chat", "shared-prefix", "shared-prefix-warm", "mixed", INTRUDER)
+_BUNDLED = MappingProxyType({f"{SMOLLM2.name}-{weight_format}": weight_format for weight_format in WeightFormat})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,6 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
 )
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
-        "llama.cpp": "PyPI has no built llama-cpp-python, and it reads GGUF only",
         "vllm-metal": "a plugin of vLLM, which has no wheel for macOS on PyPI",
         "oMLX, LM Studio, Ollama": "not on PyPI",
     }
@@ -64,26 +73,24 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 """Others, with the reason why they are not installed here. Start them, and add them with --url NAME=URL."""
 
 
-class Unavailable(Exception):
-    """A peer cannot be had here; the message is the reason."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `mlx-serve bench peers`: those of `compare`, and which peers."""
     add = parser.add_argument
-    add("--peers", nargs="+", choices=tuple(PEERS), default=list(PEERS), help="which to compare; default: all")
+    names = [*PEERS, llama_cpp.NAME]
+    add("--peers", nargs="+", choices=names, default=names, help="which to compare; default: all")
     add("--install-only", action="store_true", help="install and probe them, and compare nothing")
     compare.add_arguments(parser)
-    parser.set_defaults(endpoint=CHAT, workload=list(WORKLOADS))
+    parser.set_defaults(endpoint=CHAT, workload=list(WORKLOADS), model="random:mini")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints what is available, then what `compare` prints. Raises `ServeError` and its kinds."""
     folder = peers_folder()
+    model = model_folder(args.model, folder / "models")
     servers = [OURS]
     for name in args.peers:
         try:
-            servers.append(f"{name}={prepare(PEERS[name], folder / name)}")
+            servers.append(f"{name}={_command(name, model, folder / name)}")
             print(f"{name}: available", flush=True)
         except Unavailable as reason:
             print(f"{name}: unavailable: {reason}", flush=True)
@@ -93,8 +100,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if len(servers) == 1 and not args.server and not args.url:
         raise ConfigError("No peer is available to compare with; the reasons are above.")
-    model = args.model or str(random_model(folder / "models" / "random-mini"))
-    settings = vars(args) | {"model": model, "server": [*servers, *args.server]}
+    settings = vars(args) | {"model": str(model), "server": [*servers, *args.server]}
     return compare.run(argparse.Namespace(**settings))
 
 
@@ -103,11 +109,23 @@ def peers_folder() -> Path:
     return Path(os.environ.get("MLX_SERVE_HOME", "~/.cache/mlx-serve")).expanduser() / "peers"
 
 
-def random_model(folder: Path) -> Path:
-    """random:mini as a folder that each server can load, made the first time."""
-    if not (folder / "config.json").exists():
-        random_folder.run(argparse.Namespace(name="random:mini", folder=folder))
-    return folder
+def model_folder(name: str, folder: Path) -> Path:
+    """A folder that each server can load: of a random model in `folder`, or of the bundled one in a stated format, each
+    made the first time; or else the one that is named."""
+    if name in _BUNDLED:
+        return pull_bundled(weight_format=_BUNDLED[name])
+    if not random_models.is_random(name):
+        return Path(name)
+    made = folder / name.replace(":", "-")
+    if not (made / "config.json").exists():
+        random_folder.run(argparse.Namespace(name=name, folder=made))
+    return made
+
+
+def _command(name: str, model: Path, folder: Path) -> str:
+    if name != llama_cpp.NAME:
+        return prepare(PEERS[name], folder)
+    return llama_cpp.command(llama_cpp.find_server(folder), model, folder.parent / "models")
 
 
 def prepare(peer: Peer, folder: Path) -> str:
@@ -123,35 +141,20 @@ def prepare(peer: Peer, folder: Path) -> str:
             stamp.touch()
     name, *words = peer.program.split()
     command = [str(programs / name), *words]
-    _check([*command, "--help"])
+    run_to_end([*command, "--help"])
     return f"{shlex.join(command)} {peer.arguments}"
 
 
 def _install(peer: Peer, folder: Path) -> None:
     assert peer.requirement is not None
     if importlib.util.find_spec("pip") is None:
-        _check([sys.executable, "-m", "ensurepip"])
+        run_to_end([sys.executable, "-m", "ensurepip"])
     python = str(folder / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--quiet"]
-    _check([sys.executable, "-m", "venv", "--without-pip", str(folder)])
-    _check([*pip, "install", "--only-binary", ":all:", peer.requirement], timeout_s=None)
+    run_to_end([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+    run_to_end([*pip, "install", "--only-binary", ":all:", peer.requirement], timeout_s=None)
     if peer.needs_mlx and sys.platform == "linux":
         # Peers ask for MLX as on a Mac; on Linux that is a core without a backend, or with one that wants CUDA.
         version = metadata.version("mlx")
-        _check([*pip, "uninstall", "--yes", "mlx-cuda-12", "mlx-cuda-13"])
-        _check([*pip, "install", "--no-deps", "--force-reinstall", f"mlx=={version}", f"mlx-cpu=={version}"])
-
-
-def _check(command: Sequence[str], timeout_s: float | None = _PROBE_TIMEOUT_S) -> None:
-    """Runs it; raises `Unavailable` with what it said last."""
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s
-        )
-    except OSError as error:
-        raise Unavailable(f"cannot run {command[0]}: {error.strerror}") from error
-    except subprocess.TimeoutExpired as error:
-        raise Unavailable(f"{shlex.join(command)} did not end within {timeout_s:g} s") from error
-    if done.returncode != 0:
-        lines = [line.strip() for line in done.stdout.decode("utf-8", "replace").splitlines() if line.strip()]
-        raise Unavailable(lines[-1] if lines else f"{shlex.join(command)} ended with status {done.returncode}")
+        run_to_end([*pip, "uninstall", "--yes", "mlx-cuda-12", "mlx-cuda-13"])
+        run_to_end([*pip, "install", "--no-deps", "--force-reinstall", f"mlx=={version}", f"mlx-cpu=={version}"])

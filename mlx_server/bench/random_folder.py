@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -33,13 +35,18 @@ def run(args: argparse.Namespace) -> int:
     if args.folder.exists():
         raise ConfigError(f"{args.folder} exists; name a folder that does not.")
     model, config = random_models.build(args.name)
-    args.folder.mkdir(parents=True)
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(args.folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (args.folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 1}, indent=2) + "\n", "utf-8")
-    word_tokenizer(int(config["vocab_size"])).save_pretrained(args.folder)
+    save_folder(model, config, args.folder, word_tokenizer(int(config["vocab_size"])))
     print(args.folder)
     return 0
+
+
+def save_folder(model: nn.Module, config: dict[str, Any], folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Writes a model that mlx-lm can load to a new folder."""
+    folder.mkdir(parents=True)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 1}, indent=2) + "\n", "utf-8")
+    tokenizer.save_pretrained(folder)
 
 
 def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

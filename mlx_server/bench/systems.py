@@ -6,25 +6,26 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, generate_step, stream_generate
+from mlx_lm.generate import BatchGenerator, generate_step
 
 from mlx_server import LLM, SamplingParams
 from mlx_server.bench.serve.workloads import SHAPES, Shape, Span, fixed_shape
 from mlx_server.errors import ServeError
 from mlx_server.runtime.models.loader import LoadedModel
 
+SPECULATE = ("off", "auto", "ngram", "model", "mtp")
 _POOLS_BESIDE_MLX = frozenset({"cpu"})
 """Backends whose pools MLX's own count of memory does not see."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """Generate exactly `num_output_tokens` after the prompt, greedily, whatever comes."""
+    """Generate exactly `num_output_tokens` after the prompt, whatever comes."""
 
     prompt_token_ids: tuple[int, ...]
     num_output_tokens: int
@@ -32,14 +33,16 @@ class WorkloadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that are all there at the start, in their order of arrival."""
+    """Requests that are all there at the start, in their order of arrival. Our engine samples with `temperature` and
+    seeds; what others compute takes as long for one token as for another, so they stay greedy."""
 
     name: str
     requests: tuple[WorkloadRequest, ...]
+    temperature: float = 0.0
 
     def first(self, count: int | None) -> Workload:
         """The same with its first `count` requests only; None is all."""
-        return Workload(self.name, self.requests[:count])
+        return replace(self, requests=self.requests[:count])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -126,10 +129,13 @@ class OurEngine:
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_memory: str
+    speculate: str = "auto"
+    draft_model: str | None = None
 
     @property
     def label(self) -> str:
-        return f"mlx-serve, {self.attention_backend}"
+        drafts = "" if self.speculate == "auto" else f", speculate {self.speculate}"
+        return f"mlx-serve, {self.attention_backend}{drafts}"
 
     @contextmanager
     def session(self) -> Iterator[Callable[[Workload], Generated]]:
@@ -140,6 +146,8 @@ class OurEngine:
             max_num_batched_tokens=self.max_num_batched_tokens,
             kv_cache_memory=self.kv_cache_memory,
             attention_backend=self.attention_backend,
+            speculate=self.speculate,
+            draft_model=self.draft_model,
         ) as llm:
             yield lambda workload: _generate(llm, workload)
 
@@ -148,10 +156,12 @@ def _generate(llm: LLM, workload: Workload) -> Generated:
     completions = llm.generate(
         [request.prompt_token_ids for request in workload.requests],
         [
-            SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True)
-            for request in workload.requests
+            SamplingParams(
+                temperature=workload.temperature, seed=seed, max_tokens=request.num_output_tokens, ignore_eos=True
+            )
+            for seed, request in enumerate(workload.requests)
         ],
-        progress=False,
+        use_tqdm=False,
     )
     return Generated(
         token_ids=tuple(completion.token_ids for completion in completions),
@@ -169,28 +179,18 @@ def _host_bytes(llm: LLM) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sequential:
-    """`stream_generate`, one request after the other; its `generate_step` for a model without a tokenizer.
-
-    `tokenizer` is mlx-lm's wrapper, None for a model of token ids only; it must know no end token.
-    """
+    """`generate_step`, which mlx-lm's other ways for one request are built on, one request after the other."""
 
     model: Any
-    tokenizer: Any | None
     label: str = "mlx-lm, one by one"
 
     def session(self) -> AbstractContextManager[Callable[[Workload], Generated]]:
         """Nothing is kept between calls."""
-        return nullcontext(self._generate)
+        return nullcontext(lambda workload: Generated(tuple(map(self._tokens, workload.requests))))
 
-    def _generate(self, workload: Workload) -> Generated:
-        return Generated(tuple(tuple(self._tokens(request)) for request in workload.requests))
-
-    def _tokens(self, request: WorkloadRequest) -> list[int]:
-        prompt = mx.array(request.prompt_token_ids)
-        count = request.num_output_tokens
-        if self.tokenizer is None:
-            return [token for token, _ in generate_step(prompt, self.model, max_tokens=count)]
-        return [r.token for r in stream_generate(self.model, self.tokenizer, prompt, max_tokens=count)]
+    def _tokens(self, request: WorkloadRequest) -> tuple[int, ...]:
+        steps = generate_step(mx.array(request.prompt_token_ids), self.model, max_tokens=request.num_output_tokens)
+        return tuple(token for token, _ in steps)
 
 
 @dataclass(frozen=True, slots=True)

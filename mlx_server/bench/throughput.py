@@ -1,8 +1,8 @@
 """Offline throughput: this engine beside mlx-lm's own ways to generate, on the same prompts, in one process.
 
 All share the weights. In each of its turns a system starts with empty caches, is warmed up with two short
-requests, then gets the whole workload at once; turns rotate. Outputs are greedy and of fixed length. Model
-calls and the positions run through the model are counted at the model itself, in the same way for all.
+requests, then gets the whole workload at once; turns rotate. Outputs are of fixed length, and greedy but for chats.
+Model calls and the positions run through the model are counted at the model itself, in the same way for all.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_tokenizer
 
 from mlx_server.bench.arguments import add_json_argument, from_1
+from mlx_server.bench.chat_workloads import CHAT_WORKLOADS, make_chat_workload
 from mlx_server.bench.instruments import count_model_calls, describe_environment, time_attention
 from mlx_server.bench.systems import (
+    SPECULATE,
     WORKLOADS,
     Batched,
     OurEngine,
@@ -34,6 +35,7 @@ from mlx_server.bench.systems import (
     make_workload,
 )
 from mlx_server.bench.tables import document_of, format_bytes, format_rate, render_items, tell, write_json
+from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.runtime.models.loader import LoadedModel, load
 
 SYSTEMS = ("sequential", "batch", "engine")
@@ -50,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="random:mini",
         help="any model that is served, also random ones like random:llama-3-8b-4bit",
     )
-    add("--workload", nargs="+", default=["uniform"], choices=tuple(WORKLOADS), help="one table each")
+    choices = (*WORKLOADS, *CHAT_WORKLOADS)
+    add("--workload", nargs="+", default=["uniform"], choices=choices, help="one table each; the last three are text")
     add(
         "--num-requests",
         nargs="+",
@@ -75,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=from_1, default=2048, help="the engine's token budget of a step")
     add("--attention-backend", nargs="+", default=["auto"], help="of the engine, a row each")
     add("--kv-cache-memory", default="2GiB", help="of the engine")
+    add("--speculate", nargs="+", default=["auto"], choices=SPECULATE, help="of the engine, a row each")
+    add("--draft-model", help="of the engine, where it speculates")
     add("--profile", action="store_true", help="then watch the engine once more: attention's share of the time")
     add_json_argument(parser, "every turn")
 
@@ -87,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     environment = describe_environment()
     documents = []
     for name, count in itertools.product(args.workload, args.num_requests):
-        workload = make_workload(name, loaded.vocab_size, args.seed).first(count)
+        workload = _workload(name, loaded, args.seed).first(count)
         rows = compare(systems, workload, warm_up, type(loaded.model), num_turns=args.repeat, on_turn=_report_turn)
         print(f"\n{_title(args.model, workload)}\n\n{render_rows(rows)}", flush=True)
         profiles = _profiles(systems, workload, warm_up) if args.profile else {}
@@ -106,27 +111,33 @@ def _load(name: str) -> LoadedModel:
     return loaded
 
 
+def _workload(name: str, loaded: LoadedModel, seed: int) -> Workload:
+    if name not in CHAT_WORKLOADS:
+        return make_workload(name, loaded.vocab_size, seed)
+    return make_chat_workload(name, None if loaded.folder is None else Tokenizer.from_folder(loaded.folder), seed)
+
+
 def _systems(args: argparse.Namespace, loaded: LoadedModel) -> list[System]:
     systems: list[System] = []
     if "sequential" in args.systems:
-        systems.append(Sequential(loaded.model, _tokenizer(loaded)))
+        systems.append(Sequential(loaded.model))
     if "batch" in args.systems:
         systems += [Batched(loaded.model, step, batch, args.max_num_seqs) for step, batch in args.batch_prefill]
     if "engine" in args.systems:
         systems += [
-            OurEngine(loaded, backend, args.max_num_seqs, args.max_num_batched_tokens, args.kv_cache_memory)
+            OurEngine(
+                loaded,
+                backend,
+                args.max_num_seqs,
+                args.max_num_batched_tokens,
+                args.kv_cache_memory,
+                speculate,
+                None if speculate in ("off", "ngram", "mtp") else args.draft_model,
+            )
             for backend in args.attention_backend
+            for speculate in args.speculate
         ]
     return systems
-
-
-def _tokenizer(loaded: LoadedModel) -> Any | None:
-    """mlx-lm's own, without end tokens: lengths are fixed, so nothing may stop early."""
-    if loaded.folder is None:
-        return None
-    tokenizer = load_tokenizer(loaded.folder)
-    tokenizer.eos_token_ids = ()
-    return tokenizer
 
 
 def _profiles(systems: Sequence[System], workload: Workload, warm_up: Workload) -> dict[str, Profile]:
@@ -193,6 +204,11 @@ class Row:
     def total_rate(self) -> float:
         """Prompt and output tokens per second, of the median turn."""
         return self.output_rate * (1 + self.workload.num_prompt_tokens / self.workload.num_output_tokens)
+
+    @property
+    def tokens_per_call(self) -> float:
+        """Output tokens of all requests a call of the model in the first turn, the calls for prompts included."""
+        return self.workload.num_output_tokens / self.turns[0].num_model_calls
 
     @property
     def hit_rate(self) -> float | None:
@@ -294,6 +310,7 @@ def render_rows(rows: Sequence[Row]) -> str:
             "vs batch": against_batch,
             "prompt tokens computed": lambda row: f"{row.turns[0].num_prompt_tokens_computed:,}",
             "model calls": lambda row: f"{row.turns[0].num_model_calls:,}",
+            "tokens a call": lambda row: f"{row.tokens_per_call:.2f}",
             "peak memory": lambda row: format_bytes(row.peak_memory_bytes),
             "prefix hits": lambda row: "none" if row.hit_rate is None else f"{row.hit_rate:.1%}",
             "outputs as first row": lambda row: f"{row.num_equal_outputs(rows[0])}/{len(row.workload.requests)}",
@@ -321,6 +338,7 @@ def as_document(workload: Workload, rows: Sequence[Row], profiles: Mapping[str, 
                 "label": row.system.label,
                 "output_tokens_per_s": row.output_rate,
                 "total_tokens_per_s": row.total_rate,
+                "output_tokens_per_model_call": row.tokens_per_call,
                 "prefix_hit_rate": row.hit_rate,
                 "num_outputs_as_first_row": row.num_equal_outputs(rows[0]),
                 "turns": [document_of(turn, *_TURN_FIGURES) for turn in row.turns],

@@ -9,10 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mlx_server.config import Config, Setting, load_config, settings
+from mlx_server.config import Config, load_config, settings
 from mlx_server.errors import ConfigError
 from mlx_server.request import Priority
-from mlx_server.setting import keys
+from mlx_server.setting import Setting, keys
 
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
 _PLACEHOLDERS = {str: '"..."', int: "...", float: "..."}
@@ -61,12 +61,6 @@ def run_default(args: argparse.Namespace) -> int:
     """
     print(default_document(), end="")
     return 0
-
-
-def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `mlx-serve serve` takes: the model as a bare word, or any of the flags."""
-    parser.add_argument("named_model", nargs="?", metavar="MODEL", help="the same as --model MODEL")
-    add_setting_flags(parser)
 
 
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:

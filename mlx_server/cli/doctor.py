@@ -26,6 +26,7 @@ from mlx_server.errors import ConfigError
 from mlx_server.runtime.backends import available_backends
 from mlx_server.runtime.kernels.cpu.build import NativeBuildError, find_compiler
 from mlx_server.runtime.machine import METAL, inspect_machine
+from mlx_server.runtime.native_layers import describe_native
 
 _NOT_WIRED = (
     "memory is not wired: macOS may unwire it when idle, and the next step is slower then; --wire-memory keeps it, at "
@@ -87,6 +88,7 @@ def _topics(config: Config) -> dict[str, Callable[[], list[str]]]:
         "python": lambda: [f"{platform.python_version()} ({platform.python_implementation()})"],
         "mlx": lambda: _mlx(config.memory),
         "compiler": _compiler,
+        "native": lambda: [describe_native()],
         "attention": _attention,
         "port": lambda: [_port(config.server)],
         "admins": lambda: [build_key_ring(config).admins()],

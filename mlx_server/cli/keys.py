@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from mlx_server.api.auth.key_file import KeyFile, KeyRecord, NewKey
 from mlx_server.api.auth.keys import key_file_path
+from mlx_server.cli.cache import purge_key
 from mlx_server.cli.config import add_config_flag, config_from
 from mlx_server.cli.remote import ago, table
 from mlx_server.config import Config
@@ -45,7 +46,7 @@ def run_create(args: argparse.Namespace) -> int:
             f"--tier: {tier} is no tier of the configuration (--config FILE){nearest(tier, config.tiers)}"
         )
     with _open_keys(config, creates=True) as file:
-        _hand_over(file.add(tier, args.label), tier)
+        _print_key(file.add(tier, args.label), tier)
     return 0
 
 
@@ -72,18 +73,27 @@ def run_list(args: argparse.Namespace) -> int:
 
 def add_revoke(parser: argparse.ArgumentParser) -> None:
     _add_id(parser)
+    parser.add_argument(
+        "--purge", action="store_true", help="delete the prefixes on disk that this key alone could hit, too"
+    )
+    parser.add_argument("--kv-disk-dir", metavar="FOLDER", help="where they are; default: that of the configuration")
     _add_key_flags(parser)
 
 
 def run_revoke(args: argparse.Namespace) -> int:
-    """Refuses a key for good, from a running server's next request on. Its record and usage stay in the list.
+    """Refuses a key for good, from a running server's next request on. Its record and usage stay in the list. To purge
+    what it has on disk, stop the server first.
 
-    example:
+    examples:
       mlx-serve keys revoke 3f9c0a1b2c4d
+      mlx-serve keys revoke 3f9c0a1b2c4d --purge
     """
-    with _open_keys(config_from(args)) as file:
+    config = config_from(args)
+    with _open_keys(config) as file:
         file.revoke(args.id)
     print(f"The key {args.id} is refused from now on.")
+    if args.purge:
+        print(f"{purge_key(config, args.id):,} blocks that only it could hit are deleted.")
     return 0
 
 
@@ -100,17 +110,17 @@ def run_rotate(args: argparse.Namespace) -> int:
       mlx-serve keys rotate 3f9c0a1b2c4d
     """
     with _open_keys(config_from(args)) as file:
-        _hand_over(file.rotate(args.id), file.record(args.id).tier)
+        _print_key(file.rotate(args.id), file.record(args.id).tier)
     return 0
+
+
+def _add_id(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("id", help="the key's id: the part between its first and second underscore, as `list` shows it")
 
 
 def _add_key_flags(parser: argparse.ArgumentParser) -> None:
     add_config_flag(parser)
     parser.add_argument("--key-file", metavar="FILE", help="the file of keys; default: that of the configuration")
-
-
-def _add_id(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("id", help="the key's id: the part between its first and second underscore, as `list` shows it")
 
 
 @contextmanager
@@ -126,7 +136,7 @@ def _open_keys(config: Config, *, creates: bool = False) -> Iterator[KeyFile]:
         raise ServeError(f"The keys in {path} cannot be changed: {error}.") from error
 
 
-def _hand_over(key: NewKey, tier: str) -> None:
+def _print_key(key: NewKey, tier: str) -> None:
     """The key alone on standard output, for a pipe; what a person should know beside it."""
     print(f"Key {key.key_id} of the tier {tier}. It is shown only now, and kept nowhere: store it.", file=sys.stderr)
     print(key.text)

@@ -92,6 +92,18 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Words behind `--` all go to the last positional, if that takes any number. (argparse itself refuses them
+        behind an option, and drops the next `--` among them.)"""
+        words = sys.argv[1:] if args is None else list(args)
+        takers = [action for action in self._actions if not action.option_strings and action.nargs == "*"]
+        if "--" not in words or not takers:
+            return super().parse_known_args(words, namespace)
+        place = words.index("--")
+        parsed, extra = super().parse_known_args(words[:place], namespace)
+        setattr(parsed, takers[-1].dest, [*getattr(parsed, takers[-1].dest), *words[place + 1 :]])
+        return parsed, extra
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
@@ -105,8 +117,9 @@ def commands() -> Group:
     return Group(
         "a local OpenAI-compatible LLM server on MLX",
         {
-            "serve": Command("mlx_server.cli.serve", "serve a model over HTTP"),
+            "serve": Command("mlx_server.cli.serve", "serve a model over HTTP", "serve"),
             "chat": Command("mlx_server.cli.chat", "chat with a running server"),
+            "launch": Command("mlx_server.cli.launch", "start a client that uses a running server", "launch"),
             "pull": Command("mlx_server.cli.models", "fetch a model without serving it", "pull"),
             "models": _noun(
                 "mlx_server.cli.models",
@@ -132,8 +145,16 @@ def commands() -> Group:
                 revoke="refuse a key from now on",
                 rotate="give a key a new secret",
             ),
+            "cache": _noun(
+                "mlx_server.cli.cache",
+                "prefixes, in memory and on disk (`serve --kv-disk`)",
+                ls="list those on disk by model and caller",
+                stats="show how much there is, and how much may be written today",
+                purge="delete them, or those of a model or a key",
+                warm="have a running server compute some ahead of their use",
+            ),
             "service": _noun(
-                "mlx_server.cli.service",
+                "mlx_server.cli.serve",
                 "let macOS start the server and keep it running",
                 install="start the server now and at every login",
                 uninstall="stop it, and start it no more",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 from typing import Any
 
 from mlx_server.cli.remote import RemoteServer, add_remote_flags, size, table
-from mlx_server.config import DEFAULT_MODEL
+from mlx_server.config import DEFAULT_MODEL, load_config
 from mlx_server.errors import ServeError
 
+_LS_HEADER = ("name", "size", "weights", "context", "needs", "fits", "folder")
 _HEADER = ("name", "state", "memory", "requests", "idle", "loads", "kept", "adapters", "")
 
 
@@ -20,32 +22,51 @@ def add_ls(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    """Lists the models on this machine: pulled ones in the home folder, and those in the Hugging Face hub's cache.
+    """Lists the models on this machine: pulled ones in the home folder, and those in the Hugging Face hub's cache. With
+    the bits of their weights, their context in tokens, what loading them takes of memory, and whether there is as much.
 
     examples:
       mlx-serve models ls
       mlx-serve models ls --json
     """
-    from mlx_server.engine.model_store import stored_models  # the hub's library, which asking a server does not need
+    from mlx_server.engine.model_fit import fits_of  # the engine's libraries, which asking a server does not need
+    from mlx_server.engine.model_store import stored_models
 
     models = stored_models()
-    if args.json:
-        fields = [
-            {"name": model.name, "place": model.place, "folder": str(model.folder), "num_bytes": model.num_bytes}
-            for model in models
-        ]
-        print(json.dumps(fields, indent=2))
-    elif models:
-        rows = [(model.name, size(model.num_bytes), model.place, str(model.folder)) for model in models]
-        print(table([("name", "size", "place", "folder"), *rows], right={1}))
-    else:
+    if not models and not args.json:
         print("None yet; `mlx-serve models pull` fetches the bundled one.")
+        return 0
+    fits = list(fits_of(models, load_config()))
+    if args.json:
+        described = [dataclasses.asdict(model) | dataclasses.asdict(fit) for model, fit in zip(models, fits)]
+        print(json.dumps(described, indent=2, default=str))
+        return 0
+    rows = [
+        (
+            model.name,
+            size(model.num_bytes),
+            fit.weights or "-",
+            f"{fit.context_length:,}" if fit.context_length else "-",
+            "-" if fit.need_bytes is None else size(fit.need_bytes),
+            fit.fits,
+            str(model.folder),
+        )
+        for model, fit in zip(models, fits)
+    ]
+    print(table([_LS_HEADER, *rows], right={1, 3, 4}))
+    for model, fit in zip(models, fits):
+        if fit.reason:
+            print(f"\n{model.name}: {fit.reason}")
     return 0
 
 
 def add_pull(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", nargs="?", default=DEFAULT_MODEL, help=f"`{DEFAULT_MODEL}` (the default), or a hub id like owner/name"
+        "model",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        help=f"`{DEFAULT_MODEL}` (the default), a hub id like owner/name, or a GGUF file of the hub or of this machine "
+        "(owner/name/FILE.gguf), which is converted",
     )
 
 
@@ -55,8 +76,9 @@ def run_pull(args: argparse.Namespace) -> int:
     examples:
       mlx-serve pull smollm2
       mlx-serve pull mlx-community/Qwen3-0.6B-4bit
+      mlx-serve pull Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf
     """
-    from mlx_server.runtime.models.loader import resolve_model
+    from mlx_server.runtime.models.resolve import resolve_model
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     print(resolve_model(args.model))
@@ -153,11 +175,21 @@ def _show(models: list[dict[str, Any]]) -> None:
     print(table([_HEADER, *map(_row, models)], right={2, 3, 4, 5}))
 
 
+def _state(model: dict[str, Any]) -> str:
+    """With how far it is: of its weights in memory, or before that of a folder that is made."""
+    progress, preparing = model["load_progress"], model.get("preparing")
+    if preparing is not None and preparing["total_bytes"]:
+        share = f"{preparing['stage']} {preparing['done_bytes'] / preparing['total_bytes']:.0%}"
+        left_s = preparing["remaining_s"]
+        return share if left_s is None else f"{share}, {left_s:.0f} s left"
+    return model["state"] if progress is None else f"{model['state']} {progress:.0%}"
+
+
 def _row(model: dict[str, Any]) -> tuple[str, ...]:
-    progress, idle_s, ttl_s = model["load_progress"], model["idle_s"], model["idle_ttl_s"]
+    idle_s, ttl_s = model["idle_s"], model["idle_ttl_s"]
     return (
         model["id"],
-        model["state"] if progress is None else f"{model['state']} {progress:.0%}",
+        _state(model),
         _mib(model["held_bytes"]) if model["held_bytes"] else "-",
         str(model["num_requests"]),
         "-" if idle_s is None else f"{idle_s:.0f} s",

@@ -1,26 +1,48 @@
-"""Serves a model over HTTP. Without options: the bundled model, on http://127.0.0.1:8000.
-
-examples:
-  mlx-serve serve
-  mlx-serve serve mlx-community/Qwen3-0.6B-4bit --port 9000
-  mlx-serve serve --config my.toml --kv-cache-memory 4GiB --no-prefix-caching
-"""
+"""`mlx-serve serve`, and `mlx-serve service`: the launchd agent of this user, which starts the server and keeps it
+running."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import plistlib
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from mlx_server.api.listener import listen
-from mlx_server.cli.config import add_serve_arguments, config_from
-from mlx_server.observability.logs import forgive_lost_streams
+from mlx_server.api.listener import listen_all
+from mlx_server.cli.config import add_setting_flags, config_from
+from mlx_server.cli.main import Parser
+from mlx_server.config import Config, home, settings
+from mlx_server.errors import ServeError
+from mlx_server.observability.logs import leave, survive_lost_streams
+
+LABEL = "io.mlx-serve.server"
+
+_END_TIMEOUT_S = 60.0
+_POLL_S = 0.2
+_RESTART_PAUSE_S = 10
+_FLUSH_S = 10
+_HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_serve_arguments(parser)
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("named_model", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+    add_setting_flags(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_serve(args: argparse.Namespace) -> int:
+    """Serves a model over HTTP. Without options: the bundled model, on http://127.0.0.1:8000.
+
+    examples:
+      mlx-serve serve
+      mlx-serve serve mlx-community/Qwen3-0.6B-4bit --port 9000
+      mlx-serve serve --config my.toml --kv-cache-memory 4GiB --no-prefix-caching
+    """
     config = config_from(args)
     for name in ("api_key", "admin_key"):
         if getattr(args, name) is not None:
@@ -30,8 +52,144 @@ def run(args: argparse.Namespace) -> int:
                 f"{flag}-file or MLX_SERVE_SERVER_{name.upper()} instead.",
                 file=sys.stderr,
             )
-    forgive_lost_streams()
-    with listen(config.server) as listener:
+    size, rank = config.fleet.tensor_parallel_size, 0
+    if size > 1:
+        from mlx_server.engine.ranks import check_shardable, own_rank
+
+        check_shardable(config)
+        rank = own_rank(size)
+    survive_lost_streams()
+    if rank > 0:
+        from mlx_server.engine.follower import follow
+
+        return follow(config)
+    with contextlib.ExitStack() as listening:
+        listeners = [listening.enter_context(listener) for listener in listen_all(config.server)]
+        from mlx_server.runtime.kernels.cpu import native
+
+        native.prepare()  # a first start compiles while the rest is imported
         from mlx_server.api.server import serve  # takes seconds: whoever connects meanwhile waits
 
-        return serve(config, listener)
+        status = serve(config, listeners[0], more_listeners=listeners[1:])
+    if size > 1 and status:
+        leave(status)  # MLX may wait for a rank that is gone, and Python for MLX
+    return status
+
+
+def add_install(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, help="write the agent to this file, and start nothing")
+    parser.add_argument("serve_options", nargs="*", metavar="-- OPTION", help="options of `mlx-serve serve`")
+
+
+def run_install(args: argparse.Namespace) -> int:
+    """Installs a launchd agent: macOS then starts the server at login, and again whenever it fails.
+
+    Options after `--` are those of `mlx-serve serve`; they are checked now, not at the next login. A key does not
+    belong there, where everyone can read it: put it into a file with `[server] api_key`, and give that as --config.
+
+    examples:
+      mlx-serve service install
+      mlx-serve service install -- mlx-community/Qwen3-0.6B-4bit --port 9000
+      mlx-serve service install --output /tmp/agent.plist
+    """
+    config = _checked(args.serve_options)
+    if args.output is None and sys.platform != "darwin":
+        raise ServeError("launchd is part of macOS. Elsewhere, give --output to write the agent's file only.")
+    path: Path = args.output or agent_path()
+    agent = launch_agent(args.serve_options, config, log_folder=Path.home() / "Library" / "Logs")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(plistlib.dumps(agent))
+    print(f"{path} is written.")
+    if args.output is None:
+        end_agent()  # one that is there already
+        if subprocess.run(launchctl("bootstrap"), check=False).returncode:
+            raise ServeError(f"launchctl did not accept {path}; see above.")
+        print(f"The server starts, on {config.server.host}:{config.server.port}. Its log: {agent['StandardErrorPath']}")
+    return 0
+
+
+def add_uninstall(parser: argparse.ArgumentParser) -> None:
+    """Takes none."""
+
+
+def run_uninstall(args: argparse.Namespace) -> int:
+    """Ends the launchd agent that `mlx-serve service install` has made, and removes its file."""
+    path = agent_path()
+    if not path.exists():
+        raise ServeError(f"There is no agent at {path}.")
+    if sys.platform == "darwin":
+        end_agent()
+    path.unlink()
+    print(f"{path} is removed.")
+    return 0
+
+
+def agent_path() -> Path:
+    return Path.home() / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+
+
+def launchctl(action: str) -> list[str]:
+    """The command that starts (`bootstrap`), ends (`bootout`) or shows (`print`) the agent in the user's own
+    session."""
+    domain = f"gui/{os.getuid()}"
+    return ["launchctl", action, *([domain, str(agent_path())] if action == "bootstrap" else [f"{domain}/{LABEL}"])]
+
+
+def end_agent() -> None:
+    """Ends the agent where it runs. launchd only asks it to, and takes no new one until the old one has drained its
+    streams, so this waits for that."""
+    subprocess.run(launchctl("bootout"), check=False, capture_output=True)
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while _is_known() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _is_known() -> bool:
+    return subprocess.run(launchctl("print"), check=False, capture_output=True).returncode == 0
+
+
+def launch_agent(serve_options: Sequence[str], config: Config, log_folder: Path) -> dict[str, Any]:
+    """The property list, as `man launchd.plist` describes it. `config` is what `serve_options` amount to here."""
+    log = str(log_folder / "mlx-serve.log")
+    return {
+        "Label": LABEL,
+        "ProgramArguments": [sys.executable, "-P", "-m", "mlx_server", "serve", *serve_options],
+        "EnvironmentVariables": _environment(),
+        "WorkingDirectory": os.getcwd(),  # relative paths mean what they mean now
+        "RunAtLoad": True,
+        # The server exits with 0 when it was asked to stop, and with another status when its engine has died.
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": _RESTART_PAUSE_S,
+        # SIGTERM drains open streams; launchd's own patience ends after 20 s.
+        "ExitTimeOut": int(config.server.drain_timeout_s) + _FLUSH_S,
+        "ProcessType": "Interactive",
+        "StandardOutPath": log,
+        "StandardErrorPath": log,
+    }
+
+
+def _environment() -> dict[str, str]:
+    """What the server would be given by this shell: its settings, where models are, and where programs are. Raises
+    `ServeError` for keys, which everyone could read in the agent's file."""
+    secret = next((s.env for s in settings() if s.is_secret and os.environ.get(s.env)), None)
+    if secret is not None:
+        raise ServeError(
+            f"{secret} is set here, and would be readable for everyone in the agent's file; put the key into a "
+            "--config file, and unset the variable."
+        )
+    names = [*(setting.env for setting in settings()), *_HUB_VARIABLES]
+    kept = {name: os.environ[name] for name in names if os.environ.get(name)}
+    return {"MLX_SERVE_HOME": str(home()), "PATH": os.environ.get("PATH", os.defpath), **kept}
+
+
+def _checked(serve_options: Sequence[str]) -> Config:
+    """The settings that these options amount to. Raises `UsageError` and `ServeError`."""
+    parser = Parser(prog="mlx-serve serve")
+    add_serve(parser)
+    args, extra = parser.parse_known_args(serve_options)
+    if extra:
+        raise ServeError(f"`mlx-serve serve` has no option {extra[0]}.")
+    secret = next((s.flag for s in settings() if s.is_secret and getattr(args, s.name) is not None), None)
+    if secret is not None:
+        raise ServeError(f"{secret} would be readable for everyone in the agent's file; put it into a --config file.")
+    return config_from(args)

@@ -1,5 +1,5 @@
-"""One model, served: its scheduler, its steps on the MLX thread, and one stream a request. Metrics and traces hear of
-every step on its way there and back, and of every request's end."""
+"""One model, served: its scheduler, its steps on the MLX thread, and one stream a request. Metrics and traces see every
+step when it is submitted and when it is done, and every request's end."""
 
 from __future__ import annotations
 
@@ -7,22 +7,30 @@ import asyncio
 import contextlib
 import enum
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
+from mlx_server.batching.disk_saves import DiskTierCounters
+from mlx_server.batching.drafting import SpeculationCounters
 from mlx_server.batching.limits import SchedulerCounters
-from mlx_server.batching.scheduler import ContinuousBatchingScheduler, Executor
+from mlx_server.batching.prefix_changes import CacheCleared
+from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.config import Config
 from mlx_server.engine.grammar.constraints import GrammarCompiler
+from mlx_server.engine.kv_events import ModelEvents, follow
 from mlx_server.engine.memory_guard import GuardCounters
-from mlx_server.engine.parts import EngineParts, Surroundings, load_parts, served_names, unload_parts
+from mlx_server.engine.model_on_disk import flush
+from mlx_server.engine.observed import ObservedExecutor, told
+from mlx_server.engine.parts import EngineParts, GivenModels, Surroundings, load_parts, unload_parts
+from mlx_server.engine.pooling import Pooling, check_generates
 from mlx_server.engine.request_stream import GenerationRequest, OutputText, RequestStream, make_request
+from mlx_server.engine.served_names import served_names
 from mlx_server.engine.text.chat import ChatFormatter, TextTools
 from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -35,61 +43,15 @@ from mlx_server.errors import (
 )
 from mlx_server.observability.engine_metrics import EngineMetrics
 from mlx_server.observability.tracing import NO_TRACER, EngineTracer, Tracing, open_tracing
-from mlx_server.outputs import EngineStats, ModelRunnerOutput, RequestOutput, SchedulerOutput
+from mlx_server.outputs import EngineStats, RequestOutput
 from mlx_server.request import FinishReason, Request, RequestStatus
-from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
+from mlx_server.runtime.image_probe import count_placeholders
+from mlx_server.runtime.models.loader import RunnerInfo
 from mlx_server.sampling_params import SamplingParams
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_RETRY_S = 5.0
-_COMPLAINT_S = 60.0
-
-_complained_s: dict[str, float] = {}
-"""When it was last logged that one of those failed that are told of steps and requests."""
-
-
-def told(listener: Callable[P, T], *news: P.args, **more: P.kwargs) -> T | None:
-    """Tells metrics or a tracer. Figures must not end requests: what fails there is logged, at most once a minute
-    for each listener, since some hear of every step."""
-    try:
-        return listener(*news, **more)
-    except Exception:
-        name, now = listener.__qualname__, time.monotonic()
-        if now - _complained_s.get(name, -math.inf) >= _COMPLAINT_S:
-            _complained_s[name] = now
-            logger.exception("%s failed: figures or traces are incomplete, requests go on", name)
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedExecutor:
-    """Tells metrics and a tracer of each step that passes: a few calls a step, whatever the number of requests. A step
-    that only changes the pools computes nothing and does not count."""
-
-    executor: Executor
-    metrics: EngineMetrics
-    tracer: EngineTracer
-
-    def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
-        if not output.chunks:
-            return self.executor.submit(output)
-        told(self.metrics.on_step, output)
-        if self.tracer is not NO_TRACER:
-            told(self.tracer.on_step, output)
-        result = self.executor.submit(output)
-        result.add_done_callback(partial(self._on_done, output))
-        return result
-
-    def _on_done(self, output: SchedulerOutput, future: asyncio.Future[ModelRunnerOutput]) -> None:
-        if future.cancelled() or future.exception() is not None:
-            return
-        told(self.metrics.on_step_done, output, future.result())
-        if self.tracer is not NO_TRACER:
-            told(self.tracer.on_step_done, output, future.result())
 
 
 class EngineState(enum.StrEnum):
@@ -114,30 +76,31 @@ class AsyncEngine:
         config: Config,
         around: Surroundings | None = None,
         *,
-        loaded: LoadedModel | None = None,
+        given: GivenModels | None = None,
         max_chunk_tokens: int | None = None,
         metrics: EngineMetrics | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         """The thread of `around` is shared, and its owner stops it; without `around`, the engine has a thread of its
-        own. `loaded` is used instead of loading `config.model.model`. Nothing is loaded before `start`. `metrics` of an
-        earlier engine of the model are continued; `tracing` is what `config` says unless given."""
+        own. What is `given` is used instead of loading it. Nothing is loaded before `start`. `metrics` of an earlier
+        engine of the model are continued; `tracing` is what `config` says unless given."""
         self.config = config
-        self.model_root = config.model.model
-        self.names = served_names(config.model, loaded)
+        self._given = given or GivenModels()
+        self.names = served_names(config.model, self._given.model)
         self.model_name = self.names.model
         self.state = EngineState.LOADING
         self.error: str | None = None
         self._around = around or Surroundings.alone(config.memory)
         self._owns_thread = around is None
-        self._loaded = loaded
         self._max_chunk_tokens = max_chunk_tokens
         self._metrics = metrics
         self._tracing = tracing or open_tracing(config.observability)
         self._tracer: EngineTracer = NO_TRACER
         self._parts: EngineParts | None = None
         self._streams: dict[str, RequestStream] = {}
+        self._untold: dict[Callable[[], None], None] = {}  # whoever has something to take
         self._loop_task: asyncio.Task[None] | None = None
+        self._events: ModelEvents | None = None
         self._is_drained = asyncio.Event()
         self._clock = time.monotonic
 
@@ -159,6 +122,16 @@ class AsyncEngine:
     @property
     def grammars(self) -> GrammarCompiler:
         return self._text().grammars
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """What the model gives beside text, or instead of it."""
+        return self._loaded_parts().pooling
+
+    @property
+    def vision(self) -> SeeingModel | None:
+        """What images are prepared with for the model; None where it cannot see."""
+        return self._loaded_parts().vision
 
     @property
     def has_tokenizer(self) -> bool:
@@ -197,7 +170,7 @@ class AsyncEngine:
         """Loads the model and begins to serve. Raises `ModelLoadError` and the like; the engine is dead then."""
         try:
             self._parts = await load_parts(
-                self.config, self._around, loaded=self._loaded, max_chunk_tokens=self._max_chunk_tokens
+                self.config, self._around, given=self._given, max_chunk_tokens=self._max_chunk_tokens
             )
         except Exception as error:
             self.state, self.error = EngineState.DEAD, str(error)
@@ -210,7 +183,13 @@ class AsyncEngine:
             blocks.observer = self._metrics.follow_kv_blocks(settings.kv_cache_metrics_sample, self._clock)
         self._tracer = self._tracing.tracer(self.model_name, self._clock, self._decode if self.has_tokenizer else None)
         self._loop_task = asyncio.create_task(self._run(), name=f"scheduler of {self.model_name}")
-        self._parts.watch.join(self._parts.guard)
+        self._parts.watch.join(*self._parts.guards)
+        if self._around.events is not None:
+            blocks = self._parts.scheduler.blocks
+            disk = None
+            if self._parts.disk is not None and blocks.grows_block_by_block:  # else no one record makes a hit
+                disk = self._parts.disk.records
+            self._events = follow(self._around.events, self.config, self.names.with_adapter, blocks, disk)
 
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Takes no more requests, lets open ones finish for `drain_timeout_s`, fails the rest, and unloads."""
@@ -225,15 +204,22 @@ class AsyncEngine:
             ):
                 self.scheduler.finish_request(request_id, FinishReason.ERROR)
         if self._parts is not None:
-            self._parts.watch.leave(self._parts.guard)
+            self._parts.watch.leave(*self._parts.guards)
             self._parts.scheduler.stop()
             if self._loop_task is not None:
                 await self._loop_task
+            if self._parts.disk is not None and self.state is not EngineState.DEAD:
+                try:
+                    await flush(self._parts.disk, self._parts.scheduler, self._parts.executor)
+                except Exception:  # the model goes all the same
+                    logger.exception("Prefixes of %s were not all kept on disk", self.model_name)
         if self.state is not EngineState.DEAD:
             self.state = EngineState.STOPPED
+        if self._events is not None:
+            self._events.add(CacheCleared())
         await self._unload()
         if self._owns_thread:
-            await asyncio.to_thread(self._around.thread.stop)
+            await asyncio.to_thread(self._around.close)
 
     # --- work -----------------------------------------------------------------------------------------------
 
@@ -248,7 +234,10 @@ class AsyncEngine:
             )
         if parts.text is None and generation.sampling.stop:
             raise InvalidRequestError("Stop strings need a tokenizer, and this model has none.", "stop")
-        text = None if parts.text is None else OutputText(generation, parts.text.tokenizer)
+        if generation.pooling is None:
+            check_generates(parts.pooling, self.model_name)
+        is_text = parts.text is not None and generation.pooling is None
+        text = OutputText(generation, self.tokenizer) if is_text else None
         try:
             request = self._enqueue(generation, parts)
         except (ContextLengthError, QueueFullError, QuotaExceededError) as error:
@@ -261,8 +250,8 @@ class AsyncEngine:
         return stream
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False, and nothing done, while requests hold blocks."""
-        return self._loaded_parts().scheduler.blocks.reset_prefix_cache()
+        """Forgets prefixes cached in memory, not on disk; False, and nothing done, while requests hold blocks."""
+        return self._loaded_parts().reset_prefix_cache()
 
     async def check_pool_moves(self) -> int:
         """How many K or V buffers of the pools MLX has copied between two calls of this, since the first: 0 where
@@ -273,14 +262,14 @@ class AsyncEngine:
     @property
     def idle_kv_bytes(self) -> int:
         """What `give_memory` could give."""
-        return 0 if self._parts is None else self._parts.guard.num_idle_bytes
+        return 0 if self._parts is None else sum(guard.num_idle_bytes for guard in self._parts.guards)
 
     async def give_memory(self, num_bytes: int, timeout_s: float = 5.0) -> int:
         """Gives idle KV blocks back, cached ones included, up to `num_bytes` for others to take; how many bytes are
         free for them when it returns. Requests go on."""
         if self._parts is None or self.state is not EngineState.READY:
             return 0
-        return await self._parts.guard.give_memory(num_bytes, timeout_s)
+        return await self._parts.give_memory(num_bytes, timeout_s)
 
     def stats(self) -> EngineStats:
         """A reading of all counters, those of earlier loads included; while nothing is loaded, of them alone."""
@@ -303,7 +292,7 @@ class AsyncEngine:
             max_num_blocks=blocks.max_blocks,
             num_layer_groups=len(blocks.groups),
             weight_bytes=self._parts.weight_bytes,
-            kv_pool_bytes=blocks.num_blocks * self._parts.info.block_bytes,
+            kv_pool_bytes=self._parts.kv_bytes,
             pressure_level=guard.level,
             num_preemptions=counters.num_preemptions,
             num_block_evictions=blocks.num_evictions,
@@ -311,6 +300,8 @@ class AsyncEngine:
             num_pool_cuts=blocks.num_cuts,
             num_blocks_moved=blocks.num_moves,
             **_totals(counters),
+            **({} if scheduler.speculation is None else _totals(scheduler.speculation.counters)),
+            **({} if scheduler.disk is None else _totals(scheduler.disk.counters)),
             **_totals(guard.counters),
         ).after(past)
 
@@ -321,10 +312,14 @@ class AsyncEngine:
             generation,
             arrival_s=self._clock(),
             model_name=self.model_name,
-            vocab_size=parts.vocab_size,
+            vocab_size=parts.loaded.vocab_size,
             max_model_len=parts.max_model_len,
             eos_token_ids=frozenset() if parts.text is None else parts.text.tokenizer.eos_token_ids,
+            no_vision=parts.info.no_vision,
+            count_placeholders=partial(count_placeholders, parts.loaded.model),
         )
+        if parts.disk is not None and generation.adapter is not None:
+            request.adapter_key = parts.disk.adapter_keys[generation.adapter]
         self._deliver(parts.scheduler.add_request(request))
         return request
 
@@ -343,7 +338,7 @@ class AsyncEngine:
         if self._metrics is not None:
             self._metrics.past = self.stats()
         parts, self._parts = self._parts, None
-        self._loaded = self._loop_task = None
+        self._given, self._loop_task = GivenModels(), None
         if parts is not None:
             await unload_parts(parts, self._around.thread)
 
@@ -369,7 +364,12 @@ class AsyncEngine:
             logger.exception("The scheduler of %s was left as it is", self.model_name)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Puts a step's news on the streams."""
+        """Puts a step's news on the streams. Their readers are told in one call behind what the scheduler does now:
+        the next step goes to the device before anything is sent."""
+        if not outputs:
+            return
+        if not self._untold:
+            asyncio.get_running_loop().call_soon(self._tell_readers)
         now = self._clock()
         streams = self._streams
         advanced = [streams[o.request_id].request for o in outputs if o.new_token_ids and o.request_id in streams]
@@ -378,6 +378,7 @@ class AsyncEngine:
             stream = streams.get(output.request_id)
             if stream is None:
                 continue
+            self._untold[stream.on_news] = None
             try:
                 stream.put(output, now)
             except Exception as error:  # one request's text must not end the others
@@ -387,6 +388,14 @@ class AsyncEngine:
                 self._forget(output.request_id, FinishReason.ERROR)
             if stream.is_complete:
                 self._forget(output.request_id, output.finish_reason or FinishReason.STOP, output.error)
+
+    def _tell_readers(self) -> None:
+        untold, self._untold = self._untold, {}
+        for on_news in untold:
+            try:
+                on_news()
+            except Exception:  # one reader must not keep the others from their news
+                logger.exception("A reader could not take its news")
 
     def _forget(self, request_id: str, reason: FinishReason, error: ServeError | None = None) -> None:
         """A request's stream has its end; counted once, whatever ended it."""
@@ -400,9 +409,9 @@ class AsyncEngine:
         if not self._streams:
             self._is_drained.set()
 
-    def _end_request(self, request_id: str, reason: FinishReason) -> bool:
+    def _end_request(self, request_id: str, reason: FinishReason, num_void: int = 0) -> bool:
         self._forget(request_id, reason)
-        return self._parts is not None and self._parts.scheduler.finish_request(request_id, reason)
+        return self._parts is not None and self._parts.scheduler.finish_request(request_id, reason, num_void)
 
     def _fail_streams(self, new_error: Callable[[], ServeError]) -> list[str]:
         """Ends every stream with an error of its own: raising one object for all would pile up their tracebacks. The
@@ -434,6 +443,6 @@ class AsyncEngine:
         return text
 
 
-def _totals(counters: SchedulerCounters | GuardCounters) -> dict[str, Any]:
+def _totals(counters: SchedulerCounters | SpeculationCounters | DiskTierCounters | GuardCounters) -> dict[str, Any]:
     """By the names that they have in `EngineStats`, too."""
     return {leaf.name: getattr(counters, leaf.name) for leaf in fields(counters)}

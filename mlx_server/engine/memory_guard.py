@@ -9,9 +9,10 @@ import enum
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.request_table import Rank
-from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.engine.memory_budget import MemoryShare
 from mlx_server.runtime.memory import MIN_BLOCKS, MemoryReading
 
@@ -24,7 +25,8 @@ _HYSTERESIS = 0.03
 """A level is left only when the pressure is so much lower than where it began."""
 
 _REFUSAL_S = 0.2
-"""How long a refusal stands before the system is asked again: a full pool asks for every block."""
+"""How long a refusal stands, unless the model has given memory back, before the system is asked again: a full pool asks
+for every block."""
 
 _ROOMY_BELOW = 0.8
 """Pressure to which a pool doubles and keeps what is cached: well under the one at which it gives that back."""
@@ -42,12 +44,13 @@ class KvMemory:
         self._clock = clock
         self._refused_blocks: dict[bool, int] = {}
         self._refused_until_s = 0.0
+        self._refused_need = share.need
         self._num_given_back = 0
         self._given_back = asyncio.Event()
 
     def take(self, least: int, most: int, *, is_needed: bool) -> int:
         now = self._clock()
-        if now >= self._refused_until_s:
+        if now >= self._refused_until_s or self._share.need is not self._refused_need:
             self._refused_blocks.clear()
         elif least >= self._refused_blocks.get(is_needed, least + 1):
             return 0
@@ -56,7 +59,7 @@ class KvMemory:
             num_blocks = min(least, self._growable_blocks(_NEEDED_BELOW))
         if num_blocks < least or not self._share.grow(num_blocks * self.block_bytes):
             self._refused_blocks[is_needed] = least
-            self._refused_until_s = now + _REFUSAL_S
+            self._refused_until_s, self._refused_need = now + _REFUSAL_S, self._share.need
             return 0
         return num_blocks
 
@@ -108,10 +111,25 @@ class GuardCounters:
     num_pressure_preemptions: int = 0
 
 
-class MemoryGuard:
-    """One model's part in what `MemoryWatch` does, between its steps. Event-loop thread only."""
+class PoolPolicy(Protocol):
+    """Who decides about a pool of blocks, as `ContinuousBatchingScheduler` does, whose docstrings hold."""
 
-    def __init__(self, scheduler: ContinuousBatchingScheduler, kv_memory: KvMemory) -> None:
+    @property
+    def blocks(self) -> PagedBlockManager: ...
+
+    def shrink(self, num_blocks: int) -> int: ...
+
+    def hold_admission(self, is_held: bool) -> None: ...
+
+    def lowest_rank(self) -> Rank | None: ...
+
+    def preempt_lowest(self) -> bool: ...
+
+
+class MemoryGuard:
+    """One pool's part in what `MemoryWatch` does, between its steps. Event-loop thread only."""
+
+    def __init__(self, scheduler: PoolPolicy, kv_memory: KvMemory) -> None:
         self.level = PressureLevel.NONE
         self.counters = GuardCounters()
         self._scheduler = scheduler
@@ -177,16 +195,15 @@ class MemoryWatch:
         self._guards: list[MemoryGuard] = []
         self._sampling: asyncio.Task[None] | None = None
 
-    def join(self, guard: MemoryGuard) -> None:
-        """A model is loaded, and is watched from now on."""
-        self._guards.append(guard)
+    def join(self, *guards: MemoryGuard) -> None:
+        """A model is loaded, and its pools are watched from now on."""
+        self._guards += guards
         if self._sampling is None:
-            self._sampling = asyncio.create_task(self._sample_on(), name="memory")
+            self._sampling = asyncio.create_task(self._sample_forever(), name="memory")
 
-    def leave(self, guard: MemoryGuard) -> None:
+    def leave(self, *guards: MemoryGuard) -> None:
         """A model goes. Does nothing for one that is not watched."""
-        if guard in self._guards:
-            self._guards.remove(guard)
+        self._guards = [guard for guard in self._guards if guard not in guards]
         if not self._guards and self._sampling is not None:
             self._sampling.cancel()
             self._sampling = None
@@ -202,12 +219,12 @@ class MemoryWatch:
         for guard in self._guards:
             guard.act(level)
 
-    async def _sample_on(self) -> None:
+    async def _sample_forever(self) -> None:
         while True:
             try:
                 self.sample()
-            except Exception:  # whatever it was, a machine without a watch is worse
-                logger.exception("The memory was not looked after; trying again in %g s", _SAMPLE_S)
+            except Exception:  # of any kind: without a watch, the machine could run out of memory
+                logger.exception("Acting on the memory has failed; trying again in %g s", _SAMPLE_S)
             await asyncio.sleep(_SAMPLE_S)
 
     def _enter(self, level: PressureLevel, pressure: float) -> None:

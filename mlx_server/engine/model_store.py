@@ -5,7 +5,6 @@ Names are looked up among what is there and never made into paths, so no name le
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ import huggingface_hub
 from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
 from mlx_server.config import home
+from mlx_server.model_entries import hub_id
 from mlx_server.runtime.models.bundled import SMOLLM2
 from mlx_server.runtime.models.gguf import native_weight_format
-
-_HUB_ID = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9][\w.-]*", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +35,16 @@ def stored_models() -> list[StoredModel]:
 
 
 def find_pulled(name: str) -> Path | None:
-    """The folder of a pulled model, the bundled one in the weight format that suits this machine if there are several;
-    nothing is fetched."""
-    native = f"{SMOLLM2.name}-{native_weight_format()}"
-    folders = [folder for known, folder in _home_folders() if known == name]
-    found = min(folders, key=lambda folder: (folder.name != native, folder), default=None)
-    if found is None and _HUB_ID.fullmatch(name) is not None:
+    """The folder of a pulled model, by its name or its page's address, the bundled one in the weight format that suits
+    this machine if there are several; nothing is fetched."""
+    folders = sorted(folder for known, folder in _home_folders() if known == name)
+    found = folders[0] if folders else None
+    if len(folders) > 1:
+        native = f"{SMOLLM2.name}-{native_weight_format()}"
+        found = min(folders, key=lambda folder: (folder.name != native, folder))
+    if found is None and (repo := hub_id(name)) is not None:
         try:
-            return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+            return Path(huggingface_hub.snapshot_download(repo, local_files_only=True))
         except (LocalEntryNotFoundError, HFValidationError):
             return None
     return found
@@ -72,7 +72,10 @@ def remove_stored(name: str) -> int:
     num_bytes = 0
     for model in stored_models():
         if model.name == name:
-            shutil.rmtree(model.folder)
+            if model.folder.is_symlink():
+                model.folder.unlink()
+            else:
+                shutil.rmtree(model.folder)
             num_bytes += model.num_bytes
     download = home() / "downloads" / SMOLLM2.file_name
     if name == SMOLLM2.name and download.exists():

@@ -18,24 +18,33 @@ from mlx_server.batching.layer_groups import LayerGroups
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.state_checkpoints import StateCheckpoints
-from mlx_server.config import Config, MemoryConfig, ModelConfig
-from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, MemoryShare, estimate_need
+from mlx_server.config import BLOCK_SIZE, Config, MemoryConfig, ModelConfig
+from mlx_server.engine.draft_parts import (
+    DraftParts,
+    InPieces,
+    load_draft_model,
+    load_model_head,
+    make_draft,
+    make_speculation,
+)
+from mlx_server.engine.embedding import InputReader
+from mlx_server.engine.kv_events import KvEvents
+from mlx_server.engine.loading import PoolRoom, find_model, make_model_runner, read_model
+from mlx_server.engine.memory_budget import MemoryBudget, MemoryShare
 from mlx_server.engine.memory_guard import KvMemory, MemoryGuard, MemoryWatch
+from mlx_server.engine.memory_need import MemoryNeed, estimate_need
+from mlx_server.engine.model_on_disk import ModelOnDisk, join_disk, open_configured
+from mlx_server.engine.pooling import Pooling
+from mlx_server.engine.ranks import ALONE, Ranks
 from mlx_server.engine.text.chat import TextTools
-from mlx_server.errors import ConfigError, EngineDeadError, ModelNotFoundError
-from mlx_server.runtime.adapters import merged_adapter
+from mlx_server.engine.vision.seeing import SeeingModel, load_if_seeing
+from mlx_server.errors import ConfigError, EngineDeadError, ModelLoadError
+from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.loader import (
-    LoadedModel,
-    Pieces,
-    RunnerInfo,
-    find_folder,
-    is_gpu,
-    load_in_pieces,
-    make_runner,
-    release,
-)
+from mlx_server.runtime.models.embedder import read_pooling
+from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, is_gpu, release
+from mlx_server.runtime.sharding import Group
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +68,40 @@ class EngineParts:
     guard: MemoryGuard
     watch: MemoryWatch
     max_model_len: int
-    vocab_size: int
     weight_bytes: int
+    pooling: Pooling | None = None
+    vision: SeeingModel | None = None
     own_share: MemoryShare | None = None
+    disk: ModelOnDisk | None = None
+    draft: DraftParts | None = None
+    ranks: Ranks = ALONE
+
+    @property
+    def guards(self) -> list[MemoryGuard]:
+        """Of each pool."""
+        return [self.guard] if self.draft is None else [self.guard, self.draft.guard]
+
+    @property
+    def kv_bytes(self) -> int:
+        """What all pools take now."""
+        own_bytes = self.scheduler.blocks.num_blocks * self.info.block_bytes
+        return own_bytes if self.draft is None else own_bytes + self.draft.kv_bytes
+
+    async def give_memory(self, num_bytes: int, timeout_s: float) -> int:
+        """As `MemoryGuard` does it, of all pools, the draft model's first."""
+        given_bytes = 0
+        for guard in reversed(self.guards):
+            if given_bytes < num_bytes:
+                given_bytes += await guard.give_memory(num_bytes - given_bytes, timeout_s)
+        return given_bytes
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets prefixes cached in memory, not on disk; False, and nothing done, while requests hold blocks.
+        Who holds none of the model holds none of its draft model."""
+        is_reset = self.scheduler.blocks.reset_prefix_cache()
+        if is_reset and self.scheduler.disk is not None:
+            self.scheduler.disk.saves.forget()
+        return is_reset and (self.draft is None or self.draft.model.blocks.reset_prefix_cache())
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +110,8 @@ class Surroundings:
 
     `is_shared` says whether requests of others run on the device; `on_progress` gets the part of the weights that has
     been read. `share` is what is booked for the model in the common budget; without one, the engine has all that its
-    configuration allows. `watch` watches the memory for all engines; without one, the engine has its own.
+    configuration allows. `watch` watches the memory for all engines; without one, the engine has its own. `ranks` are
+    the machines that its model is spread over.
     """
 
     thread: MLXThread
@@ -78,27 +119,49 @@ class Surroundings:
     on_progress: Callable[[float], None] = lambda share: None
     share: MemoryShare | None = None
     watch: MemoryWatch | None = None
+    disk: KvDisk | None = None
+    events: KvEvents | None = None
+    ranks: Ranks = ALONE
 
     @classmethod
     def alone(cls, settings: MemoryConfig) -> Surroundings:
-        """Of an engine that shares nothing: with a new MLX thread, which the caller stops."""
-        return cls(MLXThread(wire_memory=settings.wire_memory))
+        """Of an engine that shares nothing: with a new MLX thread, and prefixes on disk if there are to be some. The
+        caller closes them."""
+        return cls(MLXThread(wire_memory=settings.wire_memory), disk=open_configured(settings))
+
+    def close(self) -> None:
+        """Ends the MLX thread after all that it was given, other ranks, and the threads of disk and KV events."""
+        self.thread.stop()
+        self.ranks.close()
+        if self.events is not None:
+            self.events.close()
+        if self.disk is not None:
+            self.disk.close()
+
+
+@dataclass(frozen=True, slots=True)
+class GivenModels:
+    """What is loaded already. A draft model is given with its model only."""
+
+    model: LoadedModel | None = None
+    draft_model: LoadedModel | None = None
 
 
 async def load_parts(
-    config: Config, around: Surroundings, *, loaded: LoadedModel | None = None, max_chunk_tokens: int | None = None
+    config: Config, around: Surroundings, *, given: GivenModels, max_chunk_tokens: int | None = None
 ) -> EngineParts:
-    """Loads the model of `config`, or takes `loaded`. On the event loop's thread, which it does not block; other
-    models' steps go on meanwhile. Raises `ServeError`, and holds nothing then."""
+    """Loads the model of `config` and its draft model, as far as they are not `given`. On the event loop's thread,
+    which it does not block; other models' steps go on meanwhile. Raises `ServeError`, and holds nothing then."""
     max_seqs, max_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
     if max_tokens < max_seqs:  # or it would only be found after loading
         raise ConfigError(f"--max-num-batched-tokens is {max_tokens}; it must be at least --max-num-seqs, {max_seqs}.")
-    share = around.share or await _own_share(config, loaded)
+    share = around.share or await _own_share(config, given)
     try:
-        return await _load_parts(config, around, share, loaded, max_chunk_tokens)
+        return await _load_parts(config, around, share, given, max_chunk_tokens)
     except BaseException as error:
         if around.share is None:
             share.release()
+        around.ranks.unload()
         trace = error.__traceback__
         inner = None if trace is None else trace.tb_next  # not this frame, nor those that await it
         with contextlib.suppress(EngineDeadError):
@@ -107,17 +170,18 @@ async def load_parts(
 
 
 async def unload_parts(parts: EngineParts, thread: MLXThread) -> None:
-    """Lets go of everything loaded, the last references on the MLX thread, which then clears MLX's cache. The
-    caller has dropped its own."""
+    """Frees everything loaded, the last references on the MLX thread, which then clears MLX's cache. The caller has
+    dropped its own."""
     parts.executor.close()
+    parts.ranks.unload()
     if parts.own_share is not None:
         parts.own_share.release()
-    last: list[object] = [parts.loaded, parts.runner]
-    runner = parts.runner
+    last: list[object] = [parts.loaded, parts.runner, parts.draft]
+    closing = [parts.runner.close] if parts.draft is None else [parts.runner.close, parts.draft.runner.close_draft]
     del parts
     if thread.is_alive:
-        await asyncio.wrap_future(thread.call(runner.close))
-        del runner
+        while closing:
+            await asyncio.wrap_future(thread.call(closing.pop()))
         await asyncio.wrap_future(thread.call(lambda: release(last)))
 
 
@@ -125,44 +189,96 @@ async def _load_parts(
     config: Config,
     around: Surroundings,
     share: MemoryShare,
-    loaded: LoadedModel | None,
+    given: GivenModels,
     max_chunk_tokens: int | None,
 ) -> EngineParts:
-    settings = config.model
-    if loaded is None:
-        folder = await asyncio.to_thread(find_folder, settings.model)
-        pieces = load_in_pieces(
-            settings.model,
-            folder,
-            settings.dtype,
-            adapters=settings.adapters,
-            trust_remote_code=settings.trust_remote_code,
-        )
-        loaded = await _in_pieces(around, pieces)
+    settings, run, ranks = config.model, partial(_in_pieces, around), around.ranks
+    loaded = await ranks.load(share.limit_bytes, _load_model(settings, given.model, run, ranks.group))
     limit = settings.max_model_len or loaded.max_model_len
     if limit > loaded.max_model_len:
         raise ConfigError(f"--max-model-len is {limit}; the model was made for {loaded.max_model_len} tokens.")
     text = None
     if loaded.folder is not None:
         text = await asyncio.to_thread(TextTools.load, loaded.folder, loaded.vocab_size, settings)
-    runner, info = await _in_pieces(
-        around,
-        make_runner(
-            loaded,
-            backend=settings.attention_backend,
-            pool=config.cache,
-            max_num_tokens=config.scheduler.max_num_seqs * limit,
-            kv_limit_bytes=share.kv_limit_bytes,
-            state_limit_bytes=share.kv_room_bytes,
-            max_num_seqs=config.scheduler.max_num_seqs,
-        ),
-    )
+    draft_config, loaded_draft = config.draft_model, None
+    if draft_config is not None:
+        tokenizer = None if text is None else text.tokenizer
+        loaded_draft = given.draft_model or await load_draft_model(draft_config, loaded, tokenizer, run)
+    elif (draft_config := config.heads) is not None:
+        loaded_draft = await load_model_head(config, loaded, share, run)
+    room = PoolRoom(config.scheduler.max_num_seqs * limit, share.kv_limit_bytes, share.kv_room_bytes)
+    runner, info = await ranks.make_runner(room, run(make_model_runner(config, loaded, room)))
     weight_bytes = loaded.weight_bytes  # adds up all arrays of the model
     kv_bytes = info.num_blocks * info.block_bytes + info.state_bytes
+    limits, draft = _limits(config, info, max_chunk_tokens), None
+    why_not = None
+    if loaded_draft is not None and info.is_recurrent and info.num_spares == 0:
+        why_not = "No memory is left for states behind drafts."
+    elif draft_config is not None and loaded_draft is not None:
+        most_tokens = min(config.scheduler.max_num_seqs * limit, info.max_blocks * BLOCK_SIZE)
+        try:
+            draft = await make_draft(
+                draft_config, loaded_draft, loaded, runner, info, share, most_tokens, limits.largest_chunk, run
+            )
+            weight_bytes, kv_bytes = weight_bytes + draft.weight_bytes, kv_bytes + draft.first_bytes
+        except BaseException as error:
+            if not isinstance(error, ModelLoadError) or config.draft_model is not None or config.needs_heads:
+                await asyncio.wrap_future(around.thread.call(runner.close))
+                raise
+            why_not = str(error)
+    if loaded_draft is not None and why_not is not None:
+        logger.warning("%s does not draft. %s", loaded_draft.name, why_not)
+        dropped: list[object] = [loaded_draft]
+        loaded_draft = None
+        await asyncio.wrap_future(around.thread.call(partial(release, dropped)))
     share.settle(replace(share.need, weights_bytes=weight_bytes, kv_bytes=kv_bytes))
     kv_memory = KvMemory(share, info.block_bytes, time.monotonic)
-    scheduler = _make_scheduler(config, info, kv_memory, max_chunk_tokens, around.is_shared)
-    most_tokens = scheduler.blocks.groups.max_tokens(info.max_blocks)
+    disk = None if around.disk is None else await join_disk(around.disk, config, loaded, runner, info, around.thread)
+    vision = None
+    if text is not None:
+        seeing = partial(load_if_seeing, loaded.folder, loaded.config, text.tokenizer, info.no_vision)
+        vision = await asyncio.to_thread(seeing)
+    scheduler = _make_scheduler(config, info, kv_memory, limits, around.is_shared, draft, disk)
+    max_model_len = _within_pool(limit, scheduler.blocks.groups.max_tokens(info.max_blocks))
+    return EngineParts(
+        loaded=loaded,
+        text=text,
+        runner=runner,
+        info=info,
+        scheduler=scheduler,
+        executor=MLXExecutor(
+            around.thread,
+            ranks.leading(runner if draft is None else draft.runner),
+            settings.device_share,
+        ),
+        guard=MemoryGuard(scheduler, kv_memory),
+        watch=around.watch or MemoryWatch(share.read),
+        max_model_len=max_model_len,
+        weight_bytes=weight_bytes,
+        pooling=_pooling(loaded, text, runner, max_model_len, scheduler.limits.largest_chunk),
+        own_share=None if around.share is share else share,
+        vision=vision,
+        disk=disk,
+        draft=draft,
+        ranks=ranks,
+    )
+
+
+async def _load_model(
+    settings: ModelConfig, given: LoadedModel | None, run: InPieces, group: Group | None
+) -> LoadedModel:
+    """The model's weights, unless they are given, and what it pools by."""
+    if given is None:
+        folder = await asyncio.to_thread(find_model, settings)
+        loaded: LoadedModel = await run(read_model(settings, folder, group))
+        return loaded
+    if given.pooling is not None:
+        return given
+    return replace(given, pooling=read_pooling(given.folder, given.name, given.config, settings.pooling))
+
+
+def _within_pool(limit: int, most_tokens: int) -> int:
+    """The context length: what is wanted, or what the pool can hold."""
     if most_tokens < limit:
         logger.warning(
             "The KV pool can hold %d tokens, so the context is limited to that instead of %d; "
@@ -170,25 +286,28 @@ async def _load_parts(
             most_tokens,
             limit,
         )
-    return EngineParts(
-        loaded=loaded,
-        text=text,
-        runner=runner,
-        info=info,
-        scheduler=scheduler,
-        executor=MLXExecutor(around.thread, runner, settings.device_share),
-        guard=MemoryGuard(scheduler, kv_memory),
-        watch=around.watch or MemoryWatch(share.read),
-        max_model_len=min(limit, most_tokens),
-        vocab_size=loaded.vocab_size,
-        weight_bytes=weight_bytes,
-        own_share=None if around.share is share else share,
-    )
+    return min(limit, most_tokens)
 
 
-async def _own_share(config: Config, loaded: LoadedModel | None) -> MemoryShare:
+def _pooling(
+    loaded: LoadedModel, text: TextTools | None, runner: ModelRunner, max_model_len: int, max_chunk_tokens: int
+) -> Pooling | None:
+    """What the model gives beside text. An input whose positions see each other must fit one step."""
+    spec = loaded.pooling
+    if spec is None:
+        return None
+    limits = [max_model_len, spec.max_tokens, max_chunk_tokens if spec.is_bidirectional else None]
+    tokenizer = None if text is None else text.tokenizer
+    reader = InputReader(tokenizer, loaded.name, min(limit for limit in limits if limit), loaded.vocab_size)
+    return Pooling.of(spec, reader, runner.num_pooled_dimensions or loaded.setting("hidden_size", "dim", "n_embd"))
+
+
+async def _own_share(config: Config, given: GivenModels) -> MemoryShare:
     """All of what the configuration allows. Raises `InsufficientMemoryError` if the model does not fit it."""
-    need = await asyncio.to_thread(estimate_need, config) if loaded is None else MemoryNeed(loaded.weight_bytes, 0, 0)
+    if given.model is None:
+        need = await asyncio.to_thread(estimate_need, config)
+    else:
+        need = MemoryNeed(sum(one.weight_bytes for one in (given.model, given.draft_model) if one is not None), 0, 0)
     return MemoryBudget.of(config.memory).take(config.model.model, need)
 
 
@@ -225,23 +344,32 @@ def _make_scheduler(
     config: Config,
     info: RunnerInfo,
     kv_memory: KvMemory,
-    max_chunk_tokens: int | None,
+    limits: SchedulerLimits,
     is_shared: Callable[[], bool],
+    draft: DraftParts | None,
+    disk: ModelOnDisk | None,
 ) -> ContinuousBatchingScheduler:
     has_prefix_caching = config.cache.prefix_caching and (not info.is_recurrent or info.num_checkpoints > 0)
-    limits = _limits(config, info, max_chunk_tokens)
     blocks = PagedBlockManager(
         info.num_blocks,
         LayerGroups(info.windows, limits.largest_chunk),
         max_blocks=info.max_blocks,
         supply=kv_memory,
-        model_key=config.model.model,
+        model_key=config.model.model if disk is None else disk.model_key,
         enable_prefix_caching=has_prefix_caching,
         checkpoints=StateCheckpoints(info.num_checkpoints) if info.is_recurrent and has_prefix_caching else None,
     )
+    settings = config.scheduler
     scheduler = ContinuousBatchingScheduler(
-        blocks, limits, is_async=config.scheduler.async_scheduling, is_device_shared=is_shared
+        blocks,
+        limits,
+        is_async=settings.async_scheduling,
+        is_device_shared=is_shared,
+        speculation=make_speculation(config, info, draft),
+        store=None if disk is None else disk.records,
     )
+    if disk is not None:
+        disk.tell(scheduler.wake)
     if (first := info.first_steps) is not None:
         scheduler.learn(first.num_prompt_tokens, first.prompt_s, first.decode_s)
     return scheduler
@@ -277,40 +405,3 @@ def _tier_limits(config: Config) -> dict[str, QueueLimits]:
         for tier in config.tiers.values()
         if tier.max_num_waiting or tier.max_queued_tokens
     }
-
-
-@dataclass(frozen=True, slots=True)
-class ServedNames:
-    """`base` is what the model is called without adapters. `merged` names the adapter that it has for all requests,
-    if that cannot differ by request; else each may name one of `adapters`, or none."""
-
-    base: str
-    merged: str | None
-    adapters: tuple[str, ...]
-
-    @property
-    def model(self) -> str:
-        """What the model is called that answers requests which name no adapter."""
-        return self.base if self.merged is None else f"{self.base}:{self.merged}"
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        """The model's, and with each of its adapters."""
-        return self.model, *map(self.with_adapter, self.adapters)
-
-    def check(self, adapter: str | None) -> None:
-        """Raises `ModelNotFoundError` for an adapter that the model does not have."""
-        if adapter is not None and adapter not in self.adapters:
-            raise ModelNotFoundError(f"{self.base}:{adapter}", f"What there is of it: {', '.join(self.all)}.")
-
-    def with_adapter(self, adapter: str | None) -> str:
-        return self.model if adapter is None else f"{self.base}:{adapter}"
-
-
-def served_names(settings: ModelConfig, loaded: LoadedModel | None = None) -> ServedNames:
-    """Of the model that is `loaded` already, or of the one to be loaded: reads what an only adapter says of itself."""
-    if loaded is not None:
-        return ServedNames(settings.name, None, loaded.adapters.names)
-    merged = merged_adapter(settings.adapters)
-    adapters = () if merged is not None else tuple(adapter.name for adapter in settings.adapters)
-    return ServedNames(settings.name, None if merged is None else merged.name, adapters)

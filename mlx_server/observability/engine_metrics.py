@@ -32,6 +32,42 @@ _RESIDENCY_S = (
     *(1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800),
 )
 
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A histogram's help at /metrics, and its buckets' upper ends; None are lengths, up to the model's context."""
+
+    help: str
+    bounds: Sequence[float] | None = None
+
+
+HISTOGRAMS = {
+    "time_to_first_token_seconds": Shown("Arrival to first token.", _TTFT_S),
+    "inter_token_latency_seconds": Shown("Gaps between a request's token events.", _TOKEN_S),
+    "request_time_per_output_token_seconds": Shown("Mean time per output token after the first, by request.", _TOKEN_S),
+    "e2e_request_latency_seconds": Shown("Arrival to end.", _REQUEST_S),
+    "request_queue_time_seconds": Shown("Arrival to first step.", _REQUEST_S),
+    "request_prefill_time_seconds": Shown("First step to first token.", _REQUEST_S),
+    "request_decode_time_seconds": Shown("First token to end.", _REQUEST_S),
+    "request_inference_time_seconds": Shown("First step to end.", _REQUEST_S),
+    "request_prompt_tokens": Shown("Prompt tokens, by request."),
+    "request_generation_tokens": Shown("Output tokens, by request."),
+    "request_max_num_generation_tokens": Shown("Output tokens that a request could have had."),
+    "request_params_max_tokens": Shown("max_tokens, where a request has it."),
+    "request_params_n": Shown("Answers asked for, by prompt.", _SAMPLES),
+    "request_prefill_kv_computed_tokens": Shown("Prompt tokens that the prefix cache did not serve, by request."),
+    "request_num_preemptions": Shown("Preemptions, by request.", _PREEMPTIONS),
+    "iteration_tokens_total": Shown("Tokens computed, by step.", _STEP_TOKENS),
+}
+"""vLLM's histograms that every engine has, by their names without prefix."""
+
+KV_BLOCK_HISTOGRAMS = {
+    "kv_block_lifetime_seconds": "From a KV block's first token to its eviction; of a sample of the blocks.",
+    "kv_block_idle_before_evict_seconds": "From its last use to its eviction.",
+    "kv_block_reuse_gap_seconds": "Between two uses of what is in it.",
+}
+"""Those of what blocks hold, with their help."""
+
 _NUM_RECENT = 20
 _DECODE_GAIN = 0.1
 """Weight of the newest step in the average of decode-only steps: it remembers about ten."""
@@ -114,11 +150,7 @@ class KVBlockResidency:
 
     def __init__(self, share: float, clock: Callable[[], float], seed: int | None = None) -> None:
         """`share` of the blocks, 0 to 1; times are on `clock`."""
-        self.by_name = {
-            "kv_block_lifetime_seconds": Histogram(_RESIDENCY_S),
-            "kv_block_idle_before_evict_seconds": Histogram(_RESIDENCY_S),
-            "kv_block_reuse_gap_seconds": Histogram(_RESIDENCY_S),
-        }
+        self.by_name = {name: Histogram(_RESIDENCY_S) for name in KV_BLOCK_HISTOGRAMS}
         self._share = share
         self._clock = clock
         self._draw = random.Random(seed).random
@@ -172,22 +204,7 @@ class EngineMetrics:
         """`aging_rate` is the scheduler's, in priority levels a second."""
         lengths = _one_two_five(max_model_len)
         self.by_name = {
-            "time_to_first_token_seconds": Histogram(_TTFT_S),
-            "inter_token_latency_seconds": Histogram(_TOKEN_S),
-            "request_time_per_output_token_seconds": Histogram(_TOKEN_S),
-            "e2e_request_latency_seconds": Histogram(_REQUEST_S),
-            "request_queue_time_seconds": Histogram(_REQUEST_S),
-            "request_prefill_time_seconds": Histogram(_REQUEST_S),
-            "request_decode_time_seconds": Histogram(_REQUEST_S),
-            "request_inference_time_seconds": Histogram(_REQUEST_S),
-            "request_prompt_tokens": Histogram(lengths),
-            "request_generation_tokens": Histogram(lengths),
-            "request_max_num_generation_tokens": Histogram(lengths),
-            "request_params_max_tokens": Histogram(lengths),
-            "request_params_n": Histogram(_SAMPLES),
-            "request_prefill_kv_computed_tokens": Histogram(lengths),
-            "request_num_preemptions": Histogram(_PREEMPTIONS),
-            "iteration_tokens_total": Histogram(_STEP_TOKENS),
+            name: Histogram(lengths if shown.bounds is None else shown.bounds) for name, shown in HISTOGRAMS.items()
         }
         self.kv_blocks: KVBlockResidency | None = None
         self.past = EngineStats()

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -62,7 +62,13 @@ def _shown(value: Any) -> str:
     return json.dumps(text) if not text.isprintable() or " " in text or '"' in text else text
 
 
-def forgive_lost_streams() -> None:
+def leave(status: int) -> NoReturn:
+    """Ends the process at once, without waiting for its threads."""
+    logging.shutdown()
+    os._exit(status)
+
+
+def survive_lost_streams() -> None:
     """From now on nothing that is written to `sys.stdout` or `sys.stderr` fails: a server does not end because nobody
     reads its log. Closed descriptors 0 to 2 are opened to nowhere, so that no socket gets their numbers and with them
     what libraries print. Once, at the start of a process."""
@@ -71,11 +77,11 @@ def forgive_lost_streams() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
-    sys.stdout = _forgiving(sys.stdout, 1)
-    sys.stderr = _forgiving(sys.stderr, 2)
+    sys.stdout = _surviving(sys.stdout, 1)
+    sys.stderr = _surviving(sys.stderr, 2)
 
 
-class _Forgiving(io.FileIO):
+class _Surviving(io.FileIO):
     """Drops what cannot be written."""
 
     def write(self, data: ReadableBuffer, /) -> int:
@@ -84,10 +90,10 @@ class _Forgiving(io.FileIO):
         return memoryview(data).nbytes
 
 
-def _forgiving(stream: TextIO | None, descriptor: int) -> TextIO:
+def _surviving(stream: TextIO | None, descriptor: int) -> TextIO:
     if stream is not None:
         with contextlib.suppress(OSError):
             stream.flush()
-    file = io.BufferedWriter(_Forgiving(descriptor, "w", closefd=False))
+    file = io.BufferedWriter(_Surviving(descriptor, "w", closefd=False))
     encoding = "utf-8" if stream is None else stream.encoding
     return io.TextIOWrapper(file, encoding=encoding, errors="backslashreplace", line_buffering=True)

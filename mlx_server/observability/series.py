@@ -1,7 +1,6 @@
 """What Prometheus scrapes, as one table: vLLM's series for every dashboard and router, and ours.
 
-What this server cannot do stands at zero (external caches, media caches, speculative decoding), so that expressions
-about it have data.
+What this server cannot do stands at zero (external caches, media caches), so that expressions about it have data.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from prometheus_client.registry import Collector
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ContextLengthError, QueueTimeoutError, QuotaExceededError
 from mlx_server.observability import server_metrics
-from mlx_server.observability.engine_metrics import EngineMetrics, Histogram
+from mlx_server.observability.engine_metrics import HISTOGRAMS, KV_BLOCK_HISTOGRAMS, EngineMetrics, Histogram
 from mlx_server.outputs import EngineStats
 from mlx_server.request import FinishReason
 
@@ -27,10 +26,8 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _ENGINE = "0"
 """vLLM numbers the data-parallel engines of a model; here each model has one."""
 
-_NO_DRAFTS = "there is no speculative decoding here."
-
 _CACHES = ("device", "host", "p2p", "disk", "external_unspecified")
-"""Where vLLM finds cached blocks; ours are on the device."""
+"""Where vLLM finds cached blocks; ours are on the device, or on disk."""
 
 _QUEUE_LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")
 
@@ -125,7 +122,9 @@ class _Scrape(Collector):
 
     def collect(self) -> Iterator[core.Metric]:
         if self.readings:
-            by_model = {(reading.model_name, _ENGINE): reading for reading in self.readings}
+            by_model: dict[Labels, EngineReading] = {
+                (reading.model_name, _ENGINE): reading for reading in self.readings
+            }
             has_kv_blocks = self.readings[0].metrics.kv_blocks is not None
             for series in (*VLLM_SERIES, *(VLLM_KV_BLOCK_SERIES if has_kv_blocks else ()), *OWN_SERIES):
                 yield series.metric(by_model, ("model_name", "engine"))
@@ -220,7 +219,11 @@ VLLM_SERIES: tuple[Family[EngineReading], ...] = (
         "counter",
         "vllm:prompt_tokens_cached_by_source{source}",
         "Prompt tokens that the prefix cache served, by where their blocks were.",
-        lambda r: {**dict.fromkeys(_CACHES, 0), "device": r.stats.num_prompt_tokens_cached},
+        lambda r: {
+            **dict.fromkeys(_CACHES, 0),
+            "device": r.stats.num_prompt_tokens_cached - r.stats.num_prompt_tokens_from_disk,
+            "disk": r.stats.num_prompt_tokens_from_disk,
+        },
     ),
     Family("counter", "vllm:prefix_cache_queries", "Tokens looked up in the cache.", "stats.num_prefix_query_tokens"),
     Family("counter", "vllm:prefix_cache_hits", "Tokens found in the cache.", "stats.num_prefix_hit_tokens"),
@@ -235,41 +238,20 @@ VLLM_SERIES: tuple[Family[EngineReading], ...] = (
         "Requests that have ended, by reason.",
         lambda r: {**{reason.value: r.metrics.finished[reason] for reason in FinishReason}, "repetition": 0},
     ),
-    Family("counter", "vllm:spec_decode_num_drafts", f"Drafts; {_NO_DRAFTS}", _zero),
-    Family("counter", "vllm:spec_decode_num_draft_tokens", f"Tokens drafted; {_NO_DRAFTS}", _zero),
-    Family("counter", "vllm:spec_decode_num_accepted_tokens", f"Drafted tokens accepted; {_NO_DRAFTS}", _zero),
+    Family("counter", "vllm:spec_decode_num_drafts", "Steps of a request that carried drafts.", "stats.num_drafts"),
+    Family("counter", "vllm:spec_decode_num_draft_tokens", "Tokens drafted.", "stats.num_draft_tokens"),
+    Family("counter", "vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.", "stats.num_accepted_tokens"),
     Family(
         "counter",
         "vllm:spec_decode_num_accepted_tokens_per_pos{position}",
-        f"Drafted tokens accepted, by their place in the draft; {_NO_DRAFTS}",
-        lambda r: {"0": 0},
+        "Drafted tokens accepted, by their place in the draft.",
+        lambda r: {"0": 0} | {str(place): count for place, count in r.stats.num_accepted_by_place.items()},
     ),
-    _vllm_histogram("time_to_first_token_seconds", "Arrival to first token."),
-    _vllm_histogram("inter_token_latency_seconds", "Gaps between a request's token events."),
-    _vllm_histogram("request_time_per_output_token_seconds", "Mean time per output token after the first, by request."),
-    _vllm_histogram("e2e_request_latency_seconds", "Arrival to end."),
-    _vllm_histogram("request_queue_time_seconds", "Arrival to first step."),
-    _vllm_histogram("request_prefill_time_seconds", "First step to first token."),
-    _vllm_histogram("request_decode_time_seconds", "First token to end."),
-    _vllm_histogram("request_inference_time_seconds", "First step to end."),
-    _vllm_histogram("request_prompt_tokens", "Prompt tokens, by request."),
-    _vllm_histogram("request_generation_tokens", "Output tokens, by request."),
-    _vllm_histogram("request_max_num_generation_tokens", "Output tokens that a request could have had."),
-    _vllm_histogram("request_params_max_tokens", "max_tokens, where a request has it."),
-    _vllm_histogram("request_params_n", "Answers asked for, by prompt."),
-    _vllm_histogram(
-        "request_prefill_kv_computed_tokens", "Prompt tokens that the prefix cache did not serve, by request."
-    ),
-    _vllm_histogram("request_num_preemptions", "Preemptions, by request."),
-    _vllm_histogram("iteration_tokens_total", "Tokens computed, by step."),
+    *(_vllm_histogram(name, shown.help) for name, shown in HISTOGRAMS.items()),
 )
 
-VLLM_KV_BLOCK_SERIES = (
-    _vllm_histogram(
-        "kv_block_lifetime_seconds", "From a KV block's first token to its eviction; of a sample of the blocks."
-    ),
-    _vllm_histogram("kv_block_idle_before_evict_seconds", "From its last use to its eviction."),
-    _vllm_histogram("kv_block_reuse_gap_seconds", "Between two uses of what is in it."),
+VLLM_KV_BLOCK_SERIES: tuple[Family[EngineReading], ...] = tuple(
+    _vllm_histogram(name, help) for name, help in KV_BLOCK_HISTOGRAMS.items()
 )
 
 OWN_SERIES: tuple[Family[EngineReading], ...] = (
@@ -300,6 +282,7 @@ OWN_SERIES: tuple[Family[EngineReading], ...] = (
         "stats.num_tokens_recomputed",
     ),
     Family("counter", "mlx_serve:model_calls", "Calls of the model.", "stats.num_model_calls"),
+    Family("counter", "mlx_serve:images_encoded", "Calls of the vision encoder.", "stats.num_images_encoded"),
     Family(
         "histogram",
         "mlx_serve:step_time_seconds{kind}",
@@ -345,6 +328,25 @@ OWN_SERIES: tuple[Family[EngineReading], ...] = (
         "Cached blocks taken for new content.",
         "stats.num_block_evictions",
     ),
+    Family("counter", "mlx_serve:draft_errors", "Failures that ended drafting by a model.", "stats.num_draft_errors"),
+    Family("counter", "mlx_serve:kv_disk_loads", "Prefixes that began to be loaded from disk.", "stats.num_disk_loads"),
+    Family(
+        "counter",
+        "mlx_serve:kv_disk_load_seconds",
+        "Time that prefixes took from disk into the pool.",
+        "stats.disk_load_time_s",
+    ),
+    Family(
+        "counter",
+        "mlx_serve:kv_disk_blocks{result}",
+        "KV blocks between pool and disk: loaded, given up and computed, saved, or lost since more came than may wait.",
+        lambda r: {
+            "loaded": r.stats.num_blocks_loaded,
+            "not_loaded": r.stats.num_blocks_not_loaded,
+            "saved": r.stats.num_blocks_saved,
+            "not_saved": r.stats.num_blocks_not_saved,
+        },
+    ),
     Family("counter", "mlx_serve:kv_pool_growths", "Times the KV pool grew.", "stats.num_pool_growths"),
     Family("counter", "mlx_serve:kv_pool_cuts", "Times the KV pool was cut.", "stats.num_pool_cuts"),
     Family("counter", "mlx_serve:kv_blocks_moved", "Blocks moved to cut the pool.", "stats.num_blocks_moved"),
@@ -380,6 +382,25 @@ SERVER_SERIES: Mapping[type, tuple[Family[Any], ...]] = {
         Family("gauge", "mlx_serve:model_state{model_name,state}", "1 for the model's state.", "by_state"),
         Family("counter", "mlx_serve:model_loads{model_name,result}", "Loads that have ended, by result.", "loads"),
     ),
+    server_metrics.DiskMetrics: (
+        Family("gauge", "mlx_serve:kv_disk_on", "1 while prefixes are kept on disk, 0 after an error.", "is_on"),
+        Family("gauge", "mlx_serve:kv_disk_bytes", "Bytes of the files of prefixes.", "num_bytes"),
+        Family("gauge", "mlx_serve:kv_disk_limit_bytes", "The most that they may have.", "limit_bytes"),
+        Family("gauge", "mlx_serve:kv_disk_records", "KV blocks on disk.", "num_records"),
+        Family(
+            "counter",
+            "mlx_serve:kv_disk_transferred_bytes{direction}",
+            "Bytes of KV blocks read and written.",
+            lambda d: {"read": d.num_bytes_read, "write": d.num_bytes_written},
+        ),
+        Family(
+            "counter",
+            "mlx_serve:kv_disk_lost_records{reason}",
+            "KV blocks on disk that made room for others, or were not as they were written.",
+            lambda d: {"evicted": d.num_evicted, "damaged": d.num_damaged},
+        ),
+        Family("counter", "mlx_serve:kv_disk_errors", "Errors of the disk.", "num_errors"),
+    ),
     server_metrics.SleepMetrics: (
         Family(
             "histogram",
@@ -403,6 +424,10 @@ SERVER_SERIES: Mapping[type, tuple[Family[Any], ...]] = {
     ),
     server_metrics.QuotaMetrics: (
         Family("counter", "mlx_serve:quota_refusals{tier}", "Requests answered 429, by tier.", "refused"),
+    ),
+    server_metrics.SharedStoreMetrics: (
+        Family("gauge", "mlx_serve:shared_store_up", "1 while the fleet's shared store answers.", "is_here"),
+        Family("counter", "mlx_serve:shared_store_failures", "Calls of it that failed.", "num_failures"),
     ),
     server_metrics.ProcessMetrics: (
         Family(

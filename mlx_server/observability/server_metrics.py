@@ -56,6 +56,14 @@ class QuotaMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedStoreMetrics:
+    """The store in which a fleet counts together."""
+
+    is_here: bool
+    num_failures: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelReading:
     """One model of the pool at the moment of a scrape."""
 
@@ -79,6 +87,21 @@ class PoolMetrics:
     @property
     def loads(self) -> dict[tuple[str, str], int]:
         return {(model.model_name, result): n for model in self.models for result, n in model.loads.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskMetrics:
+    """The tier of all models on disk, at the moment of a scrape."""
+
+    is_on: bool
+    num_bytes: int
+    limit_bytes: int
+    num_records: int
+    num_bytes_read: int
+    num_bytes_written: int
+    num_evicted: int
+    num_damaged: int
+    num_errors: int
 
 
 class SleepOperation(StrEnum):

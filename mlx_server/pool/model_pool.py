@@ -12,10 +12,13 @@ from types import TracebackType
 from mlx_server.config import Config, PoolConfig
 from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.fair_slots import in_daemon_thread
-from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, estimate_need
+from mlx_server.engine.kv_events import KvEvents, open_events
+from mlx_server.engine.memory_budget import MemoryBudget
 from mlx_server.engine.memory_guard import MemoryWatch
+from mlx_server.engine.memory_need import MemoryNeed, estimate_need
 from mlx_server.engine.parts import Surroundings
 from mlx_server.errors import EngineDeadError, InsufficientMemoryError, OverloadedError, ServeError
+from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.pool.catalog import Catalog, Offer
 from mlx_server.pool.pooled_model import LoadResult, ModelState, PooledModel
 from mlx_server.pool.room import Changes, RoomMaker
@@ -67,8 +70,8 @@ class ModelPool:
         estimate: Callable[[Config], MemoryNeed] = estimate_need,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """All engines share the thread of `around`, which the pool stops. `estimate` says what a model will take; it
-        runs in a worker thread."""
+        """All engines share the thread and the disk of `around`, which the pool closes. `estimate` says what a model
+        will take; it runs in a worker thread."""
         self.budget = budget
         self._catalog = catalog
         self._settings = settings
@@ -120,6 +123,20 @@ class ModelPool:
     def offered(self) -> Iterator[Offer]:
         """Everything that clients may ask for. Looks at the disk."""
         return self._catalog.offered()
+
+    @property
+    def disk(self) -> KvDisk | None:
+        """Where prefixes of all models are kept on disk, if they are."""
+        return self._around.disk
+
+    @property
+    def events(self) -> KvEvents | None:
+        """What tells routers of all models' prefixes, if something does."""
+        return self._around.events
+
+    def is_configured(self, offer: Offer) -> bool:
+        """Whether a model is declared, rather than found in a folder."""
+        return any(spec.name == offer.spec.name for spec in self._catalog.configured)
 
     def death(self) -> str | None:
         """Why nothing can be generated any more, until the process restarts; None as long as it can."""
@@ -174,11 +191,18 @@ class ModelPool:
             await self._unload(model, drain_timeout_s)
         return model
 
+    def keep_alive(self, name: str | None, idle_s: float) -> None:
+        """Until the model is unloaded, or another asks otherwise, it may be idle for so long: infinity is for ever, and
+        after 0 even a pinned model goes. Does nothing to a model that is not loaded. Raises `ModelNotFoundError`."""
+        model = self.find(name)
+        if model.engine is not None:
+            model.keep_alive_s = idle_s
+
     async def expire_idle(self) -> None:
         """Unloads the models that have been idle for as long as they may."""
         for model in self.models():
-            ttl_s = model.spec.idle_ttl_s
-            if ttl_s is not None and model.is_evictable and self._clock() - model.last_used_s >= ttl_s:
+            ttl_s = model.idle_ttl_s
+            if ttl_s is not None and model.is_idle and self._clock() - model.last_used_s >= ttl_s:
                 logger.info("Unloading %s: nobody has used it for %g s", model.name, ttl_s)
                 await self._unload(model)
 
@@ -203,7 +227,7 @@ class ModelPool:
             self._sweeper.cancel()
         await asyncio.gather(*(self._give_up(model) for model in self.models()))
         await asyncio.gather(*(self._unload(model, drain_timeout_s) for model in self._loaded()))
-        await asyncio.to_thread(self._around.thread.stop)
+        await asyncio.to_thread(self._around.close)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -348,5 +372,13 @@ class ModelPool:
 
 def build_pool(config: Config) -> ModelPool:
     """The pool that `config` describes, nothing loaded yet. Raises `ConfigError` for what makes no sense."""
-    budget = MemoryBudget.of(config.memory)
-    return ModelPool(Catalog(config), budget, config.pool, Surroundings.alone(config.memory))
+    catalog, events = Catalog(config), open_events(config)
+    around = replace(Surroundings.alone(config.memory), events=events)
+    if config.fleet.tensor_parallel_size > 1:
+        from mlx_server.engine.leader import gather_ranks  # needs the extra `fleet`
+
+        around = replace(around, ranks=gather_ranks(config, around.thread))
+    budget = MemoryBudget.of(config.memory, around.ranks.read_memory)
+    if around.disk is not None and events is not None:
+        around.disk.store.on_change = events.on_disk_change
+    return ModelPool(catalog, budget, config.pool, around)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -45,7 +46,8 @@ class PooledModel:
     `past` is the engine of an earlier load, for what it has counted. `num_users` are requests that have been given
     the engine, or wait for it to be loaded, and are not answered yet. `is_yielding`: new requests wait, so that it
     becomes idle and can make room for another. `retry_s` is when a failed load may be tried again by whoever asks;
-    `failure` why it failed.
+    `failure` why it failed. `keep_alive_s` is how long a client wants it to stay when idle, until it is unloaded:
+    infinity is for ever, None as the specification says.
     """
 
     spec: ModelSpec
@@ -61,6 +63,7 @@ class PooledModel:
     last_used_s: float = 0.0
     load_progress: float = 0.0
     is_yielding: bool = False
+    keep_alive_s: float | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -95,6 +98,15 @@ class PooledModel:
         return self.is_idle and not self.spec.is_pinned
 
     @property
+    def idle_ttl_s(self) -> float | None:
+        """How long it may be idle before it is unloaded; None is for ever. A pinned model goes only when a client wants
+        it to go at once."""
+        asked = self.keep_alive_s
+        if asked is None or (self.spec.is_pinned and asked > 0):
+            return self.spec.idle_ttl_s
+        return None if math.isinf(asked) else asked
+
+    @property
     def held_bytes(self) -> int:
         return 0 if self.share is None else self.share.need.total_bytes
 
@@ -114,12 +126,12 @@ class PooledModel:
         self._move((ModelState.LOADING,), ModelState.FAILED)
         self.failure, self.retry_s = failure, retry_s
         self.loads[LoadResult.FAILED] += 1
-        self._let_go()
+        self._drop_engine()
 
     def give_up_load(self, reason: LoadResult) -> None:
         self._move((ModelState.LOADING,), ModelState.UNLOADED)
         self.loads[reason] += 1
-        self._let_go()
+        self._drop_engine()
 
     def begin_drain(self) -> None:
         self._move((ModelState.READY,), ModelState.DRAINING)
@@ -127,11 +139,12 @@ class PooledModel:
     def become_unloaded(self) -> None:
         self._move((ModelState.DRAINING,), ModelState.UNLOADED)
         self.past = self.engine
-        self._let_go()
+        self._drop_engine()
 
-    def _let_go(self) -> None:
+    def _drop_engine(self) -> None:
         self.engine = None
         self.is_yielding = False
+        self.keep_alive_s = None
         if self.share is not None:
             self.share.release()
             self.share = None

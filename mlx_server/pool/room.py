@@ -1,4 +1,4 @@
-"""Room for a model that is to be loaded: who goes for it, and who waits for whom."""
+"""Room for a model that is to be loaded: which models are unloaded for it, and who waits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from mlx_server.config import PoolConfig
-from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed
+from mlx_server.engine.memory_budget import MemoryBudget
+from mlx_server.engine.memory_need import MemoryNeed
 from mlx_server.errors import OverloadedError
 from mlx_server.pool.pooled_model import PooledModel
 

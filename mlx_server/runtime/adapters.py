@@ -180,6 +180,11 @@ class _AdaptedLayer(nn.Module):  # type: ignore[misc]
         self._rows = rows
 
 
+def is_adapted(part: nn.Module) -> bool:
+    """Whether an adapter that differs by row changes a layer in `part` of a model."""
+    return any(isinstance(module, (_AdaptedLayer, AdaptedExperts)) for module in part.modules())
+
+
 class AdaptedLinear(_AdaptedLayer):
     """A linear layer, quantised or not."""
 

@@ -36,6 +36,7 @@ class StepPlan:
                                0 beyond; also 0 in front, where no token of the step sees anything if the layers have
                                a window. Block 0 may be anybody's: what is read there must not count
         state_slots   [R]      where each request keeps recurrent state; empty if the planner does not tell
+        next_slots    [R]      where it is to be kept behind the step
     """
 
     num_decodes: int
@@ -45,6 +46,7 @@ class StepPlan:
     context_lens: IntArray
     block_tables: IntArray
     state_slots: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    next_slots: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def part(self, index: int, num_parts: int) -> StepPlan:
         """The same for layers that see each block as `num_parts` blocks, and use those at `index`."""
@@ -53,6 +55,17 @@ class StepPlan:
             self,
             slot_mapping=(blocks * num_parts + index) * BLOCK_SIZE + offsets,
             block_tables=self.block_tables * num_parts + index,
+        )
+
+    def by_row(self) -> StepPlan:
+        """The same with each token of a prompt chunk as a decode of its own, which sees its context up to itself."""
+        owners = np.repeat(np.arange(self.num_requests), np.diff(self.query_starts))
+        return replace(
+            self,
+            num_decodes=self.num_tokens,
+            query_starts=np.arange(self.num_tokens + 1, dtype=np.int32),
+            context_lens=self.positions + 1,
+            block_tables=self.block_tables[owners],
         )
 
     @property
@@ -101,13 +114,11 @@ class AttentionBackend(Protocol):
 
     `is_eager` says that `attend` and states that are written evaluate their inputs themselves (host code), so that
     nothing of a step can be submitted ahead. `needs_synchronous_steps` says that a step may be built but not
-    submitted while another runs: its writes would copy the pools. `takes_padding` says that `attend` takes more rows
-    than the plan has tokens, and gives zeros for those behind them.
+    submitted while another runs: its writes would copy the pools.
     """
 
     name: str
     is_eager: bool
-    takes_padding: bool
 
     @property
     def needs_synchronous_steps(self) -> bool: ...
@@ -201,7 +212,6 @@ class ReferenceBackend:
 
     name = "reference"
     is_eager = False
-    takes_padding = False
     needs_synchronous_steps = True
 
     def __init__(self, make_rows: MakeRows = PlainRows.zeros) -> None:

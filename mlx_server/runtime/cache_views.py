@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_server.config import BLOCK_SIZE
@@ -52,6 +53,7 @@ class RowGroup:
         starts       [R]  tokens that each request has before
         places            where its K/V are, in the layers of each place
         state_slots  [R]  where each request keeps its recurrent state
+        next_slots   [R]  where it is kept behind the step
 
     In a fresh group every request starts, in any other none does.
     """
@@ -62,6 +64,7 @@ class RowGroup:
     starts: IntArray
     places: tuple[RowPlaces, ...]
     state_slots: Slots
+    next_slots: Slots
 
     @property
     def num_requests(self) -> int:
@@ -114,7 +117,10 @@ def _group(plans: Sequence[StepPlan], first: int, last: int) -> RowGroup:
     context_lens = step.context_lens[requests]
     longest = int(context_lens.max())
     places = tuple(RowPlaces(plan, slice(start, end), requests, longest) for plan in plans)
-    return RowGroup(start, end, length, context_lens - length, places, Slots(step.state_slots[requests]))
+    state_slots, next_slots = Slots(step.state_slots[requests]), Slots(step.next_slots[requests])
+    if np.array_equal(state_slots.numbers, next_slots.numbers):
+        next_slots = state_slots  # they go to the device once
+    return RowGroup(start, end, length, context_lens - length, places, state_slots, next_slots)
 
 
 class UnpageableError(Exception):
@@ -216,7 +222,8 @@ class PagedView:
 
 
 class StateView(ArraysCache):  # type: ignore[misc]
-    """A group's recurrent states: entry i is `[R, ...]`, or None for requests that start.
+    """A group's recurrent states: entry i is `[R, ...]`, or None for requests that start. Written states may have slots
+    of their own, so that those that were read stay.
 
     A subclass of mlx-lm's, since some modules write only to that.
     """
@@ -241,7 +248,7 @@ class StateView(ArraysCache):  # type: ignore[misc]
         if value.shape[0] != self._group.num_requests:
             raise UnpageableError(f"a state of {value.shape[0]} rows for {self._group.num_requests} requests")
         self._known[index] = value
-        self._store.write(index, self._group.state_slots, value)
+        self._store.write(index, self._group.next_slots, value)
 
     @property
     def cache(self) -> list[mx.array | None]:

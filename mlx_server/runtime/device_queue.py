@@ -52,6 +52,9 @@ class DeviceQueue:
         self._outcomes: SimpleQueue[float | BaseException] = SimpleQueue()  # of the oldest steps
         self._last_end_s = 0.0
         self._thread = threading.Thread(target=self._watch, name="mlx-device", daemon=True)
+
+    def start(self) -> None:
+        """Starts the queue's thread."""
         self._thread.start()
 
     @property

@@ -20,10 +20,26 @@ from mlx_server.errors import EngineDeadError
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
 from mlx_server.runtime.device_queue import DeviceQueue, DeviceStep, FairShare
 from mlx_server.runtime.memory import resident_memory
-from mlx_server.runtime.model_runner import LaunchedStep, ModelRunner
+from mlx_server.runtime.model_runner import LaunchedStep
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class StepRunner(Protocol):
+    """Launches and fetches steps as `ModelRunner` does. MLX thread only, except `wait`."""
+
+    @property
+    def is_eager(self) -> bool: ...
+
+    @property
+    def launch_is_host_only(self) -> bool: ...
+
+    def launch(self, step: SchedulerOutput) -> LaunchedStep: ...
+
+    def wait(self, launched: LaunchedStep) -> None: ...
+
+    def fetch(self, launched: LaunchedStep) -> ModelRunnerOutput: ...
 
 
 class _Worker(Protocol):
@@ -99,12 +115,16 @@ class MLXThread:
         self._workers: FairShare[_Worker] = FairShare()
         self._workers.add(self._calls)
         self._is_stopping = False
+        self._is_lost = False
         self._thread = threading.Thread(target=self._main, name="mlx", daemon=True)
-        self._thread.start()
+        self._has_started = False
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        """Whether it takes work, or is at its last."""
+        if self._is_lost:
+            return False
+        return self._thread.is_alive() if self._has_started else not self._is_stopping
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs `function` on the MLX thread; any thread may call this. Its exception is the future's."""
@@ -117,10 +137,14 @@ class MLXThread:
         """Calls `add`, which gives a worker of the thread more to do; False, without the call, if the thread is
         stopping."""
         with self._condition:
-            if not self._is_stopping:
-                add()
-                self._condition.notify()
-            return not self._is_stopping
+            if self._is_stopping:
+                return False
+            if not self._has_started:  # so that one that is made and never used leaves no thread behind
+                self._has_started = True
+                self._thread.start()
+            add()
+            self._condition.notify()
+            return True
 
     def attach(self, executor: MLXExecutor, weight: float) -> None:
         with self._condition:
@@ -140,14 +164,25 @@ class MLXThread:
         with self._condition:
             self._condition.notify()
 
+    def give_up(self, error: EngineDeadError) -> None:
+        """The device will never finish what it has: all steps and waiting calls fail with `error`, and the thread is
+        left where it is. Any thread."""
+        with self._condition:
+            self._is_stopping = self._is_lost = True
+            workers = list(self._workers)
+        for worker in workers:
+            worker.abandon(error)
+
     def stop(self) -> None:
-        """Ends the thread after all calls and steps that it was given, and waits for it."""
+        """Ends the thread after all calls and steps that it was given, and waits for it, unless it was given up."""
         with self._condition:
             self._is_stopping = True
             self._condition.notify()
-        self._thread.join()
+        if self._has_started and not self._is_lost:
+            self._thread.join()
 
     def _main(self) -> None:
+        self.device.start()
         try:
             with resident_memory(wire=self._wires_memory):
                 while (work := self._wait_for_work()) is not None:
@@ -206,7 +241,7 @@ class MLXExecutor:
     done with all of the model's steps, so that the model may be unloaded at once.
     """
 
-    def __init__(self, thread: MLXThread, runner: ModelRunner, weight: float = 1.0) -> None:
+    def __init__(self, thread: MLXThread, runner: StepRunner, weight: float = 1.0) -> None:
         """`weight` is this model's share of the device while other models have work, too."""
         self._thread = thread
         self._device = thread.device
@@ -246,7 +281,8 @@ class MLXExecutor:
             self._fail(error, submission)
 
     def abandon(self, error: BaseException) -> None:
-        for submission in (*self._failed, *(entry.submission for entry in self._launched), *self._submissions):
+        launched = [entry.submission for entry in tuple(self._launched)]
+        for submission in (*self._failed, *launched, *self._submissions):
             _settle(submission, error)
 
     def _launch(self, submission: _Submission) -> None:
@@ -257,7 +293,7 @@ class MLXExecutor:
         self._launched.append(_Launched(launched, submission, self._last_step_s, launch_s))
         self._thread.charge(self, self._last_step_s)
         # No request waited for this step if all are new.
-        is_awaited = len(step.new_requests) < len(step.chunks)
+        is_awaited = bool(step.draft_steps) or len(step.new_requests) < len(step.chunks)
         hand_over = self._device.settle_now if self._runner.is_eager else self._device.push
         hand_over(DeviceStep(self, started_s, is_awaited), partial(self._runner.wait, launched))
 
@@ -296,7 +332,7 @@ def _settle(submission: _Submission, result: ModelRunnerOutput | BaseException) 
     """Hands a result to the loop that waits for it, unless the loop is closed or the wait was cancelled."""
 
     def settle() -> None:
-        if submission.future.cancelled():
+        if submission.future.done():  # cancelled, or given up
             return
         if isinstance(result, BaseException):
             submission.future.set_exception(result)

@@ -1,9 +1,4 @@
-"""One forward pass over a ragged batch, at the level that a model allows, with logits only for the rows that need them.
-
-OpenBLAS takes up to 1.9 times as long for a product of 9 to 15 rows as for one of 16 (BENCHMARKS.md). So a step of 9
-tokens is computed in 16 rows, and one of 5, or of 20, as it is. A padding row belongs to no request, stores nothing and
-attends to nothing.
-"""
+"""One forward pass over a ragged batch, at the level that a model allows, with logits only for rows that need them."""
 
 from __future__ import annotations
 
@@ -13,30 +8,18 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlx_server.runtime.adapters import NONE, AdapterRows
+from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.attention import IntArray, StepPlan
 from mlx_server.runtime.cache_views import RowGroup
 from mlx_server.runtime.kv_cache import PagedKVCache
+from mlx_server.runtime.native_layers import SWIGLU
 from mlx_server.runtime.regroup import LEVELS, Level, Regrouping, Scope, StepGroups
-from mlx_server.runtime.seam import caches_in_use
-
-_TILE = 16
-_FEWEST = 8
-"""From this many rows beyond whole tiles on, a step takes longer than with another whole tile."""
-
-_BY_ROW = (nn.QuantizedLinear, nn.QuantizedEmbedding, nn.QQLinear, SwitchLinear, QuantizedSwitchLinear)
-"""Layers whose time on a CPU grows with each row: those that unpack weights, and those that pick an expert."""
+from mlx_server.runtime.seam import caches_in_use, swiglu_in_use
+from mlx_server.runtime.vision import ImageRows
 
 _BODIES = ("model", "backbone", "transformer")
 """Names that mlx-lm's models give to the part before their head."""
-
-
-def padded(num_rows: int) -> int:
-    """The rows to compute in place of `num_rows`."""
-    rest = num_rows % _TILE
-    return num_rows if rest < _FEWEST else num_rows - rest + _TILE
 
 
 class RowSelector:
@@ -53,6 +36,8 @@ class RowSelector:
         self._adapters = adapters
         self._inner = getattr(owner, name)
         self.rows: list[int] | None = None
+        self.hidden: list[mx.array] | None = None
+        """Where what the body returns is kept, a call after the other."""
 
     @classmethod
     def install(cls, model: Any, adapters: AdapterRows) -> RowSelector | None:
@@ -74,6 +59,8 @@ class RowSelector:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = self._inner(*args, **kwargs)
+        if self.hidden is not None:
+            self.hidden.append(hidden.reshape(-1, hidden.shape[-1]))
         if self.rows is None:
             return hidden
         self._adapters.select(self.rows)
@@ -97,7 +84,8 @@ class ModelForward:
         self._regrouping = Regrouping(model, self.level, self._step)
         self._selector = RowSelector.install(model, adapters)
         self._selects_rows = self._selector is not None
-        self._gains_by_padding = not any(isinstance(module, _BY_ROW) for module in model.modules())
+        self._hidden: mx.array | None = None
+        self._images: ImageRows | None = None
 
     @property
     def can_select_rows(self) -> bool:
@@ -118,34 +106,54 @@ class ModelForward:
             self._selector.remove()
 
     def __call__(
-        self, plans: Sequence[StepPlan], ids: mx.array, rows: Sequence[int], owners: IntArray | None = None
+        self,
+        plans: Sequence[StepPlan],
+        ids: mx.array,
+        rows: Sequence[int],
+        owners: IntArray | None = None,
+        hidden_rows: Sequence[int] = (),
+        images: ImageRows | None = None,
     ) -> mx.array:
         """Logits `[len(rows), vocabulary]` of the rows asked for. Lazy. `plans` are the step's, one for each layer
-        group; `owners` `[T]` the adapters of all rows, by index, or None if no row has one."""
+        group; `owners` `[T]` the adapters of all rows, by index, or None if no row has one. `hidden_rows` are those
+        whose hidden states `take_hidden` gives. `images` is what images change."""
         self.num_calls = 0
-        num_tokens = plans[0].num_tokens
-        num_rows = padded(num_tokens) if self._pads else num_tokens
-        plans = self._cache.begin(plans, num_rows)
-        if num_rows > num_tokens:
-            ids = mx.pad(ids, (0, num_rows - num_tokens))
-            if owners is not None:
-                owners = np.pad(owners, (0, num_rows - num_tokens), constant_values=NONE)
+        self._images = images
+        plans = self._cache.begin(plans)
         try:
             with self.adapters.step(owners):
+                if hidden_rows:
+                    return self._run_and_keep(plans, ids, list(rows) or [0], hidden_rows)
                 return self._run(plans, ids, list(rows) or [0])
         finally:
+            self._images = None
             self._cache.end()
 
-    @property
-    def _pads(self) -> bool:
-        return self._gains_by_padding and self._cache.backend.takes_padding and self.level.scope is Scope.NOTHING
+    def take_hidden(self) -> mx.array | None:
+        """What the model's body has given for the last call's `hidden_rows`, `[len(hidden_rows), D]`, lazy; once."""
+        hidden, self._hidden = self._hidden, None
+        return hidden
+
+    def _run_and_keep(
+        self, plans: Sequence[StepPlan], ids: mx.array, wanted: list[int], hidden_rows: Sequence[int]
+    ) -> mx.array:
+        assert self._selector is not None, "a model whose body is not called apart is refused when it is loaded"
+        kept = self._selector.hidden = []
+        try:
+            logits = self._run(plans, ids, wanted)
+        finally:
+            self._selector.hidden = None
+        hidden = kept[0] if len(kept) == 1 else mx.concatenate(kept)  # groups come in the order of their rows
+        is_all = list(hidden_rows) == list(range(hidden.shape[0]))
+        self._hidden = hidden if is_all else hidden[mx.array(list(hidden_rows), dtype=mx.int32)]
+        return logits
 
     def _run(self, plans: Sequence[StepPlan], ids: mx.array, wanted: list[int]) -> mx.array:
         if self.level.scope is not Scope.NOTHING:
             self._step.begin(plans, batches_decodes=self.level.batches_decodes)
         if self.level.scope is Scope.MODEL:
             return self._by_group(ids, wanted)
-        return self._call(ids[:, None], self._cache.layers, wanted)
+        return self._call(ids[:, None], self._cache.layers, wanted, self._images)
 
     def _by_group(self, ids: mx.array, rows: list[int]) -> mx.array:
         """The whole model, once a group; the logits in the order of `rows`."""
@@ -162,19 +170,24 @@ class ModelForward:
 
     def _call_on_group(self, group: RowGroup, ids: mx.array, rows: list[int]) -> mx.array:
         batch = ids[group.first : group.last].reshape(group.num_requests, group.length)
+        images = None if self._images is None else self._images.cut(group.first, group.last)
         with self.adapters.group(group):
-            return self._call(batch, [cache.view(group) for cache in self._cache.layers], rows or [0])
+            return self._call(batch, [cache.view(group) for cache in self._cache.layers], rows or [0], images)
 
-    def _call(self, batch: mx.array, cache: list[Any], rows: list[int]) -> mx.array:
+    def _call(self, batch: mx.array, cache: list[Any], rows: list[int], images: ImageRows | None) -> mx.array:
         """Logits of `rows` of the batch, counted over all of its tokens."""
         self.num_calls += 1
-        if self._selector is not None:  # padded, too, where that takes the head less time
-            selected = rows + rows[:1] * (padded(len(rows)) - len(rows)) if self._pads else rows
-            self._selector.rows = selected if self._selects_rows else None
+        if self._selector is not None:
+            self._selector.rows = rows if self._selects_rows else None
         token = caches_in_use.set(self._cache.paged)
+        swiglu_token = swiglu_in_use.set(getattr(self._model, SWIGLU, None))
         try:
-            logits: mx.array = self._model(batch, cache=cache)
+            more = {} if images is None else {"image_rows": images}
+            logits: mx.array = self._model(batch, cache=cache, **more)
         finally:
+            if self._selector is not None:
+                self._selector.rows = None  # who calls the model itself gets all rows
             caches_in_use.reset(token)
+            swiglu_in_use.reset(swiglu_token)
         logits = logits.reshape(-1, logits.shape[-1])
-        return logits[: len(rows)] if self._selects_rows else logits[mx.array(rows, dtype=mx.int32)]
+        return logits if self._selects_rows else logits[mx.array(rows, dtype=mx.int32)]

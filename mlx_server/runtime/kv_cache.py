@@ -15,7 +15,7 @@ from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import AttentionBackend, LayerSpec, StepPlan
 from mlx_server.runtime.cache_views import ListView, PagedView, RowGroup, StateView, StepMask, UnpageableError
 from mlx_server.runtime.layer_pools import LayerGroup, LayerPool, Place, group_layers, share_blocks
-from mlx_server.runtime.row_pool import MakeRows, Rows, Slots
+from mlx_server.runtime.row_pool import MakeRows, Rows, Slots, rotate
 from mlx_server.runtime.seam import AttendsItself
 
 
@@ -91,10 +91,13 @@ class PagedLayerCache(AttendsItself):
             raise UnpageableError(f"a window of {window or 'all'} tokens where its cache keeps {self._kept_window}")
         is_written, self._is_written = self._is_written, True
         self.num_query_heads, self.sinks = queries.shape[1], sinks
+        keys = None if is_written else self.keys
+        if self.spec.bits is not None:
+            queries, keys = rotate(queries), None if keys is None else rotate(keys)
         return pool.backend.attend(
             pool.contents[self._seat],
             queries,
-            None if is_written else self.keys,
+            keys,
             None if is_written else self.values,
             self.metadata,
             scale=scale,
@@ -231,8 +234,8 @@ class PagedKVCache:
         self.num_blocks = 0
         self._num_slots = 0
         self.groups, num_parts = _groups_of(self.paged)
-        self._pools, self.places = _join_pools(self.paged, self.groups, num_parts)
-        self._stores: list[LayerPool | StateLayerCache] = [*self._pools, *self.recurrent]
+        self.pools, self.places = _join_pools(self.paged, self.groups, num_parts)
+        self._stores: list[LayerPool | StateLayerCache] = [*self.pools, *self.recurrent]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -242,7 +245,7 @@ class PagedKVCache:
     def quantize(self, bits: int) -> None:
         """From the next allocation on, K/V are stored in `bits` a number: `backend` must be one for such layers by
         then. Raises `ConfigError` for dimensions that cannot be."""
-        for pool in self._pools:
+        for pool in self.pools:
             pool.quantize(bits)
         for layer in self.paged:
             layer.spec = replace(layer.spec, bits=bits)
@@ -250,7 +253,7 @@ class PagedKVCache:
     @property
     def block_bytes(self) -> int:
         """Bytes that one block takes: in as many pools as a group fills."""
-        return sum(pool.spec.block_bytes for pool in self._pools)
+        return sum(pool.spec.block_bytes for pool in self.pools)
 
     @property
     def slot_bytes(self) -> int:
@@ -260,7 +263,7 @@ class PagedKVCache:
     @property
     def is_eager(self) -> bool:
         """Whether a forward pass evaluates itself as it goes."""
-        return self.backend.is_eager and (bool(self.recurrent) or any(not pool.is_viewed for pool in self._pools))
+        return self.backend.is_eager and (bool(self.recurrent) or any(not pool.is_viewed for pool in self.pools))
 
     @property
     def needs_synchronous_steps(self) -> bool:
@@ -271,9 +274,9 @@ class PagedKVCache:
         self, num_blocks: int, max_blocks: int | None = None, *, num_slots: int, num_checkpoints: int = 0
     ) -> None:
         """Makes (or makes anew, empty) the pools of all layers, which may grow to `max_blocks`, for `num_slots`
-        requests at a time and as many kept states as `num_checkpoints`."""
+        states of requests, those behind drafts included, and as many kept states as `num_checkpoints`."""
         self.release()
-        for pool in self._pools:
+        for pool in self.pools:
             pool.allocate(self.backend, num_blocks, max_blocks)
         for states in self.recurrent:
             states.allocate(self.backend.make_states, num_slots + num_checkpoints)
@@ -283,7 +286,7 @@ class PagedKVCache:
     def change(self, change: PoolChange) -> None:
         """Moves, cuts or grows the blocks of all pools, one pool after the other, so that memory is needed for one copy
         of one pool. Every step launched must have finished."""
-        for pool in self._pools:
+        for pool in self.pools:
             pool.change(change)
         self.num_blocks = change.num_blocks
 
@@ -295,7 +298,7 @@ class PagedKVCache:
 
     def forget_views(self) -> None:
         """For a model whose modules were rearranged: the next forward pass shows which layers are read by group."""
-        for pool in self._pools:
+        for pool in self.pools:
             pool.is_viewed = False
         for layer in self.paged:
             layer.num_query_heads = None
@@ -307,14 +310,12 @@ class PagedKVCache:
             if num_query_heads is not None:
                 self.backend.warm_up(spec, num_query_heads, sinks=sinks)
 
-    def begin(self, plans: Sequence[StepPlan], num_rows: int) -> tuple[StepPlan, ...]:
-        """Prepares all layers for a forward pass over a step, of which each group has a plan; in `num_rows`, those
-        beyond its tokens at position 0. The plans of all places."""
+    def begin(self, plans: Sequence[StepPlan]) -> tuple[StepPlan, ...]:
+        """Prepares all layers for a forward pass over a step, of which each group has a plan. The plans of all
+        places."""
+        assert not self.recurrent or plans[0].next_slots.max() < self._num_slots, "a request has no slot for its state"
         plans = tuple([place.plan(plans) for place in self.places])
-        positions = plans[0].positions
-        if num_rows > len(positions):
-            positions = np.pad(positions, (0, num_rows - len(positions)))
-        offset, metadata = mx.array(positions), [self.backend.plan(plan) for plan in plans]
+        offset, metadata = mx.array(plans[0].positions), [self.backend.plan(plan) for plan in plans]
         for layer in self.paged:
             layer.offset, layer.metadata = offset, metadata[layer.place]
         return plans
@@ -324,13 +325,17 @@ class PagedKVCache:
         for layer in self.paged:
             layer.offset = layer.metadata = layer.keys = layer.values = None
 
+    def checkpoint_slot(self, checkpoint: int) -> int:
+        """Where a kept state is among the slots of `recurrent`."""
+        return self._num_slots + checkpoint
+
     def resume_states(self, resumed: Sequence[tuple[int, int]]) -> None:
         """Requests go on from kept states; `resumed` are checkpoints and the slots of the requests."""
-        self._copy_states([(self._num_slots + checkpoint, slot) for checkpoint, slot in resumed])
+        self._copy_states([(self.checkpoint_slot(checkpoint), slot) for checkpoint, slot in resumed])
 
     def keep_states(self, kept: Sequence[tuple[int, int]]) -> None:
         """Keeps the states after the forward pass; `kept` are slots of requests and the checkpoints for them."""
-        self._copy_states([(slot, self._num_slots + checkpoint) for slot, checkpoint in kept])
+        self._copy_states([(slot, self.checkpoint_slot(checkpoint)) for slot, checkpoint in kept])
 
     def _copy_states(self, places: Sequence[tuple[int, int]]) -> None:
         sources, destinations = (Slots(side) for side in np.array(places, np.int32).T)
@@ -339,11 +344,11 @@ class PagedKVCache:
 
     def check_moves(self) -> int:
         """How many K or V buffers MLX has copied since the first call. Waits for launched steps."""
-        return sum(pool.check_moves() for pool in self._pools)
+        return sum(pool.check_moves() for pool in self.pools)
 
     def state(self) -> list[mx.array]:
         """What must be evaluated with a step for its K/V and states to be written."""
-        pools = [pool.backend.state(pool.contents[0]) for pool in self._pools if pool.is_lazy]
+        pools = [pool.backend.state(pool.contents[0]) for pool in self.pools if pool.is_lazy]
         return list(chain(*pools, *[states.state() for states in self.recurrent]))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import AttentionBackend, LayerSpec, ReferenceBackend, StepPlan
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
-from mlx_server.runtime.row_pool import RowPool, is_quantised_alike
+from mlx_server.runtime.row_pool import RowPool
 
 _MAX_GROUPS = 12
 """More groups waste less on a last one that is not full, but each has a block table of its own in every step."""
@@ -136,8 +136,7 @@ def share_blocks(specs: Sequence[LayerSpec]) -> list[int] | None:
     num_parts = [whole // keys for keys, _ in rows]
     sizes = {(num * keys, num * values) for num, (keys, values) in zip(num_parts, rows)}
     kinds = {(spec.dtype, spec.bits) for spec in specs}
-    dims = [{spec.key_dim for spec in specs}, {spec.value_dim for spec in specs}]
-    is_alike = len(sizes) == len(kinds) == 1 and all(map(is_quantised_alike, dims))
+    is_alike = len(sizes) == len(kinds) == 1
     return num_parts if is_alike and max(num_parts) <= _MAX_PARTS else None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_server.config import BLOCK_SIZE, CacheConfig
 from mlx_server.errors import ModelLoadError
@@ -20,10 +20,13 @@ from mlx_server.runtime.kv_cache import (
     StateLayerCache,
     leaves,
 )
-from mlx_server.runtime.memory import checkpoint_slots, first_kv_blocks, max_kv_blocks, state_slots
+from mlx_server.runtime.memory import first_kv_blocks, kept_slots, max_kv_blocks, state_slots
 
 _NUM_TRACED = 9
 """Tokens at a time: more than any convolution or n-gram of mlx-lm's recurrent layers sees."""
+
+_CACHE_MODULES = ("mlx_lm.models.cache", "mlx_vlm.models.cache")
+"""Whose caches have the same names and say what they keep in the same words."""
 
 _NO_METAL = "No Metal back-end"
 """In MLX's error where a Metal kernel is called without Metal."""
@@ -66,9 +69,15 @@ def _trace(model: Any, cache: list[Any]) -> None:
 
 
 def _state_shapes(cache: Any) -> list[tuple[int, ...]]:
-    if isinstance(cache, CacheList):
+    if _kind(cache) == "CacheList":
         return [shape for part in cache.caches for shape in _state_shapes(part)]
-    return [array.shape for array in cache.cache if array is not None] if isinstance(cache, ArraysCache) else []
+    return [array.shape for array in cache.cache if array is not None] if _kind(cache) == "ArraysCache" else []
+
+
+def _kind(cache: Any) -> str:
+    """The name of its class; empty if that is none of mlx-lm's or mlx-vlm's own."""
+    kind = type(cache)
+    return kind.__name__ if kind.__module__ in _CACHE_MODULES else ""
 
 
 def attention_specs(caches: list[LayerCache]) -> list[LayerSpec]:
@@ -78,42 +87,51 @@ def attention_specs(caches: list[LayerCache]) -> list[LayerSpec]:
 
 
 def _refuse_unpageable(index: int, cache: Any) -> None:
-    if isinstance(cache, CacheList):
+    kind = _kind(cache)
+    if kind == "CacheList":
         for part in cache.caches:
             _refuse_unpageable(index, part)
-    elif type(cache) not in (ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache):
+    elif kind not in ("ArraysCache", "ChunkedKVCache", "KVCache", "RotatingKVCache"):
         raise ModelLoadError(
             f"Layer {index} keeps its state in a {type(cache).__name__}, which cannot be paged yet. Layers with "
             "mlx-lm's caches for attention (full, sliding window, chunked) and recurrent states are served."
         )
-    elif type(cache) is RotatingKVCache and cache.keep:
+    elif kind == "RotatingKVCache" and cache.keep:
         raise ModelLoadError(f"Layer {index} keeps its first {cache.keep} tokens out of its sliding window.")
 
 
 def _layer_cache(index: int, cache: Any) -> LayerCache:
-    if isinstance(cache, CacheList):
+    kind = _kind(cache)
+    if kind == "CacheList":
         return ListLayerCache([_layer_cache(index, part) for part in cache.caches])
-    if isinstance(cache, ArraysCache):
+    if kind == "ArraysCache":
         return StateLayerCache(cache.cache)
     if cache.keys is None:
         raise ModelLoadError(f"Layer {index} has a cache but stores nothing in it; such layers cannot be paged yet.")
     _, num_kv_heads, _, key_dim = cache.keys.shape
     spec = LayerSpec(num_kv_heads, key_dim, cache.values.shape[-1], cache.keys.dtype)
-    window = cache.max_size if isinstance(cache, RotatingKVCache) else None
-    return PagedLayerCache(window, spec, is_chunked=isinstance(cache, ChunkedKVCache))
+    window = cache.max_size if kind == "RotatingKVCache" else None
+    return PagedLayerCache(window, spec, is_chunked=kind == "ChunkedKVCache")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """Slots for the recurrent state of `num_slots` requests and of `num_checkpoints` prefixes, which take
-    `state_bytes`, and `num_blocks` blocks, which may grow to `max_blocks`."""
+    """Slots for the recurrent state of `num_slots` requests, of which `num_spares` may draft at a time, and of
+    `num_checkpoints` prefixes, which take `state_bytes` in all, and `num_blocks` blocks, which may grow to
+    `max_blocks`."""
 
     num_slots: int
+    num_spares: int
     num_checkpoints: int
     state_bytes: int
     num_blocks: int
     max_blocks: int
     block_bytes: int
+
+    @property
+    def all_slots(self) -> int:
+        """For states of running requests, those behind drafts included."""
+        return self.num_slots + self.num_spares
 
     @property
     def first_bytes(self) -> int:
@@ -129,6 +147,7 @@ def plan_pools(
     max_num_seqs: int,
     kv_limit_bytes: int,
     state_limit_bytes: int,
+    drafts: bool,
 ) -> PoolPlan:
     """What `cache` needs for at most `max_num_seqs` requests at a time with `max_num_tokens` tokens in all.
 
@@ -138,8 +157,10 @@ def plan_pools(
     """
     slot_bytes = cache.slot_bytes
     num_slots = state_slots(slot_bytes, max_num_seqs, state_limit_bytes)
-    num_checkpoints = checkpoint_slots(slot_bytes, num_slots, state_limit_bytes) if settings.prefix_caching else 0
-    state_bytes = (num_slots + num_checkpoints) * slot_bytes
+    num_spares, num_checkpoints = kept_slots(
+        slot_bytes, num_slots, state_limit_bytes, drafts=drafts, prefixes=settings.prefix_caching
+    )
+    state_bytes = (num_slots + num_spares + num_checkpoints) * slot_bytes
     block_bytes = max(1, cache.block_bytes)  # some models keep nothing in blocks
     num_groups = len(cache.windows)
     max_blocks = num_groups * max_kv_blocks(
@@ -150,4 +171,4 @@ def plan_pools(
         kv_limit_bytes - state_bytes,
     )
     num_blocks = num_groups * (settings.num_kv_blocks or first_kv_blocks(max_blocks // num_groups))
-    return PoolPlan(num_slots, num_checkpoints, state_bytes, num_blocks, max_blocks, block_bytes)
+    return PoolPlan(num_slots, num_spares, num_checkpoints, state_bytes, num_blocks, max_blocks, block_bytes)

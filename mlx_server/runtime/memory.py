@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _STATE_SHARE = 0.2
 _CHECKPOINTS_PER_SLOT = 4
+_MAX_SPARES = 8
 _GPU_SHARE = 0.9
 _CPU_SHARE = 0.25
 _CACHE_LIMIT_BYTES = 2**30
@@ -201,10 +202,15 @@ def state_slots(slot_bytes: int, wanted: int, free_bytes: int) -> int:
     return num_slots
 
 
-def checkpoint_slots(slot_bytes: int, num_slots: int, free_bytes: int) -> int:
-    """How many recurrent states are kept at block boundaries: four for each running request, or as many as fit into a
-    fifth of what is free."""
-    return min(_CHECKPOINTS_PER_SLOT * num_slots, int(free_bytes * _STATE_SHARE) // slot_bytes) if slot_bytes else 0
+def kept_slots(slot_bytes: int, num_slots: int, free_bytes: int, *, drafts: bool, prefixes: bool) -> tuple[int, int]:
+    """How many recurrent states are kept beside those of running requests, in a fifth of what is free: of requests
+    whose step carries drafts, up to eight but a quarter of what fits; and at block boundaries, up to four for each
+    running request. With 1 MiB a state, 64 requests and 100 MiB free, 20 fit: 5 and 15."""
+    if not slot_bytes:
+        return 0, 0
+    room = int(free_bytes * _STATE_SHARE) // slot_bytes
+    num_spares = min(_MAX_SPARES, num_slots, -(-room // 4)) if drafts else 0
+    return num_spares, min(_CHECKPOINTS_PER_SLOT * num_slots, room - num_spares) if prefixes else 0
 
 
 def max_kv_blocks(setting: str, num_blocks: int | None, block_bytes: int, useful_blocks: int, free_bytes: int) -> int:

@@ -1,10 +1,9 @@
 """Executes steps: block tables and index arrays on the host, a forward pass of an unchanged mlx-lm model over a ragged
-batch, and one pass of the sampler. Also measures a model's first steps, so that the scheduler need not guess."""
+batch, and one pass of the sampler."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +24,16 @@ from mlx_server.outputs import (
 )
 from mlx_server.runtime.adapters import NONE, AdapterRows
 from mlx_server.runtime.attention import IntArray, StepPlan
+from mlx_server.runtime.block_contents import BlockContents
 from mlx_server.runtime.forward import ModelForward
+from mlx_server.runtime.hidden_states import HiddenStates, KeptRows
 from mlx_server.runtime.kv_cache import PagedKVCache
+from mlx_server.runtime.pooling import NO_POOLING, PooledBatch, Pooler
 from mlx_server.runtime.sampling.edits import ScoredTokens, score_tokens
-from mlx_server.runtime.sampling.sampler import SampledBatch, Sampler, SampleRow
+from mlx_server.runtime.sampling.sampler import SampledBatch, SampledRows, Sampler, SampleRow, plan_samples
+from mlx_server.runtime.state_slots import StateSlots
+from mlx_server.runtime.vision import ImageEncoder
 from mlx_server.sampling_params import SamplingParams
-
-_PROMPT_BLOCKS = 4
-"""Of the prompt of the first steps. 128 tokens fill a matrix product's tiles, and take half a second at 300 tokens a
-second."""
-
-_REQUEST_ID = "first steps"
-"""Of the request whose first steps are measured."""
 
 
 class BlockTables:
@@ -52,11 +49,14 @@ class BlockTables:
         self._rows: dict[str, int] = {}
         self._lengths: dict[str, list[int]] = {}
         self._free_rows: list[int] = []
+        self._states = StateSlots()
 
     def add(self, request_id: str) -> None:
         """A request with empty tables."""
         assert request_id not in self._rows, f"{request_id} is here already"
         row = self._free_rows.pop() if self._free_rows else len(self._rows)
+        if row == self._states.num_rows:
+            self._states.add_row()
         if row == self._tables.shape[1]:
             self._tables = np.concatenate([self._tables, np.zeros_like(self._tables)], axis=1)
         self._tables[:, row] = 0
@@ -69,10 +69,11 @@ class BlockTables:
         if row is not None:
             del self._lengths[request_id]
             self._free_rows.append(row)
+            self._states.forget(row)
 
-    def row(self, request_id: str) -> int:
-        """The request's row until it is dropped; there are as many rows as there ever were requests at once."""
-        return self._rows[request_id]
+    def state_slot(self, request_id: str) -> int:
+        """Where the request's recurrent state is behind the last step that was planned."""
+        return self._states.slot(self._rows[request_id])
 
     def move(self, moves: Sequence[BlockMove]) -> None:
         """Renames blocks that were moved."""
@@ -109,6 +110,7 @@ class BlockTables:
         block_tables = self._tables[:, :, :num_blocks].take(rows, axis=1)
         blocks = block_tables[:, owners, positions // BLOCK_SIZE].astype(np.int64)
         slot_mapping = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+        state_slots, next_slots = self._states.plan(chunks, rows, num_decodes)
         return tuple(
             StepPlan(
                 num_decodes=num_decodes,
@@ -117,7 +119,8 @@ class BlockTables:
                 query_starts=query_starts,
                 context_lens=context_lens,
                 block_tables=_seen(tables, starts, window),
-                state_slots=rows,
+                state_slots=state_slots,
+                next_slots=next_slots,
             )
             for slots, tables, window in zip(slot_mapping, block_tables, self._windows)
         )
@@ -154,19 +157,23 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A submitted step whose values may not be known yet. `rows` names the request of each sampled row; the model was
-    called `num_calls` times."""
+    """A submitted step whose values may not be known yet. `rows` are the sampled ones; the model was called `num_calls`
+    times, its vision encoder for `num_images`."""
 
     step_id: int
     num_calls: int
-    rows: tuple[str, ...]
+    rows: list[SampledRows]
     sampled: SampledBatch | None
     scored: ScoredTokens | None
     prompt_scores: list[PromptScores]
+    pooled: PooledBatch | None
     arrays: list[mx.array]
+    saved_blocks: tuple[memoryview, ...]
     end: mx.array
     """Evaluated with the step, for the thread that waits for it and no other use: two threads must not wait for one
     array, since MLX marks it as available without a lock."""
+    draft_steps: tuple[LaunchedStep, ...] = ()
+    num_images: int = 0
 
     def wait(self) -> None:
         """Returns when the device has finished the step. Drops its arrays: a pool that is referred to from here could
@@ -183,16 +190,22 @@ class ModelRunner:
     beyond the one being fetched. A request is forgotten with the first step after its end.
     """
 
-    def __init__(self, model: Any, cache: PagedKVCache, vocab_size: int, adapters: AdapterRows) -> None:
-        """`adapters` are those in `model`."""
+    def __init__(
+        self, model: Any, cache: PagedKVCache, vocab_size: int, adapters: AdapterRows, pooler: Pooler | None = None
+    ) -> None:
+        """`adapters` are those in `model`. Without a `pooler`, hidden states are pooled as they are."""
         self.cache = cache
+        self.images: ImageEncoder | None = None
         self.forward = ModelForward(model, cache, adapters)
         self._vocab_size = vocab_size
-        self._sampler = Sampler(vocab_size)
+        self.sampler = Sampler(vocab_size)
+        self.hidden_states: HiddenStates | None = None  # where they are kept, if a head drafts
+        self._pooler = pooler or Pooler()
         self._tables = BlockTables(cache.windows)
         self._scored_prompts: dict[str, tuple[tuple[int, ...], int]] = {}
         self._adapters: dict[str, int] = {}
         self._previous: LaunchedStep | None = None
+        self._contents = BlockContents(cache)
 
     @property
     def is_eager(self) -> bool:
@@ -202,58 +215,102 @@ class ModelRunner:
     @property
     def launch_is_host_only(self) -> bool:
         """Whether `launch` only takes host time: it neither does the work itself nor waits for the step before."""
-        return not (self.cache.is_eager or self.cache.needs_synchronous_steps)
+        return not (self.cache.is_eager or self._needs_synchronous_steps)
+
+    @property
+    def _needs_synchronous_steps(self) -> bool:
+        states = self.hidden_states
+        return self.cache.needs_synchronous_steps or (states is not None and states.needs_synchronous_steps)
+
+    @property
+    def num_pooled_dimensions(self) -> int | None:
+        """Of pooled vectors, where layers behind the pooling say so."""
+        return self._pooler.num_dimensions
 
     def close(self) -> None:
         """Restores the model and frees the pools."""
         self.forward.close()
+        self._contents.forget()
+        self.images = None
         self.cache.release()
 
     def warm_up_sampler(self) -> None:
         """Draws once, so that no request waits for what MLX compiles at the first draw."""
         sampling = SamplingParams(temperature=1.0, top_p=0.9)
-        self._sampler.add(NewRequestData("warm-up", (0,), (), sampling, frozenset()))
+        self.sampler.add(NewRequestData("warm-up", (0,), (), sampling, frozenset()))
         logits = mx.zeros((1, self._vocab_size))
-        self._sampler.sample(logits, [SampleRow("warm-up", 0, None)]).fetch()
-        self._sampler.drop("warm-up")
+        self.sampler.sample(logits, [SampleRow("warm-up", 0, None)]).fetch()
+        self.sampler.drop("warm-up")
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Builds and submits a step."""
-        self._update_requests(step)
-        if step.pool_change is not None:
-            self._change_pools(step.pool_change)
+        saved_blocks = self._copy_and_change(step)
+        self._update_requests(step)  # who may go on from a state that was just loaded
         if not step.chunks:
-            return LaunchedStep(step.step_id, 0, (), None, None, [], [], mx.array(0))
+            return LaunchedStep(step.step_id, 0, [], None, None, [], None, [], saved_blocks, mx.array(0))
         for chunk in step.chunks:
             if chunk.token_ids is not None:
-                self._sampler.observe(chunk.request_id, chunk.token_ids, chunk.start + chunk.num_tokens)
+                num_known = chunk.num_tokens - chunk.num_drafts
+                known = chunk.recent_token_ids or chunk.token_ids[:num_known]
+                self.sampler.observe(chunk.request_id, known, chunk.start + num_known)
         plans = self._tables.plan(step.chunks)
         ends = plans[0].query_starts[1:].tolist()
-        sampling = [(chunk, end) for chunk, end in zip(step.chunks, ends) if chunk.is_sampling]
-        samples = [SampleRow(chunk.request_id, chunk.num_output_tokens, chunk.allowed_bitmask) for chunk, _ in sampling]
+        sampled_rows, samples, rows = plan_samples(step.chunks, ends)
         scored_rows, next_ids, prompt_scores = self._plan_scores(step.chunks, ends)
-        rows = [end - 1 for _, end in sampling] + scored_rows
-        logits = self.forward(plans, self._input_ids(step.chunks), rows, self._owners(step.chunks))
-        if kept := [(self._tables.row(c.request_id), c.checkpoint) for c in step.chunks if c.checkpoint is not None]:
+        rows += scored_rows
+        num_rows = len(rows)
+        pooling = self._pooler.plan(step.chunks, ends) if self._pooler.requests else NO_POOLING
+        rows += pooling.logit_rows
+        kept_rows = None if self.hidden_states is None else self.hidden_states.plan(step.chunks, ends)
+        hidden_rows = pooling.hidden_rows if kept_rows is None else [*kept_rows.rows, *pooling.hidden_rows]
+        owners = self._owners(step.chunks)
+        images = None if self.images is None else self.images.rows(step.chunks, plans[0].positions)
+        logits = self.forward(plans, self._input_ids(step.chunks), rows, owners, hidden_rows, images)
+        kept = [(self._tables.state_slot(c.request_id), c.checkpoint) for c in step.chunks if c.checkpoint is not None]
+        if kept:
             self.cache.keep_states(kept)
-        sampled = self._sampler.sample(logits[: len(samples)], samples) if samples else None
+        sampled = self.sampler.sample(logits[: len(samples)], samples) if samples else None
         scored = None
         if prompt_scores:
             num_top = max(scores.num_top for scores in prompt_scores)
-            scored = score_tokens(logits[len(samples) :], np.array(next_ids), num_top)
-        arrays = [*self.cache.state()]
+            scored = score_tokens(logits[len(samples) : num_rows], np.array(next_ids), num_top)
+        hidden = self.forward.take_hidden()
+        arrays = [*self.cache.state(), *self._keep_hidden(kept_rows, hidden)]
         if sampled is not None:
             arrays += sampled.arrays()
         if scored is not None:
             arrays += scored.arrays()
-        if self.cache.needs_synchronous_steps and self._previous is not None:
+        pooled = None
+        if pooling is not NO_POOLING:
+            own = hidden if hidden is None or kept_rows is None else hidden[len(kept_rows.rows) :]
+            pooled = self._pooler.pool(pooling, own, logits[num_rows:])
+            arrays += pooled.arrays()
+        if self._needs_synchronous_steps and self._previous is not None:
             self._previous.wait()
         end = mx.stop_gradient(mx.array(0))  # costs the device nothing
         mx.async_eval(*arrays, end)  # type: ignore[no-untyped-call]
-        names = tuple([sample.request_id for sample in samples])
         num_calls = self.forward.num_calls
-        self._previous = LaunchedStep(step.step_id, num_calls, names, sampled, scored, prompt_scores, arrays, end)
+        self._previous = LaunchedStep(
+            step.step_id,
+            num_calls,
+            sampled_rows,
+            sampled,
+            scored,
+            prompt_scores,
+            pooled,
+            arrays,
+            saved_blocks,
+            end,
+            num_images=0 if self.images is None else self.images.take_num_encoded(),
+        )
         return self._previous
+
+    def _keep_hidden(self, kept: KeptRows | None, hidden: mx.array | None) -> list[mx.array]:
+        """Keeps the first of the `hidden` states for a head; what must be evaluated for that."""
+        if self.hidden_states is None or kept is None or hidden is None:
+            return []
+        self.hidden_states.write(kept, hidden[: len(kept.rows)])
+        return self.hidden_states.arrays()
 
     def wait(self, launched: LaunchedStep) -> None:
         """Returns when the device has finished a launched step. For any one thread: it only waits for the event behind
@@ -272,37 +329,64 @@ class ModelRunner:
                     PositionLogprobs(position.token, position.top[: part.num_top])
                     for position in scored[part.first : part.last]
                 ]
+        sampled = {rows.request_id: rows.take(tokens) for rows in launched.rows}
         return ModelRunnerOutput(
             launched.step_id,
-            dict(zip(launched.rows, tokens, strict=True)),
+            sampled,
             prompt_logprobs=prompt_logprobs,
             num_model_calls=launched.num_calls,
+            pooled={} if launched.pooled is None else launched.pooled.fetch(),
+            saved_blocks=launched.saved_blocks,
+            num_images=launched.num_images,
         )
 
     def _update_requests(self, step: SchedulerOutput) -> None:
         for request_id in step.dropped_request_ids:
             self._tables.drop(request_id)
-            self._sampler.drop(request_id)
+            self.sampler.drop(request_id)
+            if self.hidden_states is not None:
+                self.hidden_states.drop(request_id)
             self._scored_prompts.pop(request_id, None)
             self._adapters.pop(request_id, None)
+            self._pooler.drop(request_id)
+            if self.images is not None:
+                self.images.drop(request_id)
         resumed: list[tuple[int, int]] = []
         for data in step.new_requests:
             self._tables.add(data.request_id)
-            self._sampler.add(data)
+            self.sampler.add(data)
+            self._pooler.add(data)
+            if self.images is not None:
+                self.images.add(data)
             if data.adapter is not None:
                 self._adapters[data.request_id] = self.forward.adapters.names.index(data.adapter)
             num_top = data.sampling.prompt_logprobs
             if num_top is not None and not data.output_token_ids:
                 self._scored_prompts[data.request_id] = (data.prompt_token_ids, num_top)
             if data.checkpoint is not None:
-                resumed.append((data.checkpoint, self._tables.row(data.request_id)))
+                resumed.append((data.checkpoint, self._tables.state_slot(data.request_id)))
         if resumed:
             self.cache.resume_states(resumed)
+
+    def _copy_and_change(self, step: SchedulerOutput) -> tuple[memoryview, ...]:
+        """The contents that a step saves, what it loads, and its change of the pools in between."""
+        saved: tuple[memoryview, ...] = ()
+        copies = step.copies
+        if copies is not None:
+            if self._contents.may_be_in_use and self._previous is not None:
+                self._previous.wait()
+            saved = self._contents.read(copies.saved)
+        if step.pool_change is not None:
+            self._change_pools(step.pool_change)
+        if copies is not None:
+            self._contents.write(copies.loaded)
+        return saved
 
     def _change_pools(self, change: PoolChange) -> None:
         """Waits for the step before, which may still use the pools as they are."""
         if self._previous is not None:
             self._previous.wait()
+        self._contents.forget()
         self.cache.change(change)
         self._tables.move(change.moves)
         mx.clear_cache()  # memory that was cut off goes back to the system
@@ -353,57 +437,11 @@ class ModelRunner:
         assert previous is not None
         assert previous.sampled is not None
         sampled: mx.array = previous.sampled.token_ids
-        if tuple(names) != previous.rows:
-            index = {name: row for row, name in enumerate(previous.rows)}
-            sampled = sampled[mx.array([index[name] for name in names], dtype=mx.int32)]
+        rows = {rows.request_id: rows.first for rows in previous.rows}
+        wanted = [rows[name] for name in names]
+        if wanted != list(range(sampled.size)):
+            sampled = sampled[mx.array(wanted, dtype=mx.int32)]
         if len(pending) == len(known):
             return sampled
         ids[mx.array(pending, dtype=mx.int32)] = sampled
         return ids
-
-
-@dataclass(frozen=True, slots=True)
-class FirstSteps:
-    """Seconds that two steps took: a prompt's chunk from position 0, and one token behind it."""
-
-    num_prompt_tokens: int
-    prompt_s: float
-    decode_s: float
-
-
-def measure_first_steps(
-    runner: ModelRunner, num_blocks: int, most_tokens: int
-) -> Generator[float, None, FirstSteps | None]:
-    """Runs a prompt and one token behind it on empty blocks, and forgets them. Each runs once before it is timed, since
-    a first call compiles. None if the pool is too small. MLX thread; yields between steps."""
-    num_groups = len(runner.cache.windows)
-    num_each = min(_PROMPT_BLOCKS, num_blocks // num_groups, most_tokens // BLOCK_SIZE)
-    num_tokens = num_each * BLOCK_SIZE - 2  # the last two are for the tokens behind it
-    if num_tokens <= 0:
-        return None
-    block_ids = tuple(tuple(range(group * num_each, (group + 1) * num_each)) for group in range(num_groups))
-    data = NewRequestData(_REQUEST_ID, (0,) * num_tokens, (), SamplingParams(), frozenset())
-    try:
-        for dropped in ((), (_REQUEST_ID,)):
-            prompt_s = _step_seconds(runner, 0, num_tokens, block_ids, (data,), dropped)
-            yield 1.0
-        for position in (num_tokens, num_tokens + 1):
-            decode_s = _step_seconds(runner, position, 1, ((),) * num_groups)
-            yield 1.0
-    finally:
-        runner.fetch(runner.launch(SchedulerOutput(-1, (), dropped_request_ids=(_REQUEST_ID,))))
-    return FirstSteps(num_tokens, prompt_s, decode_s)
-
-
-def _step_seconds(
-    runner: ModelRunner,
-    start: int,
-    num_tokens: int,
-    block_ids: tuple[tuple[int, ...], ...],
-    new_requests: tuple[NewRequestData, ...] = (),
-    dropped: tuple[str, ...] = (),
-) -> float:
-    chunk = ScheduledChunk(_REQUEST_ID, start, num_tokens, (0,) * num_tokens, block_ids, True, 0)
-    started = time.perf_counter()
-    runner.fetch(runner.launch(SchedulerOutput(-1, (chunk,), new_requests, dropped)))
-    return time.perf_counter() - started

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_server.config import BLOCK_SIZE
@@ -27,7 +28,7 @@ _PROMPTS = (BLOCK_SIZE + 9, 2, 14)
 shorter than what convolutions and n-grams see."""
 
 _NUM_BLOCKS = 5
-_TOLERANCES = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
+TOLERANCES = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 """Largest difference of logits relative to the largest logit. bfloat16 has 8 bits, over many layers."""
 
 
@@ -40,7 +41,7 @@ class Probe:
 
     def __init__(self, model: Any, vocab_size: int, adapters: AdapterRows) -> None:
         """Raises `ModelLoadError` if the model does not run in mlx-lm itself, or if its logits are not `vocab_size`
-        wide, or NaN with one of the adapters."""
+        wide, or NaN."""
         rng = np.random.default_rng(0)
         self._model_type = getattr(model, "model_type", type(model).__name__)
         self._sequences = [rng.integers(1, vocab_size, size=length + 1).tolist() for length in _PROMPTS]
@@ -91,7 +92,7 @@ class Probe:
         got, wanted = _ragged_logits(runner, self._sequences, owners), self._wanted[owners]
         if got[0].shape != wanted[0].shape:
             raise ValueError(f"its logits are {got[0].shape[-1]} wide instead of {wanted[0].shape[-1]}")
-        return _largest([_relative_error(ours, theirs) for ours, theirs in zip(got, wanted, strict=True)])
+        return _largest([relative_error(ours, theirs) for ours, theirs in zip(got, wanted, strict=True)])
 
     def _difference(self, runner: ModelRunner) -> str | None:
         """Why the ragged batch is not good enough, or None if it is."""
@@ -101,7 +102,7 @@ class Probe:
             return f"a layer asks for {error}"
         except Exception as error:  # model code met something it was not written for
             return f"{type(error).__name__}: {error}"
-        tolerance = _TOLERANCES[self._dtype]
+        tolerance = TOLERANCES[self._dtype]
         if not worst <= tolerance:
             return f"its logits differ by {worst:.1e} of the largest, more than {tolerance:g}"
         return None
@@ -120,6 +121,11 @@ def _plain_logits(model: Any, sequence: Sequence[int], adapters: AdapterRows, ow
         prompt = model(mx.array([sequence[:-1]]), cache=cache)[0, -1]
         decode = model(mx.array([sequence[-1:]]), cache=cache)[0, -1]
     logits = mx.stack([prompt, decode])
+    if owner == NONE and mx.isnan(logits).all():
+        raise ModelLoadError(
+            f"The model's logits are no numbers (NaN) in plain mlx-lm, too{_where_nan(model)}: fetch it again, or take "
+            "another copy."
+        )
     if owner != NONE and mx.isnan(logits).any():
         raise ModelLoadError(
             f"With the adapter {adapters.names[owner]} the model's logits are no numbers (NaN): its file is broken, or "
@@ -129,12 +135,20 @@ def _plain_logits(model: Any, sequence: Sequence[int], adapters: AdapterRows, ow
     return logits
 
 
+def _where_nan(model: Any) -> str:
+    """The first weights that hold what is no number."""
+    for name, array in tree_flatten(model.parameters()):
+        if mx.issubdtype(array.dtype, mx.floating) and mx.isnan(array).any():
+            return f", since {name} holds NaN"
+    return ""
+
+
 def _largest(errors: list[float]) -> float:
     """NaN if one of them is, which `max` may skip."""
     return float(np.max(errors))
 
 
-def _relative_error(ours: mx.array, theirs: mx.array) -> float:
+def relative_error(ours: mx.array, theirs: mx.array) -> float:
     mine, plain = _to_host(ours), _to_host(theirs)
     is_finite = np.isfinite(plain)  # some models forbid tokens with -inf
     difference = np.subtract(mine, plain, out=np.zeros_like(plain), where=mine != plain)
@@ -147,13 +161,14 @@ def _to_host(array: mx.array) -> npt.NDArray[np.float32]:
 
 def _ragged_logits(runner: ModelRunner, sequences: list[list[int]], owners: tuple[int, ...]) -> list[mx.array]:
     """The same logits from three steps: the long prompt's first chunk with the others' whole prompts; its rest beside
-    the others' decodes; its decode. `owners` are the sequences' adapters."""
+    the others' decodes; its decode. `owners` are the sequences' adapters. The second step's chunk passes for one with
+    drafts, so that recurrent states are read in one slot and written in another."""
     names = ("long", "short", "middle")
     ids_of = dict(zip(names, sequences, strict=True))
     owner_of = dict(zip(names, owners, strict=True))
     cut = BLOCK_SIZE - 3
     windows = runner.cache.windows
-    runner.cache.allocate(len(windows) * _NUM_BLOCKS, num_slots=len(_PROMPTS))
+    runner.cache.allocate(len(windows) * _NUM_BLOCKS, num_slots=len(_PROMPTS) + 1)
     tables = BlockTables(windows)
     for name in names:
         tables.add(name)
@@ -169,8 +184,9 @@ def _ragged_logits(runner: ModelRunner, sequences: list[list[int]], owners: tupl
         """The blocks `ids` of each layer group's own range."""
         return tuple(tuple(group * _NUM_BLOCKS + block_id for block_id in ids) for group in range(len(windows)))
 
-    def chunk(name: str, start: int, end: int, block_ids: BlockIds = ()) -> ScheduledChunk:
-        return ScheduledChunk(name, start, end - start, tuple(ids_of[name][start:end]), block_ids, True, 0)
+    def chunk(name: str, start: int, end: int, block_ids: BlockIds = (), num_drafts: int = 0) -> ScheduledChunk:
+        token_ids = tuple(ids_of[name][start:end])
+        return ScheduledChunk(name, start, end - start, token_ids, block_ids, True, 0, num_drafts=num_drafts)
 
     long, short, middle = (len(sequence) - 1 for sequence in sequences)
     first = run(
@@ -182,7 +198,7 @@ def _ragged_logits(runner: ModelRunner, sequences: list[list[int]], owners: tupl
     second = run(
         chunk("short", short, short + 1),
         chunk("middle", middle, middle + 1),
-        chunk("long", cut, long),
+        chunk("long", cut, long, num_drafts=1),
         rows=[0, 1, 1 + long - cut],
     )
     third = run(chunk("long", long, long + 1), rows=[0])

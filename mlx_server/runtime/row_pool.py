@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,7 +45,8 @@ class Slots:
         return numbers
 
 
-_GROUP_SIZES = (64, 32)
+KV_GROUP_SIZE = 32
+"""Numbers of a quantised row that share a scale and a bias."""
 
 RowsShape = tuple[int, ...]
 """Slots, and what is in each: of K/V, heads and dimensions."""
@@ -74,6 +75,10 @@ class Rows(Protocol):
 
     def view(self, shape: RowsShape) -> Rows:
         """The same memory in another shape: what is written to either is read from both."""
+        ...
+
+    def parts(self) -> Sequence[Rows]:
+        """The rows that these are made of, which give back the very bytes that were written."""
         ...
 
     def arrays(self) -> list[mx.array]:
@@ -130,6 +135,9 @@ class PlainRows:
     def take(self, slots: Slots) -> PlainRows:
         return PlainRows(self._array()[slots.array])
 
+    def parts(self) -> Sequence[Rows]:
+        return [self]
+
     def view(self, shape: RowsShape) -> PlainRows:
         view = copy(self)
         view._shape = shape
@@ -178,6 +186,9 @@ class QuantizedRows:
 
     def take(self, slots: Slots) -> QuantizedRows:
         return QuantizedRows([part.take(slots) for part in self._parts], self._bits, self._group_size, self._dtype)
+
+    def parts(self) -> Sequence[Rows]:
+        return self._parts
 
     def view(self, shape: RowsShape) -> QuantizedRows:
         num_slots, num_heads, dim = shape
@@ -242,17 +253,22 @@ def _part_sizes(dim: int, bits: int) -> tuple[int, int, int]:
 
 def group_size_of(dim: int) -> int:
     """How many numbers share a scale. Raises `ConfigError` for dimensions that cannot be quantised."""
-    group_size = next((size for size in _GROUP_SIZES if dim % size == 0), None)
-    if group_size is None:
-        raise ConfigError(f"--kv-bits needs head dimensions that are multiples of {_GROUP_SIZES[-1]}; one is {dim}.")
-    return group_size
+    if dim % KV_GROUP_SIZE:
+        raise ConfigError(f"--kv-bits needs head dimensions that are multiples of {KV_GROUP_SIZE}; one is {dim}.")
+    return KV_GROUP_SIZE
 
 
-def is_quantised_alike(dims: Collection[int]) -> bool:
-    """Whether rows of these dimensions with equally many numbers take the same memory also in fewer bits: a scale for
-    equally many numbers each. Where one of them cannot be quantised, none ever is."""
-    sizes = {next((size for size in _GROUP_SIZES if dim % size == 0), None) for dim in dims}
-    return len(sizes) == 1 or None in sizes
+def rotate(rows: mx.array) -> mx.array:
+    """Each row `[..., dim]` times a fixed Hadamard matrix, by parts of the largest power of two that divides `dim`: its
+    numbers become sums and differences of all of a part's, over the root of how many.
+
+    Products of rows stay what they are, so K may be stored rotated if queries are, too. What is large in one number
+    becomes a little in all of them, and a scale for 32 numbers loses less: (8, 0, 0, 0) becomes (4, 4, 4, 4).
+    (QuaRot, arXiv:2404.00456.)
+    """
+    dim = rows.shape[-1]
+    part = dim & -dim
+    return mx.hadamard_transform(rows.reshape(*rows.shape[:-1], dim // part, part)).reshape(rows.shape)
 
 
 def row_bytes(dim: int, dtype: mx.Dtype, bits: int | None) -> int:

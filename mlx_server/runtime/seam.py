@@ -1,37 +1,40 @@
-"""The one place where mlx-lm is changed: its attention function lets paged caches compute their own attention.
+"""The one place where mlx-lm is changed: its attention function lets paged caches compute their own attention, and its
+SwiGLU asks for another way to compute it.
 
 mlx-lm's attention layers call `cache.update_and_fetch(k, v)`, take `cache.offset` for rope and then call
 `scaled_dot_product_attention(q, k, v, cache=cache, ...)`. They get a cache of ours, and this module wraps that
-function; no model code is copied or changed.
+function; no model code is copied or changed. SwiGLU is a function, too, which most models' MLP calls.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import base
+from mlx_lm.models import activations, base
 
 from mlx_server.errors import ModelLoadError
 
 _NAME = "scaled_dot_product_attention"
 _PARAMETERS = ("queries", "keys", "values", "cache", "scale", "mask", "sinks")
 _MARK = "_mlx_server_original"
+_MODELS = ("mlx_lm.models", "mlx_vlm.models")
 
 
-class AttendsItself:
+class AttendsItself(ABC):
     """A layer cache that computes its own attention. `keys` are those that it has returned to the model in the running
     forward pass, None before."""
 
     keys: mx.array | None = None
 
+    @abstractmethod
     def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         """Attention of this step's queries over what the cache holds."""
-        raise NotImplementedError
 
 
 caches_in_use: ContextVar[Sequence[AttendsItself]] = ContextVar("caches_in_use", default=())
@@ -53,13 +56,42 @@ def install_seam() -> None:
     """Wraps mlx-lm's attention function, in `base` and in every model module that has imported it. Doing it
     again only reaches modules imported since. MLX thread, before a model is built."""
     check_seam()
-    original = getattr(base, _NAME)
-    wrapper = original if hasattr(original, _MARK) else _wrap(original)
-    setattr(base, _NAME, wrapper)
+    _replace(base, _NAME, _wrap)
+    _replace(activations, "swiglu", _wrap_swiglu)
+    for name, home, wrap in (
+        (_NAME, sys.modules.get("mlx_vlm.models.base"), _wrap),
+        ("swiglu", sys.modules.get("mlx_vlm.models.activations"), _wrap_swiglu),
+    ):
+        if home is not None:
+            _replace(home, name, wrap)
+
+
+SwiGLU = Callable[[mx.array, mx.array], mx.array | None]
+
+swiglu_in_use: ContextVar[SwiGLU | None] = ContextVar("swiglu_in_use", default=None)
+"""What the model that is being called computes SwiGLU with; mlx-lm's own where there is none, or it gives None."""
+
+
+def _wrap_swiglu(original: Any) -> Any:
+    def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+        compute = swiglu_in_use.get()
+        y = None if compute is None else compute(gate, x)
+        result: mx.array = original(gate, x) if y is None else y
+        return result
+
+    setattr(swiglu, _MARK, original)
+    return swiglu
+
+
+def _replace(home: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Puts a wrapper in the place of a function, unless one is there, in `home` and in all that has imported it."""
+    original = getattr(home, name)
+    wrapper = original if hasattr(original, _MARK) else wrap(original)
+    setattr(home, name, wrapper)
     unwrapped = getattr(wrapper, _MARK)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_lm.models") and getattr(module, _NAME, None) is unwrapped:
-            setattr(module, _NAME, wrapper)
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith(_MODELS) and getattr(module, name, None) is unwrapped:
+            setattr(module, name, wrapper)
 
 
 def _wrap(original: Any) -> Any:

@@ -6,16 +6,21 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from mlx_server.config import Config
 from mlx_server.engine.engine import EngineState
 from mlx_server.engine.grammar.constraints import GrammarCompiler
-from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed
-from mlx_server.engine.parts import ServedNames, Surroundings
+from mlx_server.engine.memory_budget import MemoryBudget
+from mlx_server.engine.memory_need import MemoryNeed
+from mlx_server.engine.parts import Surroundings
+from mlx_server.engine.pooling import Pooling
 from mlx_server.engine.request_stream import GenerationRequest, OutputText
+from mlx_server.engine.served_names import ServedNames
 from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import ContextLengthError, EngineDeadError, OverloadedError, QueueFullError, ServeError
 from mlx_server.model_entries import ModelEntry
 from mlx_server.observability.engine_metrics import EngineMetrics, RequestSummary
@@ -56,7 +61,8 @@ class FakeEngine:
 
     `gate` holds every stream back before its first token while it is clear; `fail_with` ends streams with an
     error after `fail_after` tokens; `refuse_with` is raised by `submit`. `pause_after` holds
-    streams back once they have that many tokens, until `resume`.
+    streams back once they have that many tokens, until `resume`. With `tokens_per_delta`, each step of an answer but
+    the last gives so many.
     """
 
     script: Script = field(default_factory=lambda: say("Hello world"))
@@ -67,13 +73,19 @@ class FakeEngine:
     state: EngineState = EngineState.READY
     error: str | None = None
     num_cached_tokens: int = 0
+    num_drafts: tuple[int, int] = (0, 0)  # that each answer says were accepted and rejected
     refuse_with: ServeError | None = None
     fail_with: ServeError | None = None
     fail_after: int = 1
     is_cache_busy: bool = False
     max_open: int = 1000
     pause_after: int | None = None
+    tokens_per_delta: int = 1
     has_tokenizer: bool = True
+    pooling: Pooling | None = None
+    config: Config = field(default_factory=Config)
+    vision: SeeingModel | None = None
+    info: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(no_vision=""))
 
     def __post_init__(self) -> None:
         self.tokenizer = shared_tokenizer()
@@ -199,26 +211,43 @@ class FakeStream:
         self._engine = engine
         self._request = request
         self._aborting = asyncio.Event()
-        self._progress = _Progress(request, engine.num_cached_tokens)
+        self._progress = _Progress(request, engine.num_cached_tokens, engine.num_drafts)
         self._reason: FinishReason | None = None
         self._error: ServeError | None = None
-        self._rest = self._generate()
-        self._first: asyncio.Future[CompletionDelta] | None = None
+        self.on_news: Callable[[], None] = lambda: None
+        self.is_complete = False
+        self._deltas: list[CompletionDelta] = []
+        self._taken = asyncio.Event()
+        self._end: ServeError | None = None
+        self._filling = asyncio.ensure_future(self._fill())
 
-    async def __aiter__(self) -> AsyncIterator[CompletionDelta]:
-        await self.wait_for_output()
-        assert self._first is not None
-        yield self._first.result()
-        async for delta in self._rest:
-            yield delta
+    async def _fill(self) -> None:
+        """One delta at a time: the next is made when it has been taken."""
+        try:
+            async for delta in self._generate():
+                self._deltas.append(delta)
+                self._taken.clear()
+                self.on_news()
+                await self._taken.wait()
+        except ServeError as error:
+            self._end = error
+        finally:
+            self.is_complete = True
+            self.on_news()
 
     @property
     def has_output(self) -> bool:
-        return self._first is not None and self._first.done()
+        return bool(self._deltas)
 
-    async def wait_for_output(self) -> None:
-        self._first = self._first or asyncio.ensure_future(anext(self._rest))
-        await asyncio.shield(self._first)
+    def take(self) -> list[CompletionDelta]:
+        deltas, self._deltas = self._deltas, []
+        self._taken.set()
+        return deltas
+
+    def is_over(self) -> bool:
+        if self._end is not None and not self._deltas:
+            raise self._end
+        return self.is_complete and not self._deltas
 
     def abort(self, error: ServeError | None = None) -> None:
         if self._engine.open.pop(self.request_id, None) is not None:
@@ -247,13 +276,11 @@ class FakeStream:
             e2e_s=0.01 + 0.005 * num_tokens,
         )
 
-    async def aclose(self) -> None:
-        self.abort()
-
     async def _generate(self) -> AsyncIterator[CompletionDelta]:
         await self._first_of(self._engine.gate.wait(), self._aborting.wait())
         text = OutputText(self._request, self._engine.tokenizer)
         progress = self._progress
+        held: list[tuple[int, str]] = []
         for token_id in self._tokens():
             await asyncio.sleep(0)
             if progress.num_output_tokens == self._engine.pause_after:
@@ -261,19 +288,25 @@ class FakeStream:
             if self._error is not None:
                 raise self._error
             if self._aborting.is_set():
-                yield CompletionDelta("", (), FinishReason.ABORT)
+                yield progress.latest._replace(
+                    text="", token_ids=(), finish_reason=FinishReason.ABORT, logprobs=(), prompt_logprobs=()
+                )
                 return
             if self._engine.fail_with is not None and progress.num_output_tokens >= self._engine.fail_after:
                 self._engine.open.pop(self.request_id, None)
                 raise self._engine.fail_with
-            reason, stop_reason = self._finish_reason(token_id, progress.num_output_tokens + 1)
+            reason, stop_reason = self._finish_reason(token_id, progress.num_output_tokens + len(held) + 1)
             new_text, matched = text.append([token_id], reason)
             if matched is not None:
                 reason, stop_reason = FinishReason.STOP, matched
             if reason is not None:
                 self._engine.open.pop(self.request_id, None)
                 self._reason = reason
-            yield progress.delta(new_text, (token_id,), reason, stop_reason)
+            held.append((token_id, new_text))
+            if len(held) == self._engine.tokens_per_delta or reason is not None:
+                token_ids, pieces = zip(*held, strict=True)
+                held.clear()
+                yield progress.delta(pieces, token_ids, reason, stop_reason)
             if reason is not None:
                 return
 
@@ -305,14 +338,16 @@ class FakeStream:
 class _Progress:
     """Makes deltas with their counts and logprobs."""
 
-    def __init__(self, request: GenerationRequest, num_cached_tokens: int) -> None:
+    def __init__(self, request: GenerationRequest, num_cached_tokens: int, num_drafts: tuple[int, int]) -> None:
         self._request = request
         self._num_cached_tokens = num_cached_tokens
+        self._num_drafts = num_drafts
         self.num_output_tokens = 0
+        self.latest = CompletionDelta("", ())
 
     def delta(
         self,
-        text: str,
+        pieces: tuple[str, ...],
         token_ids: tuple[int, ...],
         reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
@@ -321,18 +356,22 @@ class _Progress:
         prompt = self._request.prompt_token_ids
         is_first = self.num_output_tokens == 0
         self.num_output_tokens += len(token_ids)
-        return CompletionDelta(
-            text=text,
+        self.latest = CompletionDelta(
+            text="".join(pieces),
             token_ids=token_ids,
             finish_reason=reason,
             stop_reason=stop_reason,
             num_prompt_tokens=len(prompt),
             num_cached_tokens=self._num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
+            num_accepted_drafts=self._num_drafts[0],
+            num_rejected_drafts=self._num_drafts[1],
             logprobs=fake_logprobs(token_ids, sampling.logprobs),
             prompt_logprobs=fake_logprobs(prompt[1:], sampling.prompt_logprobs) if is_first else (),
             timings=None if reason is None else RequestTimings(10.0, 10.5, 11.0, 13.0),
+            pieces=pieces if len(pieces) > 1 else (),
         )
+        return self.latest
 
 
 def fake_logprobs(token_ids: Sequence[int], num_top: int | None) -> tuple[PositionLogprobs, ...]:

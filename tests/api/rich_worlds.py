@@ -14,6 +14,8 @@ from tests.api.fakes import REASONING_MARKERS, TOOL_MARKERS, say, shared_tokeniz
 from tests.api.worlds import World
 from tests.text_worlds import CHAT_TEMPLATE, make_tokenizer
 
+GAP_MARKERS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+
 
 def enrich(world: World) -> World:
     """Makes the engine answer with reasoning, text and two calls, and read variables of the template."""
@@ -31,14 +33,16 @@ def _rich_tokenizer() -> Tokenizer:
         "{{ mood }}{{ reasoning_effort }}{{ enable_thinking }}{% if documents %}{{ documents[0].text }}{% endif %}"
         + CHAT_TEMPLATE
     )
-    tokenizer = make_tokenizer(added=TOOL_MARKERS, special=(*REASONING_MARKERS, "<s>"), chat_template=template)
+    tokenizer = make_tokenizer(
+        added=TOOL_MARKERS, special=(*REASONING_MARKERS, "<s>", *GAP_MARKERS), chat_template=template
+    )
     beginning = ("<s>", tokenizer.token_to_id("<s>"))
     tokenizer.hf.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[beginning])
     return tokenizer
 
 
 _VARYING = re.compile(
-    r'(?<=[-_])[0-9a-f]{32}|(?<=call_)[0-9a-f]{24}|(?<="created":)\d+|(?<="created_at":)\d+|(?<="metrics":){[^}]*}'
+    r'(?<=[-_])[0-9a-f]{32}|(?<=call_)[0-9a-f]{24}|(?<="created":)\d+|(?<="created_at":)\d+|(?<="completed_at":)\d+|(?<="metrics":){[^}]*}'
 )
 """Ids, times and durations."""
 
@@ -54,6 +58,7 @@ async def ask(world: World, path: str, body: dict[str, Any]) -> Any:
             request.priority,
             request.extra_keys,
             request.kept_token_ids,
+            request.prediction_token_ids,
             request.continues_text,
             mask(request.constraint),
         )

@@ -90,9 +90,10 @@ async def test_a_stop_sequence_is_named(client: anthropic.AsyncAnthropic):
 
 async def test_parameters_reach_the_sampler(world: World):
     more = {"temperature": 0.5, "top_k": 5, "top_p": 0.75, "min_p": 0.125, "seed": 4, "priority": 1, "cache_salt": "s"}
-    assert (await post(world, **more)).status_code == 200
+    assert (await post(world, **more, speculate=False)).status_code == 200
     (request,) = world.engine.requests
     sampling = request.sampling
+    assert not sampling.speculate
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 5, 0.75, 0.125)
     assert (sampling.seed, request.priority, request.extra_keys) == (4, Priority.LOW, ("key:anonymous", "s"))
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from mlx_server.errors import EngineDeadError
 from tests.api.fakes import say
-from tests.api.worlds import World, until, user
+from tests.api.worlds import World, passed, until, user
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -166,7 +166,7 @@ async def test_a_silent_stream_pings(world: World):
     world.engine.gate.clear()
     answering = asyncio.create_task(events(world))
     await until(lambda: world.engine.open)
-    await asyncio.sleep(0.1)
+    await passed(0.3)
     world.engine.gate.set()
     stream = await answering
     assert [event["type"] for event in stream[:4]] == ["message_start", "ping", "ping", "ping"]
@@ -211,6 +211,7 @@ async def test_a_client_that_leaves_ends_its_request(world: World, is_paused: bo
     if is_paused:
         world.engine.pause_after = 3
     else:
+        world.configure_server(sse_keep_alive_s=0.05)
         world.engine.gate.clear()
     body = {"max_tokens": 300, "messages": user("Hi"), "stream": True}
     async with world.http.stream("POST", "/v1/messages", json=body) as response:

@@ -8,6 +8,8 @@ import pytest
 from mlx_server.api.auth.authentication import exposure_warning, is_loopback, local_url
 from mlx_server.api.auth.keys import build_key_ring
 from mlx_server.config import Config, ServerConfig
+from mlx_server.errors import ConfigError
+from mlx_server.fleet import FleetConfig
 from mlx_server.request import Priority
 from mlx_server.tiers import Tier
 from tests.api.worlds import World, user
@@ -130,3 +132,48 @@ async def test_a_wish_for_priority(world: World, base: Priority, wish: int | Non
 )
 async def test_a_server_on_all_addresses_is_told_by_one_that_can_be_opened(host: str, url: str):
     assert local_url(host, 80) == url
+
+
+# --- the discovery key ------------------------------------------------------------------------------------------
+
+ROUTER = {"authorization": "Bearer finder"}
+
+
+@pytest.fixture
+def discovered(world: World) -> World:
+    world.configure(Config(server=ServerConfig(api_key="sesame"), fleet=FleetConfig(discovery_key="finder")))
+    return world
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/models/fake", "/health", "/metrics", "/server_info", "/v1/loads", "/kv_event_sources"]
+)
+async def test_a_router_finds_models_with_the_discovery_key(discovered: World, path: str):
+    assert (await discovered.http.get(path, headers=ROUTER)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/chat/completions/render"),
+        ("POST", "/v1/messages"),
+        ("POST", "/tokenize"),
+        ("POST", "/v1/models"),
+        ("GET", "/v1/responses/resp_1"),
+        ("POST", "/reset_prefix_cache"),
+        ("GET", "/admin/models"),
+        ("GET", "/api/tags"),
+        ("GET", "/no/such/path"),
+    ],
+)
+async def test_the_discovery_key_is_good_for_nothing_else(discovered: World, method: str, path: str):
+    response = await discovered.http.request(method, path, headers=ROUTER, json={"messages": user("Hi")})
+    assert response.status_code == 401
+    assert "discovery key" in response.text
+
+
+async def test_the_discovery_key_is_no_other_key():
+    config = Config(server=ServerConfig(api_key="same"), fleet=FleetConfig(discovery_key="same"))
+    with pytest.raises(ConfigError, match="one of its own"):
+        build_key_ring(config)

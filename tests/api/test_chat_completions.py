@@ -43,6 +43,18 @@ async def test_an_answer_has_text_reason_and_usage(world: World):
     assert answer.usage.prompt_tokens_details.cached_tokens == 7
 
 
+async def test_usage_counts_the_drafts_of_all_answers(world: World):
+    world.engine.num_drafts = (3, 1)
+    answer = await world.openai.chat.completions.create(model="fake", messages=user("Hi"), n=2)
+    assert answer.usage is not None
+    details = answer.usage.completion_tokens_details
+    assert details is not None
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6, 2)
+    stream = bodies((await world.chat(stream=True, stream_options={"include_usage": True})).text)
+    details = stream[-1]["usage"]["completion_tokens_details"]
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (3, 1)
+
+
 async def test_the_prompt_is_the_chat_template_s(world: World):
     await world.chat(messages=[{"role": "system", "content": "Be nice."}, *user("Hi")])
     prompt = world.engine.tokenizer.decode(world.engine.requests[0].prompt_token_ids, skip_special_tokens=False)
@@ -306,6 +318,18 @@ async def test_reasoning_is_split_off_under_both_names(world: World):
     assert "".join(delta.get("content", "") for delta in streamed) == "Yes."
 
 
+@pytest.mark.parametrize("tokens_per_delta", range(1, 10))
+async def test_of_a_run_of_tokens_those_behind_the_reasoning_are_not_counted_as_such(
+    world: World, tokens_per_delta: int
+):
+    world.engine.script = say("<think>Hmm.</think>Yes.")
+    world.engine.tokens_per_delta = tokens_per_delta
+    answer = (await world.chat()).json()
+    assert answer["choices"][0]["message"]["content"] == "Yes."
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6
+    assert answer["usage"]["completion_tokens"] == 11  # with the end of sequence
+
+
 async def test_reasoning_can_be_left_out_or_left_in_place(world: World):
     world.engine.script = say("<think>Hmm.</think>Yes.")
     hidden = (await world.chat(include_reasoning=False)).json()["choices"][0]["message"]
@@ -399,3 +423,37 @@ async def test_schemas_may_be_as_deep_as_they_are_long(world: World):
     tool = {"type": "function", "function": {"name": "f", "parameters": {**schema, "type": "object"}}}
     world.engine.max_model_len = 1_000_000  # the model is shown the tool
     assert (await world.chat(tools=[tool], tool_choice="required")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "content", ["def f():\n", [{"type": "text", "text": "def f"}, {"type": "text", "text": "():\n"}]]
+)
+async def test_a_prediction_s_tokens_are_drafted_for_each_answer(world: World, content: Any):
+    answer = await world.chat(prediction={"type": "content", "content": content}, n=2)
+    assert answer.status_code == 200
+    predicted = {request.prediction_token_ids for request in world.engine.requests}
+    assert predicted == {tuple(world.engine.tokenizer.encode("def f():\n", add_special_tokens=False))}
+    assert (await world.chat()).status_code == 200
+    assert world.engine.requests[-1].prediction_token_ids == ()
+
+
+async def test_a_prediction_is_cut_to_the_context(world: World):
+    most = world.engine.max_model_len
+    answer = await world.chat(prediction={"type": "content", "content": "x " * 4 * most})
+    assert answer.status_code == 200
+    assert len(world.engine.requests[0].prediction_token_ids) <= most
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        "text",
+        {"type": "content"},
+        {"type": "other", "content": "x"},
+        {"type": "content", "content": [{"type": "text"}]},
+    ],
+)
+async def test_a_prediction_of_another_form_is_refused(world: World, prediction: Any):
+    answer = await world.chat(prediction=prediction)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("prediction")

@@ -6,6 +6,7 @@ import asyncio
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -24,7 +25,11 @@ async def test_a_program_runs(world: World, program: str, capsys: pytest.Capture
     world.engine.script = say('{"name": "Hello world", "country": "Utopia"}')  # whatever a program asks for
     here = program.replace("http://127.0.0.1:8000", world.url).replace("smollm2", "fake")
     code = compile(here, "clients.md", "exec")
-    await asyncio.to_thread(exec, code, {"__name__": "__main__"})
+    names: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        await asyncio.to_thread(exec, code, names)
+    finally:  # a program's end would close its client
+        names["client"].close()
     assert "Hello world" in capsys.readouterr().out
 
 
@@ -38,7 +43,7 @@ async def test_settings_are_well_formed():
 
 
 async def test_there_are_programs():
-    assert len(PROGRAMS) == 4
+    assert len(PROGRAMS) == 5
 
 
 async def test_the_page_lists_the_errors_of_the_table():

@@ -22,9 +22,23 @@ async def preflight(world: World, origin: str) -> httpx.Response:
     return await world.http.options("/v1/chat/completions", headers=headers)
 
 
-async def test_no_page_may_unless_it_is_told(world: World) -> None:
-    assert (await preflight(world, PAGE)).status_code == 405
-    assert GRANT not in (await world.chat(headers={"origin": PAGE})).headers
+async def test_no_page_of_another_site_may_unless_it_is_told(world: World) -> None:
+    for origin in (STRANGER, "null", f"{PAGE}.evil.example", "http://localhost.evil.example"):
+        assert (await preflight(world, origin)).status_code == 400
+        assert GRANT not in (await world.chat(headers={"origin": origin})).headers
+
+
+@pytest.mark.parametrize(
+    "page", [PAGE, "http://localhost", "http://127.0.0.1:5173", "https://[::1]:8443", "app://obsidian.md"]
+)
+async def test_pages_of_this_machine_may(world: World, page: str) -> None:
+    for allowed in (None, "https://chat.example"):
+        world.configure_server(allowed_origins=allowed)
+        assert (await preflight(world, page)).headers[GRANT] == page
+        answer = await world.chat(headers={"origin": page})
+        assert (answer.status_code, answer.headers[GRANT]) == (200, page)
+    sent = {"origin": page, "sec-fetch-site": "same-site"}
+    assert (await world.http.post("/flush_cache", headers=sent)).status_code == 401
 
 
 async def test_pages_of_the_configured_origins_may(world: World) -> None:

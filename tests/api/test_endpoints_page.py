@@ -24,7 +24,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "endpoints.md").read_text(encoding=
 ROUTES, _, FIELDS = PAGE.partition("## Parameters of the other routes")
 ROUTE = re.compile(r"`([A-Z]+ /\S*)`")
 FIELD = re.compile(r"^\| `([A-Z]+ /\S+)` \| `(\w+)` \| (\w+) \|", re.MULTILINE)
-ELSEWHERE = ("parameters.md", "anthropic-and-responses.md", "those of the ch", "those of the comp")
+ELSEWHERE = ("parameters.md", "anthropic-and-responses.md", "ollama.md", "those of the ch", "those of the comp")
 OF_THE_FRAMEWORK = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
 
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -42,6 +42,7 @@ TOKENIZING: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "continue_final_message": (True, CHAT),
         "chat_template_kwargs": ({"mood": "glad"}, CHAT),
         "reasoning_effort": ("low", CHAT),
+        "reasoning": ({"effort": "low"}, CHAT),
         "documents": ([{"text": "x"}], CHAT),
     },
     "/detokenize": {"model": ("nobody", {"tokens": [5]}), "tokens": ([6], {"tokens": [5]})},

@@ -45,7 +45,7 @@ async def test_an_error_has_its_status(world: World, error: errors.ServeError, s
         ({}, "messages"),
         # Values that are of the right type, but wrong.
         ({"messages": user("Hi"), "max_tokens": 0}, "max_tokens"),
-        ({"messages": user("Hi"), "max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"messages": user("Hi"), "max_completion_tokens": -2}, "max_completion_tokens"),
         ({"messages": user("Hi"), "temperature": -1}, "temperature"),
         ({"messages": user("Hi"), "top_p": 0}, "top_p"),
         ({"messages": user("Hi"), "top_k": -2}, "top_k"),
@@ -241,9 +241,10 @@ async def test_a_wrong_base_url_is_told(world: World, sent: str, remedy: str):
     assert remedy in answer.json()["error"]["message"]
 
 
-async def test_embeddings_are_not_served(world: World):
+async def test_what_the_model_does_not_do_is_not_to_be_tried_again(world: World):
     response = await world.http.post("/v1/embeddings", json={"input": "Hi", "model": "fake"})
-    assert response.status_code == 501
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "model"
     assert response.headers["x-should-retry"] == "false"
 
 

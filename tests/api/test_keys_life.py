@@ -18,6 +18,8 @@ import httpx
 import psutil
 import pytest
 
+from tests.homes import with_kernels
+
 pytestmark = pytest.mark.slow
 
 SHARED, ADMIN = "sesame-open-1234", "master-of-all-1234"
@@ -34,7 +36,7 @@ async def cli(home: Path, *arguments: str) -> str:
 async def start(home: Path, *arguments: str, **environment: str) -> Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "mlx_server", *arguments),
-        env={**os.environ, "MLX_SERVE_HOME": str(home), **environment},
+        env={**os.environ, "MLX_SERVE_HOME": str(with_kernels(home)), **environment},
         stdout=PIPE,
         stderr=PIPE,
     )

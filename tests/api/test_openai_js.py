@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.api.programs import output_of
 from tests.api.real_worlds import RealWorld
 
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
@@ -27,22 +27,8 @@ pytestmark = [
 
 
 async def run(program: str, *arguments: str) -> str:
-    """What `program`, a module's source, prints."""
-    process = await asyncio.create_subprocess_exec(
-        *("node", "--input-type=module", "-", *arguments),
-        cwd=FOLDER,  # where it finds its packages
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        out, errors = await asyncio.wait_for(process.communicate(program.encode()), 120)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, errors.decode()
-    return out.decode()
+    """What `program`, a module's source, prints, in the folder where it finds its packages."""
+    return await output_of("node", "--input-type=module", "-", *arguments, cwd=FOLDER, given=program.encode())
 
 
 async def test_a_streamed_tool_call_is_understood(real: RealWorld):

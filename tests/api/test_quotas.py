@@ -183,15 +183,22 @@ GENERATING = {
 }
 
 
+POOLING = {"/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score"}
+"""Held to the same limits in test_embeddings.py."""
+
+OTHERS = {"/infill", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings"}
+"""Held to them in test_infill.py and test_ollama_wire.py: one path behind all of them knows the limits."""
+
+
 async def test_these_are_the_routes_that_generate(world: World):
-    assert set(GENERATING) == set(GENERATING_PATHS)
+    assert set(GENERATING) | POOLING | OTHERS == set(GENERATING_PATHS)
     document = (await world.http.get("/openapi.json")).json()
     streaming = {
         path
         for path, methods in document["paths"].items()
         if "text/event-stream" in methods.get("post", {}).get("responses", {}).get("200", {}).get("content", {})
     }
-    assert streaming == set(GENERATING)
+    assert streaming == {*GENERATING, "/infill"}
 
 
 @pytest.mark.parametrize(("path", "body"), GENERATING.items())

@@ -15,7 +15,7 @@ BAD: list[tuple[str, str, dict[str, Any], int]] = [
     ("POST", "/v1/completions", {"json": {"prompt": None}}, 400),
     ("POST", "/v1/completions", {"content": b"{"}, 400),
     ("POST", "/v1/completions", {"json": {"prompt": "a", "model": "nobody"}}, 404),
-    ("POST", "/v1/embeddings", {"json": {}}, 501),
+    ("POST", "/v1/embeddings", {"json": {}}, 400),
     ("POST", "/v1/messages", {"json": {"messages": user("Hi")}}, 400),
     ("GET", "/nowhere", {}, 404),
     ("GET", "/v1/completions", {}, 405),

@@ -68,7 +68,8 @@ async def test_a_response_repeats_what_was_asked(world: World):
         world, metadata={"a": "b"}, temperature=0.5, tools=[WEATHER], max_output_tokens=50, reasoning={"effort": "low"}
     )
     assert (body["metadata"], body["temperature"], body["top_p"]) == ({"a": "b"}, 0.5, 1.0)
-    assert (body["tools"], body["tool_choice"], body["parallel_tool_calls"]) == ([WEATHER], "auto", True)
+    assert (body["tools"], body["tool_choice"]) == ([{**WEATHER, "description": None}], "auto")
+    assert body["parallel_tool_calls"] is True
     assert (body["max_output_tokens"], body["reasoning"]["effort"], body["store"]) == (50, "low", True)
 
 
@@ -79,7 +80,8 @@ async def test_the_limit_makes_it_incomplete(world: World):
 
 
 async def test_parameters_reach_the_sampler(world: World):
-    await create(world, temperature=0.5, top_p=0.75, seed=4, cache_salt="s", truncation="disabled", background=False)
+    more = {"cache_salt": "s", "truncation": "disabled", "background": False, "speculate": False}
+    await create(world, temperature=0.5, top_p=0.75, seed=4, **more)
     (request,) = world.engine.requests
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed, request.extra_keys) == (
@@ -88,6 +90,7 @@ async def test_parameters_reach_the_sampler(world: World):
         4,
         ("key:anonymous", "s"),
     )
+    assert not sampling.speculate
 
 
 async def test_input_may_be_a_list_of_items(world: World):
@@ -293,7 +296,8 @@ BAD: list[tuple[dict[str, Any], int, str | None]] = [
     ({"input": [{"type": "item_reference"}]}, 400, "input[0].id"),
     ({"input": [{"id": "x"}]}, 400, "input[0].id"),
     ({"input": [{"id": ["x"], "role": "user", "content": "Hi"}]}, 400, "input[0].id"),
-    ({"input": [{"type": "web_search_call", "id": "x"}]}, 400, "input[0].type"),
+    ({"input": [{"type": "web_search_call", "id": "x"}]}, 400, "input"),
+    ({"input": [{"type": "nonsense_call", "id": "x"}]}, 400, "input[0].type"),
     ({"input": [{"type": ["message"], "role": "user", "content": "Hi"}]}, 400, "input[0].type"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, 400, "input[0].call_id"),
     ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "1"}]}, 400, "input[0].arguments"),

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from mlx_server.errors import EngineDeadError
 from tests.api.fakes import say
-from tests.api.worlds import World, until
+from tests.api.worlds import World, passed, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -151,7 +151,7 @@ async def test_a_silent_stream_is_kept_alive(world: World):
     body = {"input": "Hi", "stream": True}
     answering = asyncio.create_task(world.http.post("/v1/responses", json=body))
     await until(lambda: world.engine.open)
-    await asyncio.sleep(0.1)
+    await passed(0.3)
     world.engine.gate.set()
     assert (await answering).text.count(": keep-alive\n\n") >= 2
 
@@ -174,6 +174,7 @@ async def test_a_stream_can_be_cancelled(world: World):
 
 
 async def test_a_client_that_leaves_cancels_its_response(world: World):
+    world.configure_server(sse_keep_alive_s=0.05)
     world.engine.gate.clear()
     async with world.http.stream("POST", "/v1/responses", json={"input": "Hi", "stream": True}) as response:
         async for line in response.aiter_lines():

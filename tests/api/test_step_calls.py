@@ -8,20 +8,24 @@ import asyncio
 import json
 import sys
 import threading
+from asyncio import selector_events
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import httpx
 import pytest
 from starlette.types import Message
 
 import mlx_server
 from mlx_server.api.app import create_app
-from mlx_server.config import CacheConfig, Config, ModelConfig
+from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from mlx_server.pool.model_pool import build_pool
 from mlx_server.runtime.models.random_models import build_random
+from tests.api.worlds import running
 from tests.engine_worlds import on_the_cpu
 from tests.tiny_models import byte_tokenizer, save_model_folder, tiny_model
 
@@ -29,12 +33,13 @@ _PACKAGE = str(Path(mlx_server.__file__).parent)
 _FIRST_STEP, _NUM_STEPS, _NUM_WINDOWS = 64, 32, 6
 _LOOP, _MLX = "MainThread", "mlx"
 
-_MAX_CALLS = 120
+_MAX_CALLS = 96
 _MAX_FILES = 23
-_MAX_CALLS_A_STREAM = 45
-_MAX_CALLS_A_LAYER = 22
+_MAX_CALLS_A_STREAM = 38
+_MAX_CALLS_A_TOKEN = 29
+_MAX_CALLS_A_LAYER = 34  # 27 to 30: what else a window of steps meets differs from run to run
 _MAX_CALLS_BESIDE_LAYERS = 130
-_MAX_FILES_OF_MODELS = 14
+_MAX_FILES_OF_MODELS = 18
 
 
 @dataclass
@@ -80,6 +85,11 @@ class Calls:
     def a_step(self, thread: str) -> float:
         return self.least(thread).a_step(thread)
 
+    def num(self, function: str) -> int:
+        """Of one function on the loop's thread, in all windows."""
+        found = sum((window.counts[_LOOP] for window in self.windows), Counter[tuple[str, str]]())
+        return sum(num_calls for (_, name), num_calls in found.items() if name == function)
+
     def files(self, thread: str) -> set[str]:
         """Those that a step passes through, and not one in many, like the first step with a new block."""
         window, by_file = self.least(thread), Counter[str]()
@@ -101,12 +111,16 @@ def _folder(path: Path, num_layers: int) -> str:
     return str(save_model_folder(build_random(config, 0), config, path, tokenizer))
 
 
-async def _calls(folder: str, num_streams: int) -> Calls:
-    """Of steps in the middle of that many streamed answers."""
-    calls = Calls()
+async def _calls(folder: str, num_streams: int, stream: Callable[..., Awaitable[None]] | None = None) -> Calls:
+    """Of steps in the middle of that many streamed answers, which `stream` asks for."""
+    calls, stream = Calls(), stream or _stream
     threading.setprofile(calls.see)  # for the threads that the pool is about to start
     try:
-        config = Config(model=ModelConfig(model=folder), cache=CacheConfig(kv_cache_memory="8MB"))
+        config = Config(
+            model=ModelConfig(model=folder),
+            cache=CacheConfig(kv_cache_memory="64MB"),
+            scheduler=SchedulerConfig(speculate="off"),  # a random model repeats itself
+        )
         pool = build_pool(config)
         await pool.start()
         (engine,) = pool.engines()
@@ -114,7 +128,7 @@ async def _calls(folder: str, num_streams: int) -> Calls:
         sys.setprofile(calls.see)
         app = create_app(pool, config)
         try:
-            await asyncio.wait_for(_stream(app, engine.scheduler.counters, num_streams, calls), 60)
+            await asyncio.wait_for(stream(app, engine.scheduler.counters, num_streams, calls), 60)
         finally:
             await pool.stop(0.0)
     finally:
@@ -123,15 +137,17 @@ async def _calls(folder: str, num_streams: int) -> Calls:
     return calls
 
 
+_BODY = {
+    "messages": [{"role": "user", "content": "Count."}],
+    "stream": True,
+    "temperature": 0,
+    "max_tokens": 500,
+    "ignore_eos": True,
+}
+
+
 async def _stream(app: Any, counters: Any, num_streams: int, calls: Calls) -> None:
-    body = {
-        "messages": [{"role": "user", "content": "Count."}],
-        "stream": True,
-        "temperature": 0,
-        "max_tokens": 400,
-        "ignore_eos": True,
-    }
-    text = json.dumps(body).encode()
+    text = json.dumps(_BODY).encode()
     scope = {
         "type": "http",
         "http_version": "1.1",
@@ -162,6 +178,44 @@ async def _stream(app: Any, counters: Any, num_streams: int, calls: Calls) -> No
     await asyncio.gather(*(ask() for _ in range(num_streams)))
 
 
+class Writes:
+    """How often the connections were given bytes to send, by the number of steps that had been submitted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.by_step: Counter[int] = Counter()
+        self._monkeypatch = monkeypatch
+
+    async def stream(self, app: Any, counters: Any, num_streams: int, calls: Calls) -> None:
+        """As `_stream`, but over connections."""
+        write = selector_events._SelectorSocketTransport.write
+
+        num_begun = 0
+
+        def counted(transport: Any, piece: bytes) -> None:
+            nonlocal num_begun
+            num_begun += b'"role":"assistant"' in piece
+            if num_begun == num_streams:
+                calls.at_step(counters.num_steps)
+            self.by_step[counters.num_steps] += 1
+            write(transport, piece)
+
+        self._monkeypatch.setattr(selector_events._SelectorSocketTransport, "write", counted)
+        letters = byte_tokenizer().convert_tokens_to_ids(list("abcdefgh"))  # each shows at once
+        body = json.dumps({**_BODY, "allowed_token_ids": letters}).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        async with running(app) as url:
+            address = httpx.URL(url)
+
+            async def ask() -> None:
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+                writer.write(b"%bconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+                while await reader.read(65536):
+                    pass
+                writer.close()
+
+            await asyncio.gather(*(ask() for _ in range(num_streams)))
+
+
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[int, str]:
     """By number of layers."""
@@ -178,6 +232,21 @@ async def test_a_step_on_the_event_loop_is_short(folders: dict[int, str]) -> Non
 async def test_a_further_stream_adds_only_what_is_its_own(folders: dict[int, str]) -> None:
     one, five = await _calls(folders[2], 1), await _calls(folders[2], 5)
     assert (five.a_step(_LOOP) - one.a_step(_LOOP)) / 4 <= _MAX_CALLS_A_STREAM, five.table(_LOOP)
+
+
+async def test_a_token_over_http_is_a_few_calls_and_a_step_one_write_a_connection(
+    folders: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_streams, writes = 64, Writes(monkeypatch)
+    calls = await _calls(folders[2], num_streams, writes.stream)
+    assert len(calls.windows) == _NUM_WINDOWS
+    assert calls.a_step(_LOOP) / num_streams <= _MAX_CALLS_A_TOKEN, calls.table(_LOOP)
+    steps = range(calls.windows[0].first_step, calls.windows[-1].first_step + calls.windows[-1].num_steps)
+    num_writes = sum(writes.by_step[step] for step in steps)
+    # Counting begins and ends in the middle of a step, and six windows may lie beside some steps.
+    assert num_streams * len(steps) / 4 <= num_writes <= num_streams * (len(steps) + 2)
+    assert calls.num("AsyncEngine._tell_readers") <= len(steps) + len(calls.windows)
+    assert calls.num("Generation.feed") <= num_streams, "a task has its turn when a stream begins, not for a token"
 
 
 @on_the_cpu

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 from starlette.types import Message
 
 from mlx_server.api import sse
+from mlx_server.api.app import create_app
 from mlx_server.api.listener import listen
-from mlx_server.config import ServerConfig
+from mlx_server.config import Config, ServerConfig
 from tests.api.fakes import say
 from tests.api.sse import bodies
-from tests.api.worlds import World, until
+from tests.api.worlds import World, passed, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -25,7 +26,7 @@ async def test_a_silent_stream_is_kept_alive(world: World):
     world.engine.gate.clear()
     answering = asyncio.create_task(world.chat(stream=True))
     await until(lambda: world.engine.open)
-    await asyncio.sleep(0.1)
+    await passed(0.3)
     world.engine.gate.set()
     text = (await answering).text
     assert text.count(": keep-alive\n\n") >= 2
@@ -46,9 +47,10 @@ async def test_nothing_comes_behind_the_end_to_a_client_that_is_slow_to_take_it(
     sent: list[bytes] = []
     is_full, is_drained = False, asyncio.Event()
 
-    async def events() -> AsyncGenerator[bytes, None]:
-        yield b"data: {}\n\n"
-        yield sse.DONE
+    async def tell(writer: sse.PieceWriter) -> None:
+        for piece in (b"data: {}\n\n", sse.DONE):
+            writer.write(piece)
+            await writer.drain()
 
     async def send(message: Message) -> None:
         nonlocal is_full
@@ -60,7 +62,7 @@ async def test_nothing_comes_behind_the_end_to_a_client_that_is_slow_to_take_it(
     async def receive() -> Message:
         return await asyncio.Future()
 
-    response = sse.event_stream(events(), 0.2, lambda: None)
+    response = sse.event_stream(tell, 0.2, lambda: None)
     answering = asyncio.create_task(response({"type": "http", "method": "POST"}, receive, send))
     await asyncio.sleep(0.5)
     is_drained.set()
@@ -82,6 +84,41 @@ async def test_line_ends_in_the_text_stay_inside_their_event(world: World):
     world.engine.script = say("a\n\nb\r\nc\u2028d")
     text = (await world.chat(stream=True)).text
     assert "".join(body["choices"][0]["delta"].get("content", "") for body in bodies(text)) == "a\n\nb\r\nc\u2028d"
+
+
+@pytest.mark.parametrize("text", ["", "plain", 'a "quote"\\ \n\u2028 \N{SNOWMAN}', "\0\x7f"])
+async def test_a_template_makes_the_same_bytes(text: str):
+    for keys in ((), ("delta",), ("reasoning", "reasoning_content")):
+        body = {"id": text, "choices": [{"index": 0, "logprobs": None}]} | dict.fromkeys(keys, "")
+
+        def event(text: str, body: Any = body, keys: Any = keys) -> bytes:
+            return sse.data({**body, **dict.fromkeys(keys, text)})
+
+        assert sse.Template(event).fill(text) == event(text)
+
+
+async def test_all_that_is_there_at_one_time_is_one_piece(world: World):
+    """Of several choices, and of tokens that came while the client took nothing."""
+    sent: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+        await asyncio.sleep(0.01)  # the others' tokens come meanwhile
+
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "n": 4}
+    text = json.dumps(body).encode()
+    requests = [{"type": "http.request", "body": text, "more_body": False}]
+
+    async def receive() -> Message:
+        return requests.pop() if requests else await asyncio.Future()
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+    scope |= {"query_string": b"", "http_version": "1.1", "client": ("127.0.0.1", 1), "server": None, "scheme": "http"}
+    await create_app(world.pool, Config())(scope, receive, send)
+    pieces = [piece for piece in sent if b'"content":"' in piece]
+    assert max(len(bodies(piece.decode())) for piece in pieces) == 4
+    assert sum(len(bodies(piece.decode())) for piece in pieces) > 2 * len(pieces)
 
 
 async def test_events_with_names():

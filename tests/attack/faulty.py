@@ -46,11 +46,11 @@ def main() -> int:
     def go_wrong(*_: Any) -> None:
         begin()
 
-    from mlx_server.observability.logs import forgive_lost_streams
+    from mlx_server.observability.logs import survive_lost_streams
     from tests.api import life_real
 
     signal.signal(signal.SIGUSR2, go_wrong)
-    forgive_lost_streams()
+    survive_lost_streams()
     return life_real.main()
 
 

@@ -17,6 +17,7 @@ import httpx
 
 from mlx_server.api.auth.key_file import KeyFile
 from tests.engine_worlds import make_folder
+from tests.homes import with_kernels
 
 TIERS = ("high", "normal", "low")
 
@@ -88,7 +89,7 @@ async def served(folder: Path, settings: str = "", command: Sequence[str] = ()) 
             *[sys.executable, "-m", "mlx_server", "serve", "--config", str(config)],
             stdout=PIPE,
             stderr=errors,
-            env={**os.environ, "MLX_SERVE_HOME": str(folder / "home")},
+            env={**os.environ, "MLX_SERVE_HOME": str(with_kernels(folder / "home"))},
         )
     try:
         assert process.stdout is not None

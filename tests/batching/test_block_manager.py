@@ -11,7 +11,7 @@ from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.layer_groups import num_blocks_for
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Request
-from tests.batching.worlds import make_request, prompt
+from tests.batching.worlds import make_request, make_world, prompt
 
 
 def hold(blocks: PagedBlockManager, request: Request) -> tuple[int, ...]:
@@ -185,6 +185,79 @@ def test_equal_blocks_computed_twice_are_cached_once() -> None:
     blocks.free("second")
     blocks.free("first")
     assert free_ids(blocks) == [1, 2, 3, 0]
+
+
+def test_a_prefix_that_was_looked_up_is_looked_up_again_when_it_changes() -> None:
+    blocks = PagedBlockManager(8)
+    tokens = prompt(128)
+    computes, waits = make_request("computes", tokens, 1), make_request("waits", [*tokens, 1], 1)
+    blocks.allocate(computes, 128)
+    found = []
+    for num_tokens in (0, 64, 128):
+        blocks.cache_full_blocks(computes, num_tokens)
+        found.append(blocks.find_prefix(waits))
+        assert blocks.find_prefix(waits) is found[-1], "it is walked again although nothing has changed"
+    assert [(len(prefix), prefix.num_idle) for prefix in found] == [(0, 0), (2, 0), (4, 0)]
+    blocks.free("computes")
+    assert blocks.find_prefix(waits).num_idle == 4
+    blocks.allocate(make_request("other"), 5 * BLOCK_SIZE)
+    assert len(blocks.find_prefix(waits)) == 3
+
+
+def broken_prefix() -> tuple[PagedBlockManager, Request]:
+    """A request of which blocks 2 and 3 are cached, and no longer 0 and 1: two requests have computed all of them, and
+    the one whose first two were registered was let go first."""
+    blocks = PagedBlockManager(12)
+    tokens = prompt(128)
+    first, second = make_request("first", tokens[:64], 1), make_request("second", tokens, 1)
+    blocks.allocate(first, 64)
+    blocks.allocate(second, 128)
+    blocks.cache_full_blocks(first, 64)
+    blocks.cache_full_blocks(second, 128)
+    blocks.free("first")
+    blocks.free("second")
+    waits = make_request("waits", [*tokens, 1])
+    assert (blocks.num_cached(waits), len(blocks.find_prefix(waits))) == (4, 4)
+    assert blocks.allocate(make_request("other", 10 * 32), 10 * 32)
+    blocks.check_integrity()
+    return blocks, waits
+
+
+def test_of_a_prefix_whose_head_was_evicted_nothing_is_hit_whatever_was_remembered() -> None:
+    blocks, waits = broken_prefix()
+    assert [block_hash in blocks._cache for block_hash in waits.block_hashes] == [False, False, True, True]
+    assert len(blocks.find_prefix(waits)) == 0
+    assert blocks.num_new_blocks(waits, 129, blocks.find_prefix(waits)) == 5
+
+
+@pytest.mark.parametrize(("guess", "num_cached"), [(0, 0), (1, 4), (2, 4), (3, 4), (4, 4)])
+def test_the_length_of_a_broken_prefix_is_one_of_its_boundaries(guess: int, num_cached: int) -> None:
+    """An estimate of work, and not more: what a request starts with is what `find_prefix` finds."""
+    blocks, waits = broken_prefix()
+    assert blocks.num_cached(waits, guess) == num_cached
+
+
+def test_a_request_whose_prefix_is_broken_while_it_waits_computes_all_of_it() -> None:
+    world = make_world(num_blocks=12, max_num_seqs=1, deduplicate_prefixes=False)
+    blocks, tokens = world.scheduler.blocks, prompt(128)
+    world.add(make_request("first", tokens[:65], 1))
+    world.finish()
+    twin = make_request("twin", tokens, 1)  # as if it had computed its own beside the first
+    assert blocks.allocate(twin, 128)
+    blocks.cache_full_blocks(twin, 128)
+    blocks.free("twin")
+    world.add(make_request("runs", 7 * 32, 90))
+    world.step()
+    world.add(make_request("waits", [*tokens, 1], 2, arrival_s=1.0))
+    assert blocks.num_cached(world.requests["waits"]) == 4
+    while "runs" not in world.reasons:
+        world.step()
+    hashes = world.requests["waits"].block_hashes
+    assert [block_hash in blocks._cache for block_hash in hashes] == [False, False, True, True]
+    world.step()
+    assert world.requests["waits"].num_cached_tokens == 0
+    world.finish()
+    world.check_tokens()
 
 
 def test_full_blocks_are_cached_as_they_fill() -> None:

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from mlx_server.batching.admission import AdmissionHeadroom
+from mlx_server.batching.admission import headroom
 from mlx_server.batching.block import Block
 from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.layer_groups import LayerGroups, first_seen, num_blocks_for
@@ -68,21 +68,14 @@ def test_one_group_without_a_window_needs_what_it_needed_before() -> None:
 
 def test_headroom_counts_windows_that_are_not_full_yet() -> None:
     running = [make_request("short", 40, 192), make_request("long", 150, 64)]
-    assert full_headroom().num_blocks(running) == 8  # 256 tokens
+    assert headroom(running, share=1.0) == 8  # 256 tokens
     for window, num_blocks in ((103, 2), (104, 2), (105, 3)):  # the short one may still grow by 63, 64 or 65 tokens
-        assert full_headroom(None, window).num_blocks(running) == 8 + num_blocks
+        assert headroom(running, (None, window), share=1.0) == 8 + num_blocks
 
 
 def test_headroom_counts_the_rest_of_an_answer_up_to_a_cap() -> None:
     for max_tokens, num_blocks in ((32, 1), (33, 2), (1024, 32), (1025, 32), (9000, 32)):
-        assert full_headroom().num_blocks([make_request("r", 10, max_tokens)]) == num_blocks
-
-
-def full_headroom(*windows: int | None) -> AdmissionHeadroom:
-    """One that keeps all that running requests may still need."""
-    headroom = AdmissionHeadroom(windows or (None,))
-    headroom.ratio = 1.0
-    return headroom
+        assert headroom([make_request("r", 10, max_tokens)], share=1.0) == num_blocks
 
 
 # --- prefixes -------------------------------------------------------------------------------------------------------

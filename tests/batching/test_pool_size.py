@@ -57,7 +57,7 @@ def make_growing(num_blocks: int, max_blocks: int, *, depth: int = 1, **limits: 
 
 def test_a_pool_doubles_before_anyone_waits_or_loses_blocks():
     world, supply = make_growing(2, 64)
-    world.add(make_request("a", 100, 4), make_request("b", 200, 4))
+    world.add(make_request("a", 100, 10), make_request("b", 200, 4))
     step = world.step()
     assert step is not None
     assert supply.taken == [2, 8], "a needs four; b seven, beside one for the tokens that a may still have"
@@ -272,6 +272,8 @@ def test_the_lowest_is_preempted_but_not_the_last_one():
     world, _ = make_growing(16, 16)
     world.add(make_request("a", 20, 9), make_request("b", 20, 9, priority=Priority.LOW))
     world.step()
+    world.step()  # b has sat the first out
+    assert world.running_ids() == ["a", "b"]
     assert world.scheduler.preempt_lowest()
     assert world.running_ids() == ["a"]
     assert not world.scheduler.preempt_lowest()

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 
 from mlx_server.batching.block_manager import PagedBlockManager
 from mlx_server.batching.limits import QueueLimits
+from mlx_server.batching.prefix_cache import PrefixCache
+from mlx_server.batching.priority_queue import PriorityQueueWithAging
 from mlx_server.outputs import ModelRunnerOutput, SampledToken
 from tests.batching.worlds import make_request, make_scheduler, prompt
 
@@ -182,10 +184,10 @@ def lookups(monkeypatch: pytest.MonkeyPatch, num_waiting: int) -> Counter[str]:
     return num_calls
 
 
-def counted(num_calls: Counter[str], name: str):  # type: ignore[no-untyped-def]
-    function = getattr(PagedBlockManager, name)
+def counted(num_calls: Counter[str], name: str, owner: type = PagedBlockManager):  # type: ignore[no-untyped-def]
+    function = getattr(owner, name)
 
-    def call(self: PagedBlockManager, *arguments: object) -> object:
+    def call(self: object, *arguments: object) -> object:
         num_calls[name] += 1
         return function(self, *arguments)
 
@@ -197,3 +199,39 @@ def test_lookups_of_cached_prefixes_do_not_grow_with_those_who_wait(monkeypatch:
     assert few == many
     assert many["find_prefix"] <= 10 * 8
     assert many["num_cached"] <= 10 * 50
+
+
+def test_a_step_walks_no_prefix_that_it_has_walked_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine prompts share the steps, and there is room for more: each step asks what the next ones would take, of whose
+    prompts 512 blocks are cached. They are walked once, and the first of each tier is looked for once, but for four
+    looks by those who choose between the oldest and the shortest; nine if all looked for themselves."""
+    num_walks: Counter[str] = Counter()
+    queue = QueueLimits(max_queued_tokens=10**9)
+    scheduler = make_scheduler(4000, target_step_s=0.1, context_doubling_tokens=1e12, queue=queue)
+    shared = prompt(16_384)
+
+    def step() -> None:
+        output = scheduler.schedule(100.0)
+        assert output is not None
+        sampled = {chunk.request_id: SampledToken(7) for chunk in output.chunks if chunk.is_sampling}
+        scheduler.update(ModelRunnerOutput(output.step_id, sampled, step_time_s=0.001 * output.num_tokens))
+
+    scheduler.add_request(make_request("warm", [*shared, 1], 1))
+    while scheduler.num_running + scheduler.num_waiting:
+        step()
+    scheduler.add_request(make_request("stream", 8, 1000))
+    for index in range(9):
+        step()
+        scheduler.add_request(make_request(f"runs{index}", 9000 - 300 * index, 3))
+    step()
+    for index in range(200):
+        scheduler.add_request(make_request(f"r{index}", [*shared, *prompt(9500, index)], 3, arrival_s=1.0 + index))
+    monkeypatch.setattr(PriorityQueueWithAging, "oldest", counted(num_walks, "oldest", PriorityQueueWithAging))
+    monkeypatch.setattr(PrefixCache, "longest_prefix", counted(num_walks, "longest_prefix", PrefixCache))
+    for _ in range(10):
+        step()
+        assert scheduler.num_running == 10
+    monkeypatch.undo()
+    scheduler.check_integrity()
+    assert num_walks["longest_prefix"] == 1
+    assert num_walks["oldest"] <= 10 * 5, "who is first is asked again though nobody has come, gone or started"

@@ -218,7 +218,7 @@ def test_forced_tokens_share_the_step_with_everyone() -> None:
     world = make_world(max_num_batched_tokens=40, max_num_seqs=30)
     forced = tuple(prompt(30, 500))
     constraint = FakeConstraint(40, forced={1: forced})
-    world.add(make_request("bound", 8, max_tokens=50, constraint=constraint, priority=Priority.HIGH))
+    world.add(make_request("bound", 8, max_tokens=50, constraint=constraint))
     world.add(*(make_request(f"r{index}", 1, max_tokens=50) for index in range(29)))
     world.step()
     assert chunks(world.step())["bound"] == (8, 11)

@@ -155,7 +155,7 @@ def test_no_headroom_is_kept_for_those_who_would_give_way() -> None:
     for priority, starts in ((Priority.LOW, True), (Priority.HIGH, False)):
         world = make_world(num_blocks=16)
         fill(world, "runs", num_tokens=60, max_tokens=400, priority=priority)
-        fill(world, "high", num_tokens=380, max_tokens=2, priority=Priority.HIGH)
+        fill(world, "high", num_tokens=390, max_tokens=2, priority=Priority.HIGH)
         assert ("high" in world.running_ids()) is starts
         assert world.requests["runs"].num_preemptions == 0
         world.finish()
@@ -276,4 +276,6 @@ def test_what_is_computed_again_after_a_preemption_is_counted() -> None:
     world.finish()
     world.check_tokens()
     assert world.scheduler.counters.num_preemptions == 1
-    assert world.scheduler.counters.num_tokens_recomputed == num_computed - 32
+    num_outputs = num_computed - 40
+    assert num_outputs >= 4
+    assert world.scheduler.counters.num_tokens_recomputed == (40 - 32) + num_outputs

@@ -36,20 +36,13 @@ def decoding_world(priority: Priority, **limits: Any) -> World:
 )
 def test_a_prompt_holds_up_streams_of_worse_tiers_only(stream: Priority, prompt: Priority, num_tokens: int) -> None:
     world = decoding_world(stream)
-    world.add(make_request("prompt", 1000, priority=prompt))
+    world.now = 100.0  # the streams' own prompts were long ago
+    world.add(make_request("prompt", 1000, priority=prompt, arrival_s=100.0))
     step = chunks(world.step())
     assert step["prompt"] == (0, num_tokens)
     assert len(step) == 5, "the streams get their tokens all the same"
     world.finish()
     world.check_tokens()
-
-
-def test_a_prompt_leaves_no_crumb_behind() -> None:
-    """What is left of it after a quarter more than a step's share would cost it a step of its own."""
-    for num_tokens, first in ((500, 500), (MOST_TOKENS * 5 // 4, MOST_TOKENS * 5 // 4), (600, MOST_TOKENS)):
-        world = decoding_world(Priority.LOW)
-        world.add(make_request("prompt", num_tokens, priority=Priority.HIGH))
-        assert chunks(world.step())["prompt"] == (0, first)
 
 
 def test_one_stream_of_the_tier_is_enough_to_keep_the_target() -> None:
@@ -64,10 +57,14 @@ def test_prompts_of_worse_tiers_do_not_lengthen_a_better_ones_step() -> None:
     world = decoding_world(Priority.LOW)
     world.add(make_request("normal", 1000), make_request("high", 50, priority=Priority.HIGH, arrival_s=0.1))
     step = chunks(world.step())
-    assert (step["high"], step["normal"]) == ((0, 50), (0, TOKENS - 50))
+    assert step["high"] == (0, 50)
+    assert "normal" not in step, "it sits one step out"
+    world.add(make_request("next", 50, priority=Priority.HIGH, arrival_s=0.1))
+    step = chunks(world.step())
+    assert (step["next"], step["normal"]) == ((0, 50), (0, TOKENS - 1 - 50)), "but not two"
     world.add(make_request("long", 300, priority=Priority.HIGH, arrival_s=0.2))
     step = chunks(world.step())
-    assert step["long"][1] == TOKENS - 1, "a stream of its own tier is there now"
+    assert step["long"][1] == TOKENS - 2, "a stream of its own tier is there now"
 
 
 def test_who_arrives_beside_no_stream_waits_for_one_step_of_bounded_length() -> None:
@@ -79,64 +76,56 @@ def test_who_arrives_beside_no_stream_waits_for_one_step_of_bounded_length() -> 
 
 
 def test_worse_prompts_wait_and_the_oldest_gets_its_part() -> None:
-    """It starts with a block in advance; from then on it gets a token for every seven of HIGH, once that makes a
-    block. 444 tokens a step: 412 / 7 - 32 = 26.9, which is no block; 26.9 + 444 / 7 = 90.3; 0.3 + 354 / 7 = 50.9."""
+    """It starts with a token. From then on it is due one for every seven of HIGH, and gets what goes beyond 256 once
+    that makes a block. 444 tokens a step: 443 / 7 - 1 + 4 * 444 / 7 = 315.9; 315.9 - 60 + 384 / 7 = 310.8."""
     world = decoding_world(Priority.LOW)
     world.now = 100.0
     world.add(make_request("aged", 300, priority=Priority.LOW, arrival_s=70.0))
     world.add(make_request("fresh", 300, priority=Priority.NORMAL, arrival_s=100.0))
     world.add(make_request("high", 3000, priority=Priority.HIGH, arrival_s=100.0))
-    steps = [chunks(world.step()) for _ in range(4)]
+    steps = [chunks(world.step()) for _ in range(7)]
     sizes = [step.get("aged", (0, 0))[1] for step in steps]
-    assert sizes == [32, 0, 90, 50]
-    assert [step["high"][1] for step in steps] == [MOST_TOKENS - size for size in sizes]
+    assert sizes == [1, 0, 0, 0, 0, 60, 54]
+    assert [step["high"][1] for step in steps[:-1]] == [MOST_TOKENS - size for size in sizes[:-1]]
+    assert steps[-1]["high"] == (2603, MOST_TOKENS - 54)
     assert not any("fresh" in step for step in steps)
     world.finish()
     world.check_tokens()
 
 
-def test_the_part_of_the_oldest_comes_on_top_of_a_prompt_that_ends_in_the_step() -> None:
+def test_the_part_of_the_oldest_is_taken_out_of_steps_that_better_prompts_fill() -> None:
+    """One prompt's worth of a step comes in each, so that HIGH lags behind by what the oldest gets: 1, and then
+    5 * 444 / 7 - 1 - 256 = 60. No step is longer for it."""
     world = decoding_world(Priority.LOW)
     world.now = 100.0
     world.add(make_request("aged", 300, priority=Priority.LOW, arrival_s=70.0))
-    world.add(make_request("high", MOST_TOKENS, priority=Priority.HIGH, arrival_s=100.0))
-    step = chunks(world.step())
-    assert (step["high"], step["aged"]) == ((0, MOST_TOKENS), (0, 32))
-
-
-@pytest.mark.parametrize(("num_high", "part"), [(100, 45), (MOST_TOKENS, 94)])
-def test_the_tier_between_pays_what_the_oldest_is_due(num_high: int, part: int) -> None:
-    """NORMAL's 444 tokens of the second step count as HIGH's: (num_high + 444) / 7 - 32."""
-    world = decoding_world(Priority.LOW)
-    world.now = 100.0
-    world.add(make_request("aged", 300, priority=Priority.LOW, arrival_s=70.0))
-    world.add(make_request("normal", 2000, priority=Priority.NORMAL, arrival_s=100.0))
-    world.add(make_request("high", num_high, max_tokens=1, priority=Priority.HIGH, arrival_s=100.0))
-    step = chunks(world.step())
-    assert "normal" not in step
-    assert (step["high"], step["aged"]) == ((0, num_high), (0, 32))
-    step = chunks(world.step())
-    assert "aged" not in step
-    assert step["normal"] == (0, MOST_TOKENS)
-    world.add(make_request("next", num_high, max_tokens=1, priority=Priority.HIGH, arrival_s=world.now))
-    step = chunks(world.step())
-    assert (step["next"], step["aged"]) == ((0, num_high), (32, part))
-
-
-def test_short_prompts_of_the_best_tier_leave_the_oldest_its_part_of_what_the_next_tier_fills() -> None:
-    world = decoding_world(Priority.LOW)
-    world.now = 100.0
-    world.add(make_request("aged", 300, priority=Priority.LOW, arrival_s=70.0))
-    world.add(make_request("normal", 2000, priority=Priority.NORMAL, arrival_s=100.0))
-    num_tokens, num_aged = 0, 0
-    for index in range(16):
-        world.add(make_request(f"high{index}", 4, max_tokens=1, priority=Priority.HIGH, arrival_s=world.now))
+    sizes = []
+    for index in range(6):
+        world.add(make_request(f"high{index}", MOST_TOKENS, max_tokens=1, priority=Priority.HIGH, arrival_s=world.now))
         step = chunks(world.step())
-        assert step[f"high{index}"] == (0, 4)
-        num_tokens += sum(count for name, (_, count) in step.items() if not name.startswith("d"))
-        num_aged += step.get("aged", (0, 0))[1]
-    assert num_tokens >= 16 * TOKENS
-    assert num_tokens - MOST_TOKENS < 8 * num_aged <= num_tokens
+        assert sum(size for name, (_, size) in step.items() if name[0] != "d") == MOST_TOKENS
+        sizes.append(step.get("aged", (0, 0))[1])
+    assert sizes == [1, 0, 0, 0, 0, 60]
+
+
+def test_the_tier_between_pays_what_the_oldest_is_due() -> None:
+    """HIGH's prompts, one in every third step, are as long as without it: NORMAL's pay what goes beyond 128."""
+    world = decoding_world(Priority.LOW)
+    world.now = 100.0
+    world.add(make_request("aged", 2000, priority=Priority.LOW, arrival_s=70.0))
+    world.add(make_request("normal", 8000, arrival_s=100.0))
+    num_better, sizes = 0, []
+    for index in range(60):
+        if index % 3 == 0:
+            world.add(make_request(f"high{index}", 300, max_tokens=1, priority=Priority.HIGH, arrival_s=world.now))
+        step = chunks(world.step())
+        sizes.append(step.get("aged", (0, 0))[1])
+        if index % 3 == 0:
+            assert step[f"high{index}"] == (0, 300)
+            assert "normal" not in step
+            assert sizes[-1] == (1 if index == 0 else 0)
+        num_better += 300 if index % 3 == 0 else step["normal"][1]
+    assert num_better / 7 - sum(sizes) <= 2 * 128
 
 
 # --- seats ------------------------------------------------------------------------------------------------
@@ -297,18 +286,18 @@ def test_who_waits_for_a_prefix_keeps_nobody_behind_it_from_a_seat() -> None:
 
 
 def test_the_part_of_the_oldest_never_makes_a_step_larger_than_its_budget() -> None:
-    """It comes on top of HIGH's prompts, which end in their steps, as far as there is room."""
+    """HIGH's prompts take nearly all of each."""
     budget = 4 + MOST_TOKENS
     world = decoding_world(Priority.LOW, max_num_batched_tokens=budget, max_num_seqs=16)
     world.now = 100.0
     world.add(make_request("aged", 300, priority=Priority.LOW, arrival_s=70.0))
     sizes = []
-    for index in range(6):
+    for index in range(14):
         world.add(make_request(f"high{index}", 420, max_tokens=1, priority=Priority.HIGH, arrival_s=world.now))
         step = chunks(world.step())
         assert sum(num_tokens for _, num_tokens in step.values()) <= budget
         sizes.append(step.get("aged", (0, 0))[1])
-    assert sizes[0] == 32
+    assert sizes[0] == 1
     assert sum(sizes) > 200
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import math
 
-from mlx_server.batching.step_budget import PromptBudget, StepShape
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from mlx_server.batching.step_budget import PromptBudget, RecentPrompts, StepShape
 from mlx_server.config import BLOCK_SIZE
 
 FLAT = 1e12  # context that never makes a token dearer
@@ -149,3 +153,60 @@ def test_a_step_without_time_teaches_nothing() -> None:
     budget.observe(shape(budget, 0, 100), 0.0)
     budget.observe(shape(budget, 4, 0), 0.0)
     assert budget.num_tokens(0, 0, 0.2) == 4 * BLOCK_SIZE
+
+
+def test_what_a_better_tier_s_next_prompt_waits_for_is_bounded_by_its_size() -> None:
+    """Decodes of 30 ms, 1 ms a token and 200 ms of target: 0.4 of 300 ms less 30; half of 30, but a block at least."""
+    budget = PromptBudget(1e12)
+    budget.observe(StepShape(0, 1000, 1000.0), 1.0)
+    budget.observe(StepShape(16, 0, 0.0), 0.03)
+    found = [budget.num_tokens(0, 16, 0.2, next_cost) for next_cost in (math.inf, 1000.0, 300.0, 20.0)]
+    assert found == [176, 176, 96, 32]
+
+
+def test_short_prompts_of_a_better_tier_leave_the_others_steps_worth_their_weights() -> None:
+    """A device that takes 10 ms for the weights and 50 us for a token, nobody decoding, and chats of HIGH with 20
+    tokens that are not cached: NORMAL's prompts keep more than half of it."""
+    budget = PromptBudget(1e12)
+    budget.observe(StepShape(0, 512, 512.0), 0.0356)
+    budget.observe(StepShape(1, 0, 0.0), 0.01)
+    num_tokens, seconds = 0, 0.0
+    for _ in range(200):
+        count = budget.num_tokens(0, 0, 0.4, 20.0)
+        step_s = 0.01 + 50e-6 * count
+        budget.observe(StepShape(0, count, float(count)), step_s)
+        num_tokens, seconds = num_tokens + count, seconds + step_s
+    assert num_tokens / seconds > 0.5 / 50e-6
+
+
+def test_prompts_of_a_tier_are_expected_for_half_a_minute() -> None:
+    recent = RecentPrompts()
+    recent.add(0, 100.0, 10.0)
+    recent.add(0, 500.0, 11.0)
+    recent.add(1, 50.0, 20.0)
+    assert [recent.least_of_better(priority, 20.0) for priority in range(3)] == [math.inf, 200.0, 50.0]
+    assert [recent.least_of_better(2, now) for now in (41.0, 45.0, 51.0)] == [50.0, 50.0, math.inf]
+    recent.add(0, 700.0, 60.0)
+    assert recent.least_of_better(2, 60.0) == 700.0, "what was forgotten does not count"
+
+
+@given(
+    decode_s=st.floats(0.001, 0.3),
+    next_cost=st.floats(1.0, 2000.0),
+    target_s=st.sampled_from([0.05, 0.1, 0.4, 1.0]),
+    start=st.sampled_from([0, 5000]),
+)
+def test_a_step_keeps_the_next_prompt_of_a_better_tier_waiting_for_a_share_of_its_time(
+    decode_s: float, next_cost: float, target_s: float, start: int
+) -> None:
+    """At 1 ms a token: 0.4 of its own time, or 0.025 s, or decodes and half as long for prompts, or decodes and a
+    block; rows come to a multiple of 16. And never more than without it."""
+    budget = PromptBudget(4096.0)
+    budget.observe(StepShape(0, 1000, 1000.0), 1.0)
+    budget.observe(StepShape(8, 0, 0.0), decode_s)
+    num_tokens = budget.num_tokens(start, 8, target_s, next_cost)
+    step_s = decode_s + 0.001 * budget.cost(start, num_tokens)
+    slack_s = 0.001 * budget.cost(start + num_tokens, 9)
+    block_s = decode_s + 0.001 * budget.cost(start, BLOCK_SIZE)
+    assert step_s <= max(0.4 * 0.001 * next_cost + slack_s, 0.025 + slack_s, 1.5 * decode_s + slack_s, block_s)
+    assert num_tokens <= budget.num_tokens(start, 8, target_s)

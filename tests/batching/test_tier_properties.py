@@ -17,6 +17,7 @@ from tests.batching.worlds import chunks, make_request, make_scheduler, make_wor
 TARGET_S, MAX_S = 0.05 + 0.0965, 0.05 + 0.4445
 MOST_TOKENS = 444  # what a step of MAX_S leaves beside four decodes, in rows that are a multiple of 16
 PART = MOST_TOKENS // 8
+CREDIT = 256  # what the oldest is due beside HIGH's prompts before these are made longer for it
 LONG_AGO = 30.0  # more than the 20 s by which LOW must be older than HIGH to be as urgent
 
 
@@ -118,8 +119,8 @@ def beside_streams() -> Flood:
 @pytest.mark.parametrize("num_tokens", [200, MOST_TOKENS - 4, MOST_TOKENS, 1000])
 def test_prompts_that_leave_no_stream_behind_leave_the_oldest_its_part(num_tokens: int) -> None:
     """Each is computed in a step or a few and wants one token: there is never a stream of their tier, whose target
-    would keep a part of the step for the oldest. It gets a ninth of all prompt tokens (an eighth of HIGH's, on top of
-    them), but for two steps' worth."""
+    would keep a part of the step for the oldest. It gets an eighth of all prompt tokens, or a ninth where
+    HIGH's end in their steps, but for two steps' worth and the credit."""
     flood = beside_streams()
     counters = flood.scheduler.counters
     before = counters.num_prompt_tokens_computed
@@ -128,20 +129,20 @@ def test_prompts_that_leave_no_stream_behind_leave_the_oldest_its_part(num_token
         flood.add(Priority.HIGH, num_tokens, 1)
         flood.step()
         num_computed = counters.num_prompt_tokens_computed - before
-        assert num_computed <= 9 * 10 * PART + 2 * (MOST_TOKENS + PART), "it starves"
+        assert num_computed <= 9 * 10 * PART + 2 * (MOST_TOKENS + PART) + 7 * CREDIT, "it starves"
 
 
 def test_the_oldest_lengthens_a_better_prompts_step_by_what_it_is_due() -> None:
-    """A block in advance, then nothing until it is due another: 2 * 300 / 7 - 32 = 53."""
+    """A token, then nothing until it is due a block beyond the credit: 7 * 300 / 7 - 1 - 256 = 43."""
     flood = beside_streams()
     aged = flood.add(Priority.LOW, 300, 1, age_s=LONG_AGO)
     sizes = []
-    for _ in range(3):
+    for _ in range(10):
         name = flood.add(Priority.HIGH, 300, 1)
         step = chunks(flood.step())
         assert step[name] == (0, 300)
         sizes.append(step.get(aged, (0, 0))[1])
-    assert sizes == [32, 0, 53]
+    assert sizes == [1, 0, 0, 0, 0, 0, 0, 42, 43, 43]
 
 
 def test_the_oldest_gets_on_where_steps_leave_prompts_less_than_eight_tokens() -> None:
@@ -152,7 +153,7 @@ def test_the_oldest_gets_on_where_steps_leave_prompts_less_than_eight_tokens() -
     for _ in range(10):
         flood.step()
     name = flood.add(Priority.LOW, 20, 1, age_s=LONG_AGO)
-    for _ in range(3 * 20):
+    for _ in range(7 * (CREDIT + 20) // 6):
         if not flood.num_waiting(Priority.HIGH):
             flood.add(Priority.HIGH, 6, 1)
         flood.step()
@@ -164,10 +165,10 @@ def test_what_better_prompts_find_no_room_to_use_goes_to_the_oldest() -> None:
     flood = Flood(40, max_num_seqs=8)
     flood.add(Priority.LOW, 64, 1)
     flood.step()
-    aged = flood.add(Priority.LOW, 1000, 20, age_s=LONG_AGO)
+    aged = flood.add(Priority.LOW, 992, 20, age_s=LONG_AGO)
     flood.step()
     high = flood.add(Priority.HIGH, 900, 1)
-    assert chunks(flood.step())[aged] == (496, 504), "as if nobody waited"
+    assert chunks(flood.step())[aged] == (496, 496), "as if nobody waited"
     while high not in flood.ended:
         flood.step()
     assert flood.scheduler.counters.num_preemptions == 0
@@ -212,6 +213,18 @@ def test_a_better_tier_gets_no_less_than_a_worse_one_where_the_target_is_longer_
         world.add(make_request("prompt", 1000, priority=priority))
         sizes.append(chunks(world.step())["prompt"][1])
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("tier", [Priority.HIGH, Priority.NORMAL])
+def test_what_is_due_outgrows_the_credit_however_small_a_step_is(tier: Priority) -> None:
+    """A step of 64 tokens, and prompts that take one and a half: LOW sits out the half, and has only what it is due."""
+    flood = Flood(max_num_seqs=2, max_num_batched_tokens=64)
+    name = flood.add(Priority.LOW, 40, 1, age_s=LONG_AGO)
+    for _ in range(2 * (7 * (CREDIT + 2 * 40) // 90)):
+        if not flood.num_waiting(tier):
+            flood.add(tier, 90, 1)
+        flood.step()
+    assert name in flood.ended, "it starves"
 
 
 # --- whatever arrives -------------------------------------------------------------------------------------
@@ -343,6 +356,36 @@ def test_who_loses_its_seat_loses_it_to_one_that_starts_in_the_same_step(
         num_high = sum(flood.requests[name].priority is Priority.HIGH for name in started)
         assert counters.num_preemptions - num_preemptions <= num_high
     flood.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("num_tokens", [40, 128])
+@pytest.mark.parametrize("num_between", [1, 3])
+@pytest.mark.parametrize(
+    "crowd",
+    [
+        [(Priority.NORMAL, 300, 3)],
+        [(Priority.NORMAL, 600, 30), (Priority.LOW, 1500, 3), (Priority.NORMAL, 90, 1)],
+        [(Priority.LOW, 600, 30)],
+        [(Priority.NORMAL, 4, 1), (Priority.LOW, 20, 1), (Priority.LOW, 4, 1)],
+    ],
+)
+def test_the_step_of_a_prompt_of_the_best_tier_that_comes_now_and_then_is_its_own(
+    num_tokens: int, crowd: list[tuple[Priority, int, int]], num_between: int
+) -> None:
+    """Though others have aged past it, and are as many as seats again: they decode, and one may start with a token."""
+    flood = Flood(max_num_seqs=8)
+    for _ in range(8):
+        for _ in range(num_between):
+            while flood.scheduler.num_waiting < 8:
+                for priority, size, max_tokens in crowd:
+                    flood.add(priority, size, max_tokens, age_s=LONG_AGO)
+            flood.step()
+        name = flood.add(Priority.HIGH, num_tokens, 1)
+        while name not in (sizes := {other: size for other, (_, size) in chunks(flood.step()).items()}):
+            pass
+        assert sizes.pop(name) == num_tokens
+        assert set(sizes.values()) <= {1}
+        assert name in flood.ended
 
 
 def test_a_step_looks_at_no_more_of_a_longer_queue() -> None:

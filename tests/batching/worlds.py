@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,16 @@ from typing import Any
 import pytest
 
 from mlx_server.batching.block_manager import PagedBlockManager
+from mlx_server.batching.drafting import Speculation
 from mlx_server.batching.layer_groups import LayerGroups, first_seen
 from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.state_checkpoints import StateCheckpoints
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import (
+    STATES,
+    BlockCopies,
+    CopyPlace,
     ModelRunnerOutput,
     PoolChange,
     PositionLogprobs,
@@ -32,7 +37,9 @@ from mlx_server.outputs import (
     SchedulerOutput,
     TokenLogprob,
 )
+from mlx_server.pooling_params import PoolingParams, Vector
 from mlx_server.request import FinishReason, Request
+from mlx_server.runtime.model_runner import BlockTables
 from mlx_server.sampling_params import SamplingParams
 
 VOCAB_SIZE = 997
@@ -73,6 +80,61 @@ def make_request(
     )
 
 
+class FakeStore:
+    """Blocks and states by digest. Reads are answered by `arrive`; what was written can be read at once. Each takes so
+    much that four are a piece. `lost` ones are found and cannot be read."""
+
+    block_bytes = 16 * 2**20
+    state_bytes = 0
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, memoryview] = {}
+        self.lost: set[bytes] = set()
+        self.reads: list[tuple[bytes, Callable[[memoryview | None], None], Callable[[], bool]]] = []
+        self.num_read = 0
+        self.num_sought = 0
+        self.most_room = 100
+        self.owners: dict[bytes, bytes] = {}
+        self.parents: dict[bytes, bytes] = {}
+
+    def has(self, block_hash: bytes) -> bool:
+        return block_hash in self.blocks
+
+    def is_stored(self, block_hash: bytes) -> bool:
+        self.num_sought += 1
+        return block_hash in self.blocks
+
+    def read(
+        self,
+        block_hash: bytes,
+        on_done: Callable[[memoryview | None], None],
+        is_wanted: Callable[[], bool],
+        *,
+        is_state: bool,
+    ) -> None:
+        self.reads.append((block_hash, on_done, is_wanted))
+
+    def arrive(self, count: int | None = None, rng: random.Random | None = None) -> None:
+        """Answers some reads, in any order if there is an `rng`."""
+        for _ in range(len(self.reads) if count is None else min(count, len(self.reads))):
+            block_hash, on_done, is_wanted = self.reads.pop(rng.randrange(len(self.reads)) if rng else 0)
+            wanted = is_wanted()
+            self.num_read += wanted
+            on_done(None if block_hash in self.lost or not wanted else self.blocks.get(block_hash))
+
+    def room(self) -> int:
+        return self.most_room * self.block_bytes
+
+    def write(self, block_hash: bytes, parent: bytes, owner: bytes, content: memoryview, *, is_state: bool) -> None:
+        self.blocks[block_hash] = content
+        self.owners[block_hash] = owner
+        self.parents[block_hash] = parent
+        self.lost.discard(block_hash)
+
+    def set_busy(self, is_busy: bool) -> None:
+        return None
+
+
 class ScriptedSupply:
     """Memory for `num_left` more blocks, while it `is_open`. `taken` are the growths."""
 
@@ -102,15 +164,25 @@ def make_scheduler(
     num_checkpoints: int | None = None,
     windows: Sequence[int | None] = (None,),
     is_device_shared: Callable[[], bool] = lambda: False,
+    speculation: Speculation | None = None,
+    store: FakeStore | None = None,
     **more: Any,
 ) -> ContinuousBatchingScheduler:
-    """With `num_checkpoints`, of a model with recurrent state. `windows` are those of its layer groups."""
+    """With `num_checkpoints`, of a model with recurrent state. `windows` are those of its layer groups. In a `store`,
+    prefixes of any prompt with a full block are kept."""
     more.setdefault("max_num_seqs", min(64, more.get("max_num_batched_tokens", 64)))
     limits = SchedulerLimits(**more)
     checkpoints = None if num_checkpoints is None else StateCheckpoints(num_checkpoints)
+    if store is not None and checkpoints is not None:
+        store.state_bytes = store.block_bytes
     groups = LayerGroups(windows, limits.largest_chunk)
     blocks = PagedBlockManager(num_blocks, groups, max_blocks=max_blocks, supply=supply, checkpoints=checkpoints)
-    return ContinuousBatchingScheduler(blocks, limits, is_async=is_async, is_device_shared=is_device_shared)
+    scheduler = ContinuousBatchingScheduler(
+        blocks, limits, is_async=is_async, is_device_shared=is_device_shared, speculation=speculation, store=store
+    )
+    if scheduler.disk is not None:
+        scheduler.disk.saves.min_prompt_tokens = BLOCK_SIZE
+    return scheduler
 
 
 def expected_tokens(prompt_token_ids: Sequence[int], count: int) -> list[int]:
@@ -130,7 +202,7 @@ def _digest(digest: int, token_ids: Iterable[int]) -> int:
 
 
 @dataclass(slots=True)
-class _RunnerState:
+class RunnerState:
     """What the runner knows of a request: ids (None: on the device only), and its block table in each layer group."""
 
     token_ids: list[int]
@@ -138,8 +210,9 @@ class _RunnerState:
     wants_prompt_logprobs: bool
     tables: list[list[int]]
     digests: list[int] = field(default_factory=list)
-    recurrent: int = _SEED
     num_planned: int = 0
+    has_drafted: bool = False
+    pooling: PoolingParams | None = None
 
     def slot(self, group: int, position: int) -> int:
         return self.tables[group][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
@@ -159,49 +232,108 @@ class _RunnerState:
         return self.digests[position]
 
 
+class _RecurrentStates:
+    """The digest of all tokens of each request, in the slots that a runner's block tables give them."""
+
+    def __init__(self, num_groups: int, most_slots: int) -> None:
+        self.tables = BlockTables((None,) * num_groups)
+        self._most_slots = most_slots
+        self._content: dict[int, int] = {}
+        self.kept: dict[int, int] = {}
+        self._slots: deque[dict[str, tuple[int, int]]] = deque()
+        self._resumed: deque[list[tuple[int, int]]] = deque()
+
+    def submit(self, output: SchedulerOutput) -> None:
+        """The slots that a step reads and writes."""
+        for request_id in output.dropped_request_ids:
+            self.tables.drop(request_id)
+        for data in output.new_requests:
+            self.tables.add(data.request_id)
+        resumed = [(data.checkpoint, data.request_id) for data in output.new_requests if data.checkpoint is not None]
+        self._resumed.append([(checkpoint, self.tables.state_slot(request_id)) for checkpoint, request_id in resumed])
+        if output.pool_change is not None:
+            self.tables.move(output.pool_change.moves)
+        if not output.chunks:
+            self._slots.append({})
+            return
+        plan = self.tables.plan(output.chunks)[0]
+        reads, writes = plan.state_slots.tolist(), plan.next_slots.tolist()
+        assert max(writes) < self._most_slots, "there are not so many slots for states"
+        assert len(set(reads)) == len(set(writes)) == len(reads), "two requests have one slot"
+        for index, slot in enumerate(writes):
+            assert slot not in reads or reads[index] == slot, "a step writes what it reads for another request"
+        self._slots.append({chunk.request_id: pair for chunk, *pair in zip(output.chunks, reads, writes)})
+
+    def start(self) -> None:
+        """The oldest submitted step is executed, chunk by chunk."""
+        self._now = self._slots.popleft()
+        for checkpoint, slot in self._resumed.popleft():
+            self._content[slot] = self.kept[checkpoint]
+
+    def compute(self, chunk: ScheduledChunk, state: RunnerState) -> None:
+        read, write = self._now[chunk.request_id]
+        if chunk.start:
+            before = state.digest(chunk.start - 1)
+            assert self._content[read] == before, f"{chunk.request_id} goes on from another state than it has left"
+        self._content[write] = state.digest(chunk.start + chunk.num_tokens - 1)
+
+    def keep(self, chunk: ScheduledChunk) -> None:
+        self.kept[chunk.checkpoint or 0] = self._content[self._now[chunk.request_id][1]]
+
+
 class FakeRunner:
     """Runs steps in order on a K/V memory of digests. `submit` takes a step, `fetch` executes the oldest.
 
-    Layer groups with one of `windows` look no further back than that. `is_recurrent`: each request has a state
-    besides, the digest of all its tokens, which is kept where steps say.
+    Layer groups with one of `windows` look no further back than that. With `num_states`, each request has a
+    recurrent state besides, in one of so many slots.
     """
 
     def __init__(
-        self, num_blocks: int, seed: int = 0, *, windows: Sequence[int | None] = (None,), is_recurrent: bool = False
+        self, num_blocks: int, seed: int = 0, *, windows: Sequence[int | None] = (None,), num_states: int = 0
     ) -> None:
         self._windows = windows
         self.num_prompt_tokens_computed = 0
         self.seconds = step_seconds
         self._slots = [0] * (num_blocks * BLOCK_SIZE)
-        self._states: dict[str, _RunnerState] = {}
-        self._submitted: deque[tuple[SchedulerOutput, dict[str, _RunnerState]]] = deque()
+        self._states: dict[str, RunnerState] = {}
+        self._submitted: deque[tuple[SchedulerOutput, dict[str, RunnerState]]] = deque()
         self._rng = random.Random(seed)
-        self._is_recurrent = is_recurrent
-        self._kept: dict[int, int] = {}
+        self.recurrent = _RecurrentStates(len(windows), num_states) if num_states else None
+        self._saved: deque[tuple[memoryview, ...]] = deque()
+        self._results: deque[ModelRunnerOutput] = deque()
 
     @property
     def num_submitted(self) -> int:
-        return len(self._submitted)
+        return len(self._submitted) + len(self._results)
 
     def submit(self, output: SchedulerOutput) -> None:
         for request_id in output.dropped_request_ids:
             self._states.pop(request_id, None)
         for data in output.new_requests:
             assert data.request_id not in self._states, "a request is new twice"
-            self._states[data.request_id] = _RunnerState(
+            self._states[data.request_id] = RunnerState(
                 [*data.prompt_token_ids, *data.output_token_ids],
                 len(data.prompt_token_ids),
                 data.sampling.prompt_logprobs is not None,
                 [[] for _ in self._windows],
+                pooling=data.pooling,
             )
         _check_shape(output)
+        copies = output.copies or BlockCopies()
+        if output.copies is not None and (self.recurrent is not None or any(self._windows)):
+            self._finish_submitted()
+        self._saved.append(tuple([self._save(place) for place in copies.saved]))
         if output.pool_change is not None:
             self._change_pool(output.pool_change)
+        for place, content in copies.loaded:
+            self._load(place, content)
         for chunk in output.chunks:
             state = self._states[chunk.request_id]
             for table, new_ids in zip(state.tables, chunk.new_block_ids):
                 table.extend(new_ids)
             state.num_planned = chunk.start
+        if self.recurrent is not None:
+            self.recurrent.submit(output)
         states = {chunk.request_id: self._states[chunk.request_id] for chunk in output.chunks}
         self._submitted.append((output, states))
         for chunk in output.chunks:
@@ -210,31 +342,80 @@ class FakeRunner:
             states[chunk.request_id].num_planned = chunk.start + chunk.num_tokens
 
     def fetch(self) -> ModelRunnerOutput:
+        return self._results.popleft() if self._results else self._execute()
+
+    def _execute(self) -> ModelRunnerOutput:
         output, states = self._submitted.popleft()
-        for data in output.new_requests:
-            if data.checkpoint is not None:
-                states[data.request_id].recurrent = self._kept[data.checkpoint]
+        if self.recurrent is not None:
+            self.recurrent.start()
         prompt_logprobs = {}
         sampled = {}
+        pooled = {}
         for chunk in self._rng.sample(output.chunks, len(output.chunks)):
             state = states[chunk.request_id]
             self._compute(chunk, state)
-            if self._is_recurrent:
-                self._recur(chunk, state)
+            if self.recurrent is not None:
+                self.recurrent.compute(chunk, state)
             if state.wants_prompt_logprobs and chunk.start < state.num_prompt_tokens - 1:
                 prompt_logprobs[chunk.request_id] = _prompt_logprobs(chunk, state)
         for chunk in output.chunks:
-            if chunk.checkpoint is not None:
-                self._kept[chunk.checkpoint] = states[chunk.request_id].recurrent
+            if self.recurrent is not None and chunk.checkpoint is not None:
+                self.recurrent.keep(chunk)
+            state = states[chunk.request_id]
             if chunk.is_sampling:
-                state = states[chunk.request_id]
-                token_id = state.digest(chunk.start + chunk.num_tokens - 1) % VOCAB_SIZE
-                state.token_ids.append(token_id)
-                sampled[chunk.request_id] = SampledToken(token_id)
-        return ModelRunnerOutput(output.step_id, sampled, prompt_logprobs, step_time_s=self.seconds(output))
+                sampled[chunk.request_id] = self.sample(chunk, state)
+            if state.pooling is not None:
+                end = chunk.start + chunk.num_tokens
+                assert chunk.start == 0 or not state.pooling.is_whole, "a part of what must be whole"
+                if end == state.num_prompt_tokens:
+                    pooled[chunk.request_id] = pooled_vector(state.token_ids)
+        return ModelRunnerOutput(
+            output.step_id,
+            sampled,
+            prompt_logprobs,
+            step_time_s=self.seconds(output),
+            pooled=pooled,
+            saved_blocks=self._saved.popleft(),
+        )
+
+    def _finish_submitted(self) -> None:
+        while self._submitted:
+            self._results.append(self._execute())
+
+    def _save(self, place: CopyPlace) -> memoryview:
+        """At once, as early as can be: no step in flight may still write the block."""
+        block_id, group = place
+        if group == STATES:
+            assert self.recurrent is not None
+            return memoryview(array("q", [self.recurrent.kept[block_id]]))
+        assert block_id not in self._in_use(writes_only=True), "a block is saved before it is computed"
+        start = block_id * BLOCK_SIZE
+        return memoryview(array("q", self._slots[start : start + BLOCK_SIZE]))
+
+    def _load(self, place: CopyPlace, content: memoryview) -> None:
+        block_id, group = place
+        if group == STATES:
+            assert self.recurrent is not None
+            (self.recurrent.kept[block_id],) = content.tolist()
+            return
+        assert block_id not in self._in_use(), "a block is loaded while it is in use"
+        self._slots[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE] = content.tolist()
+
+    def _in_use(self, *, writes_only: bool = False) -> set[int]:
+        used = set()
+        for output, states in self._submitted:
+            for chunk in output.chunks:
+                last = (chunk.start + chunk.num_tokens - 1) // BLOCK_SIZE
+                first = chunk.start // BLOCK_SIZE if writes_only else 0
+                used.update(states[chunk.request_id].tables[0][first : last + 1])
+        return used
+
+    def sample(self, chunk: ScheduledChunk, state: RunnerState) -> SampledToken:
+        return _sample(chunk, state)
 
     def _change_pool(self, change: PoolChange) -> None:
-        """Moves at once what earlier steps, not executed yet, find under the new ids: the same to them."""
+        """Once all steps before have been executed: a runner waits for them, since they may use what it moves."""
+        self._finish_submitted()
         sources = {move.source for move in change.moves}
         destinations = {move.destination: move.source for move in change.moves}
         assert len(sources) == len(destinations) == len(change.moves), "two moves from or to one block"
@@ -247,18 +428,21 @@ class FakeRunner:
         blocks += [[0] * BLOCK_SIZE for _ in range(change.num_blocks - len(blocks))]
         self._slots = [slot for block in blocks for slot in block]
         moved = dict(change.moves)
-        states = [*self._states.values(), *(state for _, group in self._submitted for state in group.values())]
-        for state in {id(state): state for state in states}.values():
+        for state in self._states.values():
             state.tables = [[moved.get(block_id, block_id) for block_id in table] for table in state.tables]
 
-    def _compute(self, chunk: ScheduledChunk, state: _RunnerState) -> None:
+    def _compute(self, chunk: ScheduledChunk, state: RunnerState) -> None:
         end = chunk.start + chunk.num_tokens
         if chunk.token_ids is None:
             assert len(state.token_ids) == end, "the last sampled token is what the device has"
         else:
             known = state.token_ids[chunk.start : end]
+            if state.has_drafted:  # a grammar may have forced other tokens than those that were sampled behind a draft
+                del state.token_ids[chunk.start :], state.digests[chunk.start :]
+                known = []
             assert list(chunk.token_ids[: len(known)]) == known, "other ids than the request's"
-            state.token_ids.extend(chunk.token_ids[len(known) :])  # forced by a grammar
+            state.token_ids.extend(chunk.token_ids[len(known) :])  # forced by a grammar, or drafts
+        state.has_drafted = chunk.num_drafts > 0
         for group, window in enumerate(self._windows):
             for position in range(0 if window is None else max(0, chunk.start - window + 1), chunk.start):
                 stored = self._slots[state.slot(group, position)]
@@ -267,12 +451,7 @@ class FakeRunner:
                 self._slots[state.slot(group, position)] = state.digest(position) + group
         self.num_prompt_tokens_computed += max(0, min(end, state.num_prompt_tokens) - chunk.start)
 
-    def _recur(self, chunk: ScheduledChunk, state: _RunnerState) -> None:
-        before = state.digest(chunk.start - 1) if chunk.start else _SEED
-        assert state.recurrent == before, f"{chunk.request_id} goes on from another state than it has left"
-        state.recurrent = state.digest(chunk.start + chunk.num_tokens - 1)
-
-    def _check_writes(self, chunk: ScheduledChunk, state: _RunnerState) -> None:
+    def _check_writes(self, chunk: ScheduledChunk, state: RunnerState) -> None:
         """No step may write a block that it or a submitted one reads or writes for somebody else, but for what that
         one has left behind its window: steps run in order."""
         first = chunk.start // BLOCK_SIZE
@@ -285,16 +464,37 @@ class FakeRunner:
                 assert not is_in_use, f"a block of {request_id} is in use"
 
 
+def _sample(chunk: ScheduledChunk, state: RunnerState) -> SampledToken:
+    """The token after the last known one, or after the drafts that are what is sampled in their place."""
+    accepted: list[SampledToken] = []
+    position = chunk.start + chunk.num_tokens - chunk.num_drafts
+    drafts = state.token_ids[position : position + chunk.num_drafts]
+    while True:
+        token_id = state.digest(position - 1) % VOCAB_SIZE
+        if len(accepted) == len(drafts) or drafts[len(accepted)] != token_id:
+            break
+        accepted.append(SampledToken(token_id))
+        position += 1
+    del state.token_ids[position:], state.digests[position:]
+    state.token_ids.append(token_id)
+    return SampledToken(token_id, None, tuple(accepted))
+
+
+def pooled_vector(token_ids: Sequence[int]) -> Vector:
+    """What the fake model makes of a whole input."""
+    return _digest(_SEED, token_ids).to_bytes(8, "little", signed=True)
+
+
 def _check_shape(output: SchedulerOutput) -> None:
     ids = [chunk.request_id for chunk in output.chunks]
     assert len(ids) == len(set(ids)), "a request is in a step twice"
     sizes = [chunk.num_tokens for chunk in output.chunks]
-    assert sizes or output.pool_change is not None, "an empty step"
+    assert sizes or output.pool_change is not None or output.copies is not None, "an empty step"
     assert min(sizes, default=1) >= 1, "an empty chunk"
     assert sorted(sizes, key=lambda size: size > 1) == sizes, "single tokens do not come first"
 
 
-def _prompt_logprobs(chunk: ScheduledChunk, state: _RunnerState) -> list[PositionLogprobs]:
+def _prompt_logprobs(chunk: ScheduledChunk, state: RunnerState) -> list[PositionLogprobs]:
     end = min(chunk.start + chunk.num_tokens, state.num_prompt_tokens - 1)
     return [prompt_logprob(state.token_ids[position + 1]) for position in range(chunk.start, end)]
 
@@ -307,11 +507,17 @@ def prompt_logprob(token_id: int) -> PositionLogprobs:
 class World:
     """A scheduler and a fake runner, driven by hand: `depth` steps are submitted before one is fetched."""
 
-    def __init__(self, scheduler: ContinuousBatchingScheduler, *, depth: int = 1) -> None:
+    def __init__(
+        self, scheduler: ContinuousBatchingScheduler, *, depth: int = 1, store: FakeStore | None = None
+    ) -> None:
         self.scheduler = scheduler
+        self.store = store
         blocks = scheduler.blocks
-        is_recurrent = blocks.checkpoints is not None
-        self.runner = FakeRunner(blocks.num_blocks, windows=blocks.groups.windows, is_recurrent=is_recurrent)
+        speculation = scheduler.speculation
+        num_states = 0 if blocks.checkpoints is None else scheduler.limits.max_num_seqs
+        if speculation is not None and speculation.num_spares is not None:
+            num_states = scheduler.limits.max_num_seqs + speculation.num_spares
+        self.runner = FakeRunner(blocks.num_blocks, windows=blocks.groups.windows, num_states=num_states)
         self.now = 0.0
         self.step_s = 0.05
         self.depth = depth
@@ -361,12 +567,20 @@ class World:
         """One turn of the loop: submits a step if there is one, and fetches one unless there is room ahead."""
         num_ended = len(self.reasons)
         output = self.schedule()
-        if self.runner.num_submitted == 0:
+        if self.runner.num_submitted == 0 and self.is_loading:
+            assert self.store is not None
+            self.store.arrive()
+        elif self.runner.num_submitted == 0:
             is_stuck = self.has_requests and len(self.reasons) == num_ended and not self.scheduler.is_starving
+            is_stuck &= self.scheduler.speculation is None or not self.scheduler.speculation.changes_pool
             assert not is_stuck, "nothing can run and nothing is awaited"
         elif output is None or self.runner.num_submitted >= self.depth:
             self.deliver()
         return output
+
+    @property
+    def is_loading(self) -> bool:
+        return self.scheduler.disk is not None and self.scheduler.disk.is_loading
 
     @property
     def has_requests(self) -> bool:
@@ -375,7 +589,7 @@ class World:
     def finish(self, max_steps: int = 10_000) -> None:
         """Steps until nothing is left, and nothing has leaked."""
         for _ in range(max_steps):
-            if not self.has_requests and not self.runner.num_submitted:
+            if not self.has_requests and not self.runner.num_submitted and not self.is_loading:
                 break
             self.step()
         else:
@@ -400,7 +614,8 @@ class World:
 
 
 def make_world(num_blocks: int = 64, *, is_async: bool = False, **limits: Any) -> World:
-    return World(make_scheduler(num_blocks, is_async=is_async, **limits), depth=2 if is_async else 1)
+    scheduler = make_scheduler(num_blocks, is_async=is_async, **limits)
+    return World(scheduler, depth=2 if is_async else 1, store=limits.get("store"))
 
 
 def step_seconds(output: SchedulerOutput) -> float:
@@ -494,6 +709,11 @@ class FakeConstraint:
 
     def bitmask(self) -> bytes | None:
         return bytes([len(self.accepted)])
+
+    def fork(self) -> FakeConstraint:
+        other = FakeConstraint(self._length, self._forced, self._refused)
+        other.accepted = list(self.accepted)
+        return other
 
     def is_terminated(self) -> bool:
         return len(self.accepted) >= self._length

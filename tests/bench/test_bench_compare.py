@@ -92,12 +92,21 @@ def test_answers_of_other_lengths_make_no_verdict_on_throughput():
     assert judge(LATENCY, first, second).is_better is False
 
 
-def test_the_table_tells_medians_ranges_and_verdicts():
-    sides = [turns("ours", 100, 110, 90), turns("theirs", 300, 200, 220), turns("near", 100, 90, 110)]
-    table = compare.render(sides, [LATENCY])
+def test_the_table_tells_medians_ranges_and_who_leads():
+    ours, theirs = turns("ours", 100, 110, 90), turns("theirs", 300, 200, 220)
+    table = compare.render([ours, theirs], [LATENCY])
     assert "| TTFT           | 100 (90.0-110) | 220 (200-300) | 2.20x (1.82-3.00) |   ours |" in table
-    assert "| 1.00x (0.82-1.22) | no verdict: within the spread |" in table
     assert "| output tokens  |            100 |           100 |" in table
+
+
+def test_the_first_is_held_against_the_best_of_the_others():
+    ours, slow, fast = turns("ours", 10, 11, 12), turns("slow", 30, 31, 32), turns("fast", 5, 6, 7)
+    lost, broken = turns("lost", 1, 1, 1, failed=1), Turns("broken", (None,))
+    table = compare.render([ours, slow, lost, broken, fast], [LATENCY, RATE])
+    latency, rate = (next(line for line in table.splitlines() if f"| {name} " in line) for name in ("TTFT", "rate"))
+    assert latency.split("|")[-3:-1] == [" 0.55x (0.50-0.58) ", "   fast "]
+    assert rate.split("|")[-3:-1] == [" 0.35x (0.33-0.38) ", "   slow "]
+    assert "no verdict: requests failed" in compare.render([ours, lost], [LATENCY])
 
 
 def test_the_intruder_is_judged_by_the_gaps_it_makes():
@@ -126,6 +135,21 @@ def test_turns_interleave_and_every_turn_has_a_server_of_its_own(tmp_path, capsy
     assert (ttft["first"], ttft["second"]) == ("a", "b")
     assert ttft["low"] <= ttft["factor"] <= ttft["high"]
     assert document == json.loads(printed.out.splitlines()[-1])
+
+
+def test_each_number_of_threads_has_tables_and_reaches_the_servers_and_their_commands(capsys):
+    model = "env FAKE_MODELS=$OPENBLAS_NUM_THREADS,{threads}"
+    shell = f"sh -c 'exec {model} {COMMAND}'"
+    argv = [f"--server=a={shell}", f"--server=b={shell}", *SMALL, "--rounds", "1", "--threads", "1", "3"]
+    assert compare.run(parsed(*argv)) == 0
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if line.startswith("uniform")] == [
+        "uniform (rounds: 1, threads: 1)",
+        "uniform (rounds: 1, threads: 3)",
+    ]
+    results = json.loads(printed.splitlines()[-1])["results"]
+    found = [(result["threads"], turn["model_id"]) for result in results for turn in result["turns"]["a"]]
+    assert found == [(1, "1"), (3, "3")]
 
 
 def test_a_server_that_cannot_start_is_told_with_its_last_words_and_the_others_go_on(tmp_path, capsys):
@@ -230,7 +254,6 @@ def test_each_server_is_asked_for_the_model_under_its_own_name(tmp_path, monkeyp
         (["--server", "a=x", "--url", "b=http://h"], "does not say {port}"),
         (["--server", "a=x {port} {model}", "--url", "b=http://h"], "name it with --model"),
         (["--server", "x {port}"], "write NAME="),
-        (["--url", "a=http://h", "--url", "b=http://h", "--ready", "c=/up"], "names c"),
     ],
 )
 def test_wrong_servers_are_refused_before_any_starts(argv, message):

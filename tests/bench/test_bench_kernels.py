@@ -22,7 +22,6 @@ from mlx_server.bench.lab.attention import (
     kernel_variants,
     make_measure,
     measure_copy,
-    median_times,
     moved_bytes,
     sweep,
 )
@@ -31,10 +30,12 @@ from mlx_server.cli.main import main
 from mlx_server.errors import ServeError
 from mlx_server.runtime import backends
 from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
-from mlx_server.runtime.kernels.gpu import choice as gpu_choice
+from mlx_server.runtime.kernels.gpu import stored as gpu_stored
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.choice import choices_path, load_choice, store_choices
-from mlx_server.runtime.kernels.gpu.plan import DecodeShape, KernelVariant, check_variant, decode_bytes, default_variant
+from mlx_server.runtime.kernels.gpu.plan import decode_bytes
+from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, check_variant, default_variant
+from mlx_server.runtime.kernels.timing import median_times
 from tests.engine_worlds import on_the_cpu
 
 SHAPE = DecodeShape(num_query_heads=8, num_kv_heads=2, key_dim=128, value_dim=128, dtype=mx.float16)
@@ -79,13 +80,13 @@ def test_what_is_stored_is_for_its_bits_alone(home: Path) -> None:
 def test_storing_keeps_other_shapes_and_other_chips(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_load = replace(CHOICE, partition_tokens=None)
     for chip, shape, variant in (("M2", SHAPE, CHOICE), ("M4", SHAPE, by_load), ("M2", OTHER, by_load)):
-        monkeypatch.setattr(gpu_choice, "chip_name", lambda chip=chip: chip)
+        monkeypatch.setattr(gpu_stored, "chip_name", lambda chip=chip: chip)
         store_choices({shape: variant})
     choose = load_choice()
     assert (choose(SHAPE), choose(OTHER)) == (CHOICE, by_load)
     store_choices({SHAPE: default_variant(SHAPE)})
     assert load_choice()(SHAPE) == default_variant(SHAPE)
-    monkeypatch.setattr(gpu_choice, "chip_name", lambda: "M4")
+    monkeypatch.setattr(gpu_stored, "chip_name", lambda: "M4")
     assert load_choice()(SHAPE) == by_load
     assert load_choice()(OTHER) == default_variant(OTHER)
 
@@ -346,7 +347,7 @@ def test_results_are_read_against_the_copy() -> None:
 @pytest.mark.parametrize("backend", [pytest.param("cpu", marks=on_the_cpu), "reference"])
 def test_the_command_measures_every_case(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
-    shapes = ["--heads", "4x2x16", "3x3x8", "--batch", "1", "3", "--context", "40", "--prefill", "20x70"]
+    shapes = ["--heads", "4x2x16", "3x3x8", "--batch", "1", "3", "--context", "40", "--prefill", "20x70", "--products"]
     argv = [
         "bench",
         "kernels",
@@ -386,7 +387,7 @@ def test_quantised_rows_are_measured_beside_whole_ones(
     backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "out.json"
-    shape = ["--heads", "4x2x32", "--batch", "3", "--context", "40", "--prefill", "20x70"]
+    shape = ["--heads", "4x2x32", "--batch", "3", "--context", "40", "--prefill", "20x70", "--products"]
     small = ["--kv-bits", "full", "8", "4", "--dtype", "float32", "--quick", "--copy-mib", "1", "--json", str(path)]
     argv = ["bench", "kernels", "--backend", backend, *shape, *small]
     assert main(argv) == 0
@@ -412,6 +413,7 @@ def test_quantised_rows_are_measured_beside_whole_ones(
         (["--prefill", "1x64"], "a chunk of 1 is not 2 to 64 tokens"),
         (["--prefill", "65x64"], "a chunk of 65 is not 2 to 64 tokens"),
         (["--batch", "0"], "0 is less than 1"),
+        (["--products", "64x65"], "'64x65': K must be a multiple of 64, and N x K at least 512"),
         (["--json", "/nonexistent/out.json"], "cannot write /nonexistent/out.json"),
         (["--heads", "4x2x80", "--kv-bits", "8"], "--kv-bits needs head dimensions that are multiples of 32"),
         pytest.param(
@@ -442,7 +444,7 @@ def test_the_command_sweeps_a_gpus_kernels_and_serves_with_the_best(
     monkeypatch.setattr(attention, "kernel_variants", lambda shape: variants)
     monkeypatch.setattr(attention, "_PARTITIONS", (32,))
     path = home / "out.json"
-    argv = ["--heads", "2x1x64", "--dtype", "float32", "--batch", "2", "--context", "40", "--prefill"]
+    argv = ["--heads", "2x1x64", "--dtype", "float32", "--batch", "2", "--context", "40", "--prefill", "--products"]
     small = ["--layers", "2", "--repeat", "1", "--copy-mib", "1", "--json", str(path)]
     assert main(["bench", "kernels", *argv, *small]) == 0
     assert caplog.text == ""

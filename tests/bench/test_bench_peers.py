@@ -13,6 +13,7 @@ import pytest
 from mlx_server.bench import peers
 from mlx_server.bench.peers import Peer, Unavailable, prepare
 from mlx_server.errors import ConfigError
+from mlx_server.runtime.models.gguf import WeightFormat
 
 FAKE = Path(__file__).parent / "bench_fake_server.py"
 PROGRAM = f"""
@@ -42,6 +43,7 @@ def index(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(peers, "model_folder", lambda name, folder: folder / name)
     return folder
 
 
@@ -58,13 +60,12 @@ def parsed(*argv: str) -> argparse.Namespace:
 def test_a_peer_is_installed_once_and_compared(index, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(peers, "PEERS", {"good": fake(), "broken": fake("fake-peer broken")})
     monkeypatch.setattr(peers, "OURS", f"ours={sys.executable} {FAKE} {{port}}")
-    monkeypatch.setattr(peers, "random_model", lambda folder: folder)
     small = ["--endpoint", "completions", "--workload", "uniform", "--num-prompts", "2", "--output-len", "2"]
     arguments = ["--peers", "good", "--rounds", "1", "--num-warmups", "0", *small]
     assert peers.run(parsed(*arguments)) == 0
     printed = capsys.readouterr()
     assert "good: available" in printed.out
-    assert "llama.cpp: not installed here: " in printed.out
+    assert "vllm-metal: not installed here: " in printed.out
     assert "installing fake-peer" in printed.err
     turns = json.loads(printed.out.splitlines()[-1])["results"][0]["turns"]
     assert {name: [turn["completed"] for turn in taken] for name, taken in turns.items()} == {"ours": [2], "good": [2]}
@@ -88,3 +89,18 @@ def test_a_peer_that_is_installed_with_us_needs_no_folder(tmp_path):
     assert command == f"{Path(sys.executable).parent / 'python'} -m json.tool --port {{port}}"
     assert not (tmp_path / "never").exists()
     assert peers.PEERS["mlx_lm"].requirement is None
+
+
+def test_a_random_model_is_made_once_and_a_folder_is_taken_as_it_is(tmp_path):
+    made = peers.model_folder("random:mini", tmp_path)
+    before = (made / "model.safetensors").stat().st_mtime_ns
+    assert peers.model_folder("random:mini", tmp_path) == made
+    assert (made / "model.safetensors").stat().st_mtime_ns == before
+    assert peers.model_folder("some/folder", tmp_path) == Path("some/folder")
+
+
+def test_the_bundled_model_is_pulled_in_the_format_that_its_name_says(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(peers, "pull_bundled", lambda **options: asked.append(options) or tmp_path)
+    assert peers.model_folder("smollm2-packed", tmp_path) == peers.model_folder("smollm2-float32", tmp_path)
+    assert asked == [{"weight_format": WeightFormat.PACKED}, {"weight_format": WeightFormat.FLOAT32}]

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import io
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -240,6 +241,23 @@ def test_drafts_of_the_run_alone_have_vllms_keys_and_a_table():
     assert "<td>spec_decode_acceptance_length</td><td>3.10</td>" in render_page(result)
 
 
+def test_tokens_a_model_call_are_those_of_the_run_alone():
+    def calls(num_calls: int, num_tokens: int) -> str:
+        name = 'model_name="m {x} 1"'
+        return (
+            f'mlx_serve:model_calls_total{{{name}}} {num_calls}.0\nmlx_serve:model_calls_total{{model_name="n"}} 5.0\n'
+            f"vllm:generation_tokens_total{{{name}}} {num_tokens}.0\nvllm:generation_tokens_created{{{name}}} 1e9"
+        )
+
+    shape = Shape(4, 0, Span(20, 20), Span(5, 5))
+    result = measured(ScriptedServer(scrapes=[calls(100, 100), calls(108, 120)]), load_of(shape))
+    assert result["output_tokens_per_model_call"] == 2.5
+    assert "output tokens a model call: 2.50" in render(result)
+    for scrapes in ([], ["up 1", "up 1"], [calls(9, 9), calls(9, 9)], [calls(9, 9), calls(2, 2)]):
+        result = measured(ScriptedServer(scrapes=scrapes), load_of(shape))
+        assert "output_tokens_per_model_call" not in result
+
+
 @pytest.mark.parametrize(
     "scrapes",
     [
@@ -445,16 +463,37 @@ def test_the_command_prints_tables_then_one_line_of_json(on_scripted, tmp_path, 
     assert len(written["ttfts"]) == 6
 
 
-@pytest.mark.parametrize(("how", "rates"), [("linear", [4, 6, 8]), ("exponential", [2 ** (5 / 3), 2 ** (7 / 3), 8])])
-def test_the_rate_grows_as_the_flags_say(on_scripted, tmp_path, how, rates):
+async def test_a_server_that_closes_a_connection_after_its_answer_fails_no_request():
+    """It promises to keep the connection, and closes it without an answer when the next request comes."""
+    event = b'data: {"choices": [{"text": "x"}]}\n\n'
+    served: set[asyncio.Task[None] | None] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.add(asyncio.current_task())
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(re.search(rb"content-length: (\d+)", head.lower())[1]))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(event), event))
+        await reader.read(1)
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        client = StreamClient(Target(base_url=f"http://127.0.0.1:{port}"), "m")
+        records = [await client.stream([user_message("x")], 1) for _ in range(2)]
+        await client.close()
+        await asyncio.gather(*[task for task in served if task is not None])
+    assert [record.error for record in records] == [None, None]
+
+
+def test_requests_arrive_at_the_rate_that_the_flags_say(on_scripted, tmp_path):
     path = tmp_path / "out.json"
-    flags = ["--request-rate", "2", "--ramp-up-end-rate", "8", "--ramp-up", how, "--burstiness", "1e9"]
+    flags = ["--request-rate", "4", "--burstiness", "1e9"]
     assert command.run(parsed(*flags, "--num-prompts", "4", "--json", str(path))) == 0
     arrived_s = [asked.arrived_s for asked in on_scripted.measured]
-    gaps_s = [later - earlier for earlier, later in pairwise(arrived_s)]
-    assert [1 / gap_s for gap_s in gaps_s] == pytest.approx(rates, rel=1e-3)
-    written = json.loads(path.read_text())
-    assert [written[f"ramp_up_{name}"] for name in ("strategy", "start_rps", "end_rps")] == [how, 2.0, 8.0]
+    assert [later - earlier for earlier, later in pairwise(arrived_s)] == pytest.approx([0.25] * 3, rel=1e-3)
+    assert json.loads(path.read_text())["request_rate"] == 4.0
 
 
 def test_a_trace_is_replayed_as_the_flags_say_and_charted(on_scripted, tmp_path):

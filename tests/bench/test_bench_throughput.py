@@ -1,14 +1,15 @@
 import argparse
 import json
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
 import pytest
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import VOCAB_SIZE, byte_tokenizer, reference_generate, save_model_folder, tiny_model
 
 from mlx_server.bench import throughput
+from mlx_server.bench.chat_workloads import CHAT_WORKLOADS, make_chat_workload
 from mlx_server.bench.instruments import count_model_calls
 from mlx_server.bench.systems import (
     WORKLOADS,
@@ -23,6 +24,7 @@ from mlx_server.bench.systems import (
 )
 from mlx_server.bench.tables import format_bytes, format_rate, render_table
 from mlx_server.bench.throughput import Profile, Row, Turn, compare, profile_turn, take_turn
+from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ConfigError, ModelLoadError, ServeError
 from mlx_server.runtime.kv_cache import PagedLayerCache
 from mlx_server.runtime.models.loader import LoadedModel
@@ -109,6 +111,28 @@ def test_a_shorter_workload_has_the_first_requests_of_the_whole():
     assert workload.first(None) == workload
 
 
+@pytest.mark.parametrize("name", CHAT_WORKLOADS)
+def test_chats_are_decided_by_seed_and_tokenizer_and_differ_from_each_other(name):
+    tokenizer = Tokenizer(byte_tokenizer())
+    workload = make_chat_workload(name, tokenizer, seed=3)
+    assert workload == make_chat_workload(name, tokenizer, seed=3)
+    assert len({request.prompt_token_ids for request in workload.requests}) == len(workload.requests) == 16
+    assert workload.first(2).temperature == workload.temperature == (0.8 if name == "chat" else 0.0)
+
+
+def test_an_edit_is_one_renaming_in_60_lines():
+    tokenizer = Tokenizer(byte_tokenizer())
+    prompt = tokenizer.hf.decode(make_chat_workload("edit", tokenizer, seed=0).requests[0].prompt_token_ids)
+    assert prompt.partition("<|im_end|>")[0].partition("file.\n\n")[2].count("\n") in range(57, 61)
+    old = re.search(r"rename the function (\w+) to \1_0\.", prompt)[1]
+    assert prompt.count(f"def {old}(") == 1
+
+
+def test_chats_need_a_chat_template():
+    with pytest.raises(ConfigError, match="no tokenizer with a chat template"):
+        make_chat_workload("edit", None, seed=0)
+
+
 # Counting
 
 
@@ -132,20 +156,12 @@ def test_counting_ends_when_the_body_fails(model):
 
 
 def test_one_by_one_computes_each_prompt_once_and_one_token_ahead(model, reference):
-    turn = take_turn(Sequential(model, None), SMALL, make_warm_up(VOCAB_SIZE), type(model))
+    turn = take_turn(Sequential(model), SMALL, make_warm_up(VOCAB_SIZE), type(model))
     assert turn.token_ids == reference
     # A request: all but the last prompt token in one call, that one in the next, then every output token.
     assert turn.num_model_calls == sum(2 + r.num_output_tokens for r in SMALL.requests)
     assert turn.num_prompt_tokens_computed == SMALL.num_prompt_tokens + len(SMALL.requests)
     assert turn.num_cached_tokens is None
-
-
-def test_one_by_one_with_a_tokenizer_gives_the_same(model, reference):
-    tokenizer = TokenizerWrapper(byte_tokenizer())
-    tokenizer.eos_token_ids = ()
-    turn = take_turn(Sequential(model, tokenizer), SMALL, make_warm_up(VOCAB_SIZE), type(model))
-    assert turn.token_ids == reference
-    assert turn.num_model_calls == sum(2 + r.num_output_tokens for r in SMALL.requests)
 
 
 def test_batched_counts_its_padding(model, reference):
@@ -333,8 +349,21 @@ def test_ratios_are_to_the_best_batch_setting(model):
     ]
     lines = throughput.render_rows(rows).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    assert cells[0] == ["A", "3.0", "3.0-3.0", "13.0", "2.00x", "7", "5", "1 MiB", "40.0%", "2/2"]
-    assert cells[1] == ["mlx-lm batch 2048x8", "0.6", "0.6-0.6", "2.6", "0.40x", "7", "5", "1 MiB", "none", "2/2"]
+    assert (cells[0][7], cells[1][7]) == ("0.60", "0.60")
+    assert cells[0] == ["A", "3.0", "3.0-3.0", "13.0", "2.00x", "7", "5", cells[0][7], "1 MiB", "40.0%", "2/2"]
+    assert cells[1] == [
+        "mlx-lm batch 2048x8",
+        "0.6",
+        "0.6-0.6",
+        "2.6",
+        "0.40x",
+        "7",
+        "5",
+        cells[1][7],
+        "1 MiB",
+        "none",
+        "2/2",
+    ]
     assert cells[2][4] == "1.00x"
 
 
@@ -388,6 +417,18 @@ def test_what_a_model_keeps_beside_its_weights_reaches_the_thread_of_the_engine(
     printed = capsys.readouterr().out
     assert "mlx-serve, reference" in printed
     assert [f"uniform: {count} requests" in printed for count in (1, 2, 16)] == [True, True, False]
+
+
+def test_each_way_to_speculate_has_a_row_with_the_same_outputs(tmp_path, capsys):
+    model, config = tiny_model("llama")
+    folder = save_model_folder(model, config, tmp_path / "model", byte_tokenizer())
+    options = (
+        "--workload chat --systems engine --speculate off ngram --num-requests 2 --repeat 1 --kv-cache-memory 8MiB"
+    )
+    assert throughput.run(parse("--model", str(folder), *options.split())) == 0
+    printed = capsys.readouterr().out
+    assert [f"speculate {kind}" in printed for kind in ("off", "ngram", "auto")] == [True, True, False]
+    assert printed.count("2/2") == 2
 
 
 def test_an_unknown_model_is_refused():

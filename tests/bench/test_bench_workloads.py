@@ -173,13 +173,6 @@ def test_burstiness_is_the_shape_of_the_gaps(burstiness, variation):
     assert statistics.pstdev(drawn) / statistics.fmean(drawn) == pytest.approx(variation, rel=0.05)
 
 
-@pytest.mark.parametrize(("is_exponential", "middle"), [(False, 5.5), (True, 10**0.5)])
-def test_a_ramp_goes_from_one_rate_to_the_other(is_exponential, middle):
-    times_s = Arrivals(1.0, 10.0, is_exponential=is_exponential, burstiness=1e6).times_s(1001, seed=0)
-    rates = [1.0 / gap for gap in gaps(times_s)]
-    assert [rates[0], rates[500], rates[1000]] == pytest.approx([1.0, middle, 10.0], rel=0.02)
-
-
 def test_arrivals_repeat_with_their_seed():
     arrivals = Arrivals(2.0)
     assert arrivals.times_s(50, 1) == arrivals.times_s(50, 1) != arrivals.times_s(50, 2)

@@ -16,7 +16,7 @@ from mlx_server.cli.main import main
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.runtime.attention import ReferenceBackend
-from mlx_server.runtime.kernels.gpu.plan import HEAD_DIMS
+from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS
 from mlx_server.runtime.kv_cache import PagedKVCache
 from tests.engine_worlds import make_folder
 

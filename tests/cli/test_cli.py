@@ -8,6 +8,7 @@ import sys
 import types
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlx_server import config
@@ -142,10 +143,10 @@ def served(monkeypatch):
     """What `serve` was called with, instead of serving."""
     calls: list[Config] = []
     server = types.ModuleType("mlx_server.api.server")
-    server.serve = lambda loaded, listener: (calls.append(loaded), 5)[1]
+    server.serve = lambda loaded, listener, more_listeners: (calls.append(loaded), 5)[1]
     monkeypatch.setitem(sys.modules, "mlx_server.api.server", server)
-    monkeypatch.setattr("mlx_server.cli.serve.listen", lambda server: contextlib.nullcontext())
-    monkeypatch.setattr("mlx_server.cli.serve.forgive_lost_streams", lambda: None)
+    monkeypatch.setattr("mlx_server.cli.serve.listen_all", lambda server: [contextlib.nullcontext()])
+    monkeypatch.setattr("mlx_server.cli.serve.survive_lost_streams", lambda: None)
     return calls
 
 
@@ -217,7 +218,7 @@ def test_config_default_prints_the_file(capsys):
 
 
 def test_pull_prints_the_folder_alone(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("mlx_server.runtime.models.loader.resolve_model", lambda name: tmp_path / name)
+    monkeypatch.setattr("mlx_server.runtime.models.resolve.resolve_model", lambda name: tmp_path / name)
     assert main(["pull"]) == 0
     assert main(["pull", "other"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'smollm2'}\n{tmp_path / 'other'}\n"
@@ -231,16 +232,27 @@ def test_doctor_tells_what_is_there(capsys, monkeypatch, tmp_path):
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     topics = [line.split()[0] for line in shown.splitlines() if not line.startswith(" ")]
-    assert topics == ["system", "memory", "python", "mlx", "compiler", "attention", "port", "admins", "models"]
+    assert topics == [
+        "system",
+        "memory",
+        "python",
+        "mlx",
+        "compiler",
+        "native",
+        "attention",
+        "port",
+        "admins",
+        "models",
+    ]
     assert "open to every program on this machine, until there is a key." in shown
     assert "GFLOP/s" in shown
+    assert "its results are MLX's" in shown or mx.default_device() != mx.cpu
     assert "reference: yes" in shown
     assert "mine: 0.01 GB" in shown
 
 
 @pytest.mark.parametrize(("wire", "words"), [("off", "memory is not wired: "), ("on", "memory is wired (--")])
 def test_doctor_tells_on_a_mac_whether_memory_is_wired(capsys, monkeypatch, wire, words):
-    import mlx.core as mx
 
     assert main(["doctor"]) == 0
     assert "wired" not in capsys.readouterr().out or mx.metal.is_available()

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
 
 from mlx_server.api.auth.key_file import KeyFile, Usage, parse_key
+from mlx_server.batching.disk_saves import owner_tag
 from mlx_server.cli.main import main
+from mlx_server.kv_disk.disk import LOCK
+from mlx_server.kv_disk.files import Files
+from mlx_server.kv_disk.slab import Space
+from mlx_server.kv_disk.store import RecordStore
 
 TIERS = '[server]\napi_key_tier = "gold"\n[tiers.gold]\n[tiers.free]\n'
 
@@ -103,6 +109,27 @@ def test_revoking_and_rotating(keys):
     assert "revoked for good" in keys.errors
 
 
+def test_a_revoked_key_s_prefixes_on_disk_are_purged(keys: Keys, tmp_path: Path) -> None:
+    """Not while a server writes; and the key is refused all the same."""
+    ids = [id_of(keys.create()) for _ in "ab"]
+    files = Files(tmp_path / "kv")
+    space = Space(bytes(16), "a", 1000)
+    store = RecordStore(files, 2**20)
+    for number, owner in enumerate([(), *((f"key:{key_id}", "salt") for key_id in ids)]):
+        assert store.put(space, number.to_bytes(16, "big"), bytes(16), owner_tag(owner), memoryview(bytes(1000)))
+    more = "--purge", "--kv-disk-dir", str(files.folder)
+    lock = files.lock(LOCK)
+    assert lock is not None
+    assert "is refused" in keys.run("revoke", ids[0], *more, status=1)
+    assert "stop it first" in keys.errors
+    os.close(lock)
+    assert keys.run("revoke", ids[1], *more).splitlines()[1] == "1 blocks that only it could hit are deleted."
+    left = RecordStore(files, 2**20)
+    left.scan()
+    assert len(left) == 2
+    assert "0 blocks" in keys.run("revoke", id_of(keys.create()), "--purge", "--kv-disk-dir", str(tmp_path / "none"))
+
+
 @pytest.mark.parametrize("command", ["revoke", "rotate"])
 def test_an_id_that_is_unknown_is_told(keys, command):
     keys.create()
@@ -135,9 +162,11 @@ def test_the_file_is_at_home_unless_it_is_set(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])
 def test_a_key_on_the_command_line_is_warned_of_and_one_in_the_environment_is_not(monkeypatch, capsys, name):
     served = []
-    monkeypatch.setattr("mlx_server.api.server.serve", lambda config, listener: served.append(config) or 0)
-    monkeypatch.setattr("mlx_server.cli.serve.listen", lambda server: contextlib.nullcontext())
-    monkeypatch.setattr("mlx_server.cli.serve.forgive_lost_streams", lambda: None)
+    monkeypatch.setattr(
+        "mlx_server.api.server.serve", lambda config, listener, more_listeners: served.append(config) or 0
+    )
+    monkeypatch.setattr("mlx_server.cli.serve.listen_all", lambda server: [contextlib.nullcontext()])
+    monkeypatch.setattr("mlx_server.cli.serve.survive_lost_streams", lambda: None)
     flag = "--" + name.replace("_", "-")
     assert main(["serve", flag, "sesame"]) == 0
     warning = capsys.readouterr().err

@@ -12,7 +12,10 @@ import pytest
 from mlx_server.cli import models
 from mlx_server.cli.main import main
 from mlx_server.cli.remote import RemoteServer
+from mlx_server.config import Config, ModelConfig
 from mlx_server.engine import model_store
+from mlx_server.engine.memory_need import estimate_need
+from tests.tiny_models import byte_tokenizer, save_model_folder, tiny_model
 
 READY = {
     "id": "coder",
@@ -29,6 +32,8 @@ READY = {
 }
 LOADING = READY | {"id": "b", "state": "loading", "load_progress": 0.25, "pinned": True, "held_bytes": 0}
 LOADING |= {"idle_s": 7.0, "adapters": []}
+PREPARING = {"stage": "converting", "done_bytes": 3, "total_bytes": 4, "bytes_per_s": 1, "remaining_s": 1.0}
+CONVERTING = LOADING | {"id": "c", "load_progress": 0.0, "preparing": PREPARING}
 
 
 @pytest.fixture
@@ -72,12 +77,15 @@ def test_what_is_here_is_listed_and_deleted(home: Path, tmp_path: Path, capsys: 
     (home / "models" / "no-model").mkdir()
     assert main(["models", "ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines] == [
-        ["name", "size", "place", "folder"],
-        ["mine", "0.02", "GB", "home", str(mine)],
-        ["org/small", "0.00", "GB", "hub", str(repo)],
-        ["smollm2", "0.01", "GB", "home", str(bundled)],
+    assert [line.split() for line in lines[:4]] == [
+        ["name", "size", "weights", "context", "needs", "fits", "folder"],
+        ["mine", "0.02", "GB", "-", "-", "-", "no", str(mine)],
+        ["org/small", "0.00", "GB", "-", "-", "-", "no", str(repo)],
+        ["smollm2", "0.01", "GB", "-", "-", "-", "no", str(bundled)],
     ]
+    reasons = "\n".join(lines[4:])
+    assert f"mine: {mine} is no model in mlx-lm format; it lacks model_type in config.json" in reasons
+    assert "org/small: it is incomplete: `mlx-serve pull`" in reasons
     assert main(["models", "ls", "--json"]) == 0
     assert [model["num_bytes"] for model in json.loads(capsys.readouterr().out)] == [20_000_000, 1000, 10_000_002]
     assert main(["models", "rm", "mine", "smollm2", "org/small"]) == 0
@@ -86,6 +94,26 @@ def test_what_is_here_is_listed_and_deleted(home: Path, tmp_path: Path, capsys: 
         assert not path.exists()
     assert main(["models", "rm", "../hub"]) == 1
     assert "There is no pulled model ../hub" in capsys.readouterr().err
+
+
+def test_what_a_model_needs_is_told_and_whether_it_fits(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The weights are read by nobody: the figures are the ones by which a server books memory."""
+    folder = home / "models" / "tiny"
+    tiny = tiny_model("llama")
+    save_model_folder(tiny.model, {**tiny.config, "max_position_embeddings": 4096}, folder, byte_tokenizer())
+    need = estimate_need(Config(model=ModelConfig(model=str(folder)))).total_bytes
+    for limit, reserve, fits in ((need, 0, "yes"), (need - 1, 0, "no"), (need, "100%", "not now")):
+        monkeypatch.setenv("MLX_SERVE_MEMORY_MEMORY_LIMIT", str(limit))
+        monkeypatch.setenv("MLX_SERVE_MEMORY_MEMORY_RESERVE", str(reserve))
+        assert main(["models", "ls", "--json"]) == 0
+        (told,) = json.loads(capsys.readouterr().out)
+        assert (told["weights"], told["context_length"], told["need_bytes"]) == ("F32", 4096, need)
+        assert (told["fits"], told["reason"]) == (fits, "")
+    assert main(["models", "ls"]) == 0
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert row[3:8] == ["F32", "4,096", f"{need / 1e9:.2f}", "GB", "not"]
 
 
 @pytest.fixture
@@ -98,7 +126,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Any]]:
         asked.append((request.method, request.url.path, body))
         if request.url.path == "/admin/models":
             memory = {"limit_bytes": 2**30, "held_bytes": 2**29, "free_bytes": 2**28}
-            return httpx.Response(200, json={"models": [READY, LOADING], "memory": memory})
+            return httpx.Response(200, json={"models": [READY, LOADING, CONVERTING], "memory": memory})
         if body["model"] == "nope":
             return httpx.Response(404, json={"error": {"message": "The model `nope` does not exist."}})
         return httpx.Response(200, json=READY)
@@ -115,11 +143,12 @@ def test_a_servers_models_are_shown(server: list[Any], capsys: pytest.CaptureFix
         ["name", "state", "memory", "requests", "idle", "loads", "kept", "adapters"],
         ["coder", "ready", "512", "MiB", "2", "-", "3", "300", "s", "terse,", "formal"],
         ["b", "loading", "25%", "-", "2", "7", "s", "3", "pinned"],
+        ["c", "converting", "75%,", "1", "s", "left", "-", "2", "7", "s", "3", "pinned"],
         [],
         ["512", "MiB", "of", "1024", "MiB", "held,", "256", "MiB", "may", "be", "taken"],
     ]
     assert main(["models", "ps", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["models"] == [READY, LOADING]
+    assert json.loads(capsys.readouterr().out)["models"] == [READY, LOADING, CONVERTING]
 
 
 def test_a_servers_models_are_loaded_and_unloaded(server: list[Any], capsys: pytest.CaptureFixture[str]):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mlx_server.cli import chat, service
+from mlx_server.cli import chat, serve
 from mlx_server.cli.main import main
 from mlx_server.cli.remote import KEY_VARIABLE, RemoteError, RemoteServer
 
@@ -26,6 +26,7 @@ class FakeServer:
         self.words = ["Hel", "lo."]
         self.refusal: tuple[int, str] | None = None
         self.error_after_words: str | None = None
+        self.models: list[dict[str, Any]] = [{"id": "fake"}]
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         outer = self
@@ -47,7 +48,7 @@ class FakeServer:
 
             def do_GET(self) -> None:
                 outer.keys.append(self.headers.get("authorization"))
-                self._send(200, json.dumps({"data": [{"id": "fake"}]}).encode())
+                self._send(200, json.dumps({"data": outer.models}).encode())
 
             def _send(self, status: int, body: bytes) -> None:
                 self.send_response(status)
@@ -250,7 +251,7 @@ def test_the_agents_file_starts_this_server_with_these_options(tmp_path, capsys)
     assert main(["service", "install", "--output", str(path), "--", *options]) == 0
     assert str(path) in capsys.readouterr().out
     agent = plistlib.loads(path.read_bytes())
-    assert agent["Label"] == service.LABEL
+    assert agent["Label"] == serve.LABEL
     assert agent["ProgramArguments"][1:] == ["-P", "-m", "mlx_server", "serve", *options]
     assert agent["RunAtLoad"] is True
     assert agent["KeepAlive"] == {"SuccessfulExit": False}
@@ -276,7 +277,7 @@ def test_wrong_options_are_refused_now(tmp_path, capsys, options, reason) -> Non
 
 
 def test_elsewhere_than_on_macos_only_the_file_is_written(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(service.sys, "platform", "linux")
+    monkeypatch.setattr(serve.sys, "platform", "linux")
     assert main(["service", "install"]) == 1
     assert "launchd is part of macOS" in capsys.readouterr().err
 
@@ -304,9 +305,9 @@ class FakeLaunchd:
 def launchd(monkeypatch, tmp_path) -> FakeLaunchd:
     fake = FakeLaunchd()
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(service, "_POLL_S", 0.001)
-    monkeypatch.setattr(service.sys, "platform", "darwin")
-    monkeypatch.setattr(service.subprocess, "run", fake.run)
+    monkeypatch.setattr(serve, "_POLL_S", 0.001)
+    monkeypatch.setattr(serve.sys, "platform", "darwin")
+    monkeypatch.setattr(serve.subprocess, "run", fake.run)
     return fake
 
 
@@ -314,7 +315,7 @@ def test_on_macos_the_agent_is_started_and_ended(launchd, tmp_path, capsys) -> N
     for _ in range(2):  # the second one takes the first one's place
         assert main(["service", "install", "--", "--port", "9001"]) == 0
         assert "127.0.0.1:9001" in capsys.readouterr().out
-    path = service.agent_path()
+    path = serve.agent_path()
     assert path.is_relative_to(tmp_path)
     assert [action[1] for action in launchd.actions] == ["bootout", "bootstrap"] * 2
     assert launchd.actions[1][-1] == str(path)

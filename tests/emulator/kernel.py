@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -39,7 +40,8 @@ class Emulator:
     """Makes kernels; holds the seed of their thread orders and what they have built.
 
     Each launch takes the next seed. `mutations` maps a kernel's name to (old, new) replacements in its body: the
-    faults that tests plant. `sources` collects every text that a Mac would have had to compile.
+    faults that tests plant. `sources` collects every text that a Mac would have had to compile, and `loaded`, where
+    races are checked, the bytes that kernels have read by (kernel, buffer).
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Emulator:
         self.check_races = check_races
         self.mutations = mutations
         self.sources: set[str] = set()
+        self.loaded: Counter[tuple[str, str]] = Counter()
 
     def metal_kernel(self, **definition: Any) -> EmulatedKernel:
         """Same arguments as `mx.fast.metal_kernel`."""
@@ -111,7 +114,7 @@ class EmulatedKernel:
         output_dtypes: list[mx.Dtype],
         grid: tuple[int, int, int],
         threadgroup: tuple[int, int, int],
-        template: list[tuple[str, Any]],
+        template: list[tuple[str, Any]] | None = None,
     ) -> list[mx.array]:
         _check_grid(grid, threadgroup)
         mx.eval(inputs)
@@ -121,7 +124,7 @@ class EmulatedKernel:
             if not view.flags.c_contiguous:
                 raise EmulatorError("launch", f"{self._name}: {name} is not row contiguous and is passed as it lies")
         views |= {name: _whole_buffer(views[name]) for name in POOLS if name in views and views[name].size}
-        source = self._source(inputs, output_shapes, output_dtypes, grid, threadgroup, template)
+        source = self._source(inputs, output_shapes, output_dtypes, grid, threadgroup, template or [])
         built = self._build(source)
         names = buffer_names(source)
         shapes = {f"{name}_shape": np.array(array.shape, np.int32) for name, array in zip(self._input_names, inputs)}
@@ -133,6 +136,7 @@ class EmulatedKernel:
         emulator = self._emulator
         emulator.seed += 1
         results = built.launch([given[name] for name in names], grid, threadgroup, emulator.seed)
+        emulator.loaded.update({(self._name, buffer): size for buffer, size in built.loaded.items()})
         self._keep_writes(names, given, views, results)
         after = dict(zip(names, results))
         return [

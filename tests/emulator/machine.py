@@ -43,6 +43,7 @@ class _Launch(ctypes.Structure):
         ("threadgroup", ctypes.c_uint * 3),
         ("seed", ctypes.c_ulong),
         ("check_races", ctypes.c_int),
+        ("loaded", ctypes.POINTER(ctypes.c_ulong)),
         ("error", ctypes.c_char_p),
         ("error_size", ctypes.c_ulong),
     )
@@ -56,6 +57,7 @@ class BuiltKernel:
         self._library = library
         self._names = [name.encode() for name in names]
         self._check_races = check_races
+        self.loaded: dict[str, int] = {}
         self._code = ctypes.CDLL(str(library))
         self._code.kernel_threadgroup_memory.restype = ctypes.c_void_p
         self._code.kernel_threadgroup_bytes.restype = ctypes.c_ulong
@@ -71,11 +73,13 @@ class BuiltKernel:
     def launch(self, buffers: list[bytes], grid: Size3, threadgroup: Size3, seed: int) -> list[bytes]:
         """Runs every thread of the grid; every buffer's bytes afterwards. Raises `EmulatorError`.
 
+        In a build that checks races, `loaded` then has the bytes that were read from each buffer.
         Odd seeds put buffers right before an inaccessible page, even ones right behind one.
         """
         assert len(buffers) == len(self._names), (len(buffers), self._names)
         guarded = [_GuardedBuffer(data, at_end=seed % 2 == 1) for data in buffers]
         error = ctypes.create_string_buffer(_ERROR_BYTES)
+        loaded = (ctypes.c_ulong * len(buffers))()
         launch = _Launch(
             kernel=ctypes.cast(self._code.kernel_entry, ctypes.c_void_p),
             buffers=(ctypes.c_void_p * len(buffers))(*(buffer.address for buffer in guarded)),
@@ -88,12 +92,14 @@ class BuiltKernel:
             threadgroup=threadgroup,
             seed=seed,
             check_races=self._check_races,
+            loaded=loaded,
             error=ctypes.cast(error, ctypes.c_char_p),
             error_size=_ERROR_BYTES,
         )
         try:
             if self._toolchain.machine.emulator_launch(ctypes.byref(launch)):
                 raise self._error(error.value.decode())
+            self.loaded = dict(zip((name.decode() for name in self._names), loaded, strict=True))
             return [buffer.read() for buffer in guarded]
         finally:
             for buffer in guarded:

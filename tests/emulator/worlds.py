@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import shutil
 import sys
 import tempfile
@@ -21,8 +22,8 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention import LayerSpec, StepPlan
 from mlx_server.runtime.kernels.gpu.backend import PRELUDE, CudaBackend, GpuBackend, MetalBackend
 from mlx_server.runtime.kernels.gpu.kernels import MakeKernel, read_text
-from mlx_server.runtime.kernels.gpu.plan import DecodeShape, KernelVariant, default_variant
 from mlx_server.runtime.kernels.gpu.pool import GpuPool, host_view
+from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, default_variant
 from mlx_server.runtime.row_pool import group_size_of
 
 TOLERANCE = {mx.float32: 3e-6, mx.float16: 1.5e-3, mx.bfloat16: 1.2e-2}
@@ -67,7 +68,8 @@ def make_backend(
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorld:
-    """One decode of several sequences whose K/V are all in the pool; `keys` and `values` are its rows, in float64."""
+    """Attention from the last tokens of several sequences whose K/V are all in the pool; `keys` and `values` are its
+    rows, in float64."""
 
     shape: DecodeShape
     pool: GpuPool
@@ -78,18 +80,30 @@ class DecodeWorld:
     sinks: mx.array
 
 
-def decode_world(backend: GpuBackend, shape: DecodeShape, contexts: Sequence[int], seed: int = 0) -> DecodeWorld:
-    """Blocks in random order; NaN in every slot that no sequence owns, and no block id past a table's end."""
+def decode_world(
+    backend: GpuBackend,
+    shape: DecodeShape,
+    contexts: Sequence[int],
+    seed: int = 0,
+    *,
+    counts: Sequence[int] = (),
+    num_shared: Sequence[int] = (),
+) -> DecodeWorld:
+    """Blocks in random order; NaN in every slot that no sequence owns, and no block id past a table's end. Each
+    sequence attends from its last token, or from so many as `counts` has for it, and shares as many leading blocks
+    with the one before it as `num_shared` has."""
     rng = np.random.default_rng(seed)
     lengths = np.asarray(contexts, np.int32)
-    counts = -(-lengths // BLOCK_SIZE)
-    num_blocks = int(counts.sum()) + 3
+    sizes = -(-lengths // BLOCK_SIZE)
+    num_blocks = int(sizes.sum()) + 3
     pool = backend.make_pool(shape.spec, num_blocks)
-    tables = np.full((len(lengths), max(1, counts.max())), NO_BLOCK, np.int32)
+    tables = np.full((len(lengths), max(1, sizes.max())), NO_BLOCK, np.int32)
     free = rng.permutation(num_blocks).astype(np.int32)
     is_owned = np.zeros((num_blocks, BLOCK_SIZE), bool)
-    for table, length, count in zip(tables, lengths, counts):
-        table[:count], free = free[:count], free[count:]
+    for index, (table, length, size) in enumerate(zip(tables, lengths, sizes)):
+        table[:size], free = free[:size], free[size:]
+        if num_shared and index:
+            table[: num_shared[index]] = tables[index - 1, : num_shared[index]]
         slots = np.arange(length)
         is_owned[table[slots // BLOCK_SIZE], slots % BLOCK_SIZE] = True
     stored = []
@@ -97,15 +111,18 @@ def decode_world(backend: GpuBackend, shape: DecodeShape, contexts: Sequence[int
         rows = rng.standard_normal((num_blocks, shape.num_kv_heads, BLOCK_SIZE, dim), np.float32)
         rows[~is_owned[:, None].repeat(shape.num_kv_heads, 1)] = np.nan
         stored.append(_fill(array, _typed(rows, shape.dtype), shape.bits))
+    counts = counts or [1] * len(lengths)
+    spans = [np.arange(length - count, length) for length, count in zip(lengths, counts)]
+    positions = np.maximum(np.concatenate(spans), 0).astype(np.int32)
     step = StepPlan(
-        num_decodes=len(lengths),
-        positions=np.maximum(lengths - 1, 0),
-        slot_mapping=np.zeros(len(lengths), np.int64),
-        query_starts=np.arange(len(lengths) + 1, dtype=np.int32),
+        num_decodes=len(list(itertools.takewhile(lambda count: count == 1, counts))),
+        positions=positions,
+        slot_mapping=np.zeros(len(positions), np.int64),
+        query_starts=np.cumsum([0, *counts], dtype=np.int32),
         context_lens=lengths,
         block_tables=tables,
     )
-    queries = rng.standard_normal((len(lengths), shape.num_query_heads, 1, shape.key_dim), np.float32)
+    queries = rng.standard_normal((len(positions), shape.num_query_heads, 1, shape.key_dim), np.float32)
     sinks = rng.standard_normal(shape.num_query_heads, np.float32)
     return DecodeWorld(shape, pool, *stored, step, _typed(queries, shape.dtype), _typed(sinks, shape.dtype))
 
@@ -167,22 +184,24 @@ def check_decode(
 def oracle(
     world: DecodeWorld, scale: float, window: int | None, sinks: mx.array | None, softcap: float | None
 ) -> np.ndarray:
-    """Attention in float64, one sequence and head after the other."""
+    """Attention in float64, one row and head after the other."""
     queries, keys, values = _float64(world.queries), world.keys, world.values
     group = world.shape.group_size
     out = np.zeros((*queries.shape[:3], world.shape.value_dim))
-    for sequence, length in enumerate(world.step.context_lens):
+    owners = np.repeat(np.arange(world.step.num_requests), np.diff(world.step.query_starts))
+    lengths = world.step.context_lens[owners] - world.step.query_starts[1:][owners] + np.arange(len(owners)) + 1
+    for row, (sequence, length) in enumerate(zip(owners, lengths)):
         slots = np.arange(0 if window is None else max(0, length - window), length)
         blocks, offsets = world.step.block_tables[sequence][slots // BLOCK_SIZE], slots % BLOCK_SIZE
         for head in range(world.shape.num_query_heads if length else 0):
-            logits = keys[blocks, head // group, offsets] @ queries[sequence, head, 0] * scale
+            logits = keys[blocks, head // group, offsets] @ queries[row, head, 0] * scale
             if softcap is not None:
                 logits = softcap * np.tanh(logits / softcap)
             extra = [] if sinks is None else [_float64(sinks)[head]]
             top = max([*extra, logits.max()])
             weights = np.exp(logits - top)
             total = weights.sum() + sum(np.exp(sink - top) for sink in extra)
-            out[sequence, head, 0] = weights @ values[blocks, head // group, offsets] / total
+            out[row, head, 0] = weights @ values[blocks, head // group, offsets] / total
     return out
 
 

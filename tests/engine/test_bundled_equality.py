@@ -34,5 +34,5 @@ def test_greedy_answers_equal_mlx_lms(bundled_model: Path) -> None:
         assert [answers(llm, [prompt], [NUM_TOKENS])[0] for prompt in prompts] == wanted
         assert answers(llm, prompts, lengths) == wanted
         assert llm.stats().num_prefix_hit_tokens > 0
-        assert llm.reset_prefix_cache()
+        assert llm.engine.reset_prefix_cache()
         assert answers(llm, prompts, lengths) == wanted

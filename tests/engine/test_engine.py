@@ -14,7 +14,7 @@ import pytest
 
 from mlx_server.bench.random_folder import word_tokenizer
 from mlx_server.config import CacheConfig, Config, ModelConfig, ObservabilityConfig, SchedulerConfig
-from mlx_server.engine import engine as engine_module
+from mlx_server.engine import observed
 from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.grammar.spec import parse_structured
 from mlx_server.engine.parts import Surroundings
@@ -119,6 +119,28 @@ async def test_a_stream_carries_tokens_text_counts_and_one_end(folder):
     assert "".join(delta.text for delta in deltas) == text
 
 
+async def test_readers_are_told_once_a_step(folder):
+    num_told = 0
+
+    def on_news() -> None:
+        nonlocal num_told
+        num_told += 1
+
+    async with engine_of(folder) as engine:
+        streams = [engine.submit(ask(name, sampling=greedy(20))) for name in "abc"]
+        for stream in streams:
+            stream.on_news = on_news
+        await until(lambda: not engine.num_streams)
+        num_tokens = sum(delta.num_output_tokens for stream in streams for delta in stream.take()[-1:])
+        assert num_tokens == 60
+        assert 0 < num_told <= engine.scheduler.counters.num_steps
+
+
+def ids_of(deltas: list[CompletionDelta]) -> list[int]:
+    """All tokens, however many came at a time."""
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
 async def test_output_does_not_depend_on_who_else_is_in_the_batch(folder):
     sampling = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True)
     async with engine_of(folder) as engine:
@@ -129,7 +151,7 @@ async def test_output_does_not_depend_on_who_else_is_in_the_batch(folder):
         ]
         streams = [engine.submit(request) for request in [*strangers, ask("again", sampling=sampling)]]
         together = (await asyncio.gather(*map(read, streams)))[-1]
-    assert [delta.token_ids for delta in together] == [delta.token_ids for delta in alone]
+    assert ids_of(together) == ids_of(alone)
 
 
 async def test_a_stop_string_across_tokens_ends_the_request_and_is_not_shown(folder):
@@ -181,7 +203,7 @@ async def test_aborting_gives_back_blocks_wherever_the_request_stands(folder):
         await until(lambda: is_empty(engine))
         decoding = engine.submit(ask("d", sampling=greedy(200)))
         await anext(decoding)
-        await decoding.aclose()
+        decoding.abort()
         await until(lambda: is_empty(engine))
         engine.scheduler.check_integrity()
 
@@ -228,12 +250,12 @@ async def test_sixteen_cold_requests_compute_their_shared_prefix_once(folder):
 async def test_block_y_after_b_is_not_block_y_after_a(folder):
     a, b, y = (random_prompts((32,), seed=seed)[0] for seed in range(3))
     async with engine_of(folder) as engine:
-        cold = [delta.token_ids for delta in await read(engine.submit(ask("cold", [*b, *y, 1])))]
+        cold = ids_of(await read(engine.submit(ask("cold", [*b, *y, 1]))))
         assert engine.reset_prefix_cache()
         await read(engine.submit(ask("ay", [*a, *y, 1])))
         warm = await read(engine.submit(ask("by", [*b, *y, 1])))
     assert warm[0].num_cached_tokens == 0
-    assert [delta.token_ids for delta in warm] == cold
+    assert ids_of(warm) == cold
 
 
 async def test_salted_prefixes_are_not_shared(folder):
@@ -290,7 +312,7 @@ async def test_output_ends_where_the_context_does(folder):
 async def test_a_better_tier_finds_a_place_in_a_full_queue(folder):
     async with engine_of(folder, max_num_seqs=1, max_num_waiting=2) as engine:
         running = engine.submit(ask("running", sampling=greedy(250)))
-        await running.wait_for_output()
+        await anext(running)
         stays, goes = (engine.submit(ask(name, priority=Priority.LOW)) for name in ("stays", "goes"))
         better = engine.submit(ask("better", priority=Priority.HIGH))
         with pytest.raises(QueueFullError, match="a request of a better tier has taken this one's place"):
@@ -307,13 +329,12 @@ async def test_a_better_tier_finds_a_place_in_a_full_queue(folder):
 async def test_a_full_queue_and_a_long_wait_are_refused(folder):
     async with engine_of(folder, max_num_seqs=1, max_num_waiting=2, queue_timeout_s=0.05) as engine:
         running = engine.submit(ask("running", sampling=greedy(250)))
-        await running.wait_for_output()
         assert (await anext(running)).num_output_tokens == 1
         waiting = [engine.submit(ask(f"w{i}")) for i in range(2)]
         with pytest.raises(QueueFullError, match="2 requests wait already; the limit is 2"):
             engine.submit(ask("too many"))
         with pytest.raises(QueueTimeoutError, match=r"the limit is 0\.05 s"):
-            await waiting[0].wait_for_output()
+            await anext(waiting[0])
         with pytest.raises(QueueTimeoutError, match=r"the limit is 0\.05 s"):
             await read(waiting[1])
         with pytest.raises(ContextLengthError):
@@ -343,7 +364,7 @@ async def test_draining_finishes_open_streams_and_refuses_new_ones(folder):
 async def test_streams_that_outlast_the_drain_end_with_an_error(folder):
     async with engine_of(folder) as engine:
         streams = [engine.submit(ask(name, sampling=greedy(250))) for name in "ab"]
-        await streams[0].wait_for_output()
+        await anext(streams[0])
         await engine.stop(drain_timeout_s=0.0)
         errors = await asyncio.gather(*map(read, streams), return_exceptions=True)
         assert all(isinstance(error, OverloadedError) and "shut down" in str(error) for error in errors)
@@ -385,12 +406,15 @@ async def test_settings_that_contradict_each_other_are_refused(folder):
 
 async def test_an_engine_stops_the_thread_that_is_its_own(folder):
     settings = ModelConfig(model=str(folder), max_model_len=MAX_MODEL_LEN)
+    before = set(threading.enumerate())
     engine = AsyncEngine(Config(model=settings, cache=CacheConfig(num_kv_blocks=16)))
+    assert set(threading.enumerate()) <= before
     await engine.start()
-    assert "mlx" in {thread.name for thread in threading.enumerate()}
+    started = {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("mlx")}
+    assert {thread.name for thread in started} == {"mlx", "mlx-device"}
     await engine.stop()
     await engine.stop()
-    assert "mlx" not in {thread.name for thread in threading.enumerate()}
+    assert not started & set(threading.enumerate())
 
 
 class _Forces:
@@ -404,6 +428,9 @@ class _Forces:
 
     def forced_tokens(self) -> list[int]:
         return self._forced
+
+    def fork(self) -> None:
+        return None
 
     def bitmask(self) -> bytes | None:
         return None
@@ -542,7 +569,7 @@ async def test_figures_and_traces_that_fail_end_nobody_s_request(folder, monkeyp
     def explode(*news: Any) -> None:
         raise ValueError("no such tier")
 
-    monkeypatch.setattr(engine_module, "_complained_s", {})
+    monkeypatch.setattr(observed, "_logged_s", {})
     for name in ("on_submitted", "on_rejected", "on_step_done", "on_tokens", "on_finished"):
         monkeypatch.setattr(EngineMetrics, name, explode)
     async with engine_of(folder, max_num_seqs=1, queue_timeout_s=0.05, tracing=BrokenTracing()) as engine:
@@ -573,7 +600,7 @@ async def test_a_tokenizer_that_grammars_cannot_use_is_served_without_them(tmp_p
     async with engine_of(folder) as engine:
         deltas = await read(engine.submit(ask("a", sampling=greedy(3))))
         with pytest.raises(UnsupportedError):
-            engine.grammars.warm_up()
+            engine.grammars.compile(parse_structured({"regex": "a"}))
     assert "Structured output does not work" in caplog.text
     assert len("".join(delta.text for delta in deltas).split()) == 3
 
@@ -621,11 +648,9 @@ async def test_no_parameters_break_the_engine(folder):
         assert engine.state is EngineState.READY
 
 
-@pytest.mark.parametrize(("backend", "waiter"), [("reference", "mlx-device"), ("cpu", "mlx")])
-def test_who_waits_for_a_step_depends_on_who_computes_it(
-    backend: str, waiter: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where MLX computes by itself, a thread of its own waits, and finds the step finished and its tokens right."""
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_thread_of_its_own_waits_for_steps(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX computes by itself: who waits finds the step finished and its tokens right."""
     waiters: set[str] = set()
     wait = ModelRunner.wait
 
@@ -638,4 +663,4 @@ def test_who_waits_for_a_step_depends_on_who_computes_it(
     expected = plain_greedy("llama", prompts, [8, 8])
     with make_llm("llama", attention_backend=backend) as llm:
         assert answers(llm, prompts, [8, 8]) == expected
-    assert waiters == {waiter}
+    assert waiters == {"mlx-device"}

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from virtual_time import run_virtually
 
 from mlx_server.config import Config, MemoryConfig, ModelConfig, load_config
-from mlx_server.engine.memory_budget import MemoryBudget, MemoryNeed, estimate_need, step_bytes
+from mlx_server.engine.memory_budget import MemoryBudget
 from mlx_server.engine.memory_guard import KvMemory, MemoryGuard, MemoryWatch, PressureLevel
+from mlx_server.engine.memory_need import MemoryNeed, estimate_need, step_bytes
 from mlx_server.errors import ConfigError, InsufficientMemoryError
 from mlx_server.outputs import ModelRunnerOutput
 from mlx_server.runtime.memory import MemoryReading
@@ -224,6 +225,15 @@ def test_the_device_has_a_bound_of_its_own():
     assert now.room_below(0.6) == 0
 
 
+def test_a_refusal_ends_when_the_model_gives_memory_back():
+    """That of its draft model, for one."""
+    share = MemoryBudget(100 * MIB, 0, lambda: reading(1000)).take("a", need(90, kv=10))
+    supply, drafts = (KvMemory(share, MIB, lambda: 0.0) for _ in range(2))
+    assert supply.take(1, 4, is_needed=True) == 0
+    drafts.give_back(3)
+    assert supply.take(1, 4, is_needed=True) == 3
+
+
 def test_a_refusal_stands_for_a_moment_so_that_a_full_pool_does_not_ask_for_every_block():
     readings, now = [0], [0.0]
 
@@ -239,9 +249,11 @@ def test_a_refusal_stands_for_a_moment_so_that_a_full_pool_does_not_ask_for_ever
     assert supply.take(3, 4, is_needed=True) == 0
     assert readings[0] == asked
     assert supply.take(2, 4, is_needed=True) == 2, "less than what was refused"
+    assert supply.take(1, 4, is_needed=True) == 0
+    asked, now[0] = readings[0], 0.25
+    assert supply.take(1, 4, is_needed=True) == 0
+    assert readings[0] > asked
     supply.give_back(4)
-    assert supply.take(3, 4, is_needed=True) == 0
-    now[0] = 0.25
     assert supply.take(3, 4, is_needed=True) == 4
 
 
@@ -408,6 +420,7 @@ async def test_of_two_models_the_one_with_the_lowest_request_preempts():
     batch.world.add(*(make_request(f"batch-{name}", 30, 200, priority=2) for name in ("a", "b", "c")))
     async with watched(chat, batch) as scene:
         scene.sample(500)
+        scene.sample(500)  # chat-normal has sat the first step out
         seen = []
         for _ in range(5):
             scene.sample(980)

@@ -43,9 +43,9 @@ def test_numpy_s_numbers_ask_for_the_same():
     assert SamplingParams(**NUMPY) == SamplingParams(**PLAIN)
     with make_llm("llama") as llm:
         prompt = [1, 2, 3, 4]
-        (expected,) = llm.generate([prompt], SamplingParams(**PLAIN), progress=False)
+        (expected,) = llm.generate([prompt], SamplingParams(**PLAIN), use_tqdm=False)
         for ids in (np.array(prompt), [np.int64(token_id) for token_id in prompt], np.array(prompt, dtype=np.uint8)):
-            (found,) = llm.generate([ids], SamplingParams(**NUMPY), progress=False)
+            (found,) = llm.generate([ids], SamplingParams(**NUMPY), use_tqdm=False)
             assert found == expected
             assert all(type(token_id) is int for token_id in found.prompt_token_ids)
 
@@ -54,8 +54,8 @@ def test_numpy_s_numbers_ask_for_the_same():
 def test_what_is_no_token_id_is_refused_and_the_engine_goes_on(prompt: Any):
     with make_llm("llama") as llm:
         with pytest.raises(InvalidRequestError, match="prompt must be made of integers"):
-            llm.generate([prompt], progress=False)
-        assert llm.generate([[1, 2]], SamplingParams(max_tokens=1), progress=False)
+            llm.generate([prompt], use_tqdm=False)
+        assert llm.generate([[1, 2]], SamplingParams(max_tokens=1), use_tqdm=False)
 
 
 @pytest.mark.parametrize("name", ["seed", "max_tokens", "top_k"])

@@ -6,50 +6,50 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_server.engine.text.detokenizer import Scan, StopStringMatcher, StringScanner
+from mlx_server.engine.text.detokenizer import Scan, StringScanner
 
 
-def run(stop: tuple[str, ...], pieces: list[str], include: bool = False) -> tuple[str, str | None]:
-    matcher = StopStringMatcher(stop, include)
+def run(stop: tuple[str, ...], pieces: list[str]) -> tuple[str, str | None]:
+    scanner = StringScanner(stop)
     emitted = ""
     for piece in pieces:
-        result = matcher.append(piece)
+        result = scanner.scan(piece)
         emitted += result.text
         if result.matched is not None:
             return emitted, result.matched
-    return emitted + matcher.flush(), None
+    return emitted + scanner.flush(), None
 
 
-def whole_search(stop: tuple[str, ...], text: str, include: bool) -> tuple[str, str | None]:
+def whole_search(stop: tuple[str, ...], text: str) -> tuple[str, str | None]:
     """The rule as stated: over ends in order, the longest stop string that ends there."""
     for end in range(1, len(text) + 1):
         ending = [s for s in stop if text[:end].endswith(s)]
         if ending:
             longest = max(ending, key=len)
-            return text[: end if include else end - len(longest)], longest
+            return text[: end - len(longest)], longest
     return text, None
 
 
 def test_without_stop_strings_everything_passes_at_once() -> None:
-    matcher = StopStringMatcher(())
-    assert matcher.append("anything") == Scan("anything")
-    assert matcher.flush() == ""
+    scanner = StringScanner(())
+    assert scanner.scan("anything") == Scan("anything")
+    assert scanner.flush() == ""
 
 
 def test_a_possible_beginning_is_held_back_and_released() -> None:
-    matcher = StopStringMatcher(("###", "END"))
-    assert matcher.append("one #") == Scan("one ")
-    assert matcher.append("#") == Scan("")
-    assert matcher.append("2 E") == Scan("##2 ")
-    assert matcher.append("N") == Scan("")
-    assert matcher.flush() == "EN"
+    scanner = StringScanner(("###", "END"))
+    assert scanner.scan("one #") == Scan("one ")
+    assert scanner.scan("#") == Scan("")
+    assert scanner.scan("2 E") == Scan("##2 ")
+    assert scanner.scan("N") == Scan("")
+    assert scanner.flush() == "EN"
 
 
 def test_only_what_can_begin_a_stop_string_is_held() -> None:
-    matcher = StopStringMatcher(("aab",))
-    assert matcher.append("aaaa") == Scan("aa")
-    assert matcher.append("b tail") == Scan("", "aab")
-    assert matcher.flush() == ""
+    scanner = StringScanner(("aab",))
+    assert scanner.scan("aaaa") == Scan("aa")
+    assert scanner.scan("b tail") == Scan("", "aab", " tail")
+    assert scanner.flush() == ""
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,6 @@ def test_rules(stop: tuple[str, ...], text: str, expected: tuple[str, str]) -> N
     assert run(stop, list(text)) == expected
 
 
-def test_include_in_output_ends_with_the_stop_string() -> None:
-    assert run(("END",), ["say E", "ND now"], include=True) == ("say END", "END")
-
-
 def test_scanning_goes_on_behind_a_match() -> None:
     scanner = StringScanner(("<a>", "</a>"))
     first = scanner.scan("x<a>y</")
@@ -88,20 +84,18 @@ stops = st.lists(st.text(alphabet="ab", min_size=2, max_size=6), max_size=3).map
 
 
 @settings(max_examples=500)
-@given(stops, st.lists(texts, max_size=8), st.booleans())
-def test_any_split_gives_what_a_search_of_the_whole_gives(
-    stop: tuple[str, ...], pieces: list[str], include: bool
-) -> None:
-    assert run(stop, pieces, include) == whole_search(stop, "".join(pieces), include)
+@given(stops, st.lists(texts, max_size=8))
+def test_any_split_gives_what_a_search_of_the_whole_gives(stop: tuple[str, ...], pieces: list[str]) -> None:
+    assert run(stop, pieces) == whole_search(stop, "".join(pieces))
 
 
 @given(stops, st.lists(texts, min_size=1, max_size=8))
 def test_no_more_is_held_than_the_longest_possible_beginning(stop: tuple[str, ...], pieces: list[str]) -> None:
-    matcher = StopStringMatcher(stop)
+    scanner = StringScanner(stop)
     seen = emitted = ""
     for piece in pieces:
         seen += piece
-        result = matcher.append(piece)
+        result = scanner.scan(piece)
         emitted += result.text
         if result.matched is not None:
             return

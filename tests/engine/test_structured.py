@@ -59,7 +59,7 @@ def test_nesting_without_end_is_refused() -> None:
     deep = '{"items":' * 5000 + "{}" + "}" * 5000
     with pytest.raises(InvalidRequestError):
         COMPILER.compile(spec_of(json=deep))
-    with pytest.raises(InvalidRequestError, match="nested too deeply"):
+    with pytest.raises(InvalidRequestError, match="schemas deep, which is the most"):
         spec_of(json=json.loads('{"items":' * 900 + "{}" + "}" * 900), disable_additional_properties=True)
 
 
@@ -71,13 +71,26 @@ def test_numbers_beyond_all_floats_are_no_fault_of_ours() -> None:
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
 
 
+@pytest.mark.parametrize(
+    ("schema", "notes"),
+    [
+        ({"type": "array", "uniqueItems": True}, ("uniqueItems",)),
+        ({"type": "array", "uniqueItems": True, "items": {"type": "array", "uniqueItems": True}}, ("uniqueItems",)),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, ("oneOf",)),
+        ({"type": "string", "format": "password"}, ()),
+    ],
+)
+def test_what_is_not_enforced_is_noted(schema: Any, notes: tuple[str, ...]) -> None:
+    assert COMPILER.compile(spec_of(json=schema)).notes == notes
+
+
 def test_options_of_json() -> None:
     assert is_whole(start(json=SCHEMA), '{ "b": 1,\n  "a": 2}')
     assert not accepts(start(json=SCHEMA, disable_any_whitespace=True), '{ "b"')
     assert is_whole(start(json=SCHEMA, disable_any_whitespace=True), '{"b":1,"a":2}')
     assert is_whole(start(json=SCHEMA, whitespace_pattern="\t"), '{\t"b":1}')
     assert not accepts(start(json=SCHEMA, whitespace_pattern="\t"), "{ ")
-    assert is_whole(start(json=SCHEMA), '{"b":1,"c":2}')
+    assert is_whole(start(json=SCHEMA, disable_additional_properties=False), '{"b":1,"c":2}')
     assert not accepts(start(json=SCHEMA, disable_additional_properties=True), '{"b":1,"c')
     either = {"anyOf": [SCHEMA, {"type": "null"}]}
     assert not accepts(start(json=either, disable_additional_properties=True), '{"b":1,"c')
@@ -381,7 +394,7 @@ async def test_the_deepest_schemas_are_compiled_on_a_stack_that_holds_them() -> 
     nodes = {f"d{n}": {"items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(2500)}
     schema = {"$defs": {**nodes, "d2500": {"type": "integer"}}, "$ref": "#/$defs/d0", "type": "array"}
     spec = spec_of(json=schema)
-    grammar = await COMPILER.beside(lambda: COMPILER.compile(spec), spec.param)
+    grammar = await COMPILER.threads.run(lambda: COMPILER.compile(spec), spec.param)
     assert is_whole(grammar.start(), "[[[]]]")
 
 
@@ -472,7 +485,7 @@ def test_many_threads_may_compile_and_start_at_once() -> None:
 )
 def test_some_tokenizers_have_no_structured_output(tokenizer: Tokenizer, reason: str) -> None:
     with pytest.raises(UnsupportedError, match=reason):
-        GrammarCompiler(tokenizer).warm_up()
+        GrammarCompiler(tokenizer).compile(spec_of(regex="a"))
 
 
 def test_end_of_sequence_ids_beyond_the_vocabulary_are_left_out() -> None:

@@ -10,7 +10,7 @@ from mlx_server.engine.grammar.spec import parse_structured
 from mlx_server.errors import InvalidRequestError
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
-SCHEMA_TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{}}}'
+SCHEMA_TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{}},"additionalProperties":false}'
 CHOICES = ["a", "b"]
 
 
@@ -48,6 +48,21 @@ CHOICES = ["a", "b"]
         ({"json_schema": SCHEMA_TEXT}, "json_schema", SCHEMA_TEXT, "json_schema"),
         ({"regex": "a"}, "regex", "a", "regex"),
         ({"ebnf": "root ::= x"}, "gbnf", "root ::= x", "ebnf"),
+        ({"grammar": "root ::= x"}, "gbnf", "root ::= x", "grammar"),
+        ({"format": "json"}, "json_object", '{"type":"object"}', "format"),
+        ({"format": SCHEMA}, "json_schema", SCHEMA_TEXT, "format"),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            "json_schema",
+            SCHEMA_TEXT,
+            "response_format.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+            "json_schema",
+            SCHEMA_TEXT,
+            "response_format.schema",
+        ),
         (
             {"response_format": {"type": "structural_tag", "structures": [], "triggers": []}},
             "structural_tag",

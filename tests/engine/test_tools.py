@@ -136,6 +136,49 @@ def test_json_between_tags(text: str, content: str, calls: list[tuple[str, Any]]
     assert parsed(text) == (content, calls)
 
 
+BARE = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+UNTAGGED_CASES: list[tuple[str, str, list[tuple[str, Any]]]] = [
+    (BARE, "", [WEATHER]),
+    (f"\n\n{BARE}\n", "", [WEATHER]),
+    (f"```json\n{BARE}\n```", "", [WEATHER]),
+    (f"```\n{BARE}```\n", "", [WEATHER]),
+    (f"<tools>\n{BARE}\n</tools>", "", [WEATHER]),
+    (f"{BARE}\n{BARE}", "", [WEATHER, WEATHER]),
+    (f"```json\n{BARE}\n```\n```json\n{BARE}\n```", "", [WEATHER, WEATHER]),
+    (json.dumps({"name": "get_weather", "arguments": {"city": "Paris"}}, indent=4), "", [WEATHER]),
+    (f"{BARE}\nI have asked.", "I have asked.", [WEATHER]),
+    (BARE.replace("arguments", "parameters"), "", [WEATHER]),
+    # Not calls of an offered tool, or not at the beginning.
+    (BARE.replace("get_weather", "get_weathers"), BARE.replace("get_weather", "get_weathers"), []),
+    ('{"name": "Ann", "age": 5}', '{"name": "Ann", "age": 5}', []),
+    ('{"name": "get_weather"}', '{"name": "get_weather"}', []),
+    (f"Such as: {BARE}", f"Such as: {BARE}", []),
+    ("```python\nprint(5)\n```", "```python\nprint(5)\n```", []),
+    ("```js\nf()\n```", "```js\nf()\n```", []),
+    ("```json\n[1]\n```", "```json\n[1]\n```", []),
+    ("<toolbox>", "<toolbox>", []),
+    ("{", "{", []),
+    ("``", "``", []),
+    ('{"name": "get_w', '{"name": "get_w', []),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), UNTAGGED_CASES)
+def test_calls_that_lack_their_tags(text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    assert parsed(text) == (content, calls)
+
+
+def test_text_that_is_no_call_is_not_held_back() -> None:
+    following = extractor()
+    assert following.append("``").content == ""
+    assert following.append("`py").content == "```py"
+    assert following.append("{").content == "{"
+
+
+def test_other_formats_have_no_calls_without_their_markers() -> None:
+    assert parsed(BARE, parser_named("qwen3_coder")) == (BARE, [])
+
+
 def test_arguments_that_break_off_stay_as_streamed() -> None:
     content, calls = run(['<tool_call>{"name": "f", "arguments": {"a": "b'])
     assert (content, calls) == ("", [("id0", "f", '{"a": "b')])

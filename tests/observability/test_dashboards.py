@@ -17,7 +17,7 @@ from mlx_server.config import CacheConfig, Config, ModelConfig, ObservabilityCon
 from mlx_server.model_entries import ModelEntry
 from mlx_server.pool.model_pool import build_pool
 from tests.engine_worlds import make_folder
-from tests.observability.test_metrics import names, samples
+from tests.observability.test_metrics import names
 from tests.prometheus_tools import ROOT, complaints, dashboard_expressions, names_in
 from tests.vllm_dashboard import expressions
 from tests.vllm_series import MAX_MODEL_LEN, SERIES, described
@@ -63,19 +63,6 @@ async def test_vllms_series_are_there_as_clients_know_them_and_no_others_under_i
     assert described(fresh) == SERIES, "before the first request"
     await ask(http)
     assert described((await http.get("/metrics")).content) == SERIES
-
-
-async def test_speculative_decoding_has_series_that_say_there_is_none(scrape: bytes):
-    found = {name: value for name, value in samples(scrape).items() if name.startswith("vllm:spec_decode")}
-    assert found == {
-        "vllm:spec_decode_num_drafts_total": 0,
-        "vllm:spec_decode_num_draft_tokens_total": 0,
-        "vllm:spec_decode_num_accepted_tokens_total": 0,
-        "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=0}": 0,
-    }
-    helps = [line for line in scrape.decode().splitlines() if line.startswith("# HELP vllm:spec_decode")]
-    assert len(helps) == 4
-    assert all(line.endswith("there is no speculative decoding here.") for line in helps)
 
 
 async def test_everything_that_dashboards_read_is_there_after_one_request(scrape: bytes):

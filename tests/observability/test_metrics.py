@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -189,12 +190,17 @@ def test_every_count_is_under_its_own_name():
         num_prompt_tokens=13,
         num_prompt_tokens_computed=14,
         num_prompt_tokens_cached=15,
+        num_prompt_tokens_from_disk=6,
         num_generated_tokens=16,
         num_tokens_recomputed=29,
         num_preemptions=17,
         preemptions_by_tier={"gold": 18},
         num_prefix_query_tokens=19,
         num_prefix_hit_tokens=20,
+        num_drafts=51,
+        num_draft_tokens=52,
+        num_accepted_tokens=53,
+        num_accepted_by_place={0: 54, 1: 55},
         num_block_evictions=21,
         num_pool_growths=22,
         num_pool_cuts=23,
@@ -202,6 +208,12 @@ def test_every_count_is_under_its_own_name():
         num_pressure_cuts=25,
         num_pressure_holds=26,
         num_pressure_preemptions=27,
+        num_disk_loads=61,
+        num_blocks_loaded=62,
+        num_blocks_not_loaded=63,
+        num_blocks_saved=64,
+        num_blocks_not_saved=65,
+        disk_load_time_s=66.5,
         busy_time_s=28.5,
         idle_time_s=29.5,
     )
@@ -228,7 +240,14 @@ def test_every_count_is_under_its_own_name():
         "vllm:prompt_tokens_by_source_total{source=local_compute}": 14,
         "vllm:prompt_tokens_by_source_total{source=local_cache_hit}": 15,
         "vllm:prompt_tokens_cached_total": 15,
-        "vllm:prompt_tokens_cached_by_source_total{source=device}": 15,
+        "vllm:prompt_tokens_cached_by_source_total{source=device}": 9,
+        "vllm:prompt_tokens_cached_by_source_total{source=disk}": 6,
+        "mlx_serve:kv_disk_loads_total": 61,
+        "mlx_serve:kv_disk_blocks_total{result=loaded}": 62,
+        "mlx_serve:kv_disk_blocks_total{result=not_loaded}": 63,
+        "mlx_serve:kv_disk_blocks_total{result=saved}": 64,
+        "mlx_serve:kv_disk_blocks_total{result=not_saved}": 65,
+        "mlx_serve:kv_disk_load_seconds_total": 66.5,
         "vllm:prefix_cache_queries_total": 19,
         "vllm:prefix_cache_hits_total": 20,
         "vllm:num_preemptions_total": 17,
@@ -236,6 +255,11 @@ def test_every_count_is_under_its_own_name():
         "vllm:request_success_total{finished_reason=length}": 32,
         "vllm:request_success_total{finished_reason=abort}": 33,
         "vllm:request_success_total{finished_reason=error}": 34,
+        "vllm:spec_decode_num_drafts_total": 51,
+        "vllm:spec_decode_num_draft_tokens_total": 52,
+        "vllm:spec_decode_num_accepted_tokens_total": 53,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=0}": 54,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=1}": 55,
         "vllm:admission_rejections_total{reason=max_num_queued_reqs}": 41,
         "vllm:admission_rejections_total{reason=max_num_queued_tokens}": 42,
         "mlx_serve:preemptions_total{tier=gold}": 18,
@@ -289,6 +313,8 @@ def test_every_histogram_is_under_its_own_name():
 def test_a_model_that_was_unloaded_keeps_its_counters_and_comes_last():
     metrics, now = EngineMetrics(64), EngineStats(num_running=2, num_steps=5, preemptions_by_tier={"low": 1})
     metrics.past = EngineStats(num_running=3, num_steps=10, preemptions_by_tier={"low": 2, "high": 1})
+    now = replace(now, num_accepted_by_place={0: 1, 1: 0, 2: 0})
+    metrics.past = replace(metrics.past, num_accepted_by_place={0: 7, 1: 5})
     gone = EngineReading("gone", EngineStats().after(metrics.past), metrics, True, is_loaded=False)
     again = EngineReading("again", now.after(metrics.past), EngineMetrics(64), True)
     text = render([gone, again]).decode()
@@ -301,6 +327,8 @@ def test_a_model_that_was_unloaded_keeps_its_counters_and_comes_last():
     ]
     assert 'mlx_serve:preemptions_total{engine="0",model_name="again",tier="low"} 3.0' in text
     assert 'vllm:engine_sleep_state{engine="0",model_name="gone",sleep_state="discard_all"} 1.0' in text
+    by_place = [line.split()[-1] for line in text.splitlines() if "_per_pos_total{" in line and '"again"' in line]
+    assert by_place == ["8.0", "5.0", "0.0"]
 
 
 def test_cached_blocks_that_nobody_uses_count_as_free():
@@ -334,6 +362,29 @@ async def test_counters_go_on_when_the_model_is_loaded_again(tmp_path):
     assert second["vllm:inter_token_latency_seconds_count"] == 4 + 2
     assert second["mlx_serve:model_memory_bytes{use=weights}"] > 0
     assert [name for name, value in first.items() if name.endswith("_total") and second[name] < value] == []
+
+
+async def test_drafts_are_counted_by_their_place(tmp_path):
+    """A second request gets the first one's answer again: drafts of it are right."""
+    async with engine_of(make_folder(tmp_path / "tiny")) as engine:
+        speculation = engine._loaded_parts().scheduler.speculation
+        # Rows are free, whatever this machine measures.
+        speculation.costs.curve = lambda first, last: [1.0] * (last - first + 1)
+        first, second = [await read(engine.submit(ask(name, [1] * 40, greedy(60)))) for name in "ab"]
+        found = samples(render([EngineReading("tiny", engine.stats(), engine.metrics, True)]))
+    drafts = {name.removeprefix("vllm:spec_decode_num_"): n for name, n in found.items() if "spec_decode" in name}
+    by_place = [drafts.pop(f"accepted_tokens_per_pos_total{{position={place}}}") for place in range(8)]
+    assert drafts.keys() == {"drafts_total", "draft_tokens_total", "accepted_tokens_total"}
+    assert 0 < drafts["drafts_total"] <= drafts["draft_tokens_total"]
+    assert sum(by_place) == drafts["accepted_tokens_total"] > 40
+    assert drafts["drafts_total"] >= by_place[0] == max(by_place)
+    # Each step gives a token beside the drafts that were right.
+    assert found["vllm:generation_tokens_total"] == 120
+    assert len(first) + len(second) + drafts["accepted_tokens_total"] == 120
+    num_accepted = [deltas[-1].num_accepted_drafts for deltas in (first, second)]
+    num_rejected = [deltas[-1].num_rejected_drafts for deltas in (first, second)]
+    assert sum(num_accepted) == drafts["accepted_tokens_total"]
+    assert sum(num_rejected) == drafts["draft_tokens_total"] - drafts["accepted_tokens_total"]
 
 
 async def test_every_series_of_the_dashboards_is_there_after_one_request(tmp_path):

@@ -149,6 +149,18 @@ class Primitives:
         self._dispatch(self._inputs, [out])
         return out
 
+    def _rotated(self) -> Array:
+        """hadamard.cpp, of a power of two: one kernel, in place where the input's memory can be taken."""
+        source = self._inputs[0]
+        if source.is_row:
+            out = self._taken(source) if source.is_donatable else self._fresh()
+            self._dispatch([source], [out])
+            return out
+        out = self._fresh()
+        self._dispatch([source], [out])
+        self._dispatch([out], [out])
+        return out
+
     def _rope(self) -> Array:
         """rope.cpp: RoPE."""
         source, *others = self._inputs
@@ -394,6 +406,7 @@ _OTHERS: dict[str, Callable[[Primitives], Array]] = {
     "RMSNorm": Primitives._normalised,
     "LayerNorm": Primitives._normalised,
     "Softmax": Primitives._normalised,
+    "Hadamard": Primitives._rotated,
     "RoPE": Primitives._rope,
     "PartialRoPE": Primitives._rope,
     "Attention": Primitives._attention,

@@ -133,8 +133,9 @@ def _compiled_functions() -> Iterator[tuple[Any, str, Any]]:
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith(("mlx_lm.models", "mlx.nn", "mlx_server.runtime")):
             for name, value in list(vars(module).items()):
-                if isinstance(value, _COMPILED):
-                    yield module, name, _fused(name, value)
+                inner = getattr(value, "_mlx_server_original", value)  # ours asks for another way first
+                if isinstance(inner, _COMPILED):
+                    yield module, name, _fused(name, inner)
 
 
 def _fused(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_server import LLM
 from mlx_server.config import BLOCK_SIZE, Config, ModelConfig
-from mlx_server.engine.memory_budget import estimate_need
+from mlx_server.engine.memory_need import estimate_need
 from mlx_server.errors import ConfigError, InvalidRequestError, ModelLoadError, ModelNotFoundError
 from mlx_server.model_entries import Adapter
 from mlx_server.outputs import ScheduledChunk
@@ -53,7 +53,7 @@ def answer(
 ) -> Answers:
     before = llm.stats().num_preemptions
     params = [greedy(n, logprobs=NUM_LOGPROBS) for n in max_tokens]
-    completions = llm.generate(prompts, params, adapters=adapters, progress=False)
+    completions = llm.generate(prompts, params, adapters=adapters, use_tqdm=False)
     return Answers(completions, llm.stats().num_preemptions - before, 0, 0)
 
 
@@ -152,7 +152,7 @@ def test_embedding_and_head_have_adapters(is_tied: bool, tmp_path: Path) -> None
     expected = wanted(folder, paths, prompts, MAX_TOKENS, adapters)
     with LLM(str(folder), adapters=settings_of(paths), **CROWDED) as llm:
         assert worst_error(answer(llm, prompts, MAX_TOKENS, adapters), expected) < 1e-4
-        scored = llm.generate(prompts, greedy(1, prompt_logprobs=0), adapters=adapters, progress=False)
+        scored = llm.generate(prompts, greedy(1, prompt_logprobs=0), adapters=adapters, use_tqdm=False)
     model = plain_model(folder, paths["inside"])
     logits = model(mx.array([prompts[2]]))[0]
     logprobs = (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).tolist()
@@ -168,12 +168,12 @@ def test_no_prefix_is_shared_between_adapters(architecture: str, tmp_path: Path)
     with LLM(str(folder), adapters=settings_of(paths), num_kv_blocks=32, max_model_len=256) as llm:
 
         def num_cached(adapter: str | None) -> int:
-            return llm.generate([prompt], greedy(1), adapters=adapter, progress=False)[0].num_cached_tokens
+            return llm.generate([prompt], greedy(1), adapters=adapter, use_tqdm=False)[0].num_cached_tokens
 
         assert [num_cached(adapter) for adapter in (None, "wide", "late")] == [0, 0, 0]
         assert [num_cached(adapter) for adapter in (None, "wide", "late")] == [3 * BLOCK_SIZE] * 3
         assert llm.stats().num_prompt_tokens_computed == 3 * len(prompt) + 3
-        together = llm.generate([other] * 3, greedy(1), adapters=[None, "wide", "late"], progress=False)
+        together = llm.generate([other] * 3, greedy(1), adapters=[None, "wide", "late"], use_tqdm=False)
         assert [completion.num_cached_tokens for completion in together] == [0, 0, 0]
 
 
@@ -345,9 +345,9 @@ def test_adapters_are_named_by_their_folders_or_by_hand(tmp_path: Path) -> None:
         with pytest.raises(
             ModelNotFoundError, match=r"`base:late` .* What there is of it: base, base:wide, base:other"
         ):
-            llm.generate([prompt], greedy(1), adapters="late", progress=False)
+            llm.generate([prompt], greedy(1), adapters="late", use_tqdm=False)
         with pytest.raises(InvalidRequestError, match="There are 1 prompts and 2 adapters"):
-            llm.generate([prompt], greedy(1), adapters=["wide", None], progress=False)
+            llm.generate([prompt], greedy(1), adapters=["wide", None], use_tqdm=False)
     with pytest.raises(ConfigError, match=r"a/x and b/x both are the adapter x; .* as OTHER=b/x"):
         LLM(str(folder), adapters=["a/x", "b/x"])
     with pytest.raises(ConfigError, match="is loaded already"):

@@ -21,13 +21,15 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCach
 
 from mlx_server import LLM
 from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
-from mlx_server.engine.memory_budget import estimate_need
+from mlx_server.engine.memory_need import estimate_need
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.layers import discover_layers
+from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.loader import LoadedModel
 from tests import metal_stand_ins
-from tests.architectures import ARCHITECTURES, BROKEN, LEVELS, NEEDS_METAL, REFUSED, config_of
+from tests.architectures import ARCHITECTURES, BROKEN, LEVELS, NEEDS_METAL, RECURRENT, REFUSED, config_of
 from tests.conformance import CROWDED, HEADER, Subject, answer, check_crowd, worst_error
+from tests.device_memory import active_bytes
 from tests.engine_worlds import BACKENDS, random_prompts
 from tests.tiny_models import byte_tokenizer, describe_model_folder, save_model_folder
 
@@ -81,6 +83,7 @@ def test_answers_in_a_crowd_are_those_given_alone(architecture: str, tmp_path: P
     assert 0 <= foreseen - row.pool_bytes <= MAX_SURPLUS_BYTES
     assert row.worst_error <= TOLERANCE
     assert row.level == LEVELS.get(architecture, "ragged")
+    assert row.is_recurrent == (architecture in RECURRENT)
     if not row.level.startswith("whole model"):
         assert row.calls_per_step == 1
 
@@ -92,7 +95,7 @@ def estimate(architecture: str, folder: Path) -> int:
         cache=CacheConfig(num_kv_blocks=CROWDED["num_kv_blocks"]),
         scheduler=SchedulerConfig(max_num_seqs=CROWDED["max_num_seqs"]),
     )
-    held = mx.get_active_memory()
+    held = active_bytes()
     mx.reset_peak_memory()
     num_bytes = estimate_need(settings).kv_bytes
     if architecture not in CHOOSES_ON_THE_HOST:
@@ -220,9 +223,22 @@ def test_caches_that_cannot_be_paged_are_named(cache: Any, reason: str) -> None:
         discover_layers(OneCache(cache))
 
 
-def test_an_unknown_type_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_installed", "remedy"),
+    [
+        (True, "Neither mlx-lm nor mlx-vlm knows it: update them, or convert the model"),
+        (False, "mlx-lm does not know it, and mlx-vlm, which may, is not installed: pip install"),
+    ],
+)
+def test_an_unknown_type_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_installed: bool, remedy: str
+) -> None:
+    if is_installed:
+        pytest.importorskip("mlx_vlm")
+    else:
+        monkeypatch.setattr(vlm, "is_installed", lambda: False)
     folder = describe_model_folder(config_of("llama") | {"model_type": "nonsense"}, tmp_path)
-    with pytest.raises(ModelLoadError, match=r"Model type nonsense not supported\. Convert the model"):
+    with pytest.raises(ModelLoadError, match=f"Model type nonsense not supported\\. {remedy}"):
         LLM(str(folder))
 
 

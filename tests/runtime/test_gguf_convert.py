@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from gguf_files import NUM_HEADS, NUM_KV_HEADS, SPECIALS, vocabulary, write_gguf
 
 from mlx_server import config
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.models.bundled import SMOLLM2
 from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf, native_weight_format
+from tests.gguf_files import NUM_HEADS, NUM_KV_HEADS, SPECIALS, vocabulary, write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +102,9 @@ def test_the_tokenizer_merges_within_words_but_never_digits(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"architecture": "qwen2"}, "'qwen2'; only 'llama'"),
-        ({"pre": "qwen2"}, "split by qwen2"),
-        ({"extra": "rope_freqs.weight"}, "rope_freqs"),
+        ({"architecture": "falcon"}, "'falcon'; converted here are llama, qwen2.*mlx-community"),
+        ({"architecture": "clip"}, r"the image part of a model \(mmproj\)"),
+        ({"pre": "of another kind"}, "split by of another kind"),
         ({"extra": "blk.0.attn_q_norm.weight"}, "blk.0.attn_q_norm"),
     ],
 )
@@ -198,18 +199,19 @@ def test_the_bundled_tokenizer_is_the_models_own(bundled_model):
 
 
 @pytest.mark.parametrize(
-    ("device", "has_metal", "wanted"),
+    ("device", "has_metal", "has_library", "wanted"),
     [
-        (mx.cpu, True, WeightFormat.FLOAT32),
-        (mx.cpu, False, WeightFormat.FLOAT32),
-        (mx.gpu, True, WeightFormat.PACKED),
-        (mx.gpu, False, WeightFormat.FLOAT32),
+        (mx.cpu, True, False, WeightFormat.FLOAT32),
+        (mx.cpu, False, True, WeightFormat.PACKED),
+        (mx.gpu, True, False, WeightFormat.PACKED),
+        (mx.gpu, False, False, WeightFormat.FLOAT32),
     ],
 )
 def test_weights_suit_the_device_in_use(
-    device: mx.DeviceType, has_metal: bool, wanted: WeightFormat, monkeypatch: pytest.MonkeyPatch
-):
-    """A Mac whose MLX computes on the CPU wants them expanded."""
+    device: mx.DeviceType, has_metal: bool, has_library: bool, wanted: WeightFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU without the native library wants them expanded, a Mac's, too."""
+    monkeypatch.setattr(native, "library", lambda: object() if has_library else None)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
     monkeypatch.setattr(mx.metal, "is_available", lambda: has_metal)
     assert native_weight_format() is wanted

@@ -19,6 +19,7 @@ from mlx_server.runtime.attention import LayerSpec, ReferenceBackend, block_sour
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.model_runner import BlockTables
+from tests.device_memory import active_bytes
 
 SPEC = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
 NUM_HEADS = 4
@@ -94,12 +95,12 @@ def test_block_tables_follow_the_moves():
 
 def test_a_gpu_pool_is_copied_one_array_at_a_time_and_its_old_memory_is_free():
     pool = GpuPool.make(SPEC, 64)
-    before = mx.get_active_memory()
+    before = active_bytes()
     mx.reset_peak_memory()
     pool.change(PoolChange(16))
     assert mx.get_peak_memory() - before < 12 * SPEC.block_bytes, "16 halves: K of what stays, beside what was there"
     assert pool.keys.shape == pool.values.shape == (16, 2, BLOCK_SIZE, 64)
-    assert before - mx.get_active_memory() == 48 * SPEC.block_bytes
+    assert before - active_bytes() == 48 * SPEC.block_bytes
 
 
 def test_a_host_pool_grows_in_place_and_gives_the_pages_of_its_end_back():

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import mlx_lm
 import pytest
-from gguf_files import write_gguf, write_wheel
 
 from mlx_server.engine import model_store
 from mlx_server.engine.text.chat import read_default_sampling
@@ -26,6 +25,8 @@ from mlx_server.errors import DownloadError
 from mlx_server.runtime.models import bundled
 from mlx_server.runtime.models.bundled import SMOLLM2, BundledModel, pull_bundled
 from mlx_server.runtime.models.gguf import WeightFormat
+from mlx_server.runtime.models.progress import Report
+from tests.gguf_files import write_gguf, write_wheel
 
 FORMAT = WeightFormat.PACKED
 ROOT = Path(__file__).parents[2]
@@ -90,10 +91,10 @@ def index_environ(index: Path) -> dict[str, str]:
 
 
 def count_fetches(world: World) -> None:
-    def counted(requirement: str, file_name: str, folder: Path, num_bytes: int) -> Path:
+    def counted(requirement: str, file_name: str, folder: Path, report: Report) -> Path:
         world.num_fetches += 1
         if world.fetch is not None:
-            return world.fetch(requirement, file_name, folder, num_bytes)
+            return world.fetch(requirement, file_name, folder, report)
         return Path(shutil.copy(world.source, folder))
 
     world.monkeypatch.setattr(bundled, "fetch_package_file", counted)
@@ -192,7 +193,7 @@ PULL_SCRIPT = """
         with open({log!r}, "a") as log:
             log.write(word + "\\n")
 
-    def fetch(requirement, file_name, folder, num_bytes):
+    def fetch(requirement, file_name, folder, report):
         note("fetch")
         return Path(shutil.copy({source!r}, folder))
 

@@ -47,13 +47,13 @@ def test_a_quantised_hybrid_is_served() -> None:
 
 
 def test_requests_take_over_slots_without_what_was_in_them() -> None:
-    """Two slots (and eight for kept states), and more requests than those: each starts from nothing."""
+    """Two slots, two for states behind drafts, eight for kept ones, and more requests: each starts from nothing."""
     subject = Subject("lfm2")
     prompts, max_tokens = random_prompts((33, 1, 2, 40, 1, 1)), (5, 9, 3, 4, 2, 6)
     with subject.make_llm(max_num_seqs=2) as llm:
         result = answer(llm, prompts, max_tokens)
         states = llm.engine._parts.runner.cache.recurrent
-        assert {array.shape[0] for cache in states for array in cache.state()} == {2 + 8}
+        assert {array.shape[0] for cache in states for array in cache.state() if array.size > 1} == {2 + 2 + 8}
     assert worst_error(result, subject.wanted(prompts, max_tokens)) < 1e-4
 
 

@@ -7,14 +7,17 @@ import re
 from pathlib import Path
 
 import huggingface_hub
+import mlx.core as mx
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from mlx_server.errors import DownloadError, ModelLoadError
-from mlx_server.runtime.models import loader as resolve
+from mlx_server.runtime.models import resolve
+from mlx_server.runtime.models.blueprint import model_classes
 from mlx_server.runtime.models.folder import missing_parts
-from mlx_server.runtime.models.loader import resolve_model
+from mlx_server.runtime.models.resolve import resolve_model
+from tests.conformance import Subject
 
 
 def write_folder(folder: Path) -> Path:
@@ -61,7 +64,7 @@ def test_a_folder_under_the_home_sign(tmp_path, monkeypatch):
 
 
 def test_the_bundled_name_is_pulled(tmp_path, monkeypatch):
-    monkeypatch.setattr(resolve, "pull_bundled", lambda: tmp_path)
+    monkeypatch.setattr(resolve, "pull_bundled", lambda *_, **__: tmp_path)
     monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / "smollm2")
     assert resolve_model("smollm2") == tmp_path
@@ -91,7 +94,16 @@ def test_weights_of_another_format_come_with_the_remedy(tmp_path):
     folder = write_folder(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert missing_parts(folder) == [
-        "weights, model*.safetensors (it has pytorch_model.bin; `mlx_lm.convert` turns such weights into this format)"
+        "weights, model*.safetensors (it has pytorch_model.bin, which may run code when it is read and so is not; look "
+        "for the same model in safetensors, or load it with transformers and call save_pretrained)"
+    ]
+
+
+def test_a_folder_of_gguf_files_names_one_to_serve(tmp_path):
+    folder = write_folder(tmp_path)
+    (folder / "model.safetensors").rename(folder / "model.Q4_K_M.gguf")
+    assert missing_parts(folder) == [
+        f"weights, model*.safetensors (it has GGUF files: serve one of them, {folder / 'model.Q4_K_M.gguf'})"
     ]
 
 
@@ -126,20 +138,65 @@ def test_a_name_that_is_nothing_is_refused(name, tmp_path, monkeypatch):
         resolve_model(name)
 
 
+@pytest.mark.parametrize(
+    "name", ["models/foo/bar.gguf", "./bar.gguf", "bar.gguf", "../bar.gguf", "/no/bar.gguf", "~/bar.gguf"]
+)
+def test_a_file_that_is_not_here_is_not_asked_of_the_hub(name, tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ModelLoadError, match=f"There is no file {re.escape(name)} here"):
+        resolve_model(name)
+
+
 def test_a_file_is_no_model(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "model.onnx").write_bytes(b"ONNX")
     with pytest.raises(ModelLoadError, match="is a file; a model is a folder"):
-        resolve_model(str(tmp_path / "model.gguf"))
+        resolve_model(str(tmp_path / "model.onnx"))
 
 
-def test_a_hub_model_that_is_cached_needs_no_network(tmp_path, monkeypatch):
+def test_what_ollama_calls_a_model_gets_a_hint():
+    with pytest.raises(ModelLoadError, match=r"Ollama's: look for the model at https://huggingface.co/mlx-community"):
+        resolve_model("llama3.2:1b")
+
+
+def test_a_name_with_a_tag_asks_for_the_file():
+    with pytest.raises(ModelLoadError, match=r"Name the GGUF file, as owner/name/FILE\.gguf: https://hug.*/tree/main"):
+        resolve_model("hf.co/owner/name:Q4_K_M")
+
+
+@pytest.mark.parametrize(("kind", "words"), [("bert", "an encoder"), ("whisper", "speech"), ("clip", "images")])
+def test_what_is_no_language_model_is_named_for_what_it_is(kind, words):
+    with pytest.raises(ModelLoadError, match=f"a model of type {kind}: .*{words}"):
+        model_classes({"model_type": kind})
+
+
+def test_weights_that_are_no_numbers_are_named():
+    subject = Subject("llama")
+    norm = subject.model.layers[0].input_layernorm
+    norm.weight, kept = mx.full(norm.weight.shape, mx.nan), norm.weight
+    mx.eval(norm.weight)
+    try:
+        with pytest.raises(
+            ModelLoadError, match=r"no numbers \(NaN\).*model\.layers\.0\.input_layernorm\.weight holds"
+        ):
+            subject.make_llm()
+    finally:
+        norm.weight = kept
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["owner/name", "https://huggingface.co/owner/name", "https://hf.co/owner/name/", "hf.co/owner/name"],
+)
+def test_a_hub_model_that_is_cached_needs_no_network(tmp_path, monkeypatch, name):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repo = tmp_path / "models--owner--name"
     revision = "0" * 40
     folder = write_folder(repo / "snapshots" / revision)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(revision)
-    assert resolve_model("owner/name") == folder
+    assert resolve_model(name) == folder
 
 
 def test_a_hub_model_that_cannot_be_fetched_is_told_so(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from mlx_server.outputs import BlockIds, ScheduledChunk
 from mlx_server.runtime import backends
 from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
-from mlx_server.runtime.kernels.cpu.rows import MAX_WAITING_BYTES, HostRows
+from mlx_server.runtime.kernels.cpu.rows import NativeRows
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu import rows as gpu_rows
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
@@ -30,6 +30,7 @@ from mlx_server.runtime.row_pool import MakeRows, PlainRows, Slots
 from mlx_server.runtime.seam import install_seam
 from tests.architectures import VOCAB_SIZE
 from tests.conformance import Subject, answer, worst_error
+from tests.device_memory import active_bytes
 from tests.engine_worlds import random_prompts
 
 MODELS = {
@@ -233,19 +234,24 @@ def test_a_gpu_answers_what_mlx_lm_does(architecture: str, monkeypatch: pytest.M
 # ---- a CPU whose queue is behind
 
 
+def stored(states: StateLayerCache) -> list[mx.array]:
+    """The states themselves, without the tokens of their last use."""
+    return [array for array in states.state() if array.size > 1]
+
+
 @pytest.mark.parametrize("make_rows", [CpuBackend(threads=1).make_states, PlainRows.zeros], ids=["host", "plain"])
 def test_states_on_a_cpu_stay_where_they_are_while_work_is_queued(make_rows: MakeRows) -> None:
     """States that are read, computed with for long, and written in one step: what MLX's scatter copies a pool for."""
     layers = [StateLayerCache([mx.zeros((1, 8, 128, 128))]) for _ in range(2)]
     for layer in layers:
         layer.allocate(make_rows, 64)
-    pools = [array for layer in layers for array in layer.state()]
+    pools = [array for layer in layers for array in stored(layer)]
     addresses = [buffer_address(pool) for pool in pools]
     pool_bytes, row_bytes = pools[0].nbytes, pools[0].nbytes // 64
     slots = Slots(np.array([5, 3, 60]))
     del pools
     mx.reset_peak_memory()
-    before = mx.get_active_memory()
+    before = active_bytes()
     states, running = mx.ones((3, 8, 128, 128)), list[mx.array]()
     for _ in range(6):
         for layer in layers:
@@ -259,8 +265,8 @@ def test_states_on_a_cpu_stay_where_they_are_while_work_is_queued(make_rows: Mak
     mx.eval(running)
     del running
     assert mx.get_peak_memory() - before <= 2 * 3 * 4 * row_bytes < pool_bytes
-    assert [buffer_address(array) for layer in layers for array in layer.state()] == addresses
-    last = [array for layer in layers for array in layer.state()]
+    assert [buffer_address(array) for layer in layers for array in stored(layer)] == addresses
+    last = [array for layer in layers for array in stored(layer)]
     assert mx.array_equal(last[1][60], states[2])
     assert not last[0][4].any()
 
@@ -270,7 +276,7 @@ def test_an_engine_on_a_cpu_never_moves_its_states(architecture: str) -> None:
     subject = Subject(architecture)
     with subject.make_llm(attention_backend="cpu", num_kv_blocks=32) as llm:
         cache = llm.engine._parts.runner.cache
-        arrays = [array for states in cache.recurrent for array in states.state()]
+        arrays = [array for states in cache.recurrent for array in stored(states)]
         addresses = [buffer_address(array) for array in arrays]
         answer(llm, random_prompts((40, 1, 9)), (9, 5, 2))
         assert arrays
@@ -278,35 +284,20 @@ def test_an_engine_on_a_cpu_never_moves_its_states(architecture: str) -> None:
         assert not cache.needs_synchronous_steps
 
 
-def test_writes_wait_for_other_work_but_not_for_long() -> None:
-    backend = CpuBackend(threads=1)
-    rows = backend.make_states((6, 2**18), mx.float32)
-    assert isinstance(rows, HostRows)
-
-    def stored() -> list[float]:
-        return rows.host[:, 0].tolist()
-
-    def write(slot: int, value: float) -> None:
-        rows.write(Slots(np.array([slot])), mx.full((1, 2**18), value))
-
-    write(1, 1)
-    assert rows.read(Slots(np.array([0, 2])))[:, 0].tolist() == [0, 0]
-    assert stored() == [0] * 6, "nobody has asked for it"
-    assert rows.read(Slots(np.array([2, 1])))[:, 0].tolist() == [0, 1]
-    write(1, 2)
-    write(1, 3)
-    write(2, 4)
-    rows.arrays()
-    assert stored() == [0, 3, 4, 0, 0, 0]
-    num_waiting = MAX_WAITING_BYTES // 2**20
-    for value in range(num_waiting):
-        write(3, value)
-    assert stored()[3] == 0
-    write(3, num_waiting)
-    assert stored()[3] == num_waiting
+def test_writes_and_reads_that_wait_keep_their_order() -> None:
+    """Nothing is evaluated until the end, and each reading is of the writes before it."""
+    rows = CpuBackend(threads=1).make_states((6, 1000), mx.float32)
+    assert isinstance(rows, NativeRows)
+    (array, _), readings = rows.arrays(), []
+    for value in range(1, 40):
+        rows.write(Slots(np.array([value % 5, 5])), mx.full((2, 1000), value))
+        readings.append(rows.read(Slots(np.array([5, value % 5]))))
+    assert not np.array(array, copy=False).any(), "nobody has asked for it"
+    mx.eval(readings)
+    assert [reading[:, 7].tolist() for reading in readings] == [[value, value] for value in range(1, 40)]
 
 
-def test_rows_of_bfloat16_are_written_by_the_host() -> None:
+def test_rows_of_bfloat16_are_written_in_place() -> None:
     rows = CpuBackend(threads=1).make_states((4, 3), mx.bfloat16)
     written = mx.array([[1.5, -2, 1e30], [0.1, 0, 7]]).astype(mx.bfloat16)
     rows.write(Slots(np.array([2, 0])), written)

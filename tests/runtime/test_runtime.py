@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from typing import Any
 
@@ -26,6 +27,7 @@ from mlx_server.runtime.models import loader
 from mlx_server.runtime.models.loader import LoadedModel, exhaust, load, make_runner, release
 from mlx_server.runtime.seam import check_seam, install_seam
 from tests.conformance import Subject
+from tests.device_memory import active_bytes, held_bytes
 from tests.engine_worlds import answers, built, make_folder, make_llm, random_prompts
 
 SPEC = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
@@ -218,12 +220,12 @@ def test_tables_grow_and_rows_are_used_again():
     for number in range(20):
         tables.add(f"r{number}")
     tables.plan([ScheduledChunk("r19", 0, 1280, (0,) * 1280, (tuple(range(40)),), True, 0)])
-    row = tables.row("r19")
+    slot = tables.state_slot("r19")
     tables.drop("r19")
     tables.drop("unknown")
     tables.add("new")
     (plan,) = tables.plan([ScheduledChunk("new", 0, 1, (0,), ((3,),), True, 0)])
-    assert (tables.row("new"), plan.block_tables.tolist()) == (row, [[3]])
+    assert (tables.state_slot("new"), plan.block_tables.tolist()) == (slot, [[3]])
 
 
 # --- the MLX thread ---------------------------------------------------------------------------------------------
@@ -281,8 +283,19 @@ async def test_an_eager_runner_is_fetched_at_once(thread):
 
 
 async def test_a_failed_step_fails_what_is_in_flight_and_all_that_follows(thread, caplog):
-    runner = _FakeRunner()
-    executor = MLXExecutor(thread, runner)
+    class Held(_FakeRunner):
+        def wait(self, launched: int) -> None:
+            assert has_failed.wait(60)
+
+        def launch(self, step: SchedulerOutput) -> int:
+            try:
+                return super().launch(step)
+            except RuntimeError:
+                has_failed.set()
+                raise
+
+    has_failed = threading.Event()
+    executor = MLXExecutor(thread, Held())
     futures = [executor.submit(SchedulerOutput(step, ())) for step in (0, 99)]
     results = await asyncio.gather(*futures, return_exceptions=True)
     assert [str(result) for result in results] == ["no memory"] * 2
@@ -381,7 +394,7 @@ def test_a_pool_that_cannot_be_had_is_refused_with_the_numbers():
 def test_unloading_gives_the_memory_back(tmp_path):
     folder = make_folder(tmp_path / "m")
     mx.clear_cache()
-    before = mx.get_active_memory() + mx.get_cache_memory()
+    before = held_bytes()
     loaded = load(str(folder))
     runner, info = exhaust(
         make_runner(
@@ -395,13 +408,24 @@ def test_unloading_gives_the_memory_back(tmp_path):
         )
     )
     num_weight_bytes = sum(array.nbytes for _, array in nn.utils.tree_flatten(loaded.model.parameters()))
-    assert mx.get_active_memory() - before >= info.num_blocks * info.block_bytes + num_weight_bytes
+    assert active_bytes() - before >= info.num_blocks * info.block_bytes + num_weight_bytes
     assert np.isfinite(info.context_doubling_tokens)
     runner.close()
     last: list[object] = [loaded, runner]
     del loaded, runner
     release(last)
-    assert mx.get_active_memory() + mx.get_cache_memory() - before < num_weight_bytes / 4
+    assert held_bytes() - before < num_weight_bytes / 4
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_what_a_server_has_frozen_stays_so_when_a_model_goes(is_frozen: bool) -> None:
+    try:
+        if is_frozen:
+            gc.freeze()
+        release([])
+        assert (gc.get_freeze_count() > 0) == is_frozen
+    finally:
+        gc.unfreeze()
 
 
 class _Wrapped(nn.Module):

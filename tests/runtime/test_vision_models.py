@@ -13,9 +13,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_server.config import Config, ModelConfig
-from mlx_server.engine.memory_budget import estimate_need
+from mlx_server.engine.memory_need import estimate_need
 from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.runtime.models import weights
 from mlx_server.runtime.models.loader import load
 from mlx_server.runtime.models.random_models import build_random
 from tests.architectures import config_of
@@ -43,6 +44,13 @@ PROCESSOR_FILES: dict[str, dict[str, Any]] = {
 NUM_VISION_ITEMS = 4096
 PROMPT = list(range(40, 80))
 
+
+@pytest.fixture(autouse=True)
+def no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without mlx-vlm, which would load such folders whole."""
+    monkeypatch.setattr(weights, "is_installed", lambda: False)
+
+
 NEITHER_PIL_NOR_TORCH = """
 import json, sys
 for name in ("PIL", "torch", "torchvision"):
@@ -53,7 +61,7 @@ answers = {}
 for folder in sys.argv[2:]:
     with LLM(folder, num_kv_blocks=16, max_model_len=256) as llm:
         sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-        answers[folder] = llm.generate([prompt], sampling, progress=False)[0].token_ids
+        answers[folder] = llm.generate([prompt], sampling, use_tqdm=False)[0].token_ids
 print(json.dumps(answers))
 """
 

@@ -7,187 +7,46 @@ Beside Anthropic's own fields, those of sampling that OpenAI's routes take are h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AliasChoices, BaseModel, Field
 from starlette.responses import Response
 
+from mlx_server.api.anthropic.conversation import MessageParam, TextBlock, read_conversation
 from mlx_server.api.anthropic.output import PING, MessageWriter
 from mlx_server.api.body import TurnRoute
-from mlx_server.api.chat_plan import ChatCall, ToolUse, Turns
+from mlx_server.api.chat_plan import ChatCall, ToolUse
 from mlx_server.api.context import Context
 from mlx_server.api.openai.chat import tool_use
-from mlx_server.api.openai.document import STRING, either, list_of, of_type
+from mlx_server.api.openai.document import STRING, list_of, members
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused, StringOrList
 from mlx_server.api.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR
 from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.text.chat import ChatOptions
-from mlx_server.engine.text.messages import string_in, unreadable_part
+from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 
-_TEXT_BLOCK = of_type("text", text=STRING)
-_MAYBE = {"type": ["string", "null"]}
-_TEXTS = either(STRING, list_of(_TEXT_BLOCK))
-_SOURCE = either(of_type("text", data=STRING), of_type("content", content=_TEXTS))
-
-_DOCUMENT = of_type("document", source=_SOURCE)
-_DOCUMENT["properties"] |= {"title": _MAYBE, "context": _MAYBE}
-_USER_BLOCKS = (
-    _DOCUMENT,
-    of_type("search_result", title=STRING, source=STRING, content=_TEXTS),
-    of_type("tool_result", tool_use_id=STRING),
-)
-_ASSISTANT_BLOCKS = (
-    of_type("thinking", thinking=STRING),
-    of_type("redacted_thinking"),
-    of_type("tool_use", id=STRING, name=STRING, input={"type": "object"}),
-)
-
-
-def _message(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
-    content = either(STRING, list_of(either(_TEXT_BLOCK, *blocks)))
-    return {"properties": {"role": {"const": role}, "content": content}}
-
-
-Block = dict[str, Any]
-TextBlock = Annotated[Block, WithJsonSchema(_TEXT_BLOCK)]
-Content = str | Annotated[list[Block], FIRST_ERROR]
-
-_VOLATILE = re.compile(r"^x-anthropic-billing-header:.*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
-"""A line that some agents write at the head of the system prompt, different in every request."""
-
-_HEAD_CHARS = 16_384
-"""How far it is looked for: the search holds the interpreter for as long as it lasts."""
-
-
-class MessageParam(BaseModel):
-    """One message as it comes."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [_message("user", *_USER_BLOCKS), _message("assistant", *_ASSISTANT_BLOCKS), _message("system")]
-        }
-    )
-
-    role: Literal["user", "assistant", "system"]
-    content: Content
-
-
-def read_conversation(system: Content | None, messages: Sequence[MessageParam]) -> Turns:
-    """The turns, the last of them open if it is the assistant's. Raises `InvalidRequestError`."""
-    turns = Turns()
-    _read_system(turns, _blocks(system or "", "system"))
-    for index, message in enumerate(messages):
-        _READERS[message.role](turns, _blocks(message.content, f"messages[{index}].content"))
-    if turns.has_open_calls:
-        raise InvalidRequestError(
-            "The last message has tool_use blocks; send a user message with their tool_result blocks.", "messages"
-        )
-    return turns
-
-
-_Blocks = Sequence[tuple[str, Block]]
-"""Blocks, each with the path at which the client finds it."""
-
-
-def _blocks(content: Content, where: str) -> _Blocks:
-    if isinstance(content, str):
-        return [(where, {"type": "text", "text": content})] if content else []
-    return [(f"{where}[{index}]", block) for index, block in enumerate(content)]
-
-
-def _read_system(turns: Turns, blocks: _Blocks) -> None:
-    for where, block in blocks:
-        text = _text(block, where)
-        stable = _VOLATILE.sub("", text[:_HEAD_CHARS]) + text[_HEAD_CHARS:]
-        if stable:
-            turns.instruct(stable)
-
-
-def _read_user(turns: Turns, blocks: _Blocks) -> None:
-    # A template knows the results of calls only right behind the calls.
-    results = [item for item in blocks if item[1].get("type") == "tool_result"]
-    for where, block in results:
-        turns.result(string_in(block, "tool_use_id", where), _result_text(block, where))
-    others = [item for item in blocks if item[1].get("type") != "tool_result"]
-    for where, block in others:
-        turns.say(_text(block, where))
-
-
-def _read_assistant(turns: Turns, blocks: _Blocks) -> None:
-    for where, block in blocks:
-        match block.get("type"):
-            case "thinking":
-                turns.think(string_in(block, "thinking", where))
-            case "redacted_thinking":
-                pass  # only who wrote it can read it
-            case "tool_use":
-                arguments = block.get("input", {})
-                if not isinstance(arguments, dict):
-                    raise InvalidRequestError(f"{where}.input must be an object.", f"{where}.input")
-                turns.call(string_in(block, "id", where), string_in(block, "name", where), arguments)
-            case _:
-                turns.answer(_text(block, where))
-
-
-_READERS = {"user": _read_user, "assistant": _read_assistant, "system": _read_system}
-
-
-def _result_text(block: Block, where: str) -> str:
-    text = _joined(block.get("content") or "", f"{where}.content", _result_part)
-    return f"Error: {text}" if block.get("is_error") else text
-
-
-def _result_part(block: Block, where: str) -> str:
-    """What a part of a tool's result says; a search for tools names those that it has found."""
-    return string_in(block, "tool_name", where) if block.get("type") == "tool_reference" else _text(block, where)
-
-
-def _text(block: Block, where: str) -> str:
-    """What a block of text says, a search result, or a document that is text."""
-    match block.get("type"):
-        case "document":
-            return _lines(block, ("title", "context"), _document_text(block.get("source"), where), where)
-        case "search_result":
-            return _lines(block, ("title", "source"), _joined(block.get("content"), f"{where}.content"), where)
-        case _:
-            return _plain_text(block, where)
-
-
-def _plain_text(block: Block, where: str) -> str:
-    if block.get("type") != "text":
-        raise unreadable_part(block.get("type"), where)
-    return string_in(block, "text", where)
-
-
-def _document_text(source: Any, where: str) -> str:
-    if not isinstance(source, Mapping):
-        raise InvalidRequestError(f"{where}.source must be an object.", f"{where}.source")
-    match source.get("type"):
-        case "text":
-            return string_in(source, "data", f"{where}.source")
-        case "content":
-            return _joined(source.get("content"), f"{where}.source.content")
-        case kind:
-            raise unreadable_part(f"document with a source of type {kind}", where)
-
-
-def _joined(content: Any, where: str, read: Callable[[Block, str], str] = _plain_text) -> str:
-    """A string, or what `read` makes of blocks."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise InvalidRequestError(f"{where} must be a string or a list of blocks.", where)
-    return "\n".join(read(part, path) for path, part in _blocks(content, where))
-
-
-def _lines(block: Block, headings: Sequence[str], text: str, where: str) -> str:
-    """What stands over a text, as far as it is given, and the text."""
-    given = [string_in(block, name, where) for name in headings if block.get(name) is not None]
-    return "\n".join([*given, text])
+_CLIENT_TOOLS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "bash": (
+        "Runs a command in a persistent shell of the user's machine, or restarts the shell.",
+        members(command=STRING, restart={"type": "boolean"}),
+    ),
+    "text_editor": (
+        "Views, creates and edits files: str_replace replaces old_str, which must stand once in the file, by new_str; "
+        "insert puts insert_text (new_str in older versions) behind the line insert_line; create writes file_text.",
+        members(
+            *("command", "path"),
+            command={"enum": ["view", "create", "str_replace", "insert", "undo_edit"]},
+            **dict.fromkeys(("path", "file_text", "old_str", "new_str", "insert_text"), STRING),
+            insert_line={"type": "integer"},
+            view_range=list_of({"type": "integer"}),
+        ),
+    ),
+}
+"""Tools that Anthropic's models know by their type and the client runs: what other models must be told of them."""
 
 
 class ToolParam(BaseModel):
@@ -199,13 +58,16 @@ class ToolParam(BaseModel):
     input_schema: dict[str, Any] | None = None
 
     def as_openai(self, where: str) -> dict[str, Any]:
-        if self.type not in (None, "custom"):
+        kind = re.sub(r"_\d{8}$", "", self.type or "custom")
+        known = _CLIENT_TOOLS.get(kind)
+        if known is None and kind != "custom":
             raise InvalidRequestError(
                 f"{where} is of type {self.type}; this server runs no tools of its own, "
                 "so leave it out or define it with an input_schema.",
                 f"{where}.type",
             )
-        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        description, parameters = known or (self.description, self.input_schema)
+        function = {"name": self.name, "description": description, "parameters": parameters}
         return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
@@ -269,9 +131,9 @@ class CountTokensRequest(OneAnswerOfText):
     def shows_thinking(self) -> bool:
         return self.thinking is not None and self.thinks and self.thinking.display != "omitted"
 
-    def call(self) -> ChatCall:
+    def call(self, images: ImageParts | None) -> ChatCall:
         """The chat without what concerns sampling. Raises `InvalidRequestError`."""
-        turns = read_conversation(self.system, self.messages)
+        turns = read_conversation(self.system, self.messages, images)
         if not turns.messages():
             raise InvalidRequestError("messages has no content; send at least one text.", "messages")
         return ChatCall(
@@ -285,6 +147,7 @@ class CountTokensRequest(OneAnswerOfText):
             structured=self.structured(self._wanted_format()),
             truncation=self.prompt_truncation,
             max_reasoning_tokens=None if self.thinking is None else self.thinking.budget_tokens,
+            has_open_schemas=bool(self.open_schemas),
         )
 
     def _tool_use(self) -> ToolUse:
@@ -304,6 +167,8 @@ class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages."""
 
     max_tokens: Int = Field(ge=1)
+    thread: Annotated[Any, Refused((), "send the whole conversation")] = None
+    compaction: Annotated[Any, Refused((), "ask for a summary in a message")] = None
 
     @property
     def output_limit(self) -> int:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from sse_starlette import ServerSentEvent
 
 from mlx_server.api import sse
-from mlx_server.api.collect import Answer, Choice, Usage, UsageMeter
+from mlx_server.api.collect import Answer, Choice, Usage, UsageMeter, arguments_object
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.generation import Finish, OutputEvent, Prompt
 from mlx_server.api.openai.exchange import Exchange, Writer
 from mlx_server.engine.tools.parser import ToolCallDelta
 
-PING = ServerSentEvent(event="ping", data='{"type":"ping"}', sep="\n")
+PING = ServerSentEvent(event="ping", data='{"type":"ping"}', sep="\n").encode()
 
 # An abort cuts an answer off as the token limit does; the protocol has no word of its own for it.
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}
@@ -37,6 +36,8 @@ class MessageWriter(Writer):
         self._index = -1
         self._open: str | None = None
         self._thinking: list[str] = []
+        self._template: sse.Template | None = None
+        """Of the deltas of the open block."""
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         (choice,) = answer.choices
@@ -49,7 +50,7 @@ class MessageWriter(Writer):
 
     def write(self, event: OutputEvent) -> bytes:
         self._meter.update(event)
-        pieces = [] if self._is_started else [self._start(event.num_cached_tokens)]
+        pieces = [] if self._is_started else [self._start(event.delta.num_cached_tokens)]
         pieces += self._pieces(event)
         return b"".join(pieces)
 
@@ -69,7 +70,7 @@ class MessageWriter(Writer):
             "stop_sequence": None,
             "usage": usage,
         }
-        return _event("message_start", message=message) + PING.encode()
+        return _event("message_start", message=message) + PING
 
     def _ending(self, finish: Finish, usage: Usage) -> dict[str, Any]:
         if finish.reason == "stop" and isinstance(finish.stop_reason, str):
@@ -84,16 +85,16 @@ class MessageWriter(Writer):
         if choice.content:
             yield {"type": "text", "text": choice.content}
         for call in choice.tool_calls:
-            yield {"type": "tool_use", "id": call.call_id, "name": call.name, "input": _input(call.arguments)}
+            yield {"type": "tool_use", "id": call.call_id, "name": call.name, "input": arguments_object(call.arguments)}
 
     def _pieces(self, event: OutputEvent) -> Iterator[bytes]:
         if event.reasoning and self._shows_thinking:
             yield from self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             self._thinking.append(event.reasoning)
-            yield self._delta("thinking_delta", thinking=event.reasoning)
+            yield self._delta("thinking_delta", "thinking", event.reasoning)
         if event.content:
             yield from self._enter("text", {"type": "text", "text": ""})
-            yield self._delta("text_delta", text=event.content)
+            yield self._delta("text_delta", "text", event.content)
         for piece in event.tool_calls:
             yield from self._call(piece)
         if event.finish is not None:
@@ -105,7 +106,7 @@ class MessageWriter(Writer):
         block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
         yield from self._enter(f"tool_use {piece.index}", block)
         if piece.arguments_fragment:
-            yield self._delta("input_json_delta", partial_json=piece.arguments_fragment)
+            yield self._delta("input_json_delta", "partial_json", piece.arguments_fragment)
 
     def _enter(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
         """Makes `kind` the open block; `block` is how it begins, if it is not open yet."""
@@ -120,25 +121,23 @@ class MessageWriter(Writer):
         if self._open is None:
             return
         if self._open == "thinking":
-            yield self._delta("signature_delta", signature=_signature("".join(self._thinking)))
-        self._open = None
+            signed = {"type": "signature_delta", "signature": _signature("".join(self._thinking))}
+            yield _event("content_block_delta", index=self._index, delta=signed)
+        self._open = self._template = None
         yield _event("content_block_stop", index=self._index)
 
-    def _delta(self, kind: str, **value: str) -> bytes:
-        return _event("content_block_delta", index=self._index, delta={"type": kind, **value})
+    def _delta(self, kind: str, name: str, text: str) -> bytes:
+        """The open block grows. All its deltas are of one kind."""
+        if self._template is None:
+            index = self._index
+            self._template = sse.Template(
+                lambda blank: _event("content_block_delta", index=index, delta={"type": kind, name: blank})
+            )
+        return self._template.fill(text)
 
 
 def _event(kind: str, **fields: Any) -> bytes:
     return sse.named(kind, {"type": kind, **fields})
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Arguments as an object; an empty one if the output ended within them, which the stop reason tells."""
-    try:
-        parsed = json.loads(arguments)
-    except ValueError:
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
 
 
 def _signature(thinking: str) -> str:

@@ -23,6 +23,7 @@ from mlx_server.pool.model_pool import ModelPool
 from mlx_server.tiers import Tier
 
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+_MAX_SHOWN_CHARS = 100
 _OWN_SITES = ("same-origin", "none")
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -70,8 +71,31 @@ def host_of(url: str) -> str:
 PROBE_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
 """What supervisors, routers and scrapers ask again and again."""
 
-FREE_PATHS = PROBE_PATHS | {"/", "/dashboard", "/dashboard/page.css", "/dashboard/page.js"}
+PAGE_FILES = frozenset(
+    {"page.css", "page.js", "common.js", "admin.js", "chat.js", "markdown.js", "vendor/marked.esm.js"}
+)
+"""Of the live page."""
+
+FREE_PATHS = PROBE_PATHS | {"/", "/dashboard"} | {f"/dashboard/{name}" for name in PAGE_FILES}
 """What probes, routers, scrapers and browsers read without a key; none of it tells what users wrote."""
+
+
+DISCOVERY_PATHS = PROBE_PATHS | {
+    *("/v1/models", "/server_info", "/get_server_info", "/model_info", "/get_model_info"),
+    *("/load", "/v1/loads", "/kv_event_sources"),
+}
+"""What routers read to find a server's models and its load: all that the discovery key is good for."""
+
+
+def check_discovery(caller: Caller, method: str, path: str) -> None:
+    """Raises `AuthenticationError` for anything but reading what routers need, where that is all the caller may: it is
+    what a client without a key of its own gets of a router that adds the discovery key."""
+    is_listing = path in DISCOVERY_PATHS or path.startswith("/v1/models/")
+    if caller.is_discovery and not (is_listing and method in ("GET", "HEAD")):
+        raise AuthenticationError(
+            f"The discovery key reads models, health and load; it may not {method} {path[:_MAX_SHOWN_CHARS]}. Send a "
+            "key of your own as `Authorization: Bearer KEY`; a router must pass it on."
+        )
 
 
 def caller_of(request: Request) -> Caller:

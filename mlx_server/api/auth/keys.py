@@ -32,12 +32,13 @@ _HOW = "send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`"
 ANONYMOUS = "anonymous"
 SHARED = "shared"
 ADMIN = "admin"
+DISCOVERY = "discovery"
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who sent a request. `identity` stays the same when a key is rotated: quotas, usage and the isolation of caches
-    go by it. It is a key's public id, or one of the three names above."""
+    go by it. It is a key's public id, or one of the four names above."""
 
     identity: str = ANONYMOUS
     tier: Tier = field(default_factory=Tier)
@@ -46,7 +47,12 @@ class Caller:
     @property
     def key_id(self) -> str | None:
         """The id of the caller's own key; None without one."""
-        return None if self.identity in (ANONYMOUS, SHARED, ADMIN) else self.identity
+        return None if self.identity in (ANONYMOUS, SHARED, ADMIN, DISCOVERY) else self.identity
+
+    @property
+    def is_discovery(self) -> bool:
+        """Whether it is a router that looks for models, which may do nothing else."""
+        return self.identity == DISCOVERY
 
     def priority_at(self, path: str, wish: int | None = None) -> Priority:
         """The priority of what the caller sends to `path`. A wish to be later (larger) is granted, one to be sooner
@@ -112,13 +118,21 @@ class KeyRing:
     """
 
     def __init__(
-        self, key_file: Path, *, api_key: str | None, admin_key: str | None, shared_tier: str, tiers: Mapping[str, Tier]
+        self,
+        key_file: Path,
+        *,
+        api_key: str | None,
+        admin_key: str | None,
+        shared_tier: str,
+        tiers: Mapping[str, Tier],
+        discovery_key: str | None = None,
     ) -> None:
         self.usage = UsageLog(key_file)
         self.has_admin_key = admin_key is not None
         self._file = _WatchedFile(key_file)
         self._api_digest = None if api_key is None else _digest(api_key)
         self._admin_digest = None if admin_key is None else _digest(admin_key)
+        self._discovery_digest = None if discovery_key is None else _digest(discovery_key)
         self._shared_tier = tiers[shared_tier]
         self._tiers = tiers
 
@@ -135,6 +149,8 @@ class KeyRing:
             return Caller(ADMIN, self._shared_tier, is_admin=True)
         if _is_equal(key, self._api_digest):
             return Caller(SHARED, self._shared_tier, is_admin=self._shared_tier.admin)
+        if _is_equal(key, self._discovery_digest):
+            return Caller(DISCOVERY)
         if not self.asks_for_keys:
             return Caller(ANONYMOUS, self._shared_tier, is_admin=is_local and not self.has_admin_key)
         parsed = None if key is None else parse_key(key)
@@ -240,10 +256,16 @@ def build_key_ring(config: Config) -> KeyRing:
         KeyFile(path).close()
     elif server.key_file is not None:
         raise ConfigError(f"key_file: {path} does not exist; `mlx-serve keys create --key-file {path}` makes it.")
+    api_key = _secret("api_key", server.api_key, server.api_key_file)
+    admin_key = _secret("admin_key", server.admin_key, server.admin_key_file)
+    discovery_key = _secret("discovery_key", config.fleet.discovery_key, config.fleet.discovery_key_file)
+    if discovery_key is not None and discovery_key in (api_key, admin_key):
+        raise ConfigError("discovery_key is a key that may do more, too; it must be one of its own.")
     return KeyRing(
         path,
-        api_key=_secret("api_key", server.api_key, server.api_key_file),
-        admin_key=_secret("admin_key", server.admin_key, server.admin_key_file),
+        api_key=api_key,
+        admin_key=admin_key,
+        discovery_key=discovery_key,
         shared_tier=server.api_key_tier,
         tiers=config.tiers,
     )

@@ -2,6 +2,7 @@
 
     Quotas.check(caller, demand)     raises what refuses it, and changes nothing
     Quotas.refuse(caller)            counts a request that was wrong
+    Quotas.reserve(caller, demand)   asks the fleet, where limits are its (`fleet_quotas`); else nothing
     Quotas.open(caller, demand)      -> Grant: takes it; the grant counts output as it comes, and gives seats back
     Quotas.begin_reading(caller)     raises as `check`, or counts a request that only reads text
 
@@ -11,12 +12,14 @@ for one identity: two keys of a tier have a quota each.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from mlx_server.api.auth.keys import Caller, UsageLog
 from mlx_server.api.errors import ANTHROPIC_PREFIX
@@ -26,7 +29,10 @@ from mlx_server.tiers import Tier
 
 WINDOW_S = 60.0
 _SLOT_S = 0.25
-_SEAT_RETRY_S = 1.0
+SEAT_RETRY_S = 1.0
+
+MAX_SEATS = 2**31 - 1
+"""Of a tier without a limit."""
 
 
 @dataclass(slots=True)
@@ -45,17 +51,20 @@ class SlidingWindow:
     never go back."""
 
     def __init__(self) -> None:
+        self.num_added = 0
+        """All that ever came."""
         self._slots: deque[_Slot] = deque()
         self._total = 0
 
     def add(self, amount: int, now: float) -> None:
-        self._forget(now)
         if self._slots and now - self._slots[-1].first_s < _SLOT_S:
             self._slots[-1].amount += amount
             self._slots[-1].last_s = now
         else:
+            self._forget(now)
             self._slots.append(_Slot(now, now, amount))
         self._total += amount
+        self.num_added += amount
 
     def used(self, now: float) -> int:
         self._forget(now)
@@ -101,7 +110,7 @@ class Allowance:
 
 
 @dataclass(slots=True)
-class _Meter:
+class Meter:
     """What one identity has used, and does."""
 
     requests: SlidingWindow = field(default_factory=SlidingWindow)
@@ -115,7 +124,7 @@ class Grant:
     """A request that was let in. `close` it on every path."""
 
     def __init__(
-        self, meter: _Meter, demand: Demand, clock: Callable[[], float], on_close: Callable[[int], None]
+        self, meter: Meter, demand: Demand, clock: Callable[[], float], on_close: Callable[[int], None]
     ) -> None:
         self._meter = meter
         self._num_answers = demand.num_answers
@@ -145,7 +154,7 @@ class Quotas:
         self.refused: Counter[str] = Counter()
         self._usage = usage
         self._clock = clock
-        self._meters: dict[str, _Meter] = {}
+        self._meters: dict[str, Meter] = {}
 
     def check(self, caller: Caller, demand: Demand) -> None:
         """Raises `QuotaExceededError` for what the caller may do later, and `InvalidRequestError` for what it never
@@ -155,6 +164,11 @@ class Quotas:
         _check_rate(tier, tier.requests_per_minute, meter.requests, now, "requests have come", "send")
         if tier.tokens_per_minute is not None:
             _check_tokens(tier, tier.tokens_per_minute, meter.tokens, demand.num_prompt_tokens, now)
+
+    def seats_left(self, caller: Caller) -> int:
+        """How many more answers the caller may have at a time now, but one at least: `check` refuses that one."""
+        limit = caller.tier.max_concurrent_requests
+        return MAX_SEATS if limit is None else max(1, limit - self._meter(caller).num_answers)
 
     def begin_reading(self, caller: Caller) -> None:
         """Counts a request that has text read and generates nothing. It is held against the tier's rates, too, but
@@ -177,23 +191,33 @@ class Quotas:
         """A request was wrong: it counts as one, since reading it has cost as much as others."""
         self._meter(caller).requests.add(1, self._clock())
 
+    async def reserve(
+        self, caller: Caller, demand: Demand, least: int | None = None
+    ) -> contextlib.AbstractContextManager[int]:
+        """Asks all who count for the caller. `check` and `open` follow inside the block, which has how many of the
+        demand's answers may be in progress: all, or where `least` is given, at least so many. What is not opened is
+        given back at the block's end. Raises `QuotaExceededError`."""
+        return contextlib.nullcontext(demand.num_answers)
+
+    async def close(self) -> None:
+        """At the server's end."""
+
     def open(self, caller: Caller, demand: Demand) -> Grant:
         """Takes what `check` has let pass."""
         meter, now = self._meter(caller), self._clock()
         meter.requests.add(1, now)
         meter.tokens.add(demand.num_prompt_tokens, now)
         meter.num_answers += demand.num_answers
+        return Grant(meter, demand, self._clock, partial(self._on_close, caller, demand))
 
-        def record(num_output_tokens: int) -> None:
-            if self._usage is not None and caller.key_id is not None:
-                self._usage.add(
-                    caller.key_id,
-                    num_requests=1,
-                    num_prompt_tokens=demand.num_prompt_tokens,
-                    num_output_tokens=num_output_tokens,
-                )
-
-        return Grant(meter, demand, self._clock, record)
+    def _on_close(self, caller: Caller, demand: Demand, num_output_tokens: int) -> None:
+        if self._usage is not None and caller.key_id is not None:
+            self._usage.add(
+                caller.key_id,
+                num_requests=1,
+                num_prompt_tokens=demand.num_prompt_tokens,
+                num_output_tokens=num_output_tokens,
+            )
 
     def rates(self, caller: Caller) -> dict[str, Allowance]:
         """What is left now of `requests` and `tokens`, as far as they have limits."""
@@ -208,11 +232,11 @@ class Quotas:
             if limit is not None
         }
 
-    def _meter(self, caller: Caller) -> _Meter:
-        return self._meters.setdefault(caller.identity, _Meter())
+    def _meter(self, caller: Caller) -> Meter:
+        return self._meters.setdefault(caller.identity, Meter())
 
 
-def _check_seats(tier: Tier, meter: _Meter, demand: Demand) -> None:
+def _check_seats(tier: Tier, meter: Meter, demand: Demand) -> None:
     limit = tier.max_concurrent_requests
     if limit is None or meter.num_answers + demand.num_answers <= limit:
         return
@@ -222,21 +246,13 @@ def _check_seats(tier: Tier, meter: _Meter, demand: Demand) -> None:
             "time. Lower n, or send fewer prompts.",
             "n",
         )
-    raise QuotaExceededError(
-        f"{meter.num_answers} answers are in progress and the request asks for {demand.num_answers}; a key of the "
-        f"tier {tier.name} may have {limit} at a time. Wait for one to end.",
-        _SEAT_RETRY_S,
-    )
+    raise seats_refusal(tier, meter.num_answers, demand)
 
 
 def _check_rate(tier: Tier, limit: int | None, window: SlidingWindow, now: float, used: str, may: str) -> None:
     wait_s = 0.0 if limit is None else window.wait_s(1, limit, now)
     if wait_s > 0:
-        raise QuotaExceededError(
-            f"{window.used(now)} {used} within a minute; a key of the tier {tier.name} may {may} {limit}. "
-            f"Try again in {math.ceil(wait_s)} s.",
-            wait_s,
-        )
+        raise _rate_refusal(tier, limit, f"{window.used(now)} {used}", may, wait_s)
 
 
 def _check_tokens(tier: Tier, limit: int, window: SlidingWindow, num_prompt_tokens: int, now: float) -> None:
@@ -248,11 +264,37 @@ def _check_tokens(tier: Tier, limit: int, window: SlidingWindow, num_prompt_toke
         )
     wait_s = window.wait_s(num_prompt_tokens, limit, now)
     if wait_s > 0:
-        raise QuotaExceededError(
-            f"{window.used(now)} tokens were used within a minute and the prompt has {num_prompt_tokens}; a key of the "
-            f"tier {tier.name} may use {limit}. Try again in {math.ceil(wait_s)} s.",
-            wait_s,
-        )
+        raise tokens_refusal(tier, window.used(now), num_prompt_tokens, wait_s)
+
+
+def seats_refusal(tier: Tier, num_answers: int, demand: Demand) -> QuotaExceededError:
+    """To who has so many answers in progress."""
+    return QuotaExceededError(
+        f"{num_answers} answers are in progress and the request asks for {demand.num_answers}; a key of the "
+        f"tier {tier.name} may have {tier.max_concurrent_requests} at a time. Wait for one to end.",
+        SEAT_RETRY_S,
+    )
+
+
+def requests_refusal(tier: Tier, num_requests: int, wait_s: float) -> QuotaExceededError:
+    """To who has sent so many within a minute, and may send one more in `wait_s`."""
+    return _rate_refusal(tier, tier.requests_per_minute, f"{num_requests} requests have come", "send", wait_s)
+
+
+def tokens_refusal(tier: Tier, num_tokens: int, num_prompt_tokens: int, wait_s: float) -> QuotaExceededError:
+    """To who has used so many within a minute, and may use those of the prompt in `wait_s`."""
+    return QuotaExceededError(
+        f"{num_tokens} tokens were used within a minute and the prompt has {num_prompt_tokens}; a key of the tier "
+        f"{tier.name} may use {tier.tokens_per_minute}. Try again in {math.ceil(wait_s)} s.",
+        wait_s,
+    )
+
+
+def _rate_refusal(tier: Tier, limit: int | None, used: str, may: str, wait_s: float) -> QuotaExceededError:
+    return QuotaExceededError(
+        f"{used} within a minute; a key of the tier {tier.name} may {may} {limit}. Try again in {math.ceil(wait_s)} s.",
+        wait_s,
+    )
 
 
 def bounded(sampling: SamplingParams, tier: Tier, num_prompt_tokens: int) -> SamplingParams:

@@ -4,9 +4,12 @@ second."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import sqlite3
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
 
 from mlx_server.api import sse
-from mlx_server.api.auth.authentication import RequireAdmin, caller_of
-from mlx_server.api.auth.keys import Caller
+from mlx_server.api.auth.authentication import PAGE_FILES, RequireAdmin, caller_of
+from mlx_server.api.auth.key_file import KeyFile
+from mlx_server.api.auth.keys import Caller, key_file_path
 from mlx_server.api.context import Context, ServerContext
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.engine.engine import AsyncEngine, EngineState
+from mlx_server.engine.model_facts import read_preparation
+from mlx_server.errors import ConfigError
 from mlx_server.observability.engine_metrics import Histogram, RequestSummary
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.pool.pooled_model import PooledModel
@@ -32,6 +38,12 @@ PERIOD_S = 1.0
 
 MAX_REQUESTS = 50
 """Requests in progress that are listed; the rest is counted."""
+
+MAX_KEYS = 100
+"""Keys that are listed."""
+
+KEYS_EVERY = 5
+"""Snapshots, of which one has the keys."""
 
 MAX_CELLS = 2048
 """Cells of the block map: of a larger pool, evenly spaced blocks are shown."""
@@ -54,29 +66,38 @@ async def page() -> Response:
     return FileResponse(_FOLDER / "page.html", headers=_HEADERS)
 
 
-@router.get("/dashboard/page.css")
-async def style() -> Response:
-    return FileResponse(_FOLDER / "page.css", headers=_HEADERS)
+def _file(name: str) -> Callable[[], Awaitable[Response]]:
+    kind = "text/javascript" if name.endswith(".js") else "text/css"
+
+    async def send() -> Response:
+        return FileResponse(_FOLDER / name, headers=_HEADERS, media_type=kind)
+
+    return send
 
 
-@router.get("/dashboard/page.js")
-async def script() -> Response:
-    return FileResponse(_FOLDER / "page.js", headers=_HEADERS, media_type="text/javascript")
+for _name in sorted(PAGE_FILES):
+    router.get(f"/dashboard/{_name}")(_file(_name))
 
 
 @router.get("/dashboard/events", dependencies=[RequireAdmin])
 async def events(request: Request, context: Context) -> Response:
     """One snapshot of all models a second, as server-sent events, until the client leaves, its key is revoked or the
     server ends."""
-    return sse.event_stream(_snapshots(context, caller_of(request)), 0, on_close=lambda: None)
+    return sse.event_stream(partial(_tell, context, caller_of(request)), 0)
 
 
-async def _snapshots(context: ServerContext, caller: Caller) -> AsyncIterator[bytes]:
+async def _tell(context: ServerContext, caller: Caller, out: sse.PieceWriter) -> None:
     own_key = () if caller.key_id is None else (caller.key_id,)
+    num_told = 0
     while not context.keys.revoked(own_key):
-        yield sse.data(snapshot(context.pool))
+        told = snapshot(context.pool) | {"pulls": [fetch.reading() for fetch in context.fetches.running()]}
+        if num_told % KEYS_EVERY == 0:
+            told |= {"keys": await asyncio.to_thread(_key_records, context), "tiers": _tier_limits(context)}
+        out.write(sse.data(told))
+        await out.drain()
         if context.generations.is_draining or context.pool.death() is not None:
             return  # the process is about to end, and waits for open streams
+        num_told += 1
         await asyncio.sleep(PERIOD_S)
 
 
@@ -95,6 +116,8 @@ def _model(model: PooledModel) -> dict[str, Any]:
         "state": EngineState.DEAD.value if is_dead else model.state.value,
         "error": None if error is None else str(error),
         "load_progress": model.load_progress,
+        "preparing": read_preparation(model.spec.root),
+        "pinned": model.spec.is_pinned,
     }
     if engine is not None and engine.state in _SERVING:
         reading |= {
@@ -104,6 +127,34 @@ def _model(model: PooledModel) -> dict[str, Any]:
             "recent": [_summary(summary) for summary in reversed(engine.metrics.recent)],
         }
     return reading
+
+
+def _key_records(context: ServerContext) -> list[dict[str, Any]]:
+    """Of those that are not revoked, the last used ones, with what they have used. Reads the file of keys."""
+    path = key_file_path(context.config.server)
+    try:
+        if not path.exists():
+            return []
+        with KeyFile(path) as file:
+            records = [record for record in file.records() if record.revoked_s is None]
+    except (ConfigError, OSError, sqlite3.Error):
+        return []  # the log and the next request that brings a key tell of it
+    records.sort(key=lambda record: record.last_used_s or record.created_s, reverse=True)
+    return [dataclasses.asdict(record) for record in records[:MAX_KEYS]]
+
+
+def _tier_limits(context: ServerContext) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": tier.name,
+            "priority": tier.priority.name.lower(),
+            "requests_per_minute": tier.requests_per_minute,
+            "tokens_per_minute": tier.tokens_per_minute,
+            "max_concurrent_requests": tier.max_concurrent_requests,
+            "refused": context.quotas.refused[tier.name],
+        }
+        for tier in context.config.tiers.values()
+    ]
 
 
 def _stats(engine: AsyncEngine) -> dict[str, Any]:
@@ -116,6 +167,9 @@ def _stats(engine: AsyncEngine) -> dict[str, Any]:
         "prefix_query_tokens": stats.num_prefix_query_tokens,
         "prefix_hit_tokens": stats.num_prefix_hit_tokens,
         "preemptions": stats.num_preemptions,
+        "model_calls": stats.num_model_calls,
+        "draft_tokens": stats.num_draft_tokens,
+        "accepted_tokens": stats.num_accepted_tokens,
         "busy_s": stats.busy_time_s,
         "idle_s": stats.idle_time_s,
         "ttft_s": _sums(histograms["time_to_first_token_seconds"]),

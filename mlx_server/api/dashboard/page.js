@@ -1,71 +1,19 @@
-// The live page: reads one snapshot a second, keeps two minutes of history, draws; and chats through the public API.
+// The live page: reads one snapshot a second, keeps two minutes of history, draws.
 
-const $ = (id) => document.getElementById(id);
+import { showKeys, showModels } from "./admin.js";
+import { listOffers, offers } from "./chat.js";
+import { $, askForKey, bytes, duration, events, headers, number, reasonOf, rows, share } from "./common.js";
+
 const HISTORY = 120;
 const RETRY_MS = 2000;
-const NARROW = matchMedia("(max-width: 42rem)"); // as in page.css
 const BLOCK_KINDS = ["free", "cached", "referenced", "shared"];
-
-// --- the key: kept for this tab only ------------------------------------------------------------------------
-
-const KEY = "mlx-serve-key";
-const headers = () => {
-  const key = sessionStorage.getItem(KEY);
-  return key ? { authorization: `Bearer ${key}` } : {};
-};
-
-$("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  sessionStorage.setItem(KEY, $("key").value.trim());
-  $("key-form").hidden = true;
-  $("key").value = "";
-  wake();
-});
-
-function askForKey(reason) {
-  $("key-reason").textContent = reason;
-  if ($("key-form").hidden) {
-    $("key-form").hidden = false;
-    $("key").focus();
-  }
-}
-
-// --- server-sent events over fetch, since EventSource cannot send a key -------------------------------------
-
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let text = "";
-  try {
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
-      text += value;
-      const parts = text.split("\n\n");
-      text = parts.pop();
-      for (const part of parts) {
-        const lines = part.split("\n").filter((line) => line.startsWith("data:"));
-        if (lines.length) yield lines.map((line) => line.slice(5).trimStart()).join("\n");
-      }
-    }
-  } finally {
-    reader.cancel().catch(() => {});
-  }
-}
-
-async function reasonOf(response) {
-  try {
-    const body = await response.json();
-    return body.error?.message ?? response.statusText;
-  } catch {
-    return `${response.status} ${response.statusText}`;
-  }
-}
 
 let wake = () => {};
 const pause = () => new Promise((resolve) => {
   const timer = setTimeout(resolve, RETRY_MS);
   wake = () => { clearTimeout(timer); resolve(); };
 });
+addEventListener("key-changed", () => wake());
 
 function setConnection(text, kind) {
   $("connection").textContent = text;
@@ -126,33 +74,23 @@ const lastOf = (line) => line.findLast((value) => value !== null) ?? null;
 // --- showing a snapshot -------------------------------------------------------------------------------------
 
 let newest = null;
+let known = ""; // which models there are, in which states
 
 function show(snapshot) {
   newest = snapshot;
   for (const model of snapshot.models) if (model.stats) advance({ name: model.name, ...model.stats }, snapshot.time_s);
-  offerModels(snapshot.models);
-  listModels(snapshot.models);
+  const states = snapshot.models.map((model) => `${model.name} ${model.state}`).join("\n");
+  if (states !== known) listOffers();
+  known = states;
+  showModels(snapshot, offers);
+  showKeys(snapshot);
   draw();
 }
 
-function offerModels(models) {
-  const select = $("model");
-  const names = models.map((model) => model.name);
-  if (names.join("\n") === [...select.options].map((option) => option.value).join("\n")) return;
-  const chosen = select.value;
-  select.replaceChildren(...names.map((name) => new Option(name, name)));
-  if (names.includes(chosen)) select.value = chosen;
-}
-
-function listModels(models) {
-  $("all-models").hidden = models.length < 2;
-  rows("models", models.map(({ name, state, stats }) => [
-    name, state, bytes(stats?.memory_bytes), number(stats?.running), number(stats?.waiting),
-  ]));
-}
-
 function draw() {
-  const model = newest?.models.find((one) => one.name === $("model").value);
+  const name = $("model").value;
+  const base = offers.find((offer) => offer.id === name)?.parent ?? name;
+  const model = newest?.models.find((one) => one.name === base);
   if (!model) return;
   $("model-state").textContent = model.state === "loading"
     ? `loading, ${Math.round(100 * model.load_progress)} %` : model.state;
@@ -171,6 +109,8 @@ function draw() {
   $("itl").textContent = duration(lastOf(lines.itl));
   $("idle").textContent = share(stats.idle_s, stats.busy_s + stats.idle_s);
   $("preemptions").textContent = number(stats.preemptions);
+  $("acceptance").textContent = share(stats.accepted_tokens, stats.draft_tokens);
+  $("tokens-a-call").textContent = stats.model_calls ? (stats.generated_tokens / stats.model_calls).toFixed(2) : "–";
   $("pool-used").textContent = share(stats.blocks - stats.free_blocks, stats.max_blocks);
   $("pool-cached").textContent = share(stats.cached_blocks, stats.max_blocks);
   $("hit-rate").textContent = share(stats.prefix_hit_tokens, stats.prefix_query_tokens);
@@ -211,40 +151,9 @@ function clearFigures() {
 }
 
 $("model").addEventListener("change", draw);
+addEventListener("offers-changed", draw);
 addEventListener("resize", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-
-function rows(id, table, hasId = false) {
-  $(id).replaceChildren(...table.map((cells) => {
-    const row = document.createElement("tr");
-    cells.forEach((cell, index) => {
-      const data = row.insertCell();
-      const isId = hasId && index === 0;
-      data.textContent = isId && NARROW.matches ? shortened(cell) : cell;
-      if (isId) { data.className = "id"; data.title = cell; }
-    });
-    return row;
-  }));
-}
-
-// An id begins with what the client calls the request, and ends with what no other has.
-const shortened = (id) => (id.length > 19 ? `${id.slice(0, 10)}…${id.slice(-8)}` : id);
-
-// --- words --------------------------------------------------------------------------------------------------
-
-const format = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
-const number = (value) => (value == null ? "–" : value > 0 && value < 10 && !Number.isInteger(value)
-  ? value.toFixed(1) : format.format(value));
-const share = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(1)} %` : "–");
-function duration(seconds) {
-  if (seconds == null) return "–";
-  if (seconds < 1) return `${(1000 * seconds).toFixed(seconds < 0.1 ? 1 : 0)} ms`;
-  return seconds < 90 ? `${seconds.toFixed(1)} s` : `${(seconds / 60).toFixed(1)} min`;
-}
-function bytes(value) {
-  if (value == null) return "–";
-  return value >= 2 ** 30 ? `${(value / 2 ** 30).toFixed(1)} GiB` : `${(value / 2 ** 20).toFixed(0)} MiB`;
-}
 
 // --- drawing ------------------------------------------------------------------------------------------------
 
@@ -304,106 +213,5 @@ function drawBlocks(canvas, map) {
     pen.fillRect((index % columns) * size, Math.floor(index / columns) * cell, size - 1, Math.max(cell - 1, 1));
   }
 }
-
-// --- the chat -----------------------------------------------------------------------------------------------
-
-const turns = [];
-let running = null;
-
-function addTurn(role, text = "") {
-  const turn = document.createElement("div");
-  turn.className = `turn ${role}`;
-  turn.textContent = text;
-  $("log").append(turn);
-  $("log").scrollTop = $("log").scrollHeight;
-  return turn;
-}
-
-function setRunning(controller) {
-  running = controller;
-  $("send").disabled = controller !== null;
-  $("stop").hidden = controller === null;
-}
-
-async function send(text) {
-  turns.push({ role: "user", content: text });
-  addTurn("user", text);
-  const turn = addTurn("assistant");
-  const controller = new AbortController();
-  setRunning(controller);
-  const started = performance.now();
-  let first = null;
-  let answer = "";
-  let reasoning = null;
-  let usage = null;
-  try {
-    const response = await fetch("v1/chat/completions", {
-      method: "POST",
-      signal: controller.signal,
-      headers: { "content-type": "application/json", ...headers() },
-      body: JSON.stringify({
-        model: $("model").value || undefined, messages: turns, stream: true, stream_options: { include_usage: true },
-      }),
-    });
-    if (!response.ok) {
-      const reason = await reasonOf(response);
-      if (response.status === 401) askForKey(reason);
-      throw new Error(reason);
-    }
-    for await (const event of events(response)) {
-      if (event === "[DONE]") break;
-      const chunk = JSON.parse(event);
-      if (chunk.error) throw new Error(chunk.error.message);
-      usage = chunk.usage ?? usage;
-      const delta = chunk.choices[0]?.delta ?? {};
-      const thought = delta.reasoning ?? delta.reasoning_content;
-      if (thought) {
-        if (!reasoning) turn.prepend(reasoning = Object.assign(document.createElement("span"), { className: "reasoning" }));
-        reasoning.textContent += thought;
-      }
-      if (delta.content) { answer += delta.content; turn.append(delta.content); }
-      if (first === null && (thought || delta.content)) first = performance.now();
-      $("log").scrollTop = $("log").scrollHeight;
-    }
-  } catch (error) {
-    if (error.name !== "AbortError") {
-      addTurn("error", error.message);
-      if (!answer && !$("message").value) $("message").value = text; // to try again
-    }
-  }
-  if (answer) turns.push({ role: "assistant", content: answer });
-  else { turns.pop(); if (!reasoning) turn.remove(); }
-  const seconds = (performance.now() - (first ?? started)) / 1000;
-  $("chat-note").textContent = first === null ? "" : `first token ${duration((first - started) / 1000)}`
-    + (usage && usage.completion_tokens > 1 ? `, ${number((usage.completion_tokens - 1) / seconds)} tok/s` : "");
-  setRunning(null);
-}
-
-$("chat").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const text = $("message").value.trim();
-  if (!text || running) return;
-  $("message").value = "";
-  send(text);
-});
-$("message").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  $("chat").requestSubmit();
-});
-$("stop").addEventListener("click", () => running?.abort());
-$("clear").addEventListener("click", () => {
-  running?.abort();
-  turns.length = 0;
-  $("log").replaceChildren();
-  $("chat-note").textContent = "";
-});
-addEventListener("keydown", (event) => {
-  if (event.key === "Escape") running?.abort();
-  if (event.key === "/" && !event.ctrlKey && !event.metaKey && !["INPUT", "TEXTAREA", "SELECT"].includes(event.target.tagName)) {
-    event.preventDefault();
-    $("message").focus();
-  }
-});
 
 watch();

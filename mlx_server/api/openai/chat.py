@@ -15,15 +15,19 @@ from mlx_server.api.context import Context
 from mlx_server.api.generation import OutputEvent, Prompt
 from mlx_server.api.openai.document import NULL, STRING, either, list_of, members, of_type
 from mlx_server.api.openai.exchange import Exchange, open_exchange
-from mlx_server.api.openai.fields import Bool, GenerationFields, Int, Refused
+from mlx_server.api.openai.fields import Bool, GenerationFields, Int, Refused, TokenLimit
 from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
-from mlx_server.api.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR, Objects
+from mlx_server.api.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR, MAX_MESSAGES, Objects, at_most
 from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.tools.parser import ToolCallDelta
+from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 from mlx_server.outputs import TokenLogprob
 from mlx_server.sampling_params import MAX_LOGPROBS
+
+_REASONING = ("reasoning", "reasoning_content")
+"""Clients differ in which name they read."""
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -127,11 +131,40 @@ def _named_function(choice: str | dict[str, Any]) -> str:
     return name
 
 
+class ReasoningOptions(BaseModel):
+    """`reasoning`, OpenRouter's form: how much to reason, and whether to show it. Where there is a field of its own for
+    one of these, that field wins."""
+
+    effort: ReasoningEffort | None = None
+    max_tokens: Int | None = Field(None, ge=1)
+    enabled: Bool | None = None
+    exclude: Bool | None = None
+
+
+class _TextPart(BaseModel):
+    """Other fields of a part say nothing of its text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """`prediction`: what much of the answer is expected to be."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[_TextPart], FIRST_ERROR, at_most(MAX_MESSAGES, "parts")]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatFields(BaseModel):
     """What makes a chat's prompt, beside its messages."""
 
     tools: Annotated[list[_Tool], FIRST_ERROR, BOUNDED_TOOLS] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    reasoning: ReasoningOptions | None = None
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -142,11 +175,14 @@ class ChatFields(BaseModel):
         kwargs = dict(self.chat_template_kwargs or {})
         if self.documents is not None:
             kwargs["documents"] = self.documents
+        reasoning = self.reasoning
+        if reasoning is not None and reasoning.enabled is not None:
+            kwargs.setdefault("enable_thinking", reasoning.enabled)
         return ChatOptions(
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
             template_kwargs=kwargs,
-            reasoning_effort=self.reasoning_effort,
+            reasoning_effort=self.reasoning_effort or (None if reasoning is None else reasoning.effort),
         )
 
 
@@ -154,8 +190,8 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
     """All fields of a chat completion that mean something here."""
 
     messages: Messages = Field(min_length=1)
-    max_completion_tokens: Int | None = Field(None, ge=1)
-    max_tokens: Int | None = Field(None, json_schema_extra={"minimum": 1})
+    max_completion_tokens: TokenLimit = None
+    max_tokens: TokenLimit = None
     logprobs: Bool | None = None
     top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -165,6 +201,7 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
     include_reasoning: Bool | None = None
     separate_reasoning: Bool | None = None
     thinking_token_budget: Int | None = Field(None, ge=-1)
+    prediction: Prediction | None = None
 
     add_special_tokens: Annotated[Bool | None, Refused((False,))] = None
     echo: Annotated[Any, Refused((False,))] = None
@@ -178,17 +215,21 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs: true.", "top_logprobs")
 
-    def call(self) -> ChatCall:
+    def call(self, images: ImageParts | None = None) -> ChatCall:
         """The chat without what concerns sampling. Raises `InvalidRequestError`."""
         budget = self.thinking_token_budget
+        if budget is None and self.reasoning is not None:
+            budget = self.reasoning.max_tokens
         return ChatCall(
-            messages=self.messages,
+            messages=self.messages if images is None else images.mark_messages(self.messages),
             tool_use=tool_use(self.tools, self.tool_choice, self.parallel_tool_calls is not False),
             options=self.options(),
             structured=self.structured(),
             truncation=self.prompt_truncation,
             max_reasoning_tokens=None if budget == -1 else budget,
             splits_reasoning=self.separate_reasoning is not False,
+            has_open_schemas=bool(self.open_schemas),
+            prediction="" if self.prediction is None else self.prediction.text,
         )
 
     @property
@@ -209,7 +250,8 @@ class ChatWriter(CompletionWriter):
         super().__init__(exchange, self.response_id, "chat.completion.chunk")
         self._body = body
         self._prompt_ids = {"prompt_token_ids": list(prompt.token_ids)} if body.return_token_ids else {}
-        self._has_reasoning = body.include_reasoning is not False
+        hides = body.reasoning is not None and body.reasoning.exclude and body.include_reasoning is None
+        self._has_reasoning = body.include_reasoning is not False and not hides
         self._has_details = bool(body.logprobs or body.return_token_ids)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
@@ -228,7 +270,7 @@ class ChatWriter(CompletionWriter):
                 for call in choice.tool_calls
             ]
         if choice.reasoning and self._has_reasoning:
-            message["reasoning"] = message["reasoning_content"] = choice.reasoning
+            message |= dict.fromkeys(_REASONING, choice.reasoning)
         return self._choice(choice, "message", message)
 
     def opening(self, has_output: bool) -> bytes:
@@ -241,16 +283,26 @@ class ChatWriter(CompletionWriter):
 
     def write(self, event: OutputEvent) -> bytes:
         self._meter.update(event)
-        delta: dict[str, Any] = {}
-        if event.reasoning and self._has_reasoning:
-            delta["reasoning"] = delta["reasoning_content"] = event.reasoning
+        reasoning = event.reasoning if self._has_reasoning else ""
+        if not (event.tool_calls or event.finish or self._has_details):  # nearly all: one text and no more
+            if not reasoning:
+                return self.piece(event.index, event.content, self._content)
+            if not event.content:
+                return self.piece(event.index, reasoning, self._reasoning)
+        delta: dict[str, Any] = dict.fromkeys(_REASONING, reasoning) if reasoning else {}
         if event.content:
             delta["content"] = event.content
         if event.tool_calls:
             delta["tool_calls"] = [_call_delta(piece) for piece in event.tool_calls]
-        if not delta and event.finish is None and not (self._has_details and event.token_ids):
-            return b""  # as when a character is not complete yet
+        if not delta and event.finish is None and not event.token_ids:
+            return b""
         return self.chunk(self._choice(event, "delta", delta))
+
+    def _content(self, index: int, text: str) -> dict[str, Any]:
+        return self._choice(OutputEvent(index), "delta", {"content": text})
+
+    def _reasoning(self, index: int, text: str) -> dict[str, Any]:
+        return self._choice(OutputEvent(index), "delta", dict.fromkeys(_REASONING, text))
 
     def _choice(self, source: Choice | OutputEvent, name: str, shown: dict[str, Any]) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": source.index, name: shown, "logprobs": None, "finish_reason": None}

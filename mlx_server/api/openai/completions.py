@@ -14,18 +14,20 @@ from starlette.responses import Response
 from mlx_server.api.body import TurnRoute
 from mlx_server.api.collect import Choice, Usage
 from mlx_server.api.context import Context
-from mlx_server.api.generation import OutputEvent, Prompt
+from mlx_server.api.generation import GenerationJob, OutputEvent, Prompt
 from mlx_server.api.middleware import until_disconnect
 from mlx_server.api.openai.document import STRING, either, list_of
 from mlx_server.api.openai.exchange import Exchange, open_exchange
-from mlx_server.api.openai.fields import Bool, GenerationFields, Int, Refused
+from mlx_server.api.openai.fields import Bool, GenerationFields, Int
 from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
+from mlx_server.api.request_bounds import MAX_BODY_BYTES
 from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.text.fill_in import FillWriter, Gap, find_fill_format
 from mlx_server.errors import InvalidRequestError
 from mlx_server.outputs import PositionLogprobs
 from mlx_server.request import TokenConstraint
-from mlx_server.sampling_params import MAX_LOGPROBS
+from mlx_server.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_SEQUENCES = 1024
 """Most completions of one request: prompts times samples."""
@@ -70,11 +72,11 @@ class CompletionRequest(GenerationFields):
     """All fields of a text completion that mean something here."""
 
     prompt: Prompts
-    max_tokens: Int | None = Field(None, json_schema_extra={"minimum": 0})
+    max_tokens: Int | None = Field(None, json_schema_extra={"minimum": -1})
     logprobs: Int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
     echo: Bool | None = None
     best_of: Int | None = Field(None, ge=1)
-    suffix: Annotated[Any, Refused(("",))] = None
+    suffix: str | None = None
 
     def check(self) -> None:
         super().check()
@@ -86,6 +88,12 @@ class CompletionRequest(GenerationFields):
             )
         if self.best_of is not None and self.best_of != self.num_samples:
             raise InvalidRequestError("best_of is only supported when it equals n.", "best_of")
+        if len(self.suffix or "") * len(self.prompt) > MAX_BODY_BYTES:
+            raise InvalidRequestError(
+                f"suffix has {len(self.suffix or '')} characters for each of {len(self.prompt)} prompts; together they "
+                f"may have {MAX_BODY_BYTES}. Send several requests.",
+                "suffix",
+            )
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequestError("max_tokens must be at least 1, got 0 (0 needs echo: true).", "max_tokens")
 
@@ -95,10 +103,12 @@ class CompletionRequest(GenerationFields):
         return self.max_tokens == 0
 
     @property
-    def output_limit(self) -> int:
+    def output_limit(self) -> int | None:
         """To score a prompt, one token is generated and dropped."""
         if self.is_scoring:
             return 1
+        if self.max_tokens == -1:
+            return None
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
@@ -134,19 +144,23 @@ class TextWriter(CompletionWriter):
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
         body = self._choice(choice, choice.prompt_logprobs)
         num_top = self._body.prompt_logprobs
-        if num_top is not None:
-            body["prompt_logprobs"] = prompt_logprobs(self._names, choice.prompt_logprobs, num_top)
-        return body
+        found = None if num_top is None else prompt_logprobs(self._names, choice.prompt_logprobs, num_top)
+        return {**body, "prompt_logprobs": found}
 
     def write(self, event: OutputEvent) -> bytes:
         self._meter.update(event)
         known = self._prompt_logprobs.setdefault(event.index, [])
         if known is not None:
-            known.extend(event.prompt_logprobs)
+            known.extend(event.delta.prompt_logprobs)
         if not (event.content or event.finish is not None or (self._has_details and event.token_ids)):
             return b""
+        if known is None and event.finish is None and not self._has_details:
+            return self.piece(event.index, event.content, self._text)
         self._prompt_logprobs[event.index] = None
         return self.chunk(self._choice(event, known))
+
+    def _text(self, index: int, text: str) -> dict[str, Any]:
+        return self._choice(OutputEvent(index, text), None)
 
     def _choice(self, source: Choice | OutputEvent, known: Sequence[PositionLogprobs] | None) -> dict[str, Any]:
         """`known` are the prompt's logprobs where the choice begins, else None."""
@@ -203,32 +217,74 @@ async def create_completion(body: CompletionRequest, request: Request, context: 
     sampling = body.sampling(exchange.engine.default_sampling)
     plan = await plan_text(exchange, body)
     writer = TextWriter(exchange, body, plan.prompts)
-    job = exchange.job(plan.prompts, sampling, writer.response_id)
-    return await exchange.answer(replace(job, new_constraint=plan.new_constraint, continues_text=True), writer)
+    return await exchange.answer(plan.job(exchange, sampling, writer.response_id), writer)
 
 
 @dataclass(frozen=True, slots=True)
 class TextPlan:
-    """Prompts and grammar, ready to generate."""
+    """Prompts and grammar, ready to generate. `end_token_ids` end the output beside the model's own ends."""
 
     prompts: tuple[Prompt, ...]
     new_constraint: Callable[[], TokenConstraint] | None
+    notes: tuple[str, ...] = ()
+    end_token_ids: tuple[int, ...] = ()
+
+    def job(self, exchange: Exchange, sampling: SamplingParams, response_id: str) -> GenerationJob:
+        if self.end_token_ids and not sampling.ignore_eos:
+            sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *self.end_token_ids))
+        job = exchange.job(self.prompts, sampling, response_id)
+        return replace(job, new_constraint=self.new_constraint, continues_text=True)
 
 
 async def plan_text(exchange: Exchange, body: CompletionRequest) -> TextPlan:
     """Tokenizes and compiles in a worker thread. Raises `InvalidRequestError`."""
-    engine, turn = exchange.engine, exchange.turn
+    engine = exchange.engine
+    if not body.suffix:
+        return await plan_prompts(exchange, lambda: tuple(_prompt(engine, body, prompt) for prompt in body.prompt))
+    writer, suffix = fill_writer(engine, "suffix"), body.suffix
+    planned = await plan_prompts(
+        exchange, lambda: tuple(_fill_prompt(engine, body, writer, Gap(prompt, suffix)) for prompt in body.prompt)
+    )
+    return replace(planned, end_token_ids=writer.end_token_ids)
+
+
+async def plan_prompts(exchange: Exchange, write: Callable[[], tuple[Prompt, ...]]) -> TextPlan:
+    """The plan for the prompts that `write` makes in a worker thread. Raises `InvalidRequestError`."""
+    turn = exchange.turn
 
     async def plan() -> TextPlan:
-        spec, prompts = await turn.in_thread(
-            lambda: (body.structured(), tuple(_prompt(engine, body, prompt) for prompt in body.prompt))
-        )
+        spec, prompts = await turn.in_thread(lambda: (exchange.body.structured(), write()))
         if spec is None:
             return TextPlan(prompts, None)
-        grammar = await engine.grammars.beside(lambda: engine.grammars.compile(spec), spec.param, turn.asker)
-        return TextPlan(prompts, grammar.start)
+        grammars = exchange.engine.grammars
+        grammar = await grammars.threads.run(lambda: grammars.compile(spec), spec.param, turn.asker)
+        return TextPlan(prompts, grammar.start, grammar.notes)
 
-    return await until_disconnect(exchange.request, plan())
+    planned = await until_disconnect(exchange.request, plan())
+    exchange.request.state.notes = planned.notes
+    return planned
+
+
+def fill_writer(engine: AsyncEngine, param: str) -> FillWriter:
+    """For prompts with a gap. Raises `InvalidRequestError` that names the field `param` for a model that fills none."""
+    form = find_fill_format(engine.tokenizer)
+    if form is None:
+        raise InvalidRequestError(
+            f"{param} asks to fill in the middle, for which the tokenizer of {engine.model_name} has no tokens. Leave "
+            "it out, or ask a model that was trained for it, like Qwen2.5-Coder.",
+            param,
+        )
+    return FillWriter(engine.tokenizer, form)
+
+
+def _fill_prompt(engine: AsyncEngine, body: CompletionRequest, writer: FillWriter, gap: Gap) -> Prompt:
+    truncation, max_model_len = body.prompt_truncation, engine.max_model_len
+    most = truncation.num_kept(max_model_len)
+    for text in (gap.prefix, gap.suffix) if most is None else ():
+        if isinstance(text, str):
+            truncation.part(text, engine.tokenizer, max_model_len)  # refuses what is far too long
+    token_ids = tuple(writer.write(gap, most, add_special_tokens=body.add_special_tokens is not False))
+    return Prompt(token_ids, engine.tokenizer.decode(token_ids, skip_special_tokens=False) if body.echo else None)
 
 
 def _prompt(engine: AsyncEngine, body: CompletionRequest, prompt: str | Sequence[int]) -> Prompt:

@@ -66,6 +66,8 @@ _SHAPES: Mapping[str, JsonSchema] = {
     "response_format": either(
         of_type("text"),
         of_type("json_object"),
+        of_type("json_object", schema={"type": "object"}),
+        of_type("json_schema", schema={"type": "object"}),
         of_type("json_schema", json_schema=members("schema", schema={"type": "object"})),
         of_type("structural_tag"),
     ),
@@ -86,6 +88,8 @@ _SHAPES: Mapping[str, JsonSchema] = {
     "json_schema": _JSON_SCHEMA,
     "regex": _TEXT,
     "ebnf": _CONSTRAINTS["grammar"],
+    "grammar": _CONSTRAINTS["grammar"],
+    "format": either({"const": "json"}, _JSON_SCHEMA),
     "stop": _STOP,
     "stop_sequences": _STOP,
 }

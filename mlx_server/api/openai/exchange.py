@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
-from sse_starlette import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -19,7 +19,7 @@ from mlx_server.api import sse
 from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Demand
-from mlx_server.api.chat_plan import ChatCall, ChatPlan
+from mlx_server.api.chat_plan import ChatPlan, Read
 from mlx_server.api.collect import Answer, collect
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import ErrorInfo, error_info
@@ -30,9 +30,13 @@ from mlx_server.api.openai.fields import GenerationFields
 from mlx_server.api.probes import load_headers
 from mlx_server.api.text_turns import TextTurn, turn_of
 from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.pooling import check_generates
 from mlx_server.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+NOT_ENFORCED_HEADER = "x-schema-not-enforced"
+"""Keywords of the request's schema that its grammar leaves out."""
 
 
 class Writer(Protocol):
@@ -50,12 +54,16 @@ class Writer(Protocol):
     def write(self, event: OutputEvent) -> bytes: ...
 
     def closing(self) -> bytes:
-        """What follows the last output."""
+        """What follows the last output, if anything does."""
         ...
 
     def failure(self, error: ErrorInfo) -> bytes:
         """What follows an error on the way, since the status is long sent."""
         ...
+
+    async def settle(self) -> None:
+        """What must be done before a client hears that the answer has ended."""
+        return
 
     def close(self) -> None:
         """Called however the stream ends, also when the client has gone."""
@@ -84,11 +92,13 @@ class Exchange:
         """What the answer says that it is from."""
         return self.engine.names.with_adapter(self.adapter)
 
-    async def plan(self, read: Callable[[], ChatCall]) -> ChatPlan:
+    async def plan(self, read: Read) -> ChatPlan:
         """Plans the chat that `read` makes of the body, in the request's turn. Raises `ServeError`."""
-        return await until_disconnect(self.request, self.context.chats.plan(self.engine, read, self.turn))
+        plan = await until_disconnect(self.request, self.context.chats.plan(self.engine, read, self.turn))
+        self.request.state.notes = plan.notes
+        return plan
 
-    async def render(self, read: Callable[[], ChatCall]) -> Prompt:
+    async def render(self, read: Read) -> Prompt:
         """The chat's prompt alone, which counts as text that was read. Raises `ServeError`."""
         prompt = await until_disconnect(self.request, self.context.chats.render(self.engine, read, self.turn))
         self.context.quotas.add_read(self.caller, len(prompt.token_ids))
@@ -118,9 +128,12 @@ class Exchange:
             new_constraint=plan.new_constraint,
             kept_token_ids=plan.kept_token_ids,
             continues_text=plan.continues_text,
+            prediction_token_ids=plan.prediction_token_ids,
         )
 
-    async def answer(self, job: GenerationJob, writer: Writer, ping: ServerSentEvent = sse.KEEP_ALIVE) -> Response:
+    async def answer(
+        self, job: GenerationJob, writer: Writer, ping: bytes = sse.KEEP_ALIVE, media_type: str = sse.EVENT_STREAM
+    ) -> Response:
         """Sends what `writer` makes of `job`, streamed if the body asks for it, with a `ping` on silent streams. Raises
         the `ServeError` that refuses the job, or that ends it before anything is sent."""
         if not self.body.stream:
@@ -132,37 +145,46 @@ class Exchange:
             generation.close()
             writer.close()
 
-        return sse.event_stream(_events(generation, writer), keep_alive_s, close, self._headers, ping)
+        tell = partial(_tell, generation, writer)
+        return sse.event_stream(tell, keep_alive_s, close, self._headers, ping, media_type)
 
     async def _begin(self, job: GenerationJob, timeout_s: float) -> Generation:
         """Starts a job and waits for its first output, but no longer than a stream may be silent (0: no bound): clients
         and routers try again by an answer's status, which cannot be changed once the stream has begun."""
         with contextlib.ExitStack() as undo:
-            generation = self._start(job)
+            generation = await self._start(job)
             undo.callback(generation.close)
             await until_disconnect(self.request, generation.wait_for_output(timeout_s or None))
             undo.pop_all()
         return generation
 
     async def _whole(self, job: GenerationJob, writer: Writer) -> Response:
-        with contextlib.closing(self._start(job)) as generation:
+        with contextlib.closing(await self._start(job)) as generation:
             answer = await until_disconnect(self.request, collect(generation, job.n))
         headers = self._headers
-        if job.sampling.logprobs is None and job.sampling.prompt_logprobs is None:
-            return JSONResponse(writer.whole(answer), headers=headers)
-        # The names of twenty tokens at each of thousands of positions: streams would stand still meanwhile.
-        return await self.turn.in_thread(lambda: JSONResponse(writer.whole(answer), headers=headers))
 
-    def _start(self, job: GenerationJob) -> Generation:
-        generation = self.context.generations.start(self.engine, job)
+        def write() -> Response:
+            return JSONResponse(writer.whole(answer), headers=headers)
+
+        if job.sampling.logprobs is None and job.sampling.prompt_logprobs is None:
+            response = write()
+        else:  # the names of twenty tokens at each of thousands of positions: streams would stand still meanwhile
+            response = await self.turn.in_thread(write)
+        await writer.settle()
+        return response
+
+    async def _start(self, job: GenerationJob) -> Generation:
+        generation = await self.context.generations.start(self.engine, job)
         self.request.state.is_counted = True
         self.turn.end()
         return generation
 
     @property
     def _headers(self) -> dict[str, str]:
-        """Of the response: the id, and the load for routers that ask."""
-        return {REQUEST_ID_HEADER: self.request_id, **load_headers(self.request.headers, self.engine.stats())}
+        """Of the response: the id, what of a schema is not enforced, and the load for routers that ask."""
+        found = self.request.state.notes
+        notes = {NOT_ENFORCED_HEADER: ", ".join(found)} if found else {}
+        return {REQUEST_ID_HEADER: self.request_id, **notes, **load_headers(self.request.headers, self.engine.stats())}
 
 
 async def open_exchange(
@@ -177,23 +199,33 @@ async def open_exchange(
     if generates:
         context.quotas.check(caller, Demand())
     engine = await lease_engine(request, context.pool, body.model)
+    if generates:
+        check_generates(engine.pooling, engine.model_name)
     adapter = context.pool.offer(body.model).adapter
+    if body.open_schemas is None:
+        body.open_schemas = context.config.server.open_schemas
     return Exchange(request, context, body, engine, adapter, caller, request.state.request_id)
 
 
-async def _events(generation: Generation, writer: Writer) -> AsyncGenerator[bytes, None]:
-    """What `writer` makes of the events as they come."""
+async def _tell(generation: Generation, writer: Writer, out: sse.PieceWriter) -> None:
+    """Puts out what `writer` makes of the events as they come: one piece of all that are there at one time."""
+
+    def show(events: list[OutputEvent]) -> bool:
+        piece = b"".join(map(writer.write, events))
+        return not piece or out.write(piece)
+
     try:
-        if opening := writer.opening(generation.has_output):
-            yield opening
-        async with contextlib.aclosing(generation.events()) as events:
-            async for event in events:
-                if written := writer.write(event):
-                    yield written
+        opening = writer.opening(generation.has_output)
+        if opening and not out.write(opening):
+            await out.drain()
+        await generation.feed(show, out.drain)
         last = writer.closing()
     except Exception as error:
         info = error_info(error)
         if info.status == 500:
             logger.exception("A stream failed")
         last = writer.failure(info)
-    yield last
+    await writer.settle()
+    if last:
+        out.write(last)
+    await out.drain()

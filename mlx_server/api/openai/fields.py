@@ -1,9 +1,9 @@
 """The fields that all generating routes share, and how they become `SamplingParams`.
 
 Every field may be null, which means "not given": many clients send null for what they leave out. Numbers and
-booleans are not coerced from text, as OpenAI does not. A field that is not declared is tolerated; a declared
-one is honoured, or `Refused` when its value asks for something that this server does not do.
-docs/parameters.md lists all of them.
+booleans are not coerced from text, as OpenAI does not. A declared field is honoured, or `Refused` when its value
+asks for something that this server does not do; one that is not declared changes nothing. `parameters.py` lists every
+field that clients know.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from mlx_server.api.request_bounds import FIRST_ERROR, Strings, at_most
 from mlx_server.engine.grammar.spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
 from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import (
+    FOR_LIBRARY,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,
@@ -56,7 +57,17 @@ StringOrList = Annotated[
 ]
 Ints = Annotated[list[Int], FIRST_ERROR]
 
+
+def no_limit(value: Any) -> Any:
+    """-1, which llama.cpp and LM Studio write for it, is none given."""
+    return None if value == -1 and not isinstance(value, bool) else value
+
+
+TokenLimit = Annotated[Annotated[Int, Field(ge=1)] | None, BeforeValidator(no_limit)]
+"""-1 is no limit of its own, as llama.cpp and LM Studio have it."""
+
 MAX_CHOICES = 128
+_Penalty = Annotated[Number, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 _RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern="^[!-~]+$")]
 
 
@@ -104,7 +115,8 @@ class GenerationFields(BaseModel):
     top_p: Number | None = Field(None, gt=0, le=1)
     top_k: Int | None = Field(None, ge=-1, le=MAX_TOP_K)
     min_p: Number | None = Field(None, ge=0, le=1)
-    repetition_penalty: Number | None = Field(None, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
+    repetition_penalty: _Penalty | None = None
+    repeat_penalty: _Penalty | None = None
     presence_penalty: Number | None = Field(None, ge=-2, le=2)
     frequency_penalty: Number | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[dict[int, Number], at_most(MAX_LOGIT_BIAS, "tokens")] | None = None
@@ -126,6 +138,7 @@ class GenerationFields(BaseModel):
     truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: Bool | None = None
 
+    speculate: Bool | None = None
     priority: Int | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[^@/\\\u0000]+$")
     request_id: _RequestId | None = None
@@ -141,6 +154,9 @@ class GenerationFields(BaseModel):
     json_schema: Any = None
     regex: Any = None
     ebnf: Any = None
+    grammar: Any = None
+    format: Any = None
+    open_schemas: Bool | None = None
 
     bad_words: Annotated[Any, Refused(([],))] = None
     logprob_token_ids: Annotated[Any, Refused(([],))] = None
@@ -150,6 +166,48 @@ class GenerationFields(BaseModel):
     prompt_embeds: Annotated[Any, Refused(([],))] = None
     lora_path: Annotated[Any, Refused(([], ""), "use model, like `model:adapter`")] = None
     return_prompt_text: Annotated[Any, Refused((False,))] = None
+    dynatemp_range: Annotated[Any, Refused((0,))] = None
+    typical_p: Annotated[Any, Refused((1,))] = None
+    top_n_sigma: Annotated[Any, Refused((-1,))] = None
+    repeat_last_n: Annotated[Any, Refused((-1,), "penalties look at the whole context")] = None
+    dry_multiplier: Annotated[Any, Refused((0,))] = None
+    xtc_probability: Annotated[Any, Refused((0,))] = None
+    mirostat: Annotated[Any, Refused((0,))] = None
+    adaptive_target: Annotated[Any, Refused((-1,))] = None
+    samplers: Annotated[Any, Refused(([],))] = None
+    min_keep: Annotated[Any, Refused((0,))] = None
+    lora: Annotated[Any, Refused(([],), "use model, like `model:adapter`")] = None
+    watermarking: Annotated[Any, Refused((False,))] = None
+    custom_logit_processor: Annotated[Any, Refused()] = None
+    n_predict: Annotated[Any, Refused((-1,), "use max_tokens")] = None
+    t_max_predict_ms: Annotated[Any, Refused((0, -1), "use max_tokens")] = None
+    n_indent: Annotated[Any, Refused((0,))] = None
+    n_keep: Annotated[Any, Refused((0, -1))] = None
+    n_discard: Annotated[Any, Refused((0,))] = None
+    repetition_detection: Annotated[Any, Refused()] = None
+    n_probs: Annotated[Any, Refused((0,), "use logprobs")] = None
+    post_sampling_probs: Annotated[Any, Refused((False,))] = None
+    response_fields: Annotated[Any, Refused(([],))] = None
+    return_tokens: Annotated[Any, Refused((False,), "use return_token_ids")] = None
+    return_prompt_token_ids: Annotated[Any, Refused((False,), "use return_token_ids")] = None
+    return_hidden_states: Annotated[Any, Refused((False,))] = None
+    return_routed_experts: Annotated[Any, Refused((False,))] = None
+    return_meta_info: Annotated[Any, Refused((False,))] = None
+    return_token_offsets: Annotated[Any, Refused((False,))] = None
+    stream_reasoning: Annotated[Any, Refused((True,))] = None
+    grammar_lazy: Annotated[Any, Refused((False,))] = None
+    grammar_triggers: Annotated[Any, Refused(([],))] = None
+    reasoning_budget_tokens: Annotated[Any, Refused((-1,), "use thinking_token_budget")] = None
+    thinking_budget_tokens: Annotated[Any, Refused((-1,), "use thinking_token_budget")] = None
+    reasoning_format: Annotated[Any, Refused(("auto", "deepseek"), "use separate_reasoning")] = None
+    reasoning_in_content: Annotated[Any, Refused((False,))] = None
+    thinking_forced_open: Annotated[Any, Refused((False,))] = None
+    parse_tool_calls: Annotated[Any, Refused((True,))] = None
+    web_search_options: Annotated[Any, Refused()] = None
+    extra_key: Annotated[Any, Refused(([], ""), "use cache_salt")] = None
+    session_params: Annotated[Any, Refused()] = None
+    input_ids: Annotated[Any, Refused(([],), "send prompt to /v1/completions")] = None
+    task: Annotated[Any, Refused()] = None
 
     def check(self) -> None:
         """What no single field can tell; raises `InvalidRequestError` with the field's name."""
@@ -194,8 +252,10 @@ class GenerationFields(BaseModel):
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """The parameters of one choice, with the model's `defaults` for what is not given. Raises
         `InvalidRequestError` for values out of range."""
-        names = (field.name for field in dataclasses.fields(SamplingParams))
+        names = (field.name for field in dataclasses.fields(SamplingParams) if field.name not in FOR_LIBRARY)
         given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        if self.repeat_penalty is not None:
+            given.setdefault("repetition_penalty", self.repeat_penalty)
         given |= {
             "max_tokens": self.output_limit,
             "logprobs": self.num_logprobs,

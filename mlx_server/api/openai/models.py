@@ -1,7 +1,4 @@
-"""GET /v1/models and /v1/models/{id}, in the shapes of OpenAI's and Anthropic's clients at once.
-
-POST /v1/embeddings: says clearly that no embedding model is served.
-"""
+"""GET /v1/models and /v1/models/{id}, in the shapes of OpenAI's and Anthropic's clients at once."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ from fastapi import APIRouter, Request
 
 from mlx_server.api.auth.authentication import caller_of, check_model_access, may_use
 from mlx_server.api.context import Context
-from mlx_server.api.errors import OpenAIError
-from mlx_server.errors import UnsupportedError
+from mlx_server.engine.pooling import capabilities
 from mlx_server.pool.catalog import Offer
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.pool.pooled_model import ModelState
@@ -44,8 +40,9 @@ async def retrieve_model(model: str, request: Request, context: Context) -> dict
 def _card(pool: ModelPool, offer: Offer) -> dict[str, Any]:
     model = pool.find(offer.name)
     engine = model.engine if model.state in _LOADED else None
-    # The limit depends on the memory that is left, so it is known only while the model is loaded.
+    # What depends on the memory that is left, and on what was loaded, is known only while the model is.
     limit = None if engine is None else engine.max_model_len
+    pooling = None if engine is None else engine.pooling
     return {
         "id": offer.name,
         "object": "model",
@@ -56,13 +53,14 @@ def _card(pool: ModelPool, offer: Offer) -> dict[str, Any]:
         "created_at": datetime.fromtimestamp(model.created_s, UTC).isoformat(),
         "owned_by": OWNER,
         "root": offer.root,
+        "quantize": offer.spec.config.model.quantize,
         "parent": offer.parent,
         "max_model_len": limit,
         "max_input_tokens": limit,
+        "capabilities": (
+            None
+            if engine is None
+            else capabilities(None if pooling is None else pooling.spec, sees=engine.vision is not None)
+        ),
         "state": model.state.value,
     }
-
-
-@router.post("/v1/embeddings", status_code=501, response_model=OpenAIError)
-async def embeddings() -> None:
-    raise UnsupportedError("This server generates text; it serves no embedding models.")

@@ -5,7 +5,8 @@ log-probabilities in OpenAI's shape and vLLM's.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +39,12 @@ class CompletionWriter(Writer):
         self._has_token_ids = bool(body.return_token_ids)
         options = body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
+        self._templates: dict[tuple[int, Callable[..., object]], sse.Template] = {}
         self._repeats_usage = self._has_usage and options is not None and bool(options.continuous_usage_stats)
 
+    @abstractmethod
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError
+        """A choice of a whole answer."""
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         return {
@@ -67,6 +70,18 @@ class CompletionWriter(Writer):
             body["usage"] = self.usage(self._meter.total()) if self._repeats_usage else None
         return sse.data(body)
 
+    def piece(self, index: int, text: str, choice: Callable[[int, str], dict[str, Any]]) -> bytes:
+        """The event with `choice(index, text)`, which differs from others of that index in its text only; nothing
+        without text, as when a character is not complete yet."""
+        if not text:
+            return b""
+        if self._repeats_usage:
+            return self.chunk(choice(index, text))
+        template = self._templates.get((index, choice))
+        if template is None:
+            template = self._templates[index, choice] = sse.Template(lambda blank: self.chunk(choice(index, blank)))
+        return template.fill(text)
+
     def usage(self, usage: Usage) -> dict[str, Any]:
         """Always with the details: they say how much of the prompt was not computed again."""
         return {
@@ -74,7 +89,11 @@ class CompletionWriter(Writer):
             "completion_tokens": usage.num_output_tokens,
             "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+            "completion_tokens_details": {
+                "reasoning_tokens": usage.num_reasoning_tokens,
+                "accepted_prediction_tokens": usage.num_accepted_drafts,
+                "rejected_prediction_tokens": usage.num_rejected_drafts,
+            },
         }
 
     def _ending(self, usage: Usage, timings: RequestTimings | None) -> dict[str, Any]:
@@ -82,8 +101,8 @@ class CompletionWriter(Writer):
         return {"usage": self.usage(usage), **({} if metrics is None else {"metrics": metrics})}
 
 
-def _metrics(timings: RequestTimings | None, num_output_tokens: int) -> dict[str, float | None] | None:
-    """The milliseconds of a request's stages; None where a job has no single timing.
+def _metrics(timings: RequestTimings | None, num_output_tokens: int) -> dict[str, float] | None:
+    """The milliseconds of a request's stages, as far as there are any; None where a job has no single timing.
 
     `generation_time_ms` is from the first output token to the end, `mean_itl_ms` the mean gap in it.
     """
@@ -92,13 +111,14 @@ def _metrics(timings: RequestTimings | None, num_output_tokens: int) -> dict[str
     first, end = timings.first_token_s, timings.finished_s
     generation_s = None if first is None else end - first
     gaps = max(num_output_tokens - 1, 0)
-    return {
+    found = {
         "time_to_first_token_ms": _milliseconds(None if first is None else first - timings.arrival_s),
         "queue_time_ms": _milliseconds((timings.first_scheduled_s or end) - timings.arrival_s),
         "generation_time_ms": _milliseconds(generation_s),
         "mean_itl_ms": _milliseconds(generation_s / gaps) if generation_s and gaps else None,
         "tokens_per_second": round(gaps / generation_s, 3) if generation_s and gaps else None,
     }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _milliseconds(seconds: float | None) -> float | None:

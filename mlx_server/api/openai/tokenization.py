@@ -29,6 +29,7 @@ from mlx_server.api.openai.fields import Bool, Ints
 from mlx_server.api.request_bounds import at_most
 from mlx_server.api.text_turns import turn_of
 from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import SamplingParams
 
@@ -56,8 +57,13 @@ class TokenizeBody(ChatFields):
     return_token_strs: Bool | None = None
     messages: Messages | None = None
 
-    def call(self) -> ChatCall:
-        return ChatCall(messages=self.messages or (), tool_use=tool_use(self.tools, None, True), options=self.options())
+    def call(self, images: ImageParts | None) -> ChatCall:
+        messages = self.messages or []
+        return ChatCall(
+            messages=messages if images is None else images.mark_messages(messages),
+            tool_use=tool_use(self.tools, None, True),
+            options=self.options(),
+        )
 
 
 @router.post("/tokenize", response_model=dict[str, Any])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,16 +17,17 @@ import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention import AttentionBackend, IntArray, StepPlan
-from mlx_server.runtime.kernels.cpu.attention import default_threads
+from mlx_server.runtime.kernels.cpu.native import default_threads
 from mlx_server.runtime.kernels.cpu.rows import exact_rows
 from mlx_server.runtime.kernels.gpu.backend import CudaBackend, GpuBackend, MetalBackend
-from mlx_server.runtime.kernels.gpu.plan import DecodeShape, KernelVariant, check_variant, decode_bytes, default_variant
+from mlx_server.runtime.kernels.gpu.plan import decode_bytes
+from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, check_variant, default_variant
+from mlx_server.runtime.kernels.timing import Clock, median_times
 
 _RUN_BLOCKS = 8
 _MOST_LAYER_BYTES = 256 * 2**20
 """K/V of all layers of a case: beyond what caches hold, one layer will do."""
 
-_NUM_WARM_UPS = 2
 _NUM_COPIES = 8
 """Copies of one measurement, each of the result of the one before, so that a GPU's start does not count."""
 
@@ -39,8 +39,6 @@ _PARTITIONS = (256, 512, 1024, 2048)
 MakeBackend = Callable[[KernelVariant], GpuBackend]
 Measure = Callable[[KernelVariant], tuple[float, ...] | None]
 """Seconds of a layer in each case, or None if the variant cannot run here or is wrong."""
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,23 +196,6 @@ class Copy:
     how: str
     num_bytes: int
     bytes_per_s: float
-
-
-def median_times(
-    candidates: Sequence[Callable[[], object]], num_repeats: int, clock: Clock = time.perf_counter
-) -> list[float]:
-    """Median seconds of each candidate, warmed up, then measured in turns that begin with another one each time."""
-    for _ in range(_NUM_WARM_UPS):
-        for candidate in candidates:
-            candidate()
-    times: list[list[float]] = [[] for _ in candidates]
-    for repeat in range(num_repeats):
-        for offset in range(len(candidates)):
-            index = (repeat + offset) % len(candidates)
-            start_s = clock()
-            candidates[index]()
-            times[index].append(clock() - start_s)
-    return [statistics.median(column) for column in times]
 
 
 def measure_copy(num_bytes: int, clock: Clock = time.perf_counter) -> Copy:

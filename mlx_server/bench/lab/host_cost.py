@@ -25,8 +25,9 @@ from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.bench.arguments import add_json_argument, from_0, from_1
 from mlx_server.bench.instruments import describe_environment
+from mlx_server.bench.lab.stream_cost import measure_streams, render_streams
 from mlx_server.bench.tables import render_items, write_json
-from mlx_server.engine.engine import ObservedExecutor
+from mlx_server.engine.observed import ObservedExecutor
 from mlx_server.observability.engine_metrics import EngineMetrics
 from mlx_server.observability.tracing import NO_TRACER
 from mlx_server.outputs import ModelRunnerOutput, RequestOutput, SampledToken, SchedulerOutput
@@ -65,19 +66,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-running", nargs="+", type=from_1, default=[1, 16, 64], metavar="N", help="requests that decode")
     add("--num-waiting", nargs="+", type=from_0, default=[0, 10_000], metavar="N", help="requests that wait")
     add("--num-steps", type=from_1, default=500, metavar="N", help="steps that are measured")
+    add("--streams", nargs="+", type=from_1, default=[], metavar="N", help="chats that a server streams")
+    add("--step-ms", type=from_0, default=20, metavar="MS", help="time of a step of streams; 0 is as fast as may be")
     add("--metrics", action="store_true", help="measure the bookkeeping of metrics, too")
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints one table."""
+    if args.streams:
+        streams = [measure_streams(num_streams, args.step_ms, args.num_steps) for num_streams in args.streams]
+        print(render_streams(streams))
+        return _write(args, [asdict(cost) for cost in streams])
     costs = [
         measure(num_running, num_waiting, args.num_steps, has_metrics=args.metrics)
         for num_waiting in args.num_waiting
         for num_running in args.num_running
     ]
     print(render(costs))
-    results = [{**asdict(cost), "total_us": cost.total_us} for cost in costs]
+    return _write(args, [{**asdict(cost), "total_us": cost.total_us} for cost in costs])
+
+
+def _write(args: argparse.Namespace, results: list[dict[str, Any]]) -> int:
     write_json(args.json, {"benchmark": "host-cost", "environment": describe_environment(), "results": results})
     return 0
 

@@ -1,9 +1,10 @@
-"""The attention kernels alone: each case through the server's own backend, beside MLX's own attention.
+"""Attention and products alone: each case through the server's own backend or kernels, beside MLX's own.
 
 `mx.fast.scaled_dot_product_attention` gets the same K/V, contiguous; both are measured in turns, in one process.
 A measurement runs several layers, each on the result of the one before and on its own K/V, as a model does. K/V
 are stored beforehand, so times are of attention alone. On a GPU the variants of the decode kernel are tried
-first, and the fastest for each shape of heads is stored; the server takes it from its next start on.
+first, and the fastest for each shape of heads is stored; the server takes it from its next start on. Which product it
+takes, the server measures itself when it loads a model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_server.bench.arguments import add_json_argument, from_1
+from mlx_server.bench.arguments import add_json_argument, crossed_numbers, from_1
 from mlx_server.bench.instruments import describe_environment
 from mlx_server.bench.lab.attention import (
     Case,
@@ -27,23 +28,24 @@ from mlx_server.bench.lab.attention import (
     kernel_variants,
     make_measure,
     measure_copy,
-    median_times,
     moved_bytes,
     sweep,
 )
+from mlx_server.bench.lab.products import add_product_arguments, measure_all, product_document, render_products
 from mlx_server.bench.tables import document_of, format_rate, render_items, tell, write_json
 from mlx_server.errors import ServeError
 from mlx_server.runtime.attention import AttentionBackend
 from mlx_server.runtime.backends import choose_backend
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 from mlx_server.runtime.kernels.gpu.choice import store_choices
-from mlx_server.runtime.kernels.gpu.plan import DecodeShape, KernelVariant, default_variant
+from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, default_variant
+from mlx_server.runtime.kernels.timing import median_times
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 _KV_BITS = {"full": None, "8": 8, "4": 4}
-_DEFAULTS = {"batch": [1, 16], "context": [1024, 4096], "repeat": 10}
-_QUICK_DEFAULTS = {"batch": [4], "context": [512], "repeat": 3}
+_DEFAULTS = {"batch": [1, 16], "context": [1024, 4096], "rows": [1, 2, 4, 8, 16, 32, 64], "repeat": 10}
+_QUICK_DEFAULTS = {"batch": [4], "context": [512], "rows": [1, 8], "repeat": 3}
 _NUM_SHOWN = 10
 
 
@@ -69,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CHUNKxCONTEXT",
         help="the last CHUNK tokens of a prompt of CONTEXT; default: 512x2048",
     )
+    add_product_arguments(parser)
     add("--kv-bits", nargs="+", choices=tuple(_KV_BITS), default=["full"], help="bits of a number of K and V")
     add("--dtype", choices=tuple(_DTYPES), help="default: float16 on a GPU, float32 on a CPU")
     add("--layers", type=from_1, default=8, metavar="N", help="most layers of a measurement; large K/V take fewer")
@@ -103,7 +106,11 @@ def run(args: argparse.Namespace) -> int:
             mx.clear_cache()
             tell(f"{describe_case(case)}, {describe_shape(shape)}: {results[-1].speedup:.2f}x MLX")
     print(render_results(results, copy))
+    products = measure_all(args, _dtype(args))
+    if products:
+        print(f"\n{render_products(products, copy)}")
     document = {"environment": describe_environment(), **as_document(results, sweeps, copy)}
+    document["products"] = [product_document(one, copy) for one in products]
     write_json(args.json, {"benchmark": "kernels", **document})
     return 0
 
@@ -169,34 +176,29 @@ def _set_defaults(args: argparse.Namespace) -> None:
 
 
 def _shapes(args: argparse.Namespace) -> list[DecodeShape]:
-    is_cpu = mx.default_device() == mx.cpu
-    dtype = _DTYPES[args.dtype or ("float32" if is_cpu else "float16")]
     return [
-        DecodeShape(heads, kv_heads, dim, dim, dtype, _KV_BITS[bits])
+        DecodeShape(heads, kv_heads, dim, dim, _dtype(args), _KV_BITS[bits])
         for heads, kv_heads, dim in args.heads
         for bits in args.kv_bits
     ]
 
 
+def _dtype(args: argparse.Namespace) -> mx.Dtype:
+    return _DTYPES[args.dtype or ("float32" if mx.default_device() == mx.cpu else "float16")]
+
+
 def _heads(text: str) -> tuple[int, int, int]:
-    heads, kv_heads, dim = _numbers(text, 3)
+    heads, kv_heads, dim = crossed_numbers(text, 3)
     if heads % kv_heads:
         raise argparse.ArgumentTypeError(f"{heads} query heads do not divide over {kv_heads} KV heads")
     return heads, kv_heads, dim
 
 
 def _chunk(text: str) -> tuple[int, int]:
-    chunk, context = _numbers(text, 2)
+    chunk, context = crossed_numbers(text, 2)
     if not 1 < chunk <= context:
         raise argparse.ArgumentTypeError(f"a chunk of {chunk} is not 2 to {context} tokens")
     return chunk, context
-
-
-def _numbers(text: str, count: int) -> list[int]:
-    parts = text.split("x")
-    if len(parts) != count or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {count} positive whole numbers with x between")
-    return [int(part) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)

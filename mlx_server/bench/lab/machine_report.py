@@ -41,7 +41,7 @@ from mlx_server.errors import ServeError
 from mlx_server.runtime.attention import LayerSpec
 from mlx_server.runtime.backends import choose_backend
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
-from mlx_server.runtime.kernels.gpu.plan import HEAD_DIMS, DecodeShape
+from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS, DecodeShape
 
 _QUESTION, _ANSWER = "What is the capital of France?", "Paris"
 _START_S = 300.0

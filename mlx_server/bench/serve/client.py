@@ -92,11 +92,13 @@ class RequestRecord:
 class StreamClient:
     """Streams answers from an OpenAI-compatible server, greedily and past the end of sequence.
 
-    The clock is the event loop's, so that a test's loop can keep its own time.
+    Each request has a connection of its own: a server may close one that is kept just as the next request is sent on
+    it, as llama.cpp's does after a stream, and that request would fail. The clock is the event loop's, so that a test's
+    loop can keep its own time.
     """
 
     def __init__(self, target: Target, model: str) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(
             base_url=target.base_url, timeout=_TIMEOUT, limits=limits, transport=target.transport
         )

@@ -152,9 +152,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-concurrency", type=from_1, metavar="N", help="most conversations at a time; default: all")
     add("--request-rate", type=above_0, metavar="R", help="arrivals a second; default: all at once, or the trace's")
     add("--burstiness", type=above_0, help="shape of the gamma-distributed gaps; 1, the default, is Poisson")
-    add("--ramp-up-end-rate", type=above_0, metavar="R", help="arrivals a second at the end; grows from --request-rate")
     add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits, like ttft:500 tpot:50 e2el:9000")
-    add("--ramp-up", choices=("linear", "exponential"), default="linear", help="how the rate grows")
 
 
 def target(args: argparse.Namespace, base_url: str, model: str | None) -> Target:
@@ -211,13 +209,8 @@ def _recorded(args: argparse.Namespace, path: Path) -> Recorded:
 
 
 def _arrivals(args: argparse.Namespace) -> Arrivals | None:
-    if args.request_rate is None:
-        if args.burstiness is not None or args.ramp_up_end_rate is not None:
-            raise ConfigError("--burstiness and --ramp-up-end-rate shape arrivals; give --request-rate, too.")
-        return None
-    return Arrivals(
-        args.request_rate,
-        args.ramp_up_end_rate,
-        is_exponential=args.ramp_up == "exponential",
-        burstiness=1.0 if args.burstiness is None else args.burstiness,
-    )
+    if args.request_rate is not None:
+        return Arrivals(args.request_rate, 1.0 if args.burstiness is None else args.burstiness)
+    if args.burstiness is not None:
+        raise ConfigError("--burstiness shapes arrivals; give --request-rate, too.")
+    return None

@@ -29,6 +29,7 @@ LIMITED = ("ttft", "tpot", "e2el")
 
 SPREADS = ("mean", "median", "std", "p90", "p95", "p99")
 _SAMPLE = re.compile(r"^vllm:spec_decode_num_(\w+)_total(?:\{(.*)\})? (\S+)", re.MULTILINE)
+_CALL_SAMPLE = re.compile(r"^(mlx_serve:model_calls|vllm:generation_tokens)_total(?:\{.*\})? (\S+)", re.MULTILINE)
 _POSITION = re.compile(r'(?:^|,)position="(\d+)"')
 
 
@@ -119,6 +120,22 @@ def describe_drafts(before: Counter[str], after: Counter[str]) -> dict[str, Any]
     }
 
 
+def describe_calls(before: str, after: str) -> dict[str, float]:
+    """Output tokens a call of the model, of all requests, between two texts of `/metrics`; nothing where the server
+    does not count its calls. More than there are streams come of drafts alone."""
+    new = _count_calls(after)
+    new.subtract(_count_calls(before))
+    num_calls, num_tokens = new["mlx_serve:model_calls"], new["vllm:generation_tokens"]
+    return {"output_tokens_per_model_call": num_tokens / num_calls} if num_calls > 0 and num_tokens >= 0 else {}
+
+
+def _count_calls(scrape: str) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for name, value in _CALL_SAMPLE.findall(scrape):
+        counts[name] += int(float(value))
+    return counts
+
+
 def without_arrays(result: Mapping[str, Any]) -> dict[str, Any]:
     """The figures alone, short enough for a line."""
     return {name: value for name, value in result.items() if name not in ARRAYS}
@@ -127,6 +144,8 @@ def without_arrays(result: Mapping[str, Any]) -> dict[str, Any]:
 def render(result: Mapping[str, Any]) -> str:
     """All tables for people."""
     parts = [render_summary(result)]
+    if "output_tokens_per_model_call" in result:
+        parts.append(f"output tokens a model call: {result['output_tokens_per_model_call']:.2f}")
     if "tiers" in result:
         parts.append(_render_tiers(result["tiers"]))
     if "spec_decode_num_drafts" in result:

@@ -19,7 +19,7 @@ from mlx_server.bench.serve.client import (
     Tier,
     connect,
 )
-from mlx_server.bench.serve.report import describe_drafts, describe_requests, parse_drafts, summarise
+from mlx_server.bench.serve.report import describe_calls, describe_drafts, describe_requests, parse_drafts, summarise
 from mlx_server.bench.serve.workloads import (
     Plan,
     Prompts,
@@ -41,44 +41,25 @@ _NUM_INTRUDER_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Gaps are drawn from a gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in
-    bursts, more is evener. The rate goes from `rate` to `end_rate` requests a second over the run, by equal
-    steps a request, or by equal factors if `is_exponential`."""
+    """`rate` requests a second, with gaps from a gamma distribution of shape `burstiness`: 1 is a Poisson process, less
+    comes in bursts, more is evener."""
 
     rate: float
-    end_rate: float | None = None
-    is_exponential: bool = False
     burstiness: float = 1.0
 
     def times_s(self, count: int, seed: int) -> list[float]:
-        """Of `count` requests, from the start of the run. A constant rate is met exactly: the last request
-        comes at `count / rate`, so that runs with different seeds offer the same load."""
+        """Of `count` requests, from the start of the run. The rate is met exactly: the last request comes at
+        `count / rate`, so that runs with different seeds offer the same load."""
         rng = random.Random(f"arrivals:{seed}")
-        rates = [self._rate(index / max(count - 1, 1)) for index in range(count)]
-        gaps = (rng.gammavariate(self.burstiness, 1.0 / (rate * self.burstiness)) for rate in rates)
-        times = list(accumulate(gaps))
-        if self.end_rate is not None or not times or times[-1] == 0.0:
+        times = list(accumulate(rng.gammavariate(self.burstiness, 1.0 / self.burstiness) for _ in range(count)))
+        if not times or times[-1] == 0.0:
             return times
         scale = count / self.rate / times[-1]
         return [time * scale for time in times]
 
     def describe(self) -> dict[str, float | str]:
         """Under vLLM's keys."""
-        constant: dict[str, float | str] = {"request_rate": self.rate, "burstiness": self.burstiness}
-        if self.end_rate is None:
-            return constant
-        return constant | {
-            "ramp_up_strategy": "exponential" if self.is_exponential else "linear",
-            "ramp_up_start_rps": self.rate,
-            "ramp_up_end_rps": self.end_rate,
-        }
-
-    def _rate(self, progress: float) -> float:
-        if self.end_rate is None:
-            return self.rate
-        if self.is_exponential:
-            return float(self.rate * (self.end_rate / self.rate) ** progress)
-        return self.rate + (self.end_rate - self.rate) * progress
+        return {"request_rate": self.rate, "burstiness": self.burstiness}
 
 
 _AT_ONCE = {"request_rate": "inf", "burstiness": 1.0}
@@ -149,7 +130,7 @@ async def _send(
     warm_up = warm_up_sessions(plan, prompts, load.num_warmups)
     await send_all(client, warm_up, max_concurrency=load.max_concurrency, tiers=tiers[:1])
     await send_all(client, plan.prelude, max_concurrency=1, tiers=tiers[:1])
-    drafts = parse_drafts(await client.scrape())
+    before = await client.scrape()
     clock = asyncio.get_running_loop().time
     start_s = clock()
     records = await send_all(
@@ -162,6 +143,7 @@ async def _send(
         on_done=on_done,
     )
     duration_s = clock() - start_s
+    after = await client.scrape()
     by_tier = {
         tier.name: summarise([record for record in records if record.group == tier.name], duration_s, load.goodput)
         for tier in load.tiers
@@ -172,7 +154,8 @@ async def _send(
         **(load.arrivals.describe() if load.arrivals else _AT_ONCE),
         **summarise(records, duration_s, load.goodput),
         **({"tiers": by_tier} if by_tier else {}),
-        **describe_drafts(drafts, parse_drafts(await client.scrape())),
+        **describe_calls(before, after),
+        **describe_drafts(parse_drafts(before), parse_drafts(after)),
         **describe_requests(records),
     }
 

@@ -143,6 +143,7 @@ SHAPES: MappingProxyType[str, Shape] = MappingProxyType(
     {
         "random": fixed_shape(32, 256, 64),
         "uniform": fixed_shape(16, 128, 128),
+        "one-chat": fixed_shape(1, 128, 128, turns=2),
         "shared-prefix": _SHARED_PREFIX,
         "shared-prefix-warm": replace(_SHARED_PREFIX, is_warm=True),
         "mixed": Shape(32, 0, Span(16, 2048), Span(8, 256)),
@@ -273,21 +274,16 @@ _FORMATS = (
 )
 
 
-def parse_trace_line(entry: Mapping[str, Any]) -> TraceLine:
-    """Of Mooncake's format. Raises `KeyError`, `TypeError` or `ValueError` for what is no line of a trace."""
+def _parse_json(entry: Mapping[str, Any]) -> Prompt | TraceLine:
+    if "prompt" in entry or "messages" in entry:
+        output_len = entry.get("output_tokens")
+        return Prompt(_messages(entry), None if output_len is None else max(int(output_len), 1))
     return TraceLine(
         float(entry["timestamp"]) / 1000.0,
         int(entry["input_length"]),
         int(entry["output_length"]),
         tuple(int(hash_id) for hash_id in entry.get("hash_ids", ())),
     )
-
-
-def _parse_json(entry: Mapping[str, Any]) -> Prompt | TraceLine:
-    if "prompt" in entry or "messages" in entry:
-        output_len = entry.get("output_tokens")
-        return Prompt(_messages(entry), None if output_len is None else max(int(output_len), 1))
-    return parse_trace_line(entry)
 
 
 def _messages(entry: Mapping[str, Any]) -> tuple[Message, ...]:

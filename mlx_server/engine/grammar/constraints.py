@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -42,35 +43,40 @@ process. It is address space: memory is taken as far as the recursion goes."""
 
 _RETRY_S = 5.0
 
+_TIMES = re.compile(r" \(\d+ times\)$")
+
+_SERVED = {
+    'Unimplemented keys: ["uniqueItems"]': "uniqueItems",
+    "oneOf not fully supported, falling back to anyOf. This may cause validation errors in some cases.": "oneOf",
+}
+"""llguidance's warnings of what schemas are served without, and the keyword that answers name: sets, and
+branches of which a value may fit several."""
+
 _TOLERANCE_S = 0.01
 """Less of its time than this is not waited for."""
 
 
 class GrammarCompiler:
-    """Compiles constraints for one model's vocabulary, and remembers the latest. Every method but `beside` may be
-    called from any thread; the first compilation takes about a second for the vocabulary's trie.
+    """Compiles constraints for one model's vocabulary, and remembers the latest. Any thread may call `compile`; what
+    clients have sent is compiled on one of `threads`.
 
-    `vocab_size` is the width of the model's logits, if it is not the tokenizer's.
+    `fault` says why the model's tokenizer cannot be constrained, if it cannot.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> None:
-        self._tokenizer = tokenizer
+        """`vocab_size` is the width of the model's logits, if it is not the tokenizer's. Takes about a second for the
+        vocabulary's trie: not for the event loop's thread."""
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
-        self._vocabulary: llguidance.LLTokenizer | None = None
-        self._vocabulary_lock = threading.Lock()
+        self.threads = GrammarThreads()
+        self.fault: str | None = None
+        self._tokenizer = tokenizer
+        self._vocabulary = self._build_vocabulary()
         self._cache: OrderedDict[StructuredSpec, CompiledGrammar] = OrderedDict()
         self._cache_lock = threading.Lock()
-        self._threads = GrammarThreads()
-
-    async def beside(self, work: Callable[[], T], param: str, asker: Asker = ANYONE) -> T:
-        """Does `work` that compiles what a client has sent in its field `param`, on a thread that can bear it. On the
-        event loop's thread; raises what the work raises, and as `GrammarThreads.run` does."""
-        return await self._threads.run(work, param, asker)
 
     def compile(self, spec: StructuredSpec) -> CompiledGrammar:
         """Raises `InvalidRequestError` with the reason when there is no such grammar, or it is too long or complex;
-        `UnsupportedError` when the model's tokenizer cannot be constrained. What is not known to be harmless is to be
-        compiled in `beside`."""
+        `UnsupportedError` when the model's tokenizer cannot be constrained."""
         check_length(spec.source, MAX_SOURCE_CHARS, spec.param)
         with self._cache_lock:
             known = self._cache.get(spec)
@@ -89,44 +95,41 @@ class GrammarCompiler:
             spec, _ = self._cache.popitem(last=False)
             num_chars -= len(spec.source)
 
-    def warm_up(self) -> None:
-        """Builds what all grammars share, so that the first request does not wait for it."""
-        self._shared_vocabulary()
-
     def _compile(self, spec: StructuredSpec) -> CompiledGrammar:
-        vocabulary = self._shared_vocabulary()
+        if self._vocabulary is None:
+            raise UnsupportedError(self.fault or "")
         try:
             grammar = _guidance_grammar(spec, self._tokenizer)
         except (ValueError, RecursionError) as error:
             raise _refusal(spec, str(error)) from error
         limits = llguidance.LLParserLimits(verbose_errors=False)
-        matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refusal(spec, matcher.get_error())
-        ignored = [warning for warning in matcher.get_grammar_warnings() if not warning.startswith("Unknown format")]
+        found = (_TIMES.sub("", warning) for warning in matcher.get_grammar_warnings())
+        warnings = [warning for warning in found if not warning.startswith("Unknown format")]
+        ignored = [warning for warning in warnings if warning not in _SERVED]
         if ignored and spec.kind is StructuredKind.JSON_SCHEMA:
             raise _refusal(spec, "; ".join(ignored))
         matcher.compute_bitmask()  # warms what all cursors share, and finds out whether the grammar is too complex
         if matcher.is_error():
             raise _refusal(spec, matcher.get_error())
-        return CompiledGrammar(matcher, vocabulary, self.vocab_size)
+        notes = dict.fromkeys(_SERVED.get(warning, warning) for warning in warnings)
+        return CompiledGrammar(matcher, self._vocabulary, self.vocab_size, tuple(notes))
 
-    def _shared_vocabulary(self) -> llguidance.LLTokenizer:
-        with self._vocabulary_lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._build_vocabulary()
-            return self._vocabulary
-
-    def _build_vocabulary(self) -> llguidance.LLTokenizer:
+    def _build_vocabulary(self) -> llguidance.LLTokenizer | None:
+        """None, and a `fault`, if there is no way to."""
         backend = self._tokenizer.backend_json
         if backend is None:
-            raise UnsupportedError("Structured output needs a fast tokenizer (tokenizer.json), which this model lacks.")
+            self.fault = "Structured output needs a fast tokenizer (tokenizer.json), which this model lacks."
+            return None
         num_tokens = max(self.vocab_size, self._tokenizer.vocab_size)
         eos_token_ids = sorted(token_id for token_id in self._tokenizer.eos_token_ids if token_id < num_tokens)
         try:
             return llguidance.LLTokenizer(backend, n_vocab=num_tokens, eos_token=eos_token_ids)
         except ValueError as error:
-            raise UnsupportedError(f"Structured output does not work with this model's tokenizer: {error}.") from error
+            self.fault = f"Structured output does not work with this model's tokenizer: {error}."
+            return None
 
 
 def _guidance_grammar(spec: StructuredSpec, tokenizer: Tokenizer) -> str:
@@ -154,11 +157,13 @@ def _refusal(spec: StructuredSpec, reason: str) -> InvalidRequestError:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar at its beginning. `start` gives each output a cursor of its own; any thread."""
+    """A grammar at its beginning. `start` gives each output a cursor of its own; any thread. `notes` name what the
+    schema asks for and the grammar does not enforce."""
 
     matcher: Any
     vocabulary: Any
     vocab_size: int
+    notes: tuple[str, ...] = ()
 
     def start(self) -> GrammarConstraint:
         return GrammarConstraint(self.matcher.deep_copy(), self.vocabulary, self.vocab_size)
@@ -206,6 +211,9 @@ class GrammarConstraint:
             mask = self._all_but_eos()
         return mask[: self._num_mask_bytes]
 
+    def fork(self) -> GrammarConstraint:
+        return GrammarConstraint(self._matcher.deep_copy(), self._vocabulary, 8 * self._num_mask_bytes)
+
     def is_terminated(self) -> bool:
         """Whether the output is complete and only an end of sequence may follow."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
@@ -249,6 +257,10 @@ class GuardedConstraint:
 
     def bitmask(self) -> bytes | None:
         return self._ask(self._inner.bitmask, self._last_mask)
+
+    def fork(self) -> TokenConstraint | None:
+        inner = self._ask(self._inner.fork, lambda: None)
+        return None if inner is None else GuardedConstraint(inner, self._request_id, self._end_ids)
 
     def is_terminated(self) -> bool:
         return self._ask(self._inner.is_terminated, bool)

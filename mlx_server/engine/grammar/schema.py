@@ -85,6 +85,8 @@ def _checked(key: str, value: Any, where: str, depth: int) -> Any:
         _expect(_is_texts(value), where, "a list of strings")
     if key == "type":
         _expect(isinstance(value, str) or _is_texts(value), where, "a string, or a list of strings")
+    if key == "$ref":
+        _expect(isinstance(value, str), where, "a string")
     if key == "enum":
         _expect(isinstance(value, list), where, "a list")
     return value

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mlx_server.engine.grammar.closing import adapted_schema
 from mlx_server.engine.grammar.schema import (
     MAX_GRAMMAR_CHARS,
     MAX_REGEX_CHARS,
-    changed_schema,
     check_length,
     check_patterns,
+    checked_schema,
 )
 from mlx_server.errors import InvalidRequestError
 
@@ -58,8 +59,14 @@ STRUCTURED_FIELDS = (
     "json_schema",
     "regex",
     "ebnf",
+    "grammar",
+    "format",
+    "open_schemas",
 )
 """All fields of a request's body that `parse_structured` reads."""
+
+_TAG_SCHEMAS = frozenset(("json_schema", "schema"))
+"""Where schemas stand in a structural tag."""
 
 _OPTION_TYPES = {"disable_any_whitespace": bool, "disable_additional_properties": bool, "whitespace_pattern": str}
 
@@ -68,15 +75,20 @@ def parse_structured(body: Mapping[str, Any]) -> StructuredSpec | None:
     """The constraint that a request's body asks for, or None.
 
     OpenAI's `response_format`; vLLM's `structured_outputs` and its former `guided_*`; SGLang's `json_schema`,
-    `regex` and `ebnf`. Null fields count as absent. Raises `InvalidRequestError` with the field's name for wrong
-    values, and for more than one constraint.
+    `regex` and `ebnf`; llama.cpp's `grammar`; Ollama's `format`. Null fields count as absent. Schemas are closed
+    (`adapted_schema`) unless `open_schemas` is true, or `disable_additional_properties` false. Raises
+    `InvalidRequestError` with the field's name for wrong values, and for more than one constraint.
     """
     found = list(_constraints_in(body))
     if len(found) > 1:
         raise InvalidRequestError(
             f"{found[0].param} and {found[1].param} exclude each other; ask for one constraint.", found[1].param
         )
-    return found[0] if found else None
+    if not found:
+        return None
+    outputs = body.get("structured_outputs")
+    asked = outputs.get("disable_additional_properties") if isinstance(outputs, Mapping) else None
+    return _adapted(found[0], is_closed=not body.get("open_schemas") if asked is None else asked)
 
 
 def _constraints_in(body: Mapping[str, Any]) -> Iterator[StructuredSpec]:
@@ -101,6 +113,8 @@ def _from_response_format(value: Any) -> StructuredSpec | None:
     match value["type"]:
         case "text":
             return None
+        case "json_object" | "json_schema" if value.get("schema") is not None and value.get("json_schema") is None:
+            return _schema(value["schema"], f"{where}.schema")  # where llama.cpp and others have it
         case "json_object":
             return StructuredSpec(StructuredKind.JSON_OBJECT, JSON_OBJECT_SCHEMA, param=where)
         case "json_schema":
@@ -133,8 +147,6 @@ def _from_structured_outputs(value: Any) -> Iterator[StructuredSpec]:
         content = value.get(name)
         if content is None or (name == "json_object" and content is False):
             continue
-        if options.get("disable_additional_properties") and name == "json":
-            content = _closed(content, f"{where}.{name}")
         yield replace(read(content, f"{where}.{name}"), whitespace_pattern=whitespace)
 
 
@@ -152,6 +164,10 @@ def _any_object(value: Any, where: str) -> StructuredSpec:
     if value is not True:
         raise InvalidRequestError(f"{where} must be a boolean.", where)
     return StructuredSpec(StructuredKind.JSON_OBJECT, JSON_OBJECT_SCHEMA, param=where)
+
+
+def _json_or_schema(value: Any, where: str) -> StructuredSpec:
+    return _any_object(True, where) if value == "json" else _schema(value, where)
 
 
 def _regex(value: Any, where: str) -> StructuredSpec:
@@ -195,6 +211,8 @@ _TOP_LEVEL: dict[str, _Reader] = {
     "json_schema": _schema,
     "regex": _regex,
     "ebnf": _grammar,
+    "grammar": _grammar,
+    "format": _json_or_schema,
 }
 
 
@@ -210,17 +228,27 @@ def _whitespace(pattern: str | None, where: str) -> str | None:
     return pattern
 
 
-def _closed(value: Any, where: str) -> Any:
-    """The schema with `additionalProperties: false` wherever `properties` are listed without saying."""
+def _adapted(spec: StructuredSpec, *, is_closed: bool) -> StructuredSpec:
+    """The constraint with its schemas as `adapted_schema` has them."""
+
+    def adapted(value: Any) -> Any:
+        if isinstance(value, list):
+            return [adapted(item) for item in value]
+        if not isinstance(value, Mapping):
+            return value
+        return {key: change(item) if key in _TAG_SCHEMAS else adapted(item) for key, item in value.items()}
+
+    def change(schema: Any) -> Any:
+        return adapted_schema(checked_schema(schema, spec.param), is_closed=is_closed)
+
+    if spec.kind not in (StructuredKind.JSON_SCHEMA, StructuredKind.STRUCTURAL_TAG):
+        return spec
     try:
-        return changed_schema(_json_value(value, where), _close)
+        value = json.loads(spec.source)
+        value = change(value) if spec.kind is StructuredKind.JSON_SCHEMA else adapted(value)
     except RecursionError as error:
-        raise InvalidRequestError(f"{where} is nested too deeply.", where) from error
-
-
-def _close(schema: dict[str, Any]) -> None:
-    if isinstance(schema.get("properties"), Mapping):
-        schema.setdefault("additionalProperties", False)
+        raise InvalidRequestError(f"{spec.param} is nested too deeply.", spec.param) from error
+    return replace(spec, source=_json_text(value, spec.param))
 
 
 def _json_value(value: Any, where: str) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,15 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlx_server.config import ModelConfig
 from mlx_server.engine.grammar.constraints import GrammarCompiler
-from mlx_server.engine.text.messages import normalise_messages, write_tools_into_messages
-from mlx_server.engine.text.tokenizer import Tokenizer, read_model_json
+from mlx_server.engine.text.messages import normalise_messages
+from mlx_server.engine.text.prompt_memory import PromptMemory
+from mlx_server.engine.text.template_fit import Repair, Repairs, adapt, find_repairs
+from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import Tool
-from mlx_server.errors import InvalidRequestError, ModelLoadError, UnsupportedError
+from mlx_server.engine.vision.prompt import Layout, Pictures, cut_images
+from mlx_server.errors import InvalidRequestError, ModelLoadError
+from mlx_server.prompt_image import PromptImage
+from mlx_server.runtime.models.folder import read_model_json
 from mlx_server.runtime.models.tool_parsers import find_chat_renderer
 from mlx_server.sampling_params import SamplingParams
 
@@ -31,6 +38,9 @@ _RESERVED_KWARGS = _RESERVED_KWARGS - {"documents", "kwargs"} | {"conversations"
 """What is no variable of the template's, but an argument of transformers or another field of the request."""
 
 _PROBE = "What is seen of this?"
+_ASKS = {"role": "user", "content": _PROBE}
+
+_MAX_FITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +62,12 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """What the model reads. `token_ids` are those of `text`, or of the part of it that was to be tokenized."""
+    """What the model reads. `token_ids` are those of `text`, or of the part of it that was to be tokenized; where an
+    image is, the text has one token of the many."""
 
     text: str
     token_ids: tuple[int, ...]
+    images: tuple[PromptImage, ...] = ()
 
 
 class ChatFormatter:
@@ -68,7 +80,16 @@ class ChatFormatter:
     def __init__(self, tokenizer: Tokenizer, renderer: Callable[..., str] | None = None) -> None:
         self._tokenizer = tokenizer
         self._renderer = renderer
-        self._own_wants_parts: bool | None = None
+        self._memory = PromptMemory(tokenizer)
+        self._fits: dict[str, _Fit] = {}
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Finds out what the model's own templates need, so that its first chat need not wait for that."""
+        own = self._tokenizer.hf.chat_template
+        if own is not None and self._renderer is None:
+            for template in own.values() if isinstance(own, Mapping) else (own,):
+                self._fit(template)
 
     def format(
         self,
@@ -76,13 +97,22 @@ class ChatFormatter:
         tools: Sequence[Tool] | None = None,
         options: ChatOptions | None = None,
         cut: Callable[[str], str] | None = None,
+        owner: str = "",
+        pictures: Pictures | None = None,
     ) -> ChatPrompt:
-        """The prompt for OpenAI's messages and tools; `cut` says what of its text is to be tokenized, None all of it.
-        Raises `InvalidRequestError`, for content that is no text, too. Takes time in proportion to the prompt: not for
-        the event loop."""
-        text = self.render(messages, tools, options)
-        part = text if cut is None else cut(text)
-        return ChatPrompt(text, tuple(self._tokenizer.encode(part, add_special_tokens=False)))
+        """The prompt for OpenAI's messages and tools; `cut` says what of its text is to be tokenized, None all of it;
+        what an `owner` has sent before is tokenized no more. `pictures` are those whose marks the messages have.
+        Raises `InvalidRequestError`, for content that is neither text nor such a mark, too. Takes time in proportion to
+        the prompt: not for the event loop."""
+        if pictures is None:
+            text = self.render(messages, tools, options)
+            part = text if cut is None else cut(text)
+            return ChatPrompt(text, tuple(self._memory.encode(part, owner)))
+        text, layout = self._illustrated(messages, tools, options or ChatOptions(), pictures)
+        if cut is not None and cut(text) != text:
+            raise cut_images()
+        token_ids, images = layout.encode(text, lambda part: self._memory.encode(part, owner))
+        return ChatPrompt(layout.shown(text), tuple(token_ids), images)
 
     def render(
         self, messages: Sequence[Any], tools: Sequence[Tool] | None = None, options: ChatOptions | None = None
@@ -94,12 +124,21 @@ class ChatFormatter:
             chat = normalise_messages(messages, parses_arguments=False)
             return _guarded(self._renderer, chat, {"tools": tools, **variables})
         template = self._template(options, tools)
-        chat = normalise_messages(messages, knows_developer="developer" in template)
-        if tools and "tools" not in template:
-            chat, tools = write_tools_into_messages(chat, tools), None
-        if self._wants_parts(options, template):
-            chat = [_with_parts(message) for message in chat]
-        return self._apply(chat, template, {"tools": tools, **variables})
+        fit = self._fit(template)
+        chat, shown = adapt(normalise_messages(messages), tools, fit.repairs)
+        return self._apply(chat, template, fit.wants_parts, {"tools": shown, **variables})
+
+    def _illustrated(
+        self, messages: Sequence[Any], tools: Sequence[Tool] | None, options: ChatOptions, pictures: Pictures
+    ) -> tuple[str, Layout]:
+        """As `render`, for a chat with images."""
+        variables = _template_variables(options)
+        template = self._template(options, tools)
+        fit = self._fit(template)
+        chat, shown = adapt(normalise_messages(messages), tools, fit.repairs)
+        layout = pictures.lay_out(chat, lambda trial: self._tried(template, False, trial, None), fit.wants_parts)
+        text = self._apply(layout.chat, template, False, {"tools": shown, **variables})
+        return layout.fill(text), layout
 
     def _template(self, options: ChatOptions, tools: Sequence[Tool] | None) -> str:
         if options.chat_template is not None:
@@ -113,27 +152,46 @@ class ChatFormatter:
         template: str = self._tokenizer.hf.get_chat_template(None, tools)  # some models have several
         return template
 
-    def _apply(self, chat: list[Message], template: str, variables: Mapping[str, Any]) -> str:
+    def _apply(self, chat: Sequence[Message], template: str, wants_parts: bool, variables: Mapping[str, Any]) -> str:
+        if wants_parts:
+            chat = [_with_parts(message) for message in chat]
         own = {"chat_template": template, "tokenize": False}
         return _guarded(self._tokenizer.hf.apply_chat_template, chat, {**variables, **own})
 
-    def _wants_parts(self, options: ChatOptions, template: str) -> bool:
-        """Whether the template drops content that is a plain string, and shows lists of parts. Found by trying."""
-        if options.chat_template is not None:
-            return self._probe(template)
-        if self._own_wants_parts is None:
-            self._own_wants_parts = self._probe(template)
-        return self._own_wants_parts
+    def _fit(self, template: str) -> _Fit:
+        """Found by trying; remembered for the templates of late, since requests may bring their own."""
+        with self._lock:
+            found = self._fits.pop(template, None)
+        if found is None:
+            shown = [_PROBE in (self._tried(template, parts, [_ASKS], None) or "") for parts in (False, True)]
+            wants_parts = shown == [False, True]
+            # Many templates write any role down, whether the model has learned it or not.
+            known = frozenset() if "developer" in template else {Repair.DEVELOPER_AS_SYSTEM}
+            shows = partial(self._tried, template, wants_parts)
+            found = _Fit(wants_parts, find_repairs(shows, frozenset(known)))
+        with self._lock:
+            self._fits[template] = found
+            if len(self._fits) > _MAX_FITS:
+                del self._fits[next(iter(self._fits))]
+        return found
 
-    def _probe(self, template: str) -> bool:
-        message = {"role": "user", "content": _PROBE}
-        return not self._shows_probe(message, template) and self._shows_probe(_with_parts(message), template)
-
-    def _shows_probe(self, message: Message, template: str) -> bool:
+    def _tried(
+        self, template: str, wants_parts: bool, chat: Sequence[Message], tools: Sequence[Tool] | None
+    ) -> str | None:
         try:
-            return _PROBE in self._apply([message], template, {"add_generation_prompt": True})
+            text = self._apply(chat, template, wants_parts, {"tools": tools, "add_generation_prompt": True})
         except InvalidRequestError:
-            return False
+            return None
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """How chats are written for a template. `wants_parts`: it drops content that is a string, and shows lists of
+    parts."""
+
+    wants_parts: bool
+    repairs: Repairs
 
 
 def _template_variables(options: ChatOptions) -> dict[str, Any]:
@@ -158,7 +216,7 @@ def _template_variables(options: ChatOptions) -> dict[str, Any]:
     return variables
 
 
-def _guarded(render: Callable[..., str], chat: list[Message], variables: Mapping[str, Any]) -> str:
+def _guarded(render: Callable[..., str], chat: Sequence[Message], variables: Mapping[str, Any]) -> str:
     """Renders; whatever a template raises was caused by the messages, the variables or the request's template."""
     try:
         return render(chat, **variables)
@@ -257,8 +315,8 @@ class TextTools:
         if renderer is None:
             check_chat_templates(tokenizer.hf, folder)
         grammars = GrammarCompiler(tokenizer, vocab_size)
-        try:
-            grammars.warm_up()
-        except UnsupportedError as error:  # it answers all requests but those with a grammar
-            logger.warning("%s", error.message)
-        return cls(tokenizer, ChatFormatter(tokenizer, renderer), grammars, default_sampling)
+        if grammars.fault is not None:  # it answers all requests but those with a grammar
+            logger.warning("%s", grammars.fault)
+        chat = ChatFormatter(tokenizer, renderer)
+        chat.prepare()
+        return cls(tokenizer, chat, grammars, default_sampling)

@@ -43,7 +43,9 @@ class IncrementalDetokenizer:
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Takes the next ids and returns the text that has become whole."""
-        return self._stream.append([token_id for token_id in token_ids if token_id not in self._skipped])
+        if not self._skipped.isdisjoint(token_ids):
+            token_ids = [token_id for token_id in token_ids if token_id not in self._skipped]
+        return self._stream.append(token_ids)
 
     def finish(self) -> str:
         """The rest, once no ids follow: bytes still waiting come out as U+FFFD."""
@@ -55,21 +57,20 @@ class _ByteStream:
 
     def __init__(self, token_bytes: TokenBytes, continues_text: bool) -> None:
         self._bytes = token_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = b""  # of a character that is not whole yet
         self._strips_space = token_bytes.strips_leading_space and not continues_text
 
-    def append(self, token_ids: Sequence[int]) -> str:
-        return self._decode(b"".join([self._bytes[token_id] for token_id in token_ids]))
-
-    def finish(self) -> str:
-        return self._decode(b"", is_final=True)
-
-    def _decode(self, new: bytes, *, is_final: bool = False) -> str:
-        text = self._decoder.decode(new, is_final)
+    def append(self, token_ids: Sequence[int], *, is_final: bool = False) -> str:
+        read = self._rest + b"".join([self._bytes[token_id] for token_id in token_ids])
+        text, num_read = codecs.utf_8_decode(read, "replace", is_final)
+        self._rest = read[num_read:]
         if self._strips_space and text:
             self._strips_space = False
             return text.removeprefix(" ")
         return text
+
+    def finish(self) -> str:
+        return self.append((), is_final=True)
 
 
 class _WindowStream:
@@ -162,26 +163,3 @@ class StringScanner:
                 if any(target.startswith(end) for target in self._targets):
                     return start
         return len(text)
-
-
-class StopStringMatcher:
-    """Ends a request's text at the first stop string, wherever tokens cut it.
-
-    The stop string that ends first in the text wins; of those that end at the same character, the longest. It is
-    part of the text only with `include_in_output`.
-    """
-
-    def __init__(self, stop: Sequence[str], include_in_output: bool = False) -> None:
-        self._scanner = StringScanner(stop)
-        self._include_in_output = include_in_output
-
-    def append(self, text: str) -> Scan:
-        """Takes new text of the output, and returns what of it is to be shown. Nothing is to follow a match."""
-        scan = self._scanner.scan(text)
-        if scan.matched is None:
-            return scan
-        return Scan(scan.text + scan.matched if self._include_in_output else scan.text, scan.matched)
-
-    def flush(self) -> str:
-        """The held-back text, once the output has ended for another reason. Empty after a match."""
-        return self._scanner.flush()

@@ -1,7 +1,7 @@
 """OpenAI's messages, in all the forms that clients send, made into the one form that chat templates expect.
 
-Text is read, whichever protocol's parts it comes in; everything else is refused by name. Where a template has no place
-for tools, they are explained in words, and calls and results are written as text.
+Text is read, whichever protocol's parts it comes in; everything else is refused by name, or noted (`media.py`). Where a
+template has no place for tools, they are explained in words, and calls and results are written as text.
 """
 
 from __future__ import annotations
@@ -10,46 +10,37 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlx_server.engine.text.media import media_note, unreadable_part
 from mlx_server.engine.tools.formats import JSON_TAGS, Tool
 from mlx_server.errors import InvalidRequestError
 
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
-_MEDIA = ("image", "audio", "video", "file", "document", "screenshot", "upload")
-"""Words in the types of parts that are no text, in any protocol: `image_url`, `input_audio`, `computer_screenshot`."""
 
-
-def text_of(content: Any, where: str, *, mixes_strings: bool = False) -> str:
+def text_of(content: Any, where: str, *, mixes_strings: bool = False, notes_media: bool = False) -> str:
     """The text of OpenAI's content: a string, or a list of parts (and strings, with `mixes_strings`), which are joined
-    by line breaks. `where` is its path in the request. Raises `InvalidRequestError`."""
+    by line breaks. `where` is its path in the request. Media are refused, or with `notes_media` noted. Raises
+    `InvalidRequestError`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
         raise InvalidRequestError(f"{where} must be a string or a list of parts.", where)
     return "\n".join(
-        part if mixes_strings and isinstance(part, str) else _part_text(part, f"{where}[{index}]")
+        part if mixes_strings and isinstance(part, str) else _part_text(part, f"{where}[{index}]", notes_media)
         for index, part in enumerate(content)
     )
 
 
-def _part_text(part: Any, where: str) -> str:
+def _part_text(part: Any, where: str, notes_media: bool) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str):
         raise InvalidRequestError(f"{where} must be a part with a type.", where)
-    if kind not in _TEXT_FIELDS:
+    if kind in _TEXT_FIELDS:
+        return string_in(part, _TEXT_FIELDS[kind], where)
+    note = media_note(kind) if notes_media else None
+    if note is None:
         raise unreadable_part(kind, where)
-    return string_in(part, _TEXT_FIELDS[kind], where)
-
-
-def unreadable_part(kind: Any, where: str) -> InvalidRequestError:
-    """The refusal of a part of type `kind`: what no model is given here so far, or what has no place at `where`."""
-    if isinstance(kind, str) and any(word in kind for word in _MEDIA):
-        return InvalidRequestError(
-            f"{where} is of type {kind}: this server reads only text so far, whatever the model could see or hear. "
-            "Leave the part out, or send what it says as a part of type text.",
-            where,
-        )
-    return InvalidRequestError(f"{where} is of type {kind}, which cannot stand there; send parts of type text.", where)
+    return note
 
 
 def string_in(part: Mapping[str, Any], field: str, where: str) -> str:
@@ -60,22 +51,17 @@ def string_in(part: Mapping[str, Any], field: str, where: str) -> str:
     return value
 
 
-def normalise_messages(
-    messages: Sequence[Any], *, knows_developer: bool = True, parses_arguments: bool = True
-) -> list[dict[str, Any]]:
+def normalise_messages(messages: Sequence[Any], *, parses_arguments: bool = True) -> list[dict[str, Any]]:
     """Copies with: `content` a string (text parts joined by line breaks, null made empty); `tool_calls` present
     only if there are any, their arguments objects instead of JSON text (`parses_arguments`); `reasoning` under
-    the name `reasoning_content`; role `developer` as `system` for templates that do not know it.
+    the name `reasoning_content`.
 
-    Other keys are kept for the template. Raises `InvalidRequestError`, for parts that are no text, too.
+    Other keys are kept for the template. Raises `InvalidRequestError`, for parts that are no text, too, unless a tool
+    or the assistant has sent them: they are noted.
     """
     if not messages:
         raise InvalidRequestError("messages is empty; send at least one message.", "messages")
-    normalised = [_normalise(message, f"messages[{i}]", parses_arguments) for i, message in enumerate(messages)]
-    if not knows_developer:
-        for message in normalised:
-            message["role"] = "system" if message["role"] == "developer" else message["role"]
-    return normalised
+    return [_normalise(message, f"messages[{i}]", parses_arguments) for i, message in enumerate(messages)]
 
 
 def _normalise(message: Any, where: str, parses_arguments: bool) -> dict[str, Any]:
@@ -87,7 +73,8 @@ def _normalise(message: Any, where: str, parses_arguments: bool) -> dict[str, An
         raise InvalidRequestError(
             f"{where}: the former function calls are not read; send tool_calls, and their results as role tool.", where
         )
-    copy["content"] = text_of(copy.get("content", ""), f"{where}.content", mixes_strings=True)
+    by_agent = copy["role"] in ("tool", "assistant")
+    copy["content"] = text_of(copy.get("content", ""), f"{where}.content", mixes_strings=True, notes_media=by_agent)
     reasoning = copy.pop("reasoning", None)
     if isinstance(reasoning, str):
         copy.setdefault("reasoning_content", reasoning)
@@ -139,13 +126,14 @@ def write_tools_into_messages(messages: Sequence[dict[str, Any]], tools: Sequenc
     """The messages with the tools explained in the system message, for a template that has no place for them."""
     functions = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
     explanation = _EXPLANATION + "\n".join(functions)
-    chat = [_as_text(message) for message in messages]
+    chat = [calls_as_text(message) for message in messages]
     if chat[0]["role"] == "system":
         explanation = f"{chat.pop(0)['content']}\n\n{explanation}"
     return [{"role": "system", "content": explanation}, *chat]
 
 
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+def calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls, or whose result of one, stand in its text."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     calls = message.get("tool_calls")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 
 from mlx_server.engine.text.detokenizer import StringScanner
@@ -235,6 +236,12 @@ class ReasoningConstraint:
                 self._phase = _Phase.ANSWER
         self._spend_budget()
         return True
+
+    def fork(self) -> ReasoningConstraint | None:
+        other = copy(self)  # of what it holds, only the answer's cursor is ever changed in place
+        if self._answer is not None:
+            other._answer = self._answer.fork()
+        return None if self._answer is not None and other._answer is None else other
 
     def forced_tokens(self) -> list[int]:
         """Tokens that are the only continuation, already accepted."""

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.models.folder import read_model_json
 
 _SPACE_MARK = "\u2581"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -89,19 +90,6 @@ def _byte_fallback_bytes(token: str) -> bytes:
     return token.replace(_SPACE_MARK, " ").encode()
 
 
-def read_model_json(path: Path) -> dict[str, Any]:
-    """The object in a file, empty if there is no such file. Raises `ModelLoadError`."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"Cannot read {path}: {error}. Pull the model again.") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object. Pull the model again.")
-    return content
-
-
 _USUAL_CHARS_A_TOKEN = 8
 """Few texts have more, so that those which fit a context are not tokenized twice."""
 
@@ -109,7 +97,7 @@ _PIECE_CHARS = 64 * 1024
 _TOKENS_A_CUT = 16
 """How many tokens a text may have more for being cut."""
 
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Tokenizer:
@@ -166,12 +154,16 @@ class Tokenizer:
         """The fast tokenizer serialised as in tokenizer.json, added tokens included; None for Python tokenizers."""
         return None if self._backend is None else self._backend.to_str()
 
+    def backend_added_tokens(self) -> dict[int, Any]:
+        """What the fast tokenizer matches in texts as a whole, with how it does, by id; empty for Python tokenizers."""
+        return {} if self._backend is None else dict(self._backend.get_added_tokens_decoder())
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. `add_special_tokens` adds what the tokenizer puts around a raw prompt (BOS).
 
         Halves of surrogate pairs, which JSON can spell but UTF-8 cannot, are read as U+FFFD.
         """
-        text = _LONE_SURROGATE.sub("\ufffd", text)
+        text = LONE_SURROGATE.sub("\ufffd", text)
         if self._backend is None:
             with self._lock:
                 return list(self.hf.encode(text, add_special_tokens=add_special_tokens))

@@ -1,4 +1,5 @@
-"""Grammars that make a model call a tool (`tool_choice` required or named), in the format it was trained on."""
+"""Grammars that make a model call a tool (`tool_choice` required or named), in the format it was trained on; or that
+hold it to the tools' grammars where it calls one by itself."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_server.engine.grammar.closing import adapted_schema
 from mlx_server.engine.grammar.schema import changed_schema, check_patterns, checked_schema
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
-from mlx_server.engine.grammar.structural_tag import LarkWriter, alternatives, json_expression, json_options
+from mlx_server.engine.grammar.structural_tag import ANY_TEXT, LarkWriter, alternatives, json_expression, json_options
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import FORMATS, TAG_SAFE, Notation, Parameter, Tool, ToolFormat, ToolParser
 from mlx_server.errors import InvalidRequestError
@@ -30,21 +32,31 @@ _DECIDED = frozenset(("const", "enum", "format", "pattern"))
 
 
 def force_tool_calls(
-    tokenizer: Tokenizer, parser: ToolParser, tools: Sequence[Tool], *, is_parallel: bool = True
+    tokenizer: Tokenizer,
+    parser: ToolParser,
+    tools: Sequence[Tool],
+    *,
+    is_parallel: bool = True,
+    is_closed: bool = True,
+    patterns: Mapping[str, str] | None = None,
+    is_free: bool = False,
 ) -> ForcedCalls:
-    """Admits one call of one of `tools`, or several with `is_parallel`, with arguments that fit their schemas.
+    """Admits one call of one of `tools`, or several with `is_parallel`, with arguments that fit their schemas,
+    which are closed first unless not `is_closed` (`adapted_schema`). Texts in calls of the tools in `patterns` match
+    their regexes. With `is_free` any text may stand before and behind the calls, of which there may be none.
 
     Keywords of schemas that llguidance does not know are ignored: in a tool they are hints to the model. Raises
     `InvalidRequestError` for a format that has no grammar here, and for names and arguments that the format cannot
     write.
     """
     form = _format_of(parser, tokenizer)
-    grammar = _CallGrammar(LarkWriter(tokenizer.added_tokens), parser, form)
+    grammar = _CallGrammar(LarkWriter(tokenizer.added_tokens), parser, form, is_closed, patterns or {})
+    write = grammar.write_free if is_free else grammar.write
     try:
-        source = grammar.write(tools, form.max_calls if is_parallel else 1)
+        source = write(tools, form.max_calls if is_parallel else 1)
     except RecursionError as error:  # of references, which are as deep as there are definitions
         raise InvalidRequestError("The parameters of tools are nested too deeply; flatten them.", "tools") from error
-    return ForcedCalls(StructuredSpec(StructuredKind.LARK, source, param="tools"), form.is_opened)
+    return ForcedCalls(StructuredSpec(StructuredKind.LARK, source, param="tools"), form.is_opened and not is_free)
 
 
 def _format_of(parser: ToolParser, tokenizer: Tokenizer) -> ToolFormat:
@@ -62,7 +74,12 @@ def _format_of(parser: ToolParser, tokenizer: Tokenizer) -> ToolFormat:
 class _CallGrammar:
     """Writes the grammar of one request's tools."""
 
-    def __init__(self, writer: LarkWriter, parser: ToolParser, form: ToolFormat) -> None:
+    def __init__(
+        self, writer: LarkWriter, parser: ToolParser, form: ToolFormat, is_closed: bool, patterns: Mapping[str, str]
+    ) -> None:
+        self._is_closed = is_closed
+        self._patterns = patterns
+        self._is_held = False  # of the function that is being written
         self._writer = writer
         self._parser = parser
         self._format = form
@@ -80,19 +97,57 @@ class _CallGrammar:
         before, after = form.lead + self._parser.start + before, after + self._parser.end
         return self._writer.text(f"{literal(before)} {calls} {literal(after)}")
 
-    def _call(self, function: Mapping[str, Any], where: str) -> str:
+    def write_free(self, tools: Sequence[Tool], max_calls: int) -> str:
+        """Text, and calls wherever the marker before them stands first."""
+        form, literal, start = self._format, self._writer.literal, self._parser.start
+        if form.lead or not start:
+            raise InvalidRequestError(
+                f"In this model's format of calls ({self._parser.name}) a custom tool's grammar is only enforced where "
+                "a call is required; set tool_choice to required, or leave format out.",
+                "tools",
+            )
+        functions = [self._call(tool["function"], f"tools[{index}].function", "") for index, tool in enumerate(tools)]
+        call = self._writer.rule("call", alternatives(functions))
+        if form.around is not None:
+            before, after = form.around
+            following = f"{literal(form.separator)} {call}" if form.separator else call
+            call = f"{literal(before)} {call} ({following}){{0,{max_calls - 1}}} {literal(after + self._parser.end)}"
+            max_calls = 1
+        text = self._writer.rule("TEXT", ANY_TEXT)
+        return self._writer.text(f"({self._writer.text_until(start)} {call}){{0,{max_calls}}} {text}")
+
+    def _call(self, function: Mapping[str, Any], where: str, marker: str | None = None) -> str:
+        """One function's call behind `marker`, which is the parser's unless given."""
         name, form = function["name"], self._format
         if form.names is not None and form.names.fullmatch(name) is None:
             raise self._unwritable(f"{where}.name is {name!r}, which", f"{where}.name")
         schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
         schema = checked_schema(schema, f"{where}.parameters")
         check_patterns(schema, f"{where}.parameters")
+        schema = adapted_schema(schema, is_closed=self._is_closed)
+        self._is_held = name in self._patterns
+        schema = self._with_pattern(schema, name, where)
         start, end = (self._parser.start, self._parser.end) if form.around is None else ("", "")
+        start = start if marker is None else marker
         before = self._writer.literal(start + form.before.format(name=name, json_name=json.dumps(name)))
         if form.number is not None:
             before += f" {self._writer.rule('NUMBER', '/[0-9]{1,3}/')} {self._writer.literal(form.number)}"
         arguments = self._arguments(schema, f"{where}.parameters")
         return self._writer.rule("function", f"{before} {arguments} {self._writer.literal(form.after + end)}")
+
+    def _with_pattern(self, schema: Any, name: str, where: str) -> Any:
+        """The schema with its tool's pattern in each text."""
+        pattern, form = self._patterns.get(name), self._format
+        if pattern is None:
+            return schema
+        if form.notation is not None or (form.parameter is not None and form.parameter.has_cdata):
+            raise InvalidRequestError(
+                f"{where}: in this model's format of calls ({self._parser.name}) a custom tool's grammar cannot be "
+                "enforced; leave format out.",
+                "tools",
+            )
+        texts = {key: {**text, "pattern": f"^(?:{pattern})$"} for key, text in schema["properties"].items()}
+        return {**schema, "properties": texts}
 
     def _arguments(self, schema: Mapping[str, Any], where: str) -> str:
         if self._format.parameter is not None:
@@ -133,6 +188,12 @@ class _CallGrammar:
             if not self._writer.begins_with_added_token(after):
                 whole = changed_schema(whole, _exclude_closing_tags)
             return f"{json_expression(whole, self._json_options)} {self._writer.literal(after)}"
+        if self._is_held:
+            pattern = schema["pattern"][1:-1]
+            if self._writer.begins_with_added_token(after):
+                return f"{self._writer.rule('REGEX', _terminal(pattern))} {self._writer.literal(after)}"
+            # One terminal: llguidance never goes back to where a shorter text could have ended.
+            return self._writer.rule("REGEX", _terminal(pattern + re.escape(after)))
         choices = schema.get("enum") if isinstance(schema, Mapping) else None
         if choices and all(isinstance(choice, str) for choice in choices):
             written = [_cdata(choice) if parameter.has_cdata else choice for choice in choices]
@@ -142,6 +203,12 @@ class _CallGrammar:
         plain = f"{self._writer.rule('PLAIN', _PLAIN)} {self._writer.literal(after)}"
         section = f"{self._writer.literal('<![CDATA[')} {self._writer.text_until(']]>' + after)}"
         return alternatives((plain, section))
+
+
+def _terminal(regex: str) -> str:
+    """A regex as Lark has it: between slashes, on one line."""
+    written = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return "/" + re.sub(r"\\.|/|\n", lambda found: written.get(found[0], found[0]), regex, flags=re.DOTALL) + "/"
 
 
 def _exclude_closing_tags(schema: dict[str, Any]) -> None:

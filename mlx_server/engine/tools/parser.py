@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mlx_server.engine.text.detokenizer import StringScanner
-from mlx_server.engine.tools.formats import FORMATS, Parameter, Tool, ToolFormat, ToolParser
+from mlx_server.engine.tools.formats import FORMATS, JSON_TAGS, Parameter, Tool, ToolFormat, ToolParser
+from mlx_server.engine.tools.untagged import JsonObjectCursor, UntaggedCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ class ToolCallExtractor:
 
     Arguments are streamed where the format is JSON or has tags around each, otherwise they come whole when their
     region ends. A region that is no call comes out as the content it was, markers included; arguments that break off
-    have been streamed by then and stay as they are. White space alone around calls is dropped.
+    have been streamed by then and stay as they are. White space alone around calls is dropped. Where calls are JSON
+    between tags, an answer that begins with a call of an offered tool may lack them.
     """
 
     def __init__(self, parser: ToolParser, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
@@ -59,11 +61,13 @@ class ToolCallExtractor:
         self._tools = tools
         self._new_id = new_id or _random_id
         self._format = FORMATS.get(parser.name) or ToolFormat(before="")
+        names = [_function_name(tool) for tool in tools] if parser.name == JSON_TAGS.name else []
+        self._untagged = UntaggedCalls(filter(None, names), parser.start, parser.end)
         self._parameters: _ParameterStream | None = None
         self._outside = StringScanner([parser.start])
         self._read = self._read_content
         self._body = ""
-        self._json = _JsonObjectCursor()
+        self._json = JsonObjectCursor()
         self._num_calls = 0
         self._ids: set[str] = set()
         self._num_streamed = 0
@@ -78,12 +82,16 @@ class ToolCallExtractor:
 
     def append(self, text: str) -> ToolOutput:
         """Takes new text; what may be the beginning of a marker or of a call is held back."""
+        self._take_in(self._untagged.feed(text))
+        return self._take()
+
+    def _take_in(self, text: str) -> None:
         while text:
             text = self._read(text)
-        return self._take()
 
     def finish(self) -> ToolOutput:
         """What was held back, at the end of the output."""
+        self._take_in(self._untagged.finish())
         if self._read == self._read_body:
             is_forgiven = not self._parser.end or self._format.fails_when_cut
             self._close_region(self._body, "", may_call=is_forgiven)
@@ -146,7 +154,7 @@ class ToolCallExtractor:
             return None
         self._begin(_Call(head.groupdict().get("id"), name, ""))
         self._num_streamed += 1
-        self._json = _JsonObjectCursor()
+        self._json = JsonObjectCursor()
         self._read = self._read_arguments
         rest, self._body = self._body[head.end() :], ""
         return rest
@@ -210,6 +218,11 @@ class ToolCallExtractor:
         self._content.append(text)
 
 
+def _function_name(tool: Tool) -> str | None:
+    name = _member(_member(tool, "function"), "name")
+    return name if isinstance(name, str) else None
+
+
 def _name_in(head: re.Match[str]) -> str | None:
     """The function's name; None when its JSON text is none."""
     if "name" in head.groupdict():
@@ -239,35 +252,6 @@ def _as_call(parsed: Any) -> _Call:
 
 def _random_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
-
-
-_BRACKET = re.compile(r'["{}\[\]]')
-_IN_STRING = re.compile(r'"|\\.?', re.DOTALL)
-
-
-class _JsonObjectCursor:
-    """Finds the end of a JSON object in streamed text, by its brackets and strings. Does not validate."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._is_escaped = False
-
-    def feed(self, text: str) -> int | None:
-        """How many characters of `text` belong to the object, once its end has been read; None before. Not for empty
-        text."""
-        at, self._is_escaped = int(self._is_escaped), False
-        while (found := (_IN_STRING if self._in_string else _BRACKET).search(text, at)) is not None:
-            mark, at = found.group(), found.end()
-            if mark == '"':
-                self._in_string = not self._in_string
-            elif self._in_string:
-                self._is_escaped = mark == "\\"  # what it escapes is still to come
-            else:
-                self._depth += 1 if mark in "{[" else -1
-                if self._depth <= 0:
-                    return at
-        return None
 
 
 _MAX_WORD_CHARS = len("null")

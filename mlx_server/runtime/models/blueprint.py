@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
-from mlx_lm.utils import _get_classes
+from mlx_lm.utils import MODEL_REMAPPING, _get_classes
 
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.attention import ReferenceBackend
 from mlx_server.runtime.kv_cache import PagedKVCache
 from mlx_server.runtime.layers import discover_layers
+from mlx_server.runtime.models import vlm
 
 _MISSING_PACKAGES = {"olmo": "ai2-olmo"}
 """Packages without which some of mlx-lm's modules end the process when they are imported."""
+
+_ENCODER = "an encoder, which gives vectors or classes of a text; for vectors, see docs/embeddings.md"
+_SPEECH = "it writes down or makes speech, and this server is for text"
+_PICTURES = "it compares or makes images, and this server is for text"
+_OTHER_KINDS = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "deberta-v2", "electra"), _ENCODER),
+    **dict.fromkeys(("whisper", "wav2vec2", "speecht5", "parakeet"), _SPEECH),
+    **dict.fromkeys(("clip", "siglip", "siglip2", "vit", "stable_diffusion"), _PICTURES),
+    **dict.fromkeys(("t5", "bart", "mbart", "m2m_100"), "it has an encoder and a decoder, which mlx-lm does not run"),
+}
+"""Types of models that people ask for and that are no language models, and what they are."""
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 """Types of weights by the names that settings give them."""
 
 
-def model_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
-    """mlx-lm's classes of the model and of its arguments. Raises `ModelLoadError` if it has none for `config`."""
+def model_classes(config: Mapping[str, Any], *, sees: bool = False) -> tuple[type[nn.Module], Any]:
+    """mlx-lm's classes of the model and of its arguments; mlx-vlm's where mlx-lm has none, or if the model is to see
+    (`sees`). Raises `ModelLoadError` if neither has some for `config`."""
     model_type = config.get("model_type")
     if model_type is None:
         raise ModelLoadError("The configuration names no model_type; add it to config.json.")
+    if (kind := _OTHER_KINDS.get(model_type)) is not None and not _is_in_mlx_lm(model_type):
+        raise ModelLoadError(f"This is a model of type {model_type}: {kind}.")
+    if sees or not _is_in_mlx_lm(model_type):
+        others = _vlm_classes(config)
+        if others is not None:
+            return others
     try:
         classes: tuple[type[nn.Module], Any] = _get_classes(dict(config))
     except SystemExit as error:
@@ -36,19 +56,42 @@ def model_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
             "imported at all."
         ) from error
     except ValueError as error:
-        raise ModelLoadError(f"{error} Convert the model to one that mlx-lm knows, or update mlx-lm.") from error
+        if vlm.is_installed():
+            remedy = "Neither mlx-lm nor mlx-vlm knows it: update them, or convert the model to one that they know."
+        else:
+            remedy = f"mlx-lm does not know it, and mlx-vlm, which may, is not installed: {vlm.INSTALL}."
+        raise ModelLoadError(f"{error} {remedy}") from error
     return classes
 
 
-def build_model(config: Mapping[str, Any]) -> nn.Module:
-    """The model of `config` with mlx-lm's own initial weights, which are lazy. Raises `ModelLoadError` if mlx-lm cannot
-    build it."""
-    model_class, arguments_class = model_classes(config)
+def _is_in_mlx_lm(model_type: str) -> bool:
+    name = MODEL_REMAPPING.get(model_type, model_type)
+    return importlib.util.find_spec(f"mlx_lm.models.{name}") is not None
+
+
+def _vlm_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any] | None:
+    """mlx-vlm's; None if it is not here, or has none."""
+    if not vlm.is_installed():
+        return None
+    try:
+        return vlm.vlm_classes(config)
+    except ImportError as error:
+        raise ModelLoadError(
+            f"mlx-vlm's module for models of type {config['model_type']} cannot be imported ({error}). "
+            f"Install what it needs: {vlm.INSTALL}."
+        ) from error
+
+
+def build_model(config: Mapping[str, Any], *, sees: bool = False) -> nn.Module:
+    """The model of `config` with mlx-lm's own initial weights, which are lazy; of mlx-vlm's code if it is to see, or if
+    mlx-lm has none. Raises `ModelLoadError` if it cannot be built."""
+    model_class, arguments_class = model_classes(config, sees=sees)
     try:
         return model_class(arguments_class.from_dict(dict(config)))
     except Exception as error:  # mlx-lm raises errors of any kind
+        library = "mlx-vlm" if issubclass(model_class, vlm.VlmModel) else "mlx-lm"
         raise ModelLoadError(
-            f"mlx-lm cannot build a model of type {config['model_type']} from this config.json: "
+            f"{library} cannot build a model of type {config['model_type']} from this config.json: "
             f"{type(error).__name__}: {error}"
         ) from error
 

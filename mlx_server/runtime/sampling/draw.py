@@ -230,8 +230,14 @@ def as_blocks(rows: mx.array, fill: float) -> mx.array:
 
 
 def row_sums(rows: mx.array) -> mx.array:
-    """Sums of the rows of `[R, V]` as `[R, 1]`, by blocks: 50k float32 added one after the other lose 5e-5."""
-    return as_blocks(rows, 0.0).sum(axis=-1).sum(axis=-1, keepdims=True)
+    """Sums of the rows of `[R, V]` as `[R, 1]`, by blocks: 50k float32 added one after the other lose 5e-5.
+
+    Those of blocks are added up 32 at a time: MLX's Metal kernels sum more than 64 numbers in another order for fewer
+    than 32 rows than for more, so that a row's sum would depend on how many there are.
+    """
+    sums = as_blocks(rows, 0.0).sum(axis=-1)
+    sums = mx.pad(sums, [(0, 0), (0, -sums.shape[-1] % 32)])
+    return sums.reshape(len(rows), -1, 32).sum(axis=-1).sum(axis=-1, keepdims=True)
 
 
 def top_values(logits: mx.array, num_top: int) -> mx.array:

@@ -119,10 +119,20 @@ class PenaltyTable:
         new_ids = mx.array(self._known(token_ids[-num_new:]))
         self._counts = self._counts.at[self._slots[request_id], new_ids].add(1.0)
 
-    def apply(self, logits: mx.array, request_ids: Sequence[str], params: Sequence[SamplingParams]) -> mx.array:
-        """Penalised logits `[R, V]` for float32 logits of these requests, in this order."""
+    def apply(
+        self,
+        logits: mx.array,
+        request_ids: Sequence[str],
+        params: Sequence[SamplingParams],
+        drafts: Sequence[Sequence[int]] = (),
+    ) -> mx.array:
+        """Penalised logits `[R, V]` for float32 logits of these requests, in this order. `drafts` of each count, too,
+        as if they had been put out."""
         self._count_pending()
         counts = self._counts[self._slot_array(request_ids)]
+        if any(drafts):
+            rows = np.repeat(np.arange(len(drafts)), [len(ids) for ids in drafts])
+            counts = counts.at[mx.array(rows), mx.array(np.concatenate(drafts).astype(np.int32))].add(1.0)
         repetition = [p.repetition_penalty for p in params]
         if any(factor != 1.0 for factor in repetition):
             logits = _divide(logits, mx.minimum(2.0 * counts, 1.0), mx.array(repetition)[:, None])

@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_server.outputs import NewRequestData, SampledToken
+from mlx_server.outputs import NewRequestData, SampledToken, ScheduledChunk
 from mlx_server.runtime.sampling.draw import DrawColumns, DrawMethod, Method, choose_method, draw
 from mlx_server.runtime.sampling.edits import (
     Bitmask,
@@ -36,12 +37,60 @@ from mlx_server.sampling_params import SamplingParams
 class SampleRow:
     """One row of logits. `num_output_tokens` is the position in the output of the token to sample, from 0.
 
-    `allowed_bitmask` is as `Bitmask` has it (llguidance's int32 words, little endian); None allows all.
+    `allowed_bitmask` is as `Bitmask` has it (llguidance's int32 words, little endian); None allows all. `drafts` are
+    assumed to stand in the output before it. Of a request with drafts, no row `is_final`: `observe` tells which tokens
+    have come of them.
     """
 
     request_id: str
     num_output_tokens: int
     allowed_bitmask: bytes | None = None
+    drafts: tuple[int, ...] = ()
+    is_final: bool = True
+
+
+class SampledRows(NamedTuple):
+    """The sampled rows of one request in one step: `[first, first + 1 + len(drafts)]`."""
+
+    request_id: str
+    first: int
+    drafts: tuple[int, ...]
+
+    def take(self, tokens: Sequence[SampledToken]) -> SampledToken:
+        """The request's result out of all rows' tokens. The token after a draft counts only if the draft is the token
+        that was sampled in its place.
+
+        Drafts 5 6 7, sampled 5 6 9 2: 5 and 6 are accepted, 9 is the token after them, and 2 followed a wrong draft.
+        """
+        mine = tokens[self.first : self.first + 1 + len(self.drafts)]
+        pairs = zip(self.drafts, mine)
+        num_accepted = next((i for i, (d, token) in enumerate(pairs) if d != token.token_id), len(self.drafts))
+        return mine[num_accepted]._replace(accepted=tuple(mine[:num_accepted]))
+
+
+def plan_samples(
+    chunks: Sequence[ScheduledChunk], ends: Sequence[int]
+) -> tuple[list[SampledRows], list[SampleRow], list[int]]:
+    """Whose tokens are sampled, how, and after which rows of the batch. Chunk i ends before row `ends[i]`."""
+    sampled: list[SampledRows] = []
+    samples: list[SampleRow] = []
+    rows: list[int] = []
+    for chunk, end in zip(chunks, ends):
+        if not chunk.is_sampling:
+            continue
+        request_id, position = chunk.request_id, chunk.num_output_tokens
+        if not chunk.num_drafts:
+            sampled.append(SampledRows(request_id, len(samples), ()))
+            samples.append(SampleRow(request_id, position, chunk.allowed_bitmask))
+            rows.append(end - 1)
+            continue
+        drafts = (chunk.token_ids or ())[-chunk.num_drafts :]
+        bitmasks = chunk.allowed_bitmask, *(chunk.draft_bitmasks or (None,) * len(drafts))
+        sampled.append(SampledRows(request_id, len(samples), drafts))
+        for place, bitmask in enumerate(bitmasks):
+            samples.append(SampleRow(request_id, position + place, bitmask, drafts[:place], is_final=False))
+        rows += range(end - 1 - len(drafts), end)
+    return sampled, samples, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +144,17 @@ class Sampler:
     `vocab_size` is the number of columns of the logits, which may exceed the tokenizer's vocabulary.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._entropy = secrets.token_bytes(32)
+    def __init__(self, vocab_size: int, entropy: bytes | None = None) -> None:
+        """Samplers of equal `entropy` and vocabulary draw a request's token at a position with the same noise."""
+        self.vocab_size = vocab_size
+        self.entropy = entropy or secrets.token_bytes(32)
+        self.agree: Callable[[mx.array], mx.array] | None = None  # drawn ids to those of all ranks
         self._plans: dict[str, RequestPlan] = {}
         self._penalties = PenaltyTable(vocab_size)
 
     def add(self, data: NewRequestData) -> None:
         """Starts a request that was admitted or resumes, or restarts one; its known outputs are counted."""
-        self._plans[data.request_id] = plan_request(data, self._vocab_size, self._entropy)
+        self._plans[data.request_id] = plan_request(data, self.vocab_size, self.entropy)
         if data.sampling.has_penalties:
             self._penalties.add(data.request_id, data.prompt_token_ids, data.output_token_ids)
 
@@ -126,18 +177,21 @@ class Sampler:
         May be called for a step whose predecessor was not fetched. A row whose masks allow nothing gives
         token 0.
         """
-        assert logits.shape == (len(rows), self._vocab_size), f"{logits.shape} for {len(rows)} rows"
+        assert logits.shape == (len(rows), self.vocab_size), f"{logits.shape} for {len(rows)} rows"
         plans = [self._plans[row.request_id] for row in rows]
         penalized = [i for i, row in enumerate(rows) if row.request_id in self._penalties]
+        counted = [i for i in penalized if rows[i].is_final]
         edited = self._penalize(_offset_rows(_mask_rows(logits, rows, plans), rows, plans), rows, plans, penalized)
         token_ids = _draw_rows(edited, rows, plans)
+        if self.agree is not None:
+            token_ids = self.agree(token_ids)
         scored_rows = [i for i, plan in enumerate(plans) if plan.params.logprobs is not None]
         scores = None
         if scored_rows:
             num_tops = [plans[i].params.logprobs or 0 for i in scored_rows]
             scores = score_tokens(_take(logits, scored_rows), _take(token_ids, scored_rows), num_tops)
-        if penalized:
-            self._penalties.count([rows[i].request_id for i in penalized], _take(token_ids, penalized))
+        if counted:
+            self._penalties.count([rows[i].request_id for i in counted], _take(token_ids, counted))
         return SampledBatch(token_ids, scores, scored_rows)
 
     def _penalize(
@@ -147,7 +201,10 @@ class Sampler:
             return logits
         names = [rows[i].request_id for i in penalized]
         params = [plans[i].params for i in penalized]
-        return edit_rows(logits.astype(mx.float32), penalized, lambda part: self._penalties.apply(part, names, params))
+        drafts = [rows[i].drafts for i in penalized]
+        return edit_rows(
+            logits.astype(mx.float32), penalized, lambda part: self._penalties.apply(part, names, params, drafts)
+        )
 
 
 def plan_request(data: NewRequestData, vocab_size: int, entropy: bytes) -> RequestPlan:

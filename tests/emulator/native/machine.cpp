@@ -32,6 +32,7 @@ struct Launch {
   Size3 grid, threadgroup;
   unsigned long seed;
   int check_races;
+  unsigned long* loaded;  // bytes that the kernel has read from each buffer, counted where races are
   char* error;
   unsigned long error_size;
 };
@@ -95,7 +96,7 @@ std::string describe_pc(void* pc) {
 }
 
 const char* describe(Meeting meeting) {
-  static const char* const names[] = {"a simd reduction", "a simd shuffle", "simdgroup_barrier", "threadgroup_barrier"};
+  static const char* const names[] = {"a simd reduction", "a simd shuffle", "a matrix product", "simdgroup_barrier", "threadgroup_barrier"};
   return names[meeting];
 }
 
@@ -354,6 +355,7 @@ extern "C" int emulator_launch(Launch* launch) {
   SignalScope signals;
   if (sigsetjmp(machine.escape, 1) == 0) run_grid();
   machine.running = nullptr;
+  for (unsigned i = 0; launch->check_races && i < launch->num_buffers; ++i) launch->loaded[i] = machine.races.loaded(i + 1);
   if (machine.error.empty()) return 0;
   snprintf(launch->error, launch->error_size, "%s", machine.error.c_str());
   return 1;

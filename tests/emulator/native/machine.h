@@ -16,7 +16,7 @@ struct Place {
   unsigned lane, simdgroup;
 };
 
-enum Meeting { kReduce, kShuffle, kSimdgroupBarrier, kThreadgroupBarrier };
+enum Meeting { kReduce, kShuffle, kMatrixProduct, kSimdgroupBarrier, kThreadgroupBarrier };
 
 // One value of each lane of a simdgroup.
 struct Slots {

@@ -33,6 +33,7 @@ class RaceDetector {
   std::string note(unsigned char* at, size_t size, bool is_write, const Access& access) {
     for (Region& region : regions_) {
       if (at < region.start || at >= region.start + region.size) continue;
+      if (!is_write) region.loaded += size;
       size_t first = (at - region.start) / kCell, last = (at - region.start + size - 1) / kCell;
       for (size_t i = first; i <= last && i < region.cells.size(); ++i) {
         std::string race = note(region, i, is_write, access);
@@ -41,6 +42,9 @@ class RaceDetector {
     }
     return "";
   }
+
+  // Bytes that were read of what was watched as the i-th.
+  size_t loaded(size_t i) const { return regions_[i].loaded; }
 
   std::string (*describe_pc)(void*) = nullptr;
 
@@ -56,6 +60,7 @@ class RaceDetector {
     size_t size;
     bool is_shared;  // seen by every threadgroup
     std::vector<Cell> cells;
+    size_t loaded = 0;
   };
 
   static bool is_ordered(const Access& before, const Access& now, bool is_shared) {

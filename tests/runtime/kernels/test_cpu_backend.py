@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -202,12 +203,13 @@ def test_a_thousand_steps_move_and_take_no_memory(cpu: CpuBackend) -> None:
         out = cpu.attend(
             pool, queries, keys, values, cpu.plan(make_step([Span(step, step + 1)] * 2, tables)), scale=1.0
         )
+        mx.eval(out)
         if step == 100:
             mx.reset_peak_memory()
         if step == 200:
             resident, peak = process.memory_info().rss, mx.get_peak_memory()
     np.testing.assert_allclose(np.array(out), 0.4995, rtol=1e-6)
-    assert (pool.keys.ctypes.data, pool.values.ctypes.data) == addresses == pool.fields[:2]
+    assert (pool.keys.ctypes.data, pool.values.ctypes.data) == addresses == tuple(one.address for one in pool.memory)
     assert mx.get_peak_memory() == peak
     assert process.memory_info().rss - resident < pool.keys.nbytes + pool.values.nbytes + 2**21
 
@@ -257,3 +259,43 @@ if child:
 def test_a_forked_child_does_not_wait_for_its_parents_threads() -> None:
     result = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout == "0\n"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Layer(9, 3, 64, 64),
+        Layer(8, 1, 128, 64, window=300, has_sinks=True),
+        Layer(4, 2, 32, 32, window=50),
+        Layer(3, 3, 33, 24, has_sinks=True),
+        Layer(6, 2, 64, 64, bits=4),
+    ],
+)
+def test_a_row_has_the_same_bits_in_any_chunk_beside_any_others(layer: Layer, threads: int) -> None:
+    """One of a chunk of 700 rows over 3 pieces of keys, of chunks cut anywhere, and of decodes."""
+    backend = CpuBackend(threads)
+    whole = World(layer, [Span(0, 700)])
+    wanted = World(layer, [Span(0, 700)]).attend(CpuBackend(1), CpuBackend(1).make_pool(layer.spec, whole.num_blocks))
+    pool = backend.make_pool(layer.spec, whole.num_blocks)
+    cuts = [0, 1, 37, 100, 355, 356, 357, 600, 601, 602, 699, 700]
+    got = []
+    for start, end in pairwise(cuts):
+        step = make_step([Span(start, end)], whole.tables)
+        got.append(whole.attend_step(backend, pool, step, [slice(start, end)]))
+    np.testing.assert_array_equal(np.concatenate(got), wanted)
+    np.testing.assert_array_equal(_last_of(backend, whole, pool, [520, 700, 33, 257]), wanted[[519, 699, 32, 256]])
+
+
+def _last_of(backend: CpuBackend, world: World, pool: CpuPool, ends: list[int]) -> np.ndarray:
+    """The last tokens of contexts that are all the beginning of one, as decodes of one step."""
+    step = make_step([Span(end - 1, end) for end in ends], np.repeat(world.tables, len(ends), axis=0))
+    queries, keys, values = (
+        mx.array(np.concatenate([world.rows[0][kind][end - 1 : end] for end in ends])) for kind in range(3)
+    )
+    sinks = None if world.sinks is None else mx.array(world.sinks)
+    layer = world.layer
+    out = backend.attend(
+        pool, queries, keys, values, backend.plan(step), scale=layer.scale, window=layer.window, sinks=sinks
+    )
+    return np.array(out)

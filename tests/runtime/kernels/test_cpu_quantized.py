@@ -158,8 +158,8 @@ def test_a_pool_takes_what_its_spec_says(cpu: CpuBackend, bits: int) -> None:
     spec = Layer(4, 2, 96, 128, bits=bits).spec
     pool = cpu.make_pool(spec, 10)
     assert pool.keys.nbytes + pool.values.nbytes == 10 * spec.block_bytes
-    # 96 numbers in groups of 32 and 128 in groups of 64, a scale and a bias of 4 bytes each.
-    assert spec.block_bytes == 32 * 2 * ((96 + 128) * bits // 8 + 8 * (3 + 2))
+    # 96 and 128 numbers in groups of 32, a scale and a bias of 4 bytes each.
+    assert spec.block_bytes == 32 * 2 * ((96 + 128) * bits // 8 + 8 * (3 + 4))
 
 
 def test_dimensions_that_cannot_be_quantised_are_refused() -> None:

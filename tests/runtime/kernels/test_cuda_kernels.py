@@ -25,8 +25,8 @@ from mlx_server.runtime.attention import LayerSpec
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu.backend import PRELUDE, CudaBackend, GpuBackend, MetalBackend
 from mlx_server.runtime.kernels.gpu.kernels import KERNEL_TEXTS, KV_WRITE, read_text
-from mlx_server.runtime.kernels.gpu.plan import DecodeShape, KernelVariant, default_variant
 from mlx_server.runtime.kernels.gpu.rows import ROW_TEXTS, GpuRows, RowKernels
+from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, default_variant
 from mlx_server.runtime.row_pool import Slots
 
 CUDA_TYPES = {
@@ -111,7 +111,7 @@ def recorded(spec: LayerSpec, num_heads: int, partition_tokens: int | None, has_
     backend = CudaBackend(kernels, choose_variant=variant)
     with patch.object(gpu_backend, "write_failure", return_value=None):
         pool = backend.make_pool(spec, 4)
-    step = step_of([Chunk((0, 1), 40), Chunk((2,), 0, 5)], 1)
+    step = step_of([Chunk((0, 1), 40), Chunk((2,), 0, 5), Chunk((3,), 0, 20)], 1)
     rows = step_rows(0, spec, num_heads, step.num_tokens)
     sinks = mx.zeros((num_heads,), spec.dtype) if has_sinks else None
     backend.attend(pool, *rows, backend.plan(step), scale=0.1, sinks=sinks, softcap=30.0 if has_sinks else None)

@@ -10,7 +10,7 @@ from emulator.worlds import check_decode, decode_world, make_backend, toolchain
 
 from mlx_server.runtime.attention import StepPlan
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
-from mlx_server.runtime.kernels.gpu.plan import HEAD_DIMS, DecodeShape, KernelVariant, default_variant
+from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS, DecodeShape, KernelVariant, default_variant
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 BATCHES = ([1], [31, 32, 33], [64, 0, 200, 5], [1, 1, 1, 1, 1, 1, 1, 1, 97])

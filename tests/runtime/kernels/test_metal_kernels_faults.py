@@ -11,7 +11,7 @@ from emulator.kernel import Emulator
 from emulator.worlds import check_decode, decode_world, toolchain
 
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
-from mlx_server.runtime.kernels.gpu.plan import DecodeShape, KernelVariant
+from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant
 
 WRONG_NUMBERS = "wrong numbers"
 VARIANT = KernelVariant(heads_per_simdgroup=2, simdgroups=4, lanes_per_row=16, rows_ahead=2, partition_tokens=64)
@@ -164,6 +164,36 @@ FAULTS = (
     Fault("a result that is not written", WRONG_NUMBERS, "if (head < GROUP) {", "if (head < GROUP - 1) {"),
 )
 
+TILE_BARRIER = "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  const int begin"
+SHARED_FAULTS = tuple(
+    Fault(*words, kernel="paged_shared")
+    for words in (
+        ("no barrier before a tile is used", "data race", TILE_BARRIER, "  const int begin"),
+        ("no barrier before the next tile", "data race", f"    }}\n  }}\n{BARRIER}}}", "    }\n  }\n}"),
+        ("a draft that sees the next", WRONG_NUMBERS, "base + at < highs[j]", "base + at <= highs[j]"),
+        ("a draft that does not see itself", WRONG_NUMBERS, "base + at < highs[j]", "base + at < highs[j] - 1"),
+        ("a draft with the window of another", WRONG_NUMBERS, "base + at >= lows[j] && ", ""),
+        ("an unmasked tail", WRONG_NUMBERS, "at < high && base", "base"),
+        ("the query of another row", "out of bounds", "int64_t(item_rows[entry])", "int64_t(item_rows[entry + 1])"),
+        ("the result of another row", WRONG_NUMBERS, "at / GROUP) * 4 + 1]", "at / GROUP) * 4]"),
+        (
+            "the head of another row",
+            WRONG_NUMBERS,
+            "kv_head * GROUP + at % GROUP;\n  const",
+            "kv_head * GROUP;\n  const",
+        ),
+        ("streams that overlap", WRONG_NUMBERS, "turn += streams * ROWS * AHEAD", "turn += ROWS * AHEAD"),
+        ("a skipped tile", WRONG_NUMBERS, "first / TILE * TILE;", "first / TILE * TILE + TILE;"),
+        ("a tile of the block's beginning", WRONG_NUMBERS, "base % BLOCK + i / KEY_ROW", "i / KEY_ROW"),
+        ("values of the block's beginning", WRONG_NUMBERS, "base % BLOCK + i / VALUE_ROW", "i / VALUE_ROW"),
+        ("sums of another column", WRONG_NUMBERS, "shared_sums[s * VALUE_DIM", "shared_sums[s / columns * VALUE_DIM"),
+        ("a sink in every item", WRONG_NUMBERS, " && work_items[item * 8 + 3] == 1", ""),
+        ("a sink in every stream", WRONG_NUMBERS, "SINKS && stream == 0", "SINKS"),
+        ("rows merged with the wrong lanes", WRONG_NUMBERS, "int hop = LANES; hop < 32", "int hop = 1; hop < 2"),
+        ("a result that is not written", WRONG_NUMBERS, "HEADS + j < packed)", "HEADS + j < packed - 1)"),
+    )
+)
+
 
 def planted(fault: Fault | None, *, check_races: bool) -> MetalBackend:
     mutations = {} if fault is None else {fault.kernel: ((fault.old, fault.new),)}
@@ -178,10 +208,20 @@ def decode(backend: MetalBackend, dtype: mx.Dtype) -> None:
         check_decode(backend, decode_world(backend, shape, contexts), window=window, has_sinks=True)
 
 
+def decode_shared(backend: MetalBackend, dtype: mx.Dtype) -> None:
+    """Drafts and requests that begin alike; two rows of a block side by side, tiles that are parts of a block."""
+    shape = DecodeShape(num_query_heads=8, num_kv_heads=2, key_dim=160, value_dim=96, dtype=dtype)
+    drafted = decode_world(backend, shape, [70, 33, 200], counts=[2, 3, 5])
+    alike = decode_world(backend, shape, [200, 170, 300], num_shared=[0, 4, 4])
+    check_decode(backend, drafted, has_sinks=True)
+    check_decode(backend, drafted, window=20, has_sinks=True)
+    check_decode(backend, alike, has_sinks=True)
+
+
 def kind_of_failure(fault: Fault) -> str | None:
     try:
         backend = planted(fault, check_races=fault.needs_flat_build)
-        decode(backend, fault.dtype)
+        (decode_shared if fault.kernel == "paged_shared" else decode)(backend, fault.dtype)
     except EmulatorError as error:
         return error.kind
     except AssertionError:
@@ -189,7 +229,7 @@ def kind_of_failure(fault: Fault) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", FAULTS + SHARED_FAULTS, ids=lambda fault: f"{fault.kernel}: {fault.name}")
 def test_a_planted_fault_is_caught(fault: Fault) -> None:
     assert kind_of_failure(fault) == fault.kind
 
@@ -197,4 +237,6 @@ def test_a_planted_fault_is_caught(fault: Fault) -> None:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("check_races", [False, True])
 def test_nothing_is_caught_where_nothing_is_planted(check_races: bool, dtype: mx.Dtype) -> None:
-    decode(planted(None, check_races=check_races), dtype)
+    backend = planted(None, check_races=check_races)
+    decode(backend, dtype)
+    decode_shared(backend, dtype)

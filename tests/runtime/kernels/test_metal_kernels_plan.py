@@ -12,18 +12,14 @@ from emulator.worlds import Chunk, step_of
 
 from mlx_server.runtime.attention import LayerSpec
 from mlx_server.runtime.kernels.gpu.kernels import KERNEL_TEXTS, read_text
-from mlx_server.runtime.kernels.gpu.plan import (
+from mlx_server.runtime.kernels.gpu.plan import GATHER_TOKENS, Cut, GpuMetadata, decode_bytes, make_work
+from mlx_server.runtime.kernels.gpu.variants import (
     DTYPES,
-    GATHER_TOKENS,
     HEAD_DIMS,
-    Cut,
     DecodeShape,
-    GpuMetadata,
     KernelVariant,
     check_variant,
-    decode_bytes,
     default_variant,
-    make_work,
     unsupported_reason,
 )
 
@@ -128,12 +124,14 @@ def test_small_index_arrays_are_padded_to_eight_elements() -> None:
     for batch in (1, 2, 9):
         plan = GpuMetadata.of(step_of([Chunk((1,), 3)] * batch, batch), 10)
         for variant in (VARIANT, dataclasses.replace(VARIANT, partition_tokens=32)):
-            indices = plan.decode_indices(Cut(SHAPE, variant), None)
-            sizes = [plan.slots.size, indices.block_tables.size, indices.work_items.size]
+            (launch,) = plan.launches(Cut(SHAPE, variant), None).decodes
+            indices = launch.indices
+            sizes = [plan.slots.size, *(array.size for array in indices.arrays)]
             assert min(sizes) >= 8
             assert indices.num_items == batch
     split = GpuMetadata.of(step_of([Chunk((1, 2), 40)], 1), 10)
-    starts = split.decode_indices(Cut(SHAPE, dataclasses.replace(VARIANT, partition_tokens=32)), None).item_starts
+    (launch,) = split.launches(Cut(SHAPE, dataclasses.replace(VARIANT, partition_tokens=32)), None).decodes
+    starts = launch.indices.item_starts
     assert starts is not None
     assert starts.tolist() == [0, 2, 0, 0, 0, 0, 0, 0]
 
@@ -141,8 +139,8 @@ def test_small_index_arrays_are_padded_to_eight_elements() -> None:
 def test_layers_of_one_kind_share_their_index_arrays() -> None:
     plan = GpuMetadata.of(step_of([Chunk((1,), 3), Chunk((2, 3), 10, 40)], 1), 10)
     one = Cut(SHAPE, VARIANT)
-    assert plan.decode_indices(one, None) is plan.decode_indices(one, None)
-    assert plan.decode_indices(one, None) is not plan.decode_indices(one, 128)
+    assert plan.launches(one, None) is plan.launches(one, None)
+    assert plan.launches(one, None) is not plan.launches(one, 128)
     assert plan.chunk_gathers(2, None) is plan.chunk_gathers(2, None)
 
 
@@ -261,7 +259,7 @@ def test_names_of_shapes_are_meant(text) -> None:
     """MLX adds arguments wherever it finds an input's name with one of these endings."""
     found = {f"{name}{ending}" for name in text.inputs for ending in ("_shape", "_strides", "_ndim")}
     assert {name for name in found if name in text.body} == (
-        {"block_tables_shape"} if text.name == "paged_decode" else set()
+        {"block_tables_shape"} if text.name in ("paged_decode", "paged_shared") else set()
     )
 
 

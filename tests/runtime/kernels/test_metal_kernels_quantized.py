@@ -28,9 +28,11 @@ from mlx_server.runtime import backends
 from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.kernels import PagedKernels
-from mlx_server.runtime.kernels.gpu.plan import DecodeShape, Gather, KernelVariant, Seen
+from mlx_server.runtime.kernels.gpu.plan import Gather, Seen
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.kernels.gpu.rows import read_rows
+from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant
+from mlx_server.runtime.row_pool import KV_GROUP_SIZE
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 DIMS = (32, 64, 96, 128, 160, 192, 256, 512)
@@ -131,7 +133,7 @@ def test_a_block_holds_what_mlx_makes_of_its_rows(dtype: mx.Dtype, bits: int) ->
     (both,) = read_rows(kernels.of_pool(spec), pool, gather)
     for read, rows in zip((both.keys, both.values), (keys, values)):
         parts = quantised(rows[:, :, 0].swapaxes(0, 1), bits)
-        stored = mx.dequantize(*parts, group_size=rows.shape[-1] if rows.shape[-1] == 64 else 32, bits=bits)
+        stored = mx.dequantize(*parts, group_size=KV_GROUP_SIZE, bits=bits)
         largest = float(mx.abs(stored).max())
         np.testing.assert_allclose(
             np.array(read[0].astype(mx.float32)), np.array(stored.astype(mx.float32)), rtol=0, atol=largest * 2**-8
@@ -233,10 +235,10 @@ def test_nothing_is_compiled_after_warm_up(bits: int) -> None:
     spec = spec_of(bits, mx.float16)
     backend.warm_up(spec, NUM_HEADS)
     warm = set(emulator.sources)
-    assert len(warm) == 5  # writer, gather, decode of whole and of split sequences, reduce
+    assert len(warm) == 7  # writer, gather, reduce; decodes alone and shared, of whole and of split sequences
     attend_all(backend, spec)
     pool = backend.make_pool(spec, 64)
-    for batch, context in ((1, 1), (1, 2000), (7, 3), (64, 100)):
+    for batch, context in ((1, 1), (1, 2000), (7, 3), (64, 100), (8, 300)):
         tables = tuple(range(-(-context // 32)))
         step = step_of([Chunk(tables, context - 1)] * batch, batch)
         queries = step_rows(0, spec, NUM_HEADS, batch)[0]
@@ -271,9 +273,9 @@ def test_every_use_of_a_pool_takes_the_token_of_the_one_before() -> None:
         token = given
     assert pool.memory.token is token
     assert [name for name, _, _ in calls] == [
-        *("kv_write_quantized", "kv_gather"),
+        *("kv_write_quantized", "paged_shared", "kv_gather"),
         *("kv_write_quantized", "paged_decode", "kv_gather"),
-        *("kv_write_quantized", "paged_decode", "kv_gather"),
+        *("kv_write_quantized", "paged_decode", "paged_shared"),
         *("kv_write_quantized", "paged_decode"),
     ]
 
@@ -283,7 +285,7 @@ def test_pools_are_never_copied_and_take_what_their_spec_says() -> None:
     backend = make_backend()
     pool = backend.make_pool(spec, NUM_BLOCKS)
     assert pool.keys.nbytes + pool.values.nbytes == NUM_BLOCKS * spec.block_bytes
-    assert spec.block_bytes == 32 * 2 * (128 + 96 + 2 * 2 * (2 + 3))
+    assert spec.block_bytes == 32 * 2 * (128 + 96 + 2 * 2 * (4 + 3))
     pool.check_moves()
     for num_decodes, chunks in STEPS * 3:
         step = step_of(chunks, num_decodes)

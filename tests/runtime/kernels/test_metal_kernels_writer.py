@@ -12,8 +12,8 @@ from emulator.worlds import NO_BLOCK, decode_world, toolchain
 from mlx_server.runtime.attention import LayerSpec
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.kernels import PagedKernels
-from mlx_server.runtime.kernels.gpu.plan import DecodeShape
 from mlx_server.runtime.kernels.gpu.pool import GpuPool, host_view
+from mlx_server.runtime.kernels.gpu.variants import DecodeShape
 
 WRONG_NUMBERS = "wrong numbers"
 SLOTS = (37, 0, 95, 64, 63)

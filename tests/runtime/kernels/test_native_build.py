@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.cpu.build import NativeBuildError, load_library
 
@@ -38,7 +41,7 @@ def test_builds_once_with_the_compiler_of_the_environment(tmp_path: Path, monkey
         assert load_library(source, cache).answer() == int(answer)
     commands = (tmp_path / "log").read_text().splitlines()
     assert len(commands) == len(list(cache.iterdir())) == 2
-    assert all(command.startswith("-DUNUSED -std=c++17 -O3") for command in commands)
+    assert all(command.startswith("-DUNUSED -std=c++20") for command in commands)
 
 
 BUILD = """
@@ -59,16 +62,55 @@ def test_processes_that_build_at_once_all_succeed(tmp_path: Path) -> None:
     assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
+ENDS = """
+import sys, threading, time
+from pathlib import Path
+from mlx_server.runtime.kernels.cpu.build import load_library
+source, cache, mark = map(Path, sys.argv[1:])
+threading.Thread(target=load_library, args=(source, cache), daemon=True).start()
+while not mark.exists():
+    time.sleep(0.01)
+"""
+
+
+def test_a_process_that_ends_does_not_wait_for_its_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, mark = tmp_path / "compiler", tmp_path / "pid"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *.cpp*) echo $$ > {mark}.new; mv {mark}.new {mark}; exec sleep 120;; esac\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    arguments = [str(write_source(tmp_path / "source")), str(tmp_path / "kernels"), str(mark)]
+    try:
+        subprocess.run([sys.executable, "-c", ENDS, *arguments], timeout=60, check=True)
+    finally:
+        os.kill(int(mark.read_text()), signal.SIGKILL)
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(native, "library", lambda: None)
     with pytest.raises(NativeBuildError, match=r"No C\+\+ compiler \(c\+\+, clang\+\+, g\+\+\) is installed; .*"):
         CpuBackend()
     monkeypatch.setenv("CXX", "icpx -O2")
     with pytest.raises(NativeBuildError, match="CXX is `icpx -O2`, which is not installed"):
         CpuBackend()
     assert not (tmp_path / "home").exists()
+
+
+def test_with_a_compiler_that_cannot_run_or_speaks_no_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, compiler = write_source(tmp_path / "source"), tmp_path / "compiler"
+    compiler.write_bytes(b"\x7fELF of another machine")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(NativeBuildError, match=r"compiler` cannot be run: .*Exec format error"):
+        load_library(source, tmp_path / "kernels")
+    compiler.write_bytes(b"#!/bin/sh\nprintf 'error: \\351\\n' >&2\nexit 1\n")
+    with pytest.raises(NativeBuildError, match=r"cannot compile answer.cpp: error: \ufffd"):
+        load_library(source, tmp_path / "kernels")
 
 
 def test_with_a_compiler_that_fails(tmp_path: Path) -> None:

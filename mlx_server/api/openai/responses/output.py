@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 from mlx_server.api import sse
@@ -14,8 +14,11 @@ from mlx_server.api.collect import Answer, Usage, UsageMeter
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.generation import Finish, OutputEvent
 from mlx_server.api.openai.exchange import Exchange, Writer
+from mlx_server.api.openai.responses.custom_tools import InputReader
+from mlx_server.api.openai.responses.items import unqualified
+from mlx_server.api.openai.responses.kept import KeptResponses
 from mlx_server.api.openai.responses.request import ResponsesRequest
-from mlx_server.api.openai.responses.store import KeptItem, ResponseStore, StoredResponse
+from mlx_server.api.openai.responses.store import KeptItem, StoredResponse
 from mlx_server.api.request_bounds import MAX_ECHO_CHARS
 from mlx_server.engine.tools.parser import ToolCallDelta
 from mlx_server.errors import InvalidRequestError
@@ -44,7 +47,7 @@ class ResponseWriter(Writer):
         exchange: Exchange,
         request: ResponsesRequest,
         sampling: SamplingParams,
-        store: ResponseStore | None,
+        store: KeptResponses | None,
         input_items: tuple[KeptItem, ...],
     ) -> None:
         """`store` keeps the response with its `input_items`, as it is at any time; None if nothing is to be kept."""
@@ -54,7 +57,7 @@ class ResponseWriter(Writer):
         self._body = self._first_body
         self._store = store
         self._input_items = input_items
-        self._items = OutputItems()
+        self._items = OutputItems(request.namespaces(), request.custom_tools())
         self._meter = UsageMeter(1)
         self._numbers = itertools.count()
 
@@ -92,14 +95,21 @@ class ResponseWriter(Writer):
         self._update({**self._first_body, "status": "failed", "output": self._items.done, "error": failed})
         return self.closing()
 
+    async def settle(self) -> None:
+        if self._store is not None:
+            await self._store.settle()
+
     def close(self) -> None:
         if self._body["status"] == "in_progress":
             self._update({**self._body, "status": "cancelled"})
+            if self._store is not None:
+                self._store.settle_later()
 
     def _ending(self, finish: Finish, usage: Usage) -> dict[str, Any]:
         return {
             **self._first_body,
             "status": _STATUSES[finish.reason],
+            "completed_at": int(time.time()) if _STATUSES[finish.reason] == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if finish.reason == "length" else None,
             "output": self._items.done,
             "usage": usage_body(usage),
@@ -127,23 +137,31 @@ def _head(model: str, request: ResponsesRequest, sampling: SamplingParams) -> di
     return {
         "object": "response",
         "created_at": int(time.time()),
+        "completed_at": None,
         "status": "in_progress",
         "background": False,
         "error": None,
+        "frequency_penalty": sampling.frequency_penalty,
         "incomplete_details": None,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
         "metadata": request.metadata or {},
         "model": model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "presence_penalty": sampling.presence_penalty,
         "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "default",
         "store": request.store is not False,
         "temperature": sampling.temperature,
         "text": {"format": (text and text.format) or {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
-        "tools": [{"parameters": None, "strict": None, **tool} for tool in request.tools or ()],
+        "tools": [_shown(tool) for tool in request.tools or ()],
+        "top_logprobs": 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",
         "usage": None,
@@ -151,10 +169,17 @@ def _head(model: str, request: ResponsesRequest, sampling: SamplingParams) -> di
     }
 
 
+def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool with the members that every function of a response has."""
+    missing = {"description": None, "parameters": None, "strict": None} if tool.get("type") == "function" else {}
+    return {**missing, **tool}
+
+
 def check_echo(request: ResponsesRequest) -> None:
     """Raises `InvalidRequestError` for a request of which each answer and several events would repeat too much."""
     text = request.text and request.text.format
-    repeated = [request.instructions, request.metadata, request.tools, request.tool_choice, request.user, text]
+    ids = [request.user, request.prompt_cache_key, request.safety_identifier]
+    repeated = [request.instructions, request.metadata, request.tools, request.tool_choice, *ids, text]
     num_chars = len(json.dumps(repeated, ensure_ascii=False))
     if num_chars > MAX_ECHO_CHARS:
         raise InvalidRequestError(
@@ -178,8 +203,11 @@ class OutputItems:
     """Makes items, and their events, of what the model writes. One item is open at a time: what belongs to
     another closes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Mapping[str, str], custom: Collection[str]) -> None:
+        """`namespaces` has that of each tool that belongs to one; `custom` are the custom tools' names."""
         self.done: list[dict[str, Any]] = []
+        self._namespaces = namespaces
+        self._custom = custom
         self._open: _TextItem | _CallItem | None = None
 
     def append(self, event: OutputEvent) -> Iterator[Event]:
@@ -188,7 +216,7 @@ class OutputItems:
                 if self._open is None or self._open.key != kind.key:
                     yield from self._enter(kind(self._next_index))
                 assert self._open is not None
-                yield self._open.grow(text)
+                yield from self._open.grow(text)
         for piece in event.tool_calls:
             yield from self._call(piece)
         if event.finish is not None:
@@ -197,10 +225,11 @@ class OutputItems:
 
     def _call(self, piece: ToolCallDelta) -> Iterator[Event]:
         if self._open is None or self._open.key != piece.index:
-            yield from self._enter(_CallItem(piece, self._next_index))
+            kind = _CustomCallItem if piece.name in self._custom else _CallItem
+            yield from self._enter(kind(piece, self._next_index, self._namespaces.get(piece.name or "", "")))
         assert self._open is not None
         if piece.arguments_fragment:
-            yield self._open.grow(piece.arguments_fragment)
+            yield from self._open.grow(piece.arguments_fragment)
 
     @property
     def _next_index(self) -> int:
@@ -241,9 +270,9 @@ class _TextItem:
         yield {"type": "response.output_item.added", "output_index": self._index, "item": item}
         yield {"type": "response.content_part.added", **self._where, "part": self.part}
 
-    def grow(self, text: str) -> Event:
+    def grow(self, text: str) -> Iterator[Event]:
         self._text.append(text)
-        return {"type": f"{self.events}.delta", **self._where, "delta": text, **self.extra}
+        yield {"type": f"{self.events}.delta", **self._where, "delta": text, **self.extra}
 
     def closing(self, status: str) -> Iterator[Event]:
         item = self.body(status)
@@ -275,13 +304,16 @@ class _Message(_TextItem):
 
 
 class _CallItem:
-    """A call of one of the client's functions."""
+    """A call of one of the client's functions, which may belong to a `namespace`."""
 
-    def __init__(self, piece: ToolCallDelta, index: int) -> None:
+    prefix: ClassVar = "fc"
+
+    def __init__(self, piece: ToolCallDelta, index: int, namespace: str) -> None:
         self.key = piece.index
-        self._id = f"fc_{uuid.uuid4().hex}"
+        self._id = f"{self.prefix}_{uuid.uuid4().hex}"
         self._call_id = piece.id
-        self._name = piece.name
+        self._name = unqualified(piece.name or "", namespace)
+        self._namespace = {"namespace": namespace} if namespace else {}
         self._index = index
         self._where = {"item_id": self._id, "output_index": index}
         self._arguments: list[str] = []
@@ -290,9 +322,9 @@ class _CallItem:
         item = self.body("in_progress")
         yield {"type": "response.output_item.added", "output_index": self._index, "item": item}
 
-    def grow(self, text: str) -> Event:
+    def grow(self, text: str) -> Iterator[Event]:
         self._arguments.append(text)
-        return {"type": "response.function_call_arguments.delta", **self._where, "delta": text}
+        yield {"type": "response.function_call_arguments.delta", **self._where, "delta": text}
 
     def closing(self, status: str) -> Iterator[Event]:
         item = self.body(status)
@@ -306,6 +338,39 @@ class _CallItem:
             "id": self._id,
             "call_id": self._call_id,
             "name": self._name,
+            **self._namespace,
             "arguments": "".join(self._arguments),
+            "status": status,
+        }
+
+
+class _CustomCallItem(_CallItem):
+    """A call of one of the client's custom tools: its input is a text, and no JSON."""
+
+    prefix: ClassVar = "ctc"
+
+    def __init__(self, piece: ToolCallDelta, index: int, namespace: str) -> None:
+        super().__init__(piece, index, namespace)
+        self._input = InputReader()
+
+    def grow(self, text: str) -> Iterator[Event]:
+        if found := self._input.feed(text):
+            yield {"type": "response.custom_tool_call_input.delta", **self._where, "delta": found}
+
+    def closing(self, status: str) -> Iterator[Event]:
+        item = self.body(status)
+        yield {"type": "response.custom_tool_call_input.done", **self._where, "input": item["input"]}
+        yield {"type": "response.output_item.done", "output_index": self._index, "item": item}
+
+    def body(self, status: str) -> dict[str, Any]:
+        if status != "in_progress":
+            self._input.finish()
+        return {
+            "type": "custom_tool_call",
+            "id": self._id,
+            "call_id": self._call_id,
+            "name": self._name,
+            **self._namespace,
+            "input": self._input.text,
             "status": status,
         }

@@ -5,6 +5,7 @@ Nothing runs in the background: a response that is not streamed is there when it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -15,23 +16,24 @@ from mlx_server.api.body import TurnRoute
 from mlx_server.api.chat_plan import ChatCall
 from mlx_server.api.context import Context
 from mlx_server.api.openai.exchange import open_exchange
+from mlx_server.api.openai.responses.items import normalise_input, referenced_ids
+from mlx_server.api.openai.responses.kept import KeptResponses
 from mlx_server.api.openai.responses.output import ResponseWriter, check_echo
-from mlx_server.api.openai.responses.request import ResponsesRequest, normalise_input, referenced_ids
-from mlx_server.api.openai.responses.store import KeptItem, ResponseStore, total_bytes
+from mlx_server.api.openai.responses.request import ResponsesRequest
+from mlx_server.api.openai.responses.store import KeptItem, total_bytes
 from mlx_server.api.request_bounds import MAX_BODY_BYTES
 from mlx_server.api.sse import whole_or_streamed
-from mlx_server.errors import InvalidRequestError
+from mlx_server.engine.vision.parts import ImageParts
+from mlx_server.errors import InvalidRequestError, UnsupportedError
 
 router = APIRouter(tags=["responses"], route_class=TurnRoute)
 
 
-async def _store_of(request: Request) -> ResponseStore:
-    store = request.app.state.responses
-    assert isinstance(store, ResponseStore)
-    return store.of(caller_of(request).identity)
+async def _store_of(request: Request, context: Context) -> KeptResponses:
+    return KeptResponses(request.app.state.responses, context.shared_store, caller_of(request).identity)
 
 
-Store = Annotated[ResponseStore, Depends(_store_of)]
+Store = Annotated[KeptResponses, Depends(_store_of)]
 
 
 @router.post("/v1/responses", responses=whole_or_streamed("id", "object", "created_at", "model", "output", "usage"))
@@ -39,48 +41,76 @@ async def create_response(body: ResponsesRequest, request: Request, context: Con
     """A response, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
     sampling = body.sampling(exchange.engine.default_sampling)
-    reading = _Reading(body, store)
+    reading = await _Reading.open(body, store)
     plan = await exchange.plan(reading.call)
     keeping = None if body.store is False else store
     writer = ResponseWriter(exchange, body, sampling, keeping, reading.input_items)
     return await exchange.answer(exchange.chat_job(plan, sampling, writer.response_id), writer)
 
 
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(
+    body: ResponsesRequest, request: Request, context: Context, store: Store
+) -> dict[str, Any]:
+    """How many tokens a response's prompt has, without generating."""
+    exchange = await open_exchange(body, request, context, generates=False)
+    reading = await _Reading.open(body, store)
+    prompt = await exchange.render(reading.call)
+    return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+
+
+@router.post("/v1/responses/compact", response_model=dict[str, Any])
+async def compact() -> Response:
+    """Nothing is compacted here."""
+    raise UnsupportedError(
+        "Conversations are not compacted by this server. Ask the model for a summary and go on from it, as agents do "
+        "with other providers than OpenAI."
+    )
+
+
 class _Reading:
     """A request's input, with what it goes on from and refers to. `call` reads it, in the thread that plans the chat;
     `input_items` are there when it is done."""
 
-    def __init__(self, body: ResponsesRequest, store: ResponseStore) -> None:
-        """Raises `InvalidRequestError` for what is not kept, and for too much."""
+    def __init__(
+        self, body: ResponsesRequest, earlier: tuple[KeptItem, ...], referenced: Mapping[str, KeptItem]
+    ) -> None:
         self.input_items: tuple[KeptItem, ...] = ()
         self._body = body
-        self._earlier = _earlier(body, store)
-        self._referenced = store.find_items(referenced_ids(body.input))
-        num_bytes = total_bytes(self._earlier) + total_bytes(self._referenced.values())
+        self._earlier = earlier
+        self._referenced = referenced
+
+    @classmethod
+    async def open(cls, body: ResponsesRequest, store: KeptResponses) -> _Reading:
+        """Raises `InvalidRequestError` for what is not kept, and for too much."""
+        earlier = await _earlier(body, store)
+        referenced = await store.find_items(referenced_ids(body.input))
+        num_bytes = total_bytes(earlier) + total_bytes(referenced.values())
         if num_bytes > MAX_BODY_BYTES:
             raise InvalidRequestError(
                 f"What the input goes on from has {num_bytes} bytes; at most {MAX_BODY_BYTES} are read. Send "
                 "the items that still matter.",
-                "previous_response_id" if self._earlier else "input",
+                "previous_response_id" if earlier else "input",
             )
+        return cls(body, earlier, referenced)
 
-    def call(self) -> ChatCall:
+    def call(self, images: ImageParts | None) -> ChatCall:
         """Raises `InvalidRequestError`."""
         body, earlier = self._body, self._earlier
         check_echo(body)
         referenced = {item_id: item.read() for item_id, item in self._referenced.items()}
-        items = normalise_input(body.input, referenced)
+        items = normalise_input(body.input, referenced, keeps_images=images is not None)
         if body.store is not False:
             known = {id(item): self._referenced[item_id] for item_id, item in referenced.items()}
             self.input_items = (*earlier, *(known.get(id(item)) or KeptItem.of(item) for item in items))
-        return body.call(items, [item.read() for item in earlier])
+        return body.call(images, items, [item.read() for item in earlier])
 
 
-def _earlier(body: ResponsesRequest, store: ResponseStore) -> tuple[KeptItem, ...]:
+async def _earlier(body: ResponsesRequest, store: KeptResponses) -> tuple[KeptItem, ...]:
     """The items of the response that the request goes on from."""
     if body.previous_response_id is None:
         return ()
-    previous = store.find(body.previous_response_id)
+    previous = await store.find(body.previous_response_id)
     if previous is None or previous.is_in_progress:
         what = "is not kept here" if previous is None else "is still in progress"
         raise InvalidRequestError(f"The response {body.previous_response_id} {what}.", "previous_response_id")
@@ -92,20 +122,20 @@ async def retrieve_response(response_id: str, store: Store, stream: bool = False
     """A kept response as it is now."""
     if stream:
         raise InvalidRequestError("A kept response cannot be streamed again; leave stream out.", "stream")
-    return store.get(response_id).body()
+    return (await store.get(response_id)).body()
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, store: Store) -> dict[str, Any]:
     """Forgets a response; one that is being streamed goes on."""
-    store.delete(response_id)
+    await store.delete(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(response_id: str, context: Context, store: Store) -> dict[str, Any]:
     """Ends a response that is being streamed; its stream still gets its last events."""
-    response = store.get(response_id)
+    response = await store.get(response_id)
     if response.is_in_progress:
         context.generations.abort({response_id})
     elif response.status != "cancelled":
@@ -122,7 +152,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
     """What a response's prompt was made of, a page at a time."""
-    items = list(store.get(response_id).input_items)
+    items = list((await store.get(response_id)).input_items)
     if order == "desc":
         items.reverse()
     ids = [item.id for item in items]

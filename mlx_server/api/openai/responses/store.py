@@ -76,6 +76,21 @@ class StoredResponse:
         """The conversation with the answer, from which the next response goes on."""
         return (*self.input_items, *self.output)
 
+    def packed(self) -> bytes:
+        """All of it as lines of JSON, of which the first says what the others are."""
+        ids = [item.id for item in self.items]
+        first = _written({"id": self.id, "status": self.status, "items": ids, "num_input_items": len(self.input_items)})
+        return b"\n".join((first, self.head, *(item.text for item in self.items)))
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> StoredResponse:
+        first, head, *texts = packed.split(b"\n")
+        known = json.loads(first)
+        items = tuple(KeptItem(item_id, text) for item_id, text in zip(known["items"], texts, strict=True))
+        num_input = known["num_input_items"]
+        num_bytes = sys.getsizeof(head) + total_bytes(items)
+        return cls(known["id"], known["status"], head, items[:num_input], items[num_input:], num_bytes)
+
     def body(self) -> dict[str, Any]:
         return {**json.loads(self.head), "output": [item.read() for item in self.output]}
 
@@ -183,3 +198,8 @@ class ResponseStore:
         """Raises `NotFoundError`."""
         self.get(response_id)
         self._own.drop(response_id)
+
+    def drop(self, response_id: str) -> None:
+        """Forgets it, if it is kept."""
+        if response_id in self._own.responses:
+            self._own.drop(response_id)

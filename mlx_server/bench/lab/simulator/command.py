@@ -1,15 +1,12 @@
 """Replays arrivals through the real scheduler, on a simulated device and clock.
 
-Traffic is made up from a seed, or read from a JSONL trace with prefix hashes in the format of Mooncake's
-public traces. A step takes BASE + DECODE * decodes + PROMPT * cost, where a prompt token at position p costs
-1 + p / CONTEXT. Every request runs to its end; blocks, queues and token counts are checked on the way.
+Traffic is made up from a seed, or read from a trace in any format of `bench serve`. What steps cost is a profile's.
+Every request runs to its end; blocks, queues and token counts are checked on the way.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -17,22 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
-from mlx_server.bench.arguments import above_0, from_0, from_1
+from mlx_server.bench.arguments import above_0, add_json_argument, from_0, from_1
 from mlx_server.bench.lab.simulator.engine import (
     PROFILES,
-    CostModel,
     Simulation,
     SimulationMetrics,
     Slo,
     TierMetrics,
     percentile,
 )
-from mlx_server.bench.lab.simulator.traces import Mix, TracedRequest, Traffic, read_trace, with_flood
-from mlx_server.bench.tables import format_rate, render_table
+from mlx_server.bench.lab.simulator.traces import ClosedLoop, Mix, TracedRequest, Traffic, read_trace, with_flood
+from mlx_server.bench.tables import document_of, format_rate, render_items, tell, write_json
 from mlx_server.errors import ConfigError
 from mlx_server.request import Priority
-
-_PERCENTS = (50.0, 99.0)
 
 
 def summarize(metrics: SimulationMetrics) -> str:
@@ -54,120 +48,76 @@ def summarize(metrics: SimulationMetrics) -> str:
 
 def render_tiers(metrics: SimulationMetrics) -> str:
     """One row a tier that sent anything."""
-    header = (
-        "tier",
-        "finished",
-        "refused",
-        "queue p50",
-        "queue p99",
-        "TTFT p50",
-        "TTFT p99",
-        "ITL p50",
-        "ITL p99",
-        "ITL max",
-        "good",
-        "Jain",
-    )
-    rows = [
-        _tier_cells(tier.name.lower(), found, metrics.jain([tier]))
-        for tier, found in metrics.tiers.items()
-        if found.e2e_s or found.num_refused
-    ]
-    return render_table(header, rows)
-
-
-def _tier_cells(name: str, tier: TierMetrics, jain: float | None) -> tuple[str, ...]:
-    return (
-        name,
-        f"{len(tier.e2e_s):,}",
-        f"{tier.num_refused:,}",
-        *(_seconds(percentile(tier.queue_s, percent)) for percent in _PERCENTS),
-        *(_seconds(percentile(tier.ttft_s, percent)) for percent in _PERCENTS),
-        *(_seconds(tier.gaps_s.percentile(percent)) for percent in _PERCENTS),
-        _seconds(tier.gaps_s.most),
-        _share(tier.num_good, len(tier.e2e_s) + tier.num_refused),
-        "none" if jain is None else f"{jain:.3f}",
+    return render_items(
+        [(tier, found) for tier, found in metrics.tiers.items() if found.e2e_s or found.num_refused],
+        {
+            "tier": lambda item: item[0].name.lower(),
+            "finished": lambda item: f"{len(item[1].e2e_s):,}",
+            "a second": lambda item: f"{len(item[1].e2e_s) / metrics.elapsed_s:,.2f}",
+            "refused": lambda item: f"{item[1].num_refused:,}",
+            "queue p50": lambda item: _seconds(percentile(item[1].queue_s, 50)),
+            "queue p99": lambda item: _seconds(percentile(item[1].queue_s, 99)),
+            "TTFT p50": lambda item: _seconds(percentile(item[1].ttft_s, 50)),
+            "TTFT p95": lambda item: _seconds(percentile(item[1].ttft_s, 95)),
+            "TTFT p99": lambda item: _seconds(percentile(item[1].ttft_s, 99)),
+            "ITL p50": lambda item: _seconds(percentile(item[1].gaps_s, 50)),
+            "ITL p99": lambda item: _seconds(percentile(item[1].gaps_s, 99)),
+            "ITL max": lambda item: _seconds(percentile(item[1].gaps_s, 100)),
+            "good": lambda item: _share(item[1].num_good, len(item[1].e2e_s) + item[1].num_refused),
+            "Jain": lambda item: _index(metrics.jain([item[0]])),
+        },
     )
 
 
 def render_variants(found: Mapping[str, SimulationMetrics]) -> str:
     """One row a variant, all tiers together; the queue of the worst tier apart."""
-    header = (
-        "scheduler",
-        "TTFT p50",
-        "TTFT p99",
-        "ITL p99",
-        "ITL max",
-        "queue p99 high",
-        "queue p99 low",
-        "queue max low",
-        "good req/s",
-        "output tok/s",
-        "prefix hits",
-        "computed tokens",
-        "preemptions",
-        "Jain",
+    return render_items(
+        found.items(),
+        {
+            "scheduler": lambda item: item[0],
+            "TTFT p50": lambda item: _seconds(percentile(item[1].all("ttft_s"), 50)),
+            "TTFT p99": lambda item: _seconds(percentile(item[1].all("ttft_s"), 99)),
+            "ITL p99": lambda item: _seconds(item[1].gap_percentile(99)),
+            "ITL max": lambda item: _seconds(item[1].longest_gap_s),
+            "queue p99 high": lambda item: _seconds(percentile(item[1].tiers[Priority.HIGH].queue_s, 99)),
+            "queue p99 low": lambda item: _seconds(percentile(item[1].tiers[Priority.LOW].queue_s, 99)),
+            "queue max low": lambda item: _seconds(percentile(item[1].tiers[Priority.LOW].queue_s, 100)),
+            "good req/s": lambda item: format_rate(item[1].goodput),
+            "output tok/s": lambda item: format_rate(item[1].output_rate),
+            "prefix hits": lambda item: _rate(item[1].hit_rate),
+            "computed tokens": lambda item: f"{item[1].counters.num_prompt_tokens_computed:,}",
+            "preemptions": lambda item: f"{item[1].counters.num_preemptions:,}",
+            "Jain": lambda item: _index(item[1].jain()),
+        },
     )
-    return render_table(header, [_variant_cells(name, metrics) for name, metrics in found.items()])
 
 
-def _variant_cells(name: str, metrics: SimulationMetrics) -> tuple[str, ...]:
-    ttft_s = metrics.all("ttft_s")
-    low = metrics.tiers[Priority.LOW]
-    jain = metrics.jain()
-    return (
-        name,
-        *(_seconds(percentile(ttft_s, percent)) for percent in _PERCENTS),
-        _seconds(metrics.gap_percentile(99.0)),
-        _seconds(metrics.longest_gap_s),
-        _seconds(percentile(metrics.tiers[Priority.HIGH].queue_s, 99.0)),
-        _seconds(percentile(low.queue_s, 99.0)),
-        _seconds(max(low.queue_s, default=0.0)),
-        format_rate(metrics.goodput),
-        format_rate(metrics.output_rate),
-        _rate(metrics.hit_rate),
-        f"{metrics.counters.num_prompt_tokens_computed:,}",
-        f"{metrics.counters.num_preemptions:,}",
-        "none" if jain is None else f"{jain:.3f}",
-    )
+_COUNTS = ("num_finished", "num_refused", "num_evictions", "num_most_waiting", "num_checks")
+_TIMES = ("elapsed_s", "host_s", "busy_s", "goodput", "output_rate", "hit_rate")
 
 
 def as_document(found: Mapping[str, SimulationMetrics]) -> list[dict[str, Any]]:
     """The same as JSON-ready values, times in seconds."""
-    return [{"scheduler": name, **_metrics_document(metrics)} for name, metrics in found.items()]
-
-
-def _metrics_document(metrics: SimulationMetrics) -> dict[str, Any]:
-    return {
-        "num_finished": metrics.num_finished,
-        "num_refused": metrics.num_refused,
-        "elapsed_s": metrics.elapsed_s,
-        "host_s": metrics.host_s,
-        "busy_s": metrics.busy_s,
-        "goodput_requests_per_s": metrics.goodput,
-        "output_tokens_per_s": metrics.output_rate,
-        "prefix_hit_rate": metrics.hit_rate,
-        "jain_index": metrics.jain(),
-        "num_evictions": metrics.num_evictions,
-        "num_most_waiting": metrics.num_most_waiting,
-        "num_checks": metrics.num_checks,
-        "counters": asdict(metrics.counters),
-        "tiers": {tier.name.lower(): _tier_document(found) for tier, found in metrics.tiers.items()},
-    }
+    return [
+        {
+            "scheduler": name,
+            **document_of(metrics, *_COUNTS, *_TIMES),
+            "jain_index": metrics.jain(),
+            "counters": asdict(metrics.counters),
+            "tiers": {tier.name.lower(): _tier_document(one) for tier, one in metrics.tiers.items()},
+        }
+        for name, metrics in found.items()
+    ]
 
 
 def _tier_document(tier: TierMetrics) -> dict[str, Any]:
+    times = {"queue_s": tier.queue_s, "ttft_s": tier.ttft_s, "e2e_s": tier.e2e_s, "itl_s": tier.gaps_s}
     return {
         "num_finished": len(tier.e2e_s),
         "num_refused": tier.num_refused,
         "num_good": tier.num_good,
-        **{
-            f"{name}_p{percent:g}": percentile(getattr(tier, name), percent)
-            for name in ("queue_s", "ttft_s", "e2e_s")
-            for percent in _PERCENTS
-        },
-        **{f"itl_s_p{percent:g}": tier.gaps_s.percentile(percent) for percent in _PERCENTS},
-        "itl_s_max": tier.gaps_s.most,
+        **{f"{name}_p{percent}": percentile(times[name], percent) for name in times for percent in (50, 95, 99)},
+        "itl_s_max": percentile(tier.gaps_s, 100),
     }
 
 
@@ -181,6 +131,10 @@ def _share(part: float, whole: float) -> str:
 
 def _rate(value: float | None) -> str:
     return "none" if value is None else f"{value:.1%}"
+
+
+def _index(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"
 
 
 _TIERS = tuple(tier.name.lower() for tier in Priority)
@@ -200,7 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(report, "--slo-ttft-ms", above_0, 5000.0, "longest TTFT of a good request")
     _add(report, "--slo-tpot-ms", above_0, 200.0, "longest mean time of its further tokens")
     _add(report, "--check-every", from_0, 1000, "steps between checks of all books; 0: only at the end")
-    report.add_argument("--json", type=Path, metavar="FILE", help="write everything there too")
+    add_json_argument(parser)
 
 
 def _add_traffic(group: _Group) -> None:
@@ -212,10 +166,18 @@ def _add_traffic(group: _Group) -> None:
     group.add_argument(
         "--pattern", choices=("poisson", "bursts"), default="poisson", help="how made-up requests arrive"
     )
+    group.add_argument(
+        "--clients",
+        nargs=3,
+        type=from_0,
+        metavar=("HIGH", "NORMAL", "LOW"),
+        help="closed loop: so many clients, each of which sends its next request when its answer has ended",
+    )
     _add(group, "--rate", above_0, 7.0, "requests a second on average")
     _add(group, "--burst-size", from_1, 32, "requests of a burst")
     _add(group, "--own-tokens", above_0, mix.own_tokens, "mean prompt tokens of a request's own")
     _add(group, "--output-tokens", above_0, mix.output_tokens, "mean output tokens")
+    _add(group, "--spread", float, mix.spread, "of the logarithms of both; 0: all requests are alike")
     _add(group, "--shared-share", float, mix.shared_share, "share of requests that begin with a shared prefix")
     _add(group, "--num-prefixes", from_1, mix.num_prefixes, "different shared prefixes")
     _add(group, "--prefix-tokens", from_1, mix.prefix_tokens, "tokens of a shared prefix")
@@ -238,11 +200,6 @@ def _add_device(group: _Group) -> None:
     group.add_argument(
         "--profile", choices=tuple(PROFILES), default="cpu", help="costs and target of a machine; default: cpu"
     )
-    _add_of_profile(group, "--base-ms", above_0, "BASE: of every step")
-    _add_of_profile(group, "--decode-ms", float, "DECODE: of each request that decodes")
-    _add_of_profile(group, "--prompt-ms", float, "PROMPT: of a prompt token")
-    _add_of_profile(group, "--context-doubling-tokens", above_0, "CONTEXT")
-    _add_of_profile(group, "--host-ms", float, "of the host for a step; hidden by the step ahead")
     group.add_argument(
         "--self-running", action="store_true", help="it computes by itself, as a GPU does, not while it is given a step"
     )
@@ -253,7 +210,12 @@ def _add_scheduler(group: _Group) -> None:
     limits = SchedulerLimits()
     _add(group, "--max-num-seqs", from_1, limits.max_num_seqs, "most requests that run at once")
     _add(group, "--max-num-batched-tokens", from_1, limits.max_num_batched_tokens, "token budget of one step")
-    _add_of_profile(group, "--target-step-ms", above_0, "target time of a step while someone decodes")
+    group.add_argument(
+        "--target-step-ms",
+        type=above_0,
+        metavar="N",
+        help="target time of a step while someone decodes; default: the profile's",
+    )
     _add(group, "--max-step-ms", above_0, 1000 * limits.max_step_s, "target time of a step that delays no peer")
     _add(group, "--aging-rate", float, limits.aging_rate, "priority levels gained per second of waiting")
     _add(group, "--max-num-waiting", from_1, 10**9, "most requests of each tier that may wait")
@@ -266,43 +228,20 @@ def _add(group: _Group, flag: str, kind: Callable[[str], float], default: float,
     group.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text}; default: {default:,}")
 
 
-def _add_of_profile(group: _Group, flag: str, kind: Callable[[str], float], text: str) -> None:
-    group.add_argument(flag, type=kind, metavar="N", help=f"{text}; default: the profile's")
-
-
-def _settle_profile(args: argparse.Namespace) -> None:
-    """What is not given is as the profile says."""
-    profile = PROFILES[args.profile]
-    cost = profile.cost
-    of_profile = {
-        "base_ms": 1000 * cost.base_s,
-        "decode_ms": 1000 * cost.decode_s,
-        "prompt_ms": 1000 * cost.prompt_s,
-        "context_doubling_tokens": cost.context_doubling_tokens,
-        "host_ms": 1000 * cost.host_s,
-        "target_step_ms": 1000 * profile.target_step_s,
-    }
-    for name, value in of_profile.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-
-
 def run(args: argparse.Namespace) -> int:
     """Prints a summary and a table by tier; with `--ablate` a table of variants. Raises `ConfigError`."""
-    _settle_profile(args)
-    arrivals = _arrivals(args)
+    arrivals = [] if args.clients else _arrivals(args)
     found: dict[str, SimulationMetrics] = {}
     for name, variant in _variants(_limits(args), args.ablate).items():
-        print(f"replaying {len(arrivals):,} requests: {name}", file=sys.stderr, flush=True)
+        tell(f"replaying {len(arrivals) or args.num_requests:,} requests: {name}")
         found[name] = _replay(variant, arrivals, args)
     first = next(iter(found.values()))
     print(f"{summarize(first)}\n\n{render_tiers(first)}")
     if args.ablate:
         print(f"\n{render_variants(found)}")
-    if args.json is not None:
-        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-        document = {"benchmark": "simulate", "settings": settings, "results": as_document(found)}
-        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    profile = asdict(PROFILES[args.profile])
+    document = {"benchmark": "simulate", "settings": vars(args), "profile": profile, "results": as_document(found)}
+    write_json(args.json, document)
     return 0
 
 
@@ -329,14 +268,7 @@ def _variants(limits: SchedulerLimits, with_ablations: bool) -> dict[str, _Varia
 
 
 def _replay(variant: _Variant, arrivals: Iterable[TracedRequest], args: argparse.Namespace) -> SimulationMetrics:
-    cost = CostModel(
-        base_s=args.base_ms / 1000,
-        decode_s=args.decode_ms / 1000,
-        prompt_s=args.prompt_ms / 1000,
-        context_doubling_tokens=args.context_doubling_tokens,
-        host_s=args.host_ms / 1000,
-        is_self_running=args.self_running,
-    )
+    cost = replace(PROFILES[args.profile].cost, is_self_running=args.self_running)
     simulation = Simulation(
         variant.limits,
         args.num_blocks,
@@ -347,10 +279,18 @@ def _replay(variant: _Variant, arrivals: Iterable[TracedRequest], args: argparse
         check_every=args.check_every,
         explained=args.explain,
     )
-    metrics = simulation.run(arrivals)
+    metrics = simulation.run(arrivals) if args.clients is None else _run_closed(simulation, args)
     if simulation.explanation:
         print("\n".join(simulation.explanation), end="\n\n")
     return metrics
+
+
+def _run_closed(simulation: Simulation, args: argparse.Namespace) -> SimulationMetrics:
+    if not any(args.clients) or args.trace is not None or args.flood_tier is not None:
+        clients = " ".join(map(str, args.clients))
+        raise ConfigError(f"--clients is {clients}; it needs one at least, and no --trace and no --flood-tier beside.")
+    loop = ClosedLoop(Traffic(_mix(args), args.seed), dict(zip(Priority, args.clients)), args.num_requests)
+    return simulation.run(loop.first(), loop.next_of)
 
 
 def _arrivals(args: argparse.Namespace) -> list[TracedRequest]:
@@ -360,14 +300,7 @@ def _arrivals(args: argparse.Namespace) -> list[TracedRequest]:
         traced = read_trace(args.trace, shrink=args.shrink, tiers=args.tiers, seed=args.seed)
         faster = (replace(request, arrival_s=request.arrival_s / args.speed_up) for request in traced)
         return list(islice(faster, args.num_requests))
-    mix = Mix(
-        own_tokens=args.own_tokens,
-        output_tokens=args.output_tokens,
-        shared_share=args.shared_share,
-        num_prefixes=args.num_prefixes,
-        prefix_tokens=args.prefix_tokens,
-        tiers=tuple(args.tiers),
-    )
+    mix = _mix(args)
     traffic = Traffic(mix, args.seed)
     base = traffic.poisson(args.rate) if args.pattern == "poisson" else traffic.bursts(args.rate, args.burst_size)
     if args.flood_tier is not None:
@@ -377,19 +310,34 @@ def _arrivals(args: argparse.Namespace) -> list[TracedRequest]:
     return list(islice(base, args.num_requests))
 
 
+def _mix(args: argparse.Namespace) -> Mix:
+    if not args.spread >= 0:
+        raise ConfigError(f"--spread is {args.spread}; it must be at least 0.")
+    return Mix(
+        own_tokens=args.own_tokens,
+        output_tokens=args.output_tokens,
+        spread=args.spread,
+        shared_share=args.shared_share,
+        num_prefixes=args.num_prefixes,
+        prefix_tokens=args.prefix_tokens,
+        tiers=tuple(args.tiers),
+    )
+
+
 def _limits(args: argparse.Namespace) -> SchedulerLimits:
     if args.max_num_batched_tokens < args.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens is {args.max_num_batched_tokens}; it must be at least --max-num-seqs, "
             f"{args.max_num_seqs}."
         )
+    profile = PROFILES[args.profile]
     return SchedulerLimits(
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         aging_rate=args.aging_rate,
-        target_step_s=args.target_step_ms / 1000,
+        target_step_s=profile.target_step_s if args.target_step_ms is None else args.target_step_ms / 1000,
         max_step_s=args.max_step_ms / 1000,
-        context_doubling_tokens=args.context_doubling_tokens,
+        context_doubling_tokens=profile.cost.context_doubling_tokens,
         queue=QueueLimits(max_num_waiting=10**9, max_queued_tokens=10**12),
         tiers={tier: QueueLimits(max_num_waiting=args.max_num_waiting, max_queued_tokens=10**12) for tier in _TIERS},
         queue_timeout_s=args.queue_timeout_s,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlx_server.batching.block_manager import PagedBlockManager
@@ -21,44 +22,6 @@ from mlx_server.outputs import ModelRunnerOutput, RequestOutput, SampledToken, S
 from mlx_server.request import Priority, Request
 from mlx_server.sampling_params import SamplingParams
 
-_BINS_PER_E = 200
-"""Bins of a histogram for each factor of e: percentiles are right within half a percent."""
-
-
-class Histogram:
-    """Counts of positive values, by their logarithm: millions of gaps in little memory. Values of 0 count as
-    the least bin."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-        self._last = (0.0, _bin(0.0))
-        self.most = 0.0
-
-    def __len__(self) -> int:
-        return self._counts.total()
-
-    def add(self, value: float) -> None:
-        last, index = self._last
-        if value != last:  # the requests of one step have one gap
-            index = _bin(value)
-            self._last = (value, index)
-            self.most = max(self.most, value)
-        self._counts[index] += 1
-
-    def percentile(self, percent: float) -> float:
-        """0 if nothing was counted."""
-        rank = math.ceil(self._counts.total() * percent / 100.0)
-        seen = 0
-        for index in sorted(self._counts):
-            seen += self._counts[index]
-            if seen >= rank:
-                return min(math.exp((index + 0.5) / _BINS_PER_E), self.most)
-        return 0.0
-
-
-def _bin(value: float) -> int:
-    return math.floor(math.log(max(value, 1e-9)) * _BINS_PER_E)
-
 
 @dataclass(slots=True)
 class TierMetrics:
@@ -69,7 +32,7 @@ class TierMetrics:
     ttft_s: list[float] = field(default_factory=list)
     e2e_s: list[float] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
-    gaps_s: Histogram = field(default_factory=Histogram)
+    gaps_s: array[float] = field(default_factory=lambda: array("d"))
     num_good: int = 0
     num_refused: int = 0
 
@@ -122,11 +85,11 @@ class SimulationMetrics:
 
     @property
     def longest_gap_s(self) -> float:
-        return max(tier.gaps_s.most for tier in self.tiers.values())
+        return max(max(tier.gaps_s, default=0.0) for tier in self.tiers.values())
 
     def gap_percentile(self, percent: float) -> float:
         """Of the tier whose percentile is the worst."""
-        return max(tier.gaps_s.percentile(percent) for tier in self.tiers.values())
+        return max(percentile(tier.gaps_s, percent) for tier in self.tiers.values())
 
 
 def jain_index(values: Sequence[float]) -> float | None:
@@ -229,15 +192,22 @@ class Simulation:
         self._began_s = 0.0
         self._submitted: deque[tuple[ModelRunnerOutput, float]] = deque()
         self._in_progress: dict[str, _Progress] = {}
+        self._next_of: Callable[[TracedRequest, float], TracedRequest | None] = lambda ended, now: None
         self._num_arrived = 0
         self._explained = None if explained is None else str(explained)
         self.explanation: list[str] = []
 
-    def run(self, arrivals: Iterable[TracedRequest]) -> SimulationMetrics:
-        """Serves all of them to the end. Raises `AssertionError` if the scheduler's books do not agree."""
+    def run(
+        self,
+        arrivals: Iterable[TracedRequest],
+        next_of: Callable[[TracedRequest, float], TracedRequest | None] | None = None,
+    ) -> SimulationMetrics:
+        """Serves all of them to the end, and what `next_of` says that one's client sends when it has ended. Raises
+        `AssertionError` if the scheduler's books do not agree."""
         start_s = time.perf_counter()
         coming = iter(arrivals)
         upcoming = next(coming, None)
+        self._next_of = next_of or self._next_of
         while True:
             while upcoming is not None and upcoming.arrival_s <= self._now:
                 self._arrive(upcoming)
@@ -327,11 +297,13 @@ class Simulation:
         if progress.first_token_s is None:
             progress.first_token_s = now
         else:
-            self.metrics.tiers[progress.traced.tier].gaps_s.add(now - progress.last_token_s)
+            self.metrics.tiers[progress.traced.tier].gaps_s.append(now - progress.last_token_s)
         progress.last_token_s = now
         if output.finish_reason is not None:
             del self._in_progress[output.request_id]
             self._finish(progress, progress.first_token_s)
+            if (sent := self._next_of(progress.traced, now)) is not None:
+                self._arrive(sent)
 
     def _finish(self, progress: _Progress, first_token_s: float) -> None:
         traced, first_scheduled_s = progress.traced, progress.request.first_scheduled_s
@@ -364,7 +336,7 @@ def _block_hashes(traced: TracedRequest) -> list[bytes]:
     suffixes = [index.to_bytes(8, "little") for index in range(traced.hash_block_tokens // BLOCK_SIZE)]
     hashes: list[bytes] = []
     for hash_id in traced.hash_ids:
-        prefix = hash_id.to_bytes(8, "little")
+        prefix = hash_id.to_bytes(8, "little", signed=True)
         hashes.extend([prefix + suffix for suffix in suffixes])
     return hashes[: traced.num_prompt_tokens // BLOCK_SIZE]
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice, takewhile
 from pathlib import Path
-from typing import Any
 
-from mlx_server.bench.serve.workloads import BLOCK_TOKENS, parse_trace_line
+from mlx_server.bench.serve.workloads import BLOCK_TOKENS, TraceLine, read_dataset
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ConfigError
 from mlx_server.request import Priority
@@ -34,7 +32,8 @@ class TracedRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
     """What made-up requests look like. Own tokens and output tokens are drawn log-normally around their means
-    (a long tail, as measured of real traffic); a `shared_share` of the requests begin with one of
+    (a long tail, as measured of real traffic) with a `spread` of their logarithms, 0 for all alike; a
+    `shared_share` of the requests begin with one of
     `num_prefixes` prefixes of `prefix_tokens` tokens, the popular ones more often (Zipf)."""
 
     own_tokens: float = 200.0
@@ -44,6 +43,7 @@ class Mix:
     prefix_tokens: int = 512
     tiers: tuple[float, float, float] = (0.1, 0.7, 0.2)
     most_tokens: int = 4096
+    spread: float = 1.0
 
 
 class Traffic:
@@ -72,6 +72,10 @@ class Traffic:
             for _ in range(size):
                 yield self._draw(now, None, prefix_ids)
 
+    def at(self, arrival_s: float, tier: Priority) -> TracedRequest:
+        """One arrival."""
+        return self._draw(arrival_s, tier, self._prefix_ids())
+
     def _prefix_ids(self) -> Sequence[int]:
         """The blocks of one of the shared prefixes."""
         chosen = self._rng.choices(range(self._mix.num_prefixes), self._popularity)[0]
@@ -91,9 +95,34 @@ class Traffic:
         )
 
     def _length(self, mean: float) -> int:
-        sigma = 1.0
+        sigma = self._mix.spread
         drawn = self._rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
-        return min(max(int(drawn), 1), self._mix.most_tokens)
+        return min(max(round(drawn) if sigma == 0.0 else int(drawn), 1), self._mix.most_tokens)
+
+
+class ClosedLoop:
+    """Clients of each tier that ask without a pause: each sends its next request when its answer has ended, until
+    `num_requests` are sent in all."""
+
+    def __init__(self, traffic: Traffic, num_clients: Mapping[Priority, int], num_requests: int) -> None:
+        self._traffic = traffic
+        self._num_clients = num_clients
+        self._num_left = num_requests
+
+    def first(self) -> list[TracedRequest]:
+        """One of each client, at the same moment."""
+        tiers = [tier for tier, count in self._num_clients.items() for _ in range(count)]
+        return [request for tier in tiers if (request := self._send(tier, 0.0)) is not None]
+
+    def next_of(self, ended: TracedRequest, now: float) -> TracedRequest | None:
+        """What the client of a request sends when its answer has ended."""
+        return self._send(ended.tier, now)
+
+    def _send(self, tier: Priority, now: float) -> TracedRequest | None:
+        if self._num_left == 0:
+            return None
+        self._num_left -= 1
+        return self._traffic.at(now, tier)
 
 
 def with_flood(base: Iterable[TracedRequest], extra: Iterable[TracedRequest], end_s: float) -> Iterator[TracedRequest]:
@@ -105,40 +134,27 @@ def with_flood(base: Iterable[TracedRequest], extra: Iterable[TracedRequest], en
 def read_trace(
     path: Path, *, shrink: int = 1, tiers: Sequence[float] = (0, 1, 0), seed: int = 0
 ) -> list[TracedRequest]:
-    """Reads JSON lines in the format of Mooncake's public traces; also `tier` (high, normal, low), which is drawn
-    from `tiers` where it is missing. `shrink` divides all lengths. Raises `ConfigError` with the line."""
+    """A trace in any format that `bench serve` replays, from its first arrival on; tiers are drawn. Without hash ids,
+    no prompt begins as another. `shrink` divides all lengths. Raises `ConfigError`."""
     if BLOCK_TOKENS % (shrink * BLOCK_SIZE):
         raise ConfigError(f"--shrink is {shrink}; it must divide {BLOCK_TOKENS // BLOCK_SIZE}.")
-    rng = random.Random(seed)
-    requests: list[TracedRequest] = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"Cannot read the trace {path}: {error.strerror}.") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            requests.append(_parse(json.loads(line), shrink, rng.choices(list(Priority), tiers)[0]))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path}, line {number} is no request of a trace: {error!r}.") from error
-    if not requests:
-        raise ConfigError(f"The trace {path} is empty.")
-    return sorted(requests, key=lambda request: request.arrival_s)
-
-
-def _parse(entry: dict[str, Any], shrink: int, tier: Priority) -> TracedRequest:
-    named, line = entry.get("tier"), parse_trace_line(entry)
-    num_prompt_tokens = max(line.input_len // shrink, 1)
-    block_tokens = BLOCK_TOKENS // shrink
-    if len(line.hash_ids) * block_tokens < num_prompt_tokens:
-        raise ValueError(f"{len(line.hash_ids)} hash_ids do not cover input_length {line.input_len}")
-    return TracedRequest(
-        line.arrival_s,
-        tier if named is None else Priority[str(named).upper()],
-        num_prompt_tokens,
-        max(line.output_len // shrink, 1),
-        line.hash_ids,
-        block_tokens,
-    )
+    rng, fresh_ids, block_tokens = random.Random(seed), count(-1, -1), BLOCK_TOKENS // shrink
+    requests = []
+    for number, line in enumerate(read_dataset(path), start=1):
+        if not isinstance(line, TraceLine):
+            raise ConfigError(f"{path} holds prompts; the simulator replays traces.")
+        num_prompt_tokens = max(line.input_len // shrink, 1)
+        hash_ids = line.hash_ids or tuple(islice(fresh_ids, -(-num_prompt_tokens // block_tokens)))
+        if len(hash_ids) * block_tokens < num_prompt_tokens:
+            raise ConfigError(
+                f"{path}, request {number}: {len(hash_ids)} hash_ids do not cover input_length {line.input_len}."
+            )
+        tier = rng.choices(list(Priority), tiers)[0]
+        num_output_tokens = max(line.output_len // shrink, 1)
+        requests.append(
+            TracedRequest(line.arrival_s, tier, num_prompt_tokens, num_output_tokens, hash_ids, block_tokens)
+        )
+    return requests
 
 
 def _num_blocks(num_tokens: int) -> int:

@@ -4,8 +4,18 @@
 // scores (queries x K) and outputs (weights x V) are the same small matrix product. A tile is up to kTileRows rows of
 // one request and KV head, a row being one (token, query head) pair, query heads of a group innermost: a decode is a
 // tile of one token, and the group shares every read of K and V. Softmax is online (Milakov and Gimelshein, 2018) and
-// in base 2. Work is cut into items of (tile, key range); long contexts with few rows are split along the keys and
-// merged at the end, as in Flash-Decoding (Dao and others, 2023).
+// in base 2. Keys are summed up in pieces of kPiece, which are merged in their order, as in Flash-Decoding (Dao and
+// others, 2023). Work is cut into items of (tile, key range); long contexts with few rows are split between pieces.
+//
+// Whole pieces with which several requests begin are read for the rows of all of them: tiles of those rows come first
+// and leave their sums among the parts, from which each request's own tiles go on. Contexts 700 and 600 that share 530
+// tokens: one tile over [0, 512) for both, then [512, 700) of the one and [512, 600) of the other.
+//
+// A row's result has the same bits whichever rows are computed with it, in a tile or in a step, and by however many
+// threads: spans and pieces begin at multiples of their sizes, counted from the context's start; a product sums up each
+// of its numbers alike for any number of rows; and keys that a row does not see add exactly nothing to it. Context 700:
+// pieces [0, 256), [256, 512), [512, 700). A decode of position 699 may be three items; in a prompt's chunk with
+// positions 650 to 699 the same row is part of one item, and merges the same three pieces as it goes.
 //
 // Lanes of K beyond the context are read and then masked; rows of V beyond it are never multiplied, so stale blocks
 // may hold anything, NaN included.
@@ -18,15 +28,16 @@
 #include <new>
 #include <vector>
 
+#include "engine.h"
 #include "pool.h"
 #include "product.h"
 #include "quantized.h"
-#include "threads.h"
 
 namespace {
 
 constexpr int kSpanBlocks = 4;  // blocks per softmax update
 constexpr int kSpan = kBlock * kSpanBlocks;
+constexpr int kPieceBlocks = 2 * kSpanBlocks;  // blocks whose sums are merged as one
 constexpr int kTileRows = 48;
 constexpr int64_t kDepth = 64;     // of key_dim, summed on its own
 constexpr double kAloneNs = 40e3;  // work that is not worth waking a thread for
@@ -34,86 +45,55 @@ constexpr float kMasked = -1e30f;  // a hidden key's score
 constexpr float kLowest = -1e29f;  // the running maximum before any key: above kMasked, so hidden keys weigh 0
 constexpr double kLog2E = 1.4426950408889634;
 
-// Rows of this step's tokens, one a head. Strides are in floats.
-struct Tokens {
-  const float* data;
-  int64_t token_stride, head_stride;
-
-  const float* row(int64_t token, int64_t head) const { return data + token * token_stride + head * head_stride; }
-};
-
-// Mirrored field by field in attention.py. `keys` and `sinks` may be null; `window` 0 is none.
-struct Call {
-  Tokens queries, keys, values;
-  const float* sinks;
-  float* output;
-  Pool pool;
-  int64_t num_heads, window;
-  double scale;
-  const int64_t* slots;
-  const int32_t *query_starts, *context_lens, *block_tables;
-  int64_t num_tokens, num_requests, table_width;
-};
-
 // Rows [first_row, last_row) of a request under one KV head, over blocks [first_block, last_block).
 struct Item {
   int32_t request, kv_head, first_row, last_row, first_block, last_block;
-  int64_t part;  // where its unfinished rows go among the parts; -1: it is whole, and goes to the output
+  int64_t part;  // the row among the parts where its pieces begin; -1: it is whole, and goes to the output
   double cost;
+  int64_t fold = -1;                // where among the parts its sums are, or go to, if requests share pieces
+  const int32_t* tokens = nullptr;  // of rows of several requests, by `kv_head`'s groups; null: the request's own
 
+  bool is_shared() const { return tokens != nullptr; }
   int num_rows() const { return last_row - first_row; }
+  int32_t first_piece() const { return first_block / kPieceBlocks; }
+  int32_t last_piece() const { return (last_block - 1) / kPieceBlocks + 1; }
 };
 
-// A tile that was split along its keys: `first` is its first part, the others follow it among the parts.
+// A tile that was split along its keys: `first` is its first item, and its pieces are so many parts of its rows from there on.
 struct Merge {
   Item first;
   int32_t num_parts;
 };
 
-struct Work {
-  std::vector<Item> items;
+// What several requests share, which comes first, or what is each one's own.
+struct Items {
+  std::vector<Item> all;
   std::vector<Merge> merges;
-  int64_t num_parts;
+};
+
+struct Work {
+  Items shared, own;
+  std::vector<int32_t> tokens;                // of the shared tiles' rows
+  std::vector<int64_t> folds, rows_of_group;  // of each request: its first row among the parts (-1: none); its group's
+  int64_t part_rows;
   double cost;  // of all items, in nanoseconds, roughly
 };
 
-// Floats that are kept from call to call and only ever grow.
-class Scratch {
- public:
-  Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  ~Scratch() { std::free(data_); }
-
-  float* at_least(size_t count) {
-    if (count > size_) {
-      void* fresh = nullptr;
-      if (posix_memalign(&fresh, 64, count * sizeof(float)) != 0) throw std::bad_alloc();
-      std::free(data_);
-      data_ = static_cast<float*>(fresh);
-      size_ = count;
-    }
-    return data_;
-  }
-
- private:
-  float* data_ = nullptr;
-  size_t size_ = 0;
-};
-
-// What a thread works in: a tile's scaled queries, its scores in a span of keys, its output, where its softmax
-// stands, and room for rows that are not read in place.
+// What a thread works in: a tile's scaled queries, its scores in a span of keys, its output in a piece, where its
+// softmax stands, the merged pieces before, and room for rows that are not read in place.
 struct Tile {
-  float *queries, *scores, *output, *room;
+  float *queries, *scores, *output, *merged, *room;
   float maximum[kTileRows];
   Floats sum[kTileRows];
   int32_t first_key[kTileRows], last_key[kTileRows];  // the keys that each row sees: [first, last)
   Scratch memory;
 
   void fit(int64_t key_dim, int64_t output_width, int64_t room_size) {
-    room = memory.at_least(room_size + kTileRows * (kSpan + output_width + key_dim));
+    room = memory.at_least(room_size + kTileRows * (kSpan + 2 * output_width + 2 + key_dim));
     scores = room + room_size;
     output = scores + kTileRows * kSpan;
     queries = output + kTileRows * output_width;
+    merged = queries + kTileRows * key_dim;
   }
 };
 
@@ -129,32 +109,34 @@ class Attention {
         group_(call.num_heads / call.pool.num_kv_heads),
         width_((call.pool.value_dim + kPanel - 1) / kPanel * kPanel) {}
 
-  // Floats of a tile's output row, and of a part.
+  // Floats of a tile's output row, and of a part's: sums, with their maximum and their weight behind them.
   int64_t output_width() const { return width_; }
-  int64_t part_size() const { return kTileRows * (width_ + 2); }
+  int64_t part_width() const { return width_ + 2; }
 
   void cut(int threads, Work& work) const {
-    work.items.clear();
-    work.merges.clear();
-    work.num_parts = 0;
+    for (Items* items : {&work.shared, &work.own}) items->all.clear(), items->merges.clear();
+    work.part_rows = 0;
     work.cost = 0;
+    cut_shared(work);
     for (int32_t r = 0; r < call_.num_requests; ++r) {
       const int32_t rows = (call_.query_starts[r + 1] - call_.query_starts[r]) * group_;
       for (int32_t head = 0; head < call_.pool.num_kv_heads; ++head) {
         for (int32_t row = 0; row < rows; row += kTileRows) {
           Item item{r, head, row, std::min(row + kTileRows, rows), 0, 0, -1, 0};
-          item.first_block = visible_from(r, row) / kBlock;
+          item.first_block = std::max(visible_from(r, row) / kBlock, work.folds[r] < 0 ? 0 : shared_blocks(r));
           item.last_block = (visible_to(r, item.last_row - 1) + kBlock - 1) / kBlock;
-          item.cost = cost(item);
-          work.cost += item.cost;
-          work.items.push_back(item);
+          if (work.folds[r] >= 0) item.fold = work.folds[r] + head * work.rows_of_group[r] + row;
+          add(item, work.own, work);
         }
       }
     }
     if (threads == 1) return;
-    split(std::max(work.cost / (threads * 4), kAloneNs / 2), work);
-    // Large items first; the others keep their order, in which neighbours read the same blocks.
-    std::partition(work.items.begin(), work.items.end(), [&](const Item& i) { return i.cost * threads * 16 > work.cost; });
+    for (Items* items : {&work.shared, &work.own}) {
+      split(std::max(work.cost / (threads * 4), kAloneNs / 2), *items, work);
+      // Large items first; the others keep their order, in which neighbours read the same blocks.
+      std::partition(items->all.begin(), items->all.end(),
+                     [&](const Item& i) { return i.cost * threads * 16 > work.cost; });
+    }
   }
 
   // Stores the K/V of tokens [first, last).
@@ -169,46 +151,89 @@ class Attention {
 
   void attend(const Item& item, Tile& tile, float* parts) const {
     begin(item, tile);
-    for (int32_t block = item.first_block; block < item.last_block; block += kSpanBlocks) {
-      const int32_t count = std::min(kSpanBlocks, item.last_block - block);
-      score(item, tile, block, count);
-      weigh(item, tile, block, count);
-      mix(item, tile, block, count);
-    }
-    for (int row = 0; row < item.num_rows(); ++row) {
-      const float* output = tile.output + row * width_;
-      const float sum = across<Plus>(tile.sum[row]);
-      if (item.part < 0) {
-        finish(item, row, output, sum);
+    float* folded = item.fold < 0 ? tile.merged : parts + item.fold * part_width();
+    bool is_begun = item.fold >= 0 && !item.is_shared();
+    const int32_t first = item.first_piece(), last = item.last_piece();
+    for (int32_t piece = first; piece < last; ++piece) {
+      clear(item, tile);
+      attend_piece(item, tile, piece);
+      if (item.part < 0 && item.fold < 0 && last - first == 1) return finish(item, tile);
+      if (item.part >= 0) {
+        copy(item, tile, parts + (item.part + (piece - first) * item.num_rows()) * part_width());
+      } else if (!is_begun) {
+        copy(item, tile, folded);
+        is_begun = true;
       } else {
-        float* part = parts + item.part * part_size() + row * (width_ + 2);
-        std::memcpy(part, output, width_ * sizeof(float));
-        part[width_] = tile.maximum[row];
-        part[width_ + 1] = sum;
+        for (int row = 0; row < item.num_rows(); ++row) {
+          join(folded + row * part_width(), tile.output + row * width_, tile.maximum[row],
+               across<Plus>(tile.sum[row]));
+        }
       }
     }
+    if (item.part < 0 && !item.is_shared()) finish(item, folded);
   }
 
-  // Adds up the parts of one tile, each brought to the largest of their maxima.
+  // Joins the pieces of a tile that was split, and finishes it unless its rows go on.
   void merge(const Merge& merge, float* parts) const {
-    for (int row = 0; row < merge.first.num_rows(); ++row) {
-      float* into = parts + merge.first.part * part_size() + row * (width_ + 2);
-      for (int32_t p = 1; p < merge.num_parts; ++p) {
-        const float* from = into + p * part_size();
-        const float maximum = std::max(into[width_], from[width_]);
-        const float shrink = exp2_of(into[width_] - maximum), weight = exp2_of(from[width_] - maximum);
-        for (int64_t d = 0; d < width_; ++d) into[d] = into[d] * shrink + from[d] * weight;
-        into[width_] = maximum;
-        into[width_ + 1] = into[width_ + 1] * shrink + from[width_ + 1] * weight;
+    const Item& item = merge.first;
+    const int rows = item.num_rows();
+    const float* pieces = parts + item.part * part_width();
+    float* into = parts + (item.fold < 0 ? item.part : item.fold) * part_width();
+    const bool is_begun = item.fold >= 0 && !item.is_shared();
+    if (item.is_shared()) std::memcpy(into, pieces, rows * part_width() * sizeof(float));
+    for (int row = 0; row < rows; ++row) {
+      for (int32_t p = is_begun ? 0 : 1; p < merge.num_parts; ++p) {
+        const float* from = pieces + (p * rows + row) * part_width();
+        join(into + row * part_width(), from, from[width_], from[width_ + 1]);
       }
-      finish(merge.first, row, into, into[width_ + 1]);
     }
+    if (!item.is_shared()) finish(item, into);
   }
 
  private:
   // A block's id, by its place in the request.
   int64_t id_of(const Item& item, int32_t block) const {
     return call_.block_tables[item.request * call_.table_width + block];
+  }
+
+  // Leading blocks that a request has in common with others, as whole pieces.
+  int32_t shared_blocks(int32_t request) const {
+    return call_.sharing[2 * request + 1] / kPieceBlocks * kPieceBlocks;
+  }
+
+  void add(Item item, Items& items, Work& work) const {
+    item.cost = cost(item);
+    work.cost += item.cost;
+    items.all.push_back(item);
+  }
+
+  // Tiles of the rows of several requests over what they begin with. Their parts are in the order of their rows.
+  void cut_shared(Work& work) const {
+    work.folds.assign(call_.num_requests, -1);
+    work.rows_of_group.assign(call_.num_requests, 0);
+    work.tokens.clear();
+    work.tokens.reserve(call_.num_tokens);  // items point into it
+    for (int32_t leader = 0; leader < call_.num_requests && call_.window == 0; ++leader) {
+      if (call_.sharing[2 * leader] != leader || shared_blocks(leader) == 0) continue;
+      const size_t first = work.tokens.size();
+      for (int32_t r = leader; r < call_.num_requests; ++r) {
+        if (call_.sharing[2 * r] != leader) continue;
+        work.folds[r] = work.part_rows + (work.tokens.size() - first) * group_;
+        for (int32_t t = call_.query_starts[r]; t < call_.query_starts[r + 1]; ++t) work.tokens.push_back(t);
+      }
+      const int32_t rows = (work.tokens.size() - first) * group_;
+      for (int32_t r = leader; r < call_.num_requests; ++r) {
+        if (call_.sharing[2 * r] == leader) work.rows_of_group[r] = rows;
+      }
+      for (int32_t head = 0; head < call_.pool.num_kv_heads; ++head, work.part_rows += rows) {
+        for (int32_t row = 0; row < rows; row += kTileRows) {
+          Item item{leader, head, row, std::min(row + kTileRows, rows), 0, shared_blocks(leader), -1, 0};
+          item.fold = work.part_rows + row;
+          item.tokens = work.tokens.data() + first;
+          add(item, work.shared, work);
+        }
+      }
+    }
   }
 
   // The keys [from, to) that a request's row sees.
@@ -222,7 +247,8 @@ class Attention {
 
   // Token and query head of an item's row.
   int64_t token_of(const Item& item, int row) const {
-    return call_.query_starts[item.request] + (item.first_row + row) / group_;
+    const int32_t at = (item.first_row + row) / group_;
+    return item.is_shared() ? item.tokens[at] : call_.query_starts[item.request] + at;
   }
   int64_t head_of(const Item& item, int row) const { return item.kv_head * group_ + (item.first_row + row) % group_; }
 
@@ -232,44 +258,76 @@ class Attention {
     return dims * kBlock * (item.last_block - item.first_block) * (Rows::kReadNs + 0.0125 * item.num_rows());
   }
 
-  // Cuts items that cost several times `target` along their keys.
-  void split(double target, Work& work) const {
-    for (size_t i = 0, whole = work.items.size(); i < whole; ++i) {
-      const Item tile = work.items[i];
-      const int64_t blocks = tile.last_block - tile.first_block;
-      const int32_t pieces = std::min<int64_t>(tile.cost / target, blocks / kSpanBlocks);
-      if (pieces < 2) continue;
-      for (int32_t piece = 0; piece < pieces; ++piece) {
+  // Cuts items that cost several times `target` along their keys, between pieces.
+  void split(double target, Items& items, Work& work) const {
+    for (size_t i = 0, whole = items.all.size(); i < whole; ++i) {
+      const Item tile = items.all[i];
+      const int32_t first = tile.first_piece(), pieces = tile.last_piece() - first;
+      const int32_t count = std::min<int64_t>(tile.cost / target, pieces);
+      if (count < 2) continue;
+      for (int32_t n = 0; n < count; ++n) {
+        const int32_t begin = pieces * n / count, end = pieces * (n + 1) / count;
         Item part = tile;
-        part.first_block = tile.first_block + blocks * piece / pieces;
-        part.last_block = tile.first_block + blocks * (piece + 1) / pieces;
-        part.part = work.num_parts + piece;
+        part.first_block = std::max(tile.first_block, (first + begin) * kPieceBlocks);
+        part.last_block = std::min(tile.last_block, (first + end) * kPieceBlocks);
+        part.part = work.part_rows + begin * tile.num_rows();
         part.cost = cost(part);
-        if (piece == 0) {
-          work.items[i] = part;
-          work.merges.push_back({part, pieces});
+        if (n == 0) {
+          items.all[i] = part;
+          items.merges.push_back({part, pieces});
         } else {
-          work.items.push_back(part);
+          items.all.push_back(part);
         }
       }
-      work.num_parts += pieces;
+      work.part_rows += pieces * tile.num_rows();
     }
   }
 
-  // Queries are scaled once, into base 2. The sink joins the softmax where the tile's key range starts.
+  // Queries are scaled once, into base 2.
   void begin(const Item& item, Tile& tile) const {
     const float scale = float(call_.scale * kLog2E);
-    const bool has_sink = call_.sinks != nullptr && item.first_block == visible_from(item.request, item.first_row) / kBlock;
     for (int row = 0; row < item.num_rows(); ++row) {
-      const int64_t head = head_of(item, row);
-      const float* query = call_.queries.row(token_of(item, row), head);
+      const float* query = call_.queries.row(token_of(item, row), head_of(item, row));
       for (int64_t d = 0; d < call_.pool.key_dim; ++d) tile.queries[row * call_.pool.key_dim + d] = query[d] * scale;
-      tile.first_key[row] = visible_from(item.request, item.first_row + row);
-      tile.last_key[row] = visible_to(item.request, item.first_row + row);
-      tile.maximum[row] = has_sink ? std::max(float(call_.sinks[head] * kLog2E), kLowest) : kLowest;
-      tile.sum[row] = Floats{has_sink ? 1.0f : 0.0f};
+      tile.first_key[row] = item.is_shared() ? 0 : visible_from(item.request, item.first_row + row);
+      tile.last_key[row] =
+          item.is_shared() ? item.last_block * kBlock : visible_to(item.request, item.first_row + row);
     }
+  }
+
+  // Makes the tile ready for a piece.
+  void clear(const Item& item, Tile& tile) const {
+    std::fill_n(tile.maximum, item.num_rows(), kLowest);
+    std::fill_n(tile.sum, item.num_rows(), Floats{});
     std::memset(tile.output, 0, item.num_rows() * width_ * sizeof(float));
+  }
+
+  void attend_piece(const Item& item, Tile& tile, int32_t piece) const {
+    const int32_t last = std::min(item.last_block, (piece + 1) * kPieceBlocks);
+    for (int32_t block = std::max(item.first_block, piece * kPieceBlocks), count; block < last; block += count) {
+      count = std::min(kSpanBlocks - block % kSpanBlocks, last - block);
+      score(item, tile, block, count);
+      weigh(item, tile, block, count);
+      mix(item, tile, block, count);
+    }
+  }
+
+  // A piece's rows as a part.
+  void copy(const Item& item, const Tile& tile, float* part) const {
+    for (int row = 0; row < item.num_rows(); ++row, part += part_width()) {
+      std::memcpy(part, tile.output + row * width_, width_ * sizeof(float));
+      part[width_] = tile.maximum[row];
+      part[width_ + 1] = across<Plus>(tile.sum[row]);
+    }
+  }
+
+  // Adds a piece's row to one of a part, each brought to the larger of their maxima.
+  void join(float* into, const float* sums, float piece_maximum, float piece_weight) const {
+    const float maximum = std::max(into[width_], piece_maximum);
+    const float shrink = exp2_of(into[width_] - maximum), weight = exp2_of(piece_maximum - maximum);
+    for (int64_t d = 0; d < width_; ++d) into[d] = into[d] * shrink + sums[d] * weight;
+    into[width_] = maximum;
+    into[width_ + 1] = into[width_ + 1] * shrink + piece_weight * weight;
   }
 
   // Queries times K, in steps of kDepth along key_dim: sums of sums round less than one long sum.
@@ -346,9 +404,28 @@ class Attention {
     }
   }
 
-  void finish(const Item& item, int row, const float* sums, float weight) const {
-    const float scale = weight > 0 ? 1.0f / weight : 0.0f;
-    float* output = call_.output + (token_of(item, row) * call_.num_heads + head_of(item, row)) * call_.pool.value_dim;
+  void finish(const Item& item, const Tile& tile) const {
+    for (int row = 0; row < item.num_rows(); ++row) {
+      finish(item, row, tile.output + row * width_, tile.maximum[row], across<Plus>(tile.sum[row]));
+    }
+  }
+  void finish(const Item& item, const float* part) const {
+    for (int row = 0; row < item.num_rows(); ++row, part += part_width()) {
+      finish(item, row, part, part[width_], part[width_ + 1]);
+    }
+  }
+
+  // The sink joins the softmax last.
+  void finish(const Item& item, int row, const float* sums, float maximum, float weight) const {
+    const int64_t head = head_of(item, row);
+    float shrink = 1.0f;
+    if (call_.sinks != nullptr) {
+      const float sink = float(call_.sinks[head] * kLog2E), top = std::max(maximum, sink);
+      shrink = exp2_of(maximum - top);
+      weight = weight * shrink + exp2_of(sink - top);
+    }
+    const float scale = weight > 0 ? shrink / weight : 0.0f;
+    float* output = call_.output + (token_of(item, row) * call_.num_heads + head) * call_.pool.value_dim;
     for (int64_t d = 0; d < call_.pool.value_dim; ++d) output[d] = sums[d] * scale;
   }
 
@@ -358,56 +435,66 @@ class Attention {
   const int64_t width_;  // value_dim rounded up to whole panels
 };
 
-// The threads, and the memory they work in.
-class Engine {
- public:
-  explicit Engine(int count) : threads_(count), tiles_(count) {}
-  Threads& threads() { return threads_; }
+// What the threads work in.
+struct Room {
+  explicit Room(int threads) : tiles(threads) {}
 
-  void run(const Call& call) {
-    switch (call.pool.bits) {
-      case 8: return run_over<QuantizedRows<8>>(call);
-      case 4: return run_over<QuantizedRows<4>>(call);
-      default: return run_over<WholeRows>(call);
-    }
-  }
-
- private:
-  template <typename Rows>
-  void run_over(const Call& call) {
-    const Attention<Rows> attention(call);
-    attention.cut(threads_.count(), work_);
-    float* parts = parts_.at_least(work_.num_parts * attention.part_size());
-    for (Tile& tile : tiles_) tile.fit(call.pool.key_dim, attention.output_width(), attention.kRoom);
-
-    const int64_t tokens = call.keys.data == nullptr ? 0 : call.num_tokens, items = work_.items.size();
-    const int64_t batch = std::min<int64_t>(kBlock, 1 + tokens / (4 * threads_.count()));
-    std::atomic<int64_t> next_token{0}, written{0}, next_item{0};
-    const auto share = [&](int thread) {
-      for (int64_t at; (at = next_token.fetch_add(batch)) < tokens;) {
-        const int64_t end = std::min(at + batch, tokens);
-        attention.write(at, end);
-        written.fetch_add(end - at, std::memory_order_release);
-      }
-      for (int spins = 0; written.load(std::memory_order_acquire) < tokens;) pause_briefly(spins);
-      for (int64_t at; (at = next_item.fetch_add(1)) < items;) attention.attend(work_.items[at], tiles_[thread], parts);
-    };
-    if (work_.cost < kAloneNs) {
-      share(0);
-    } else {
-      threads_.run(share);
-    }
-    for (const Merge& merge : work_.merges) attention.merge(merge, parts);
-  }
-
-  Threads threads_;
-  std::vector<Tile> tiles_;
-  Work work_;
-  Scratch parts_;
+  std::vector<Tile> tiles;
+  Work work;
+  Scratch parts;
 };
+
+template <typename Rows>
+void run_over(Engine& engine, Room& room, const Call& call) {
+  const Attention<Rows> attention(call);
+  attention.cut(engine.threads.count(), room.work);
+  float* parts = room.parts.at_least(room.work.part_rows * attention.part_width());
+  for (Tile& tile : room.tiles) tile.fit(call.pool.key_dim, attention.output_width(), attention.kRoom);
+
+  const Items &shared = room.work.shared, &own = room.work.own;
+  const int64_t tokens = call.keys.data == nullptr ? 0 : call.num_tokens, items = own.all.size();
+  const int64_t shared_items = shared.all.size();
+  const int64_t batch = std::min<int64_t>(kBlock, 1 + tokens / (4 * engine.threads.count()));
+  std::atomic<int64_t> next_token{0}, written{0}, next_shared{0}, num_folded{0}, next_item{0};
+  std::atomic<bool> is_folded{shared_items == 0};
+  const auto share = [&](int thread) {
+    for (int64_t at; (at = next_token.fetch_add(batch)) < tokens;) {
+      const int64_t end = std::min(at + batch, tokens);
+      attention.write(at, end);
+      written.fetch_add(end - at, std::memory_order_release);
+    }
+    for (int spins = 0; written.load(std::memory_order_acquire) < tokens;) pause_briefly(spins);
+    for (int64_t at; (at = next_shared.fetch_add(1)) < shared_items;) {
+      attention.attend(shared.all[at], room.tiles[thread], parts);
+      if (num_folded.fetch_add(1, std::memory_order_acq_rel) + 1 < shared_items) continue;
+      for (const Merge& merge : shared.merges) attention.merge(merge, parts);
+      is_folded.store(true, std::memory_order_release);
+    }
+    for (int spins = 0; !is_folded.load(std::memory_order_acquire);) pause_briefly(spins);
+    for (int64_t at; (at = next_item.fetch_add(1)) < items;) attention.attend(own.all[at], room.tiles[thread], parts);
+  };
+  if (room.work.cost < kAloneNs) {
+    share(0);
+  } else {
+    engine.threads.run(share);
+  }
+  for (const Merge& merge : own.merges) attention.merge(merge, parts);
+}
 
 }  // namespace
 
+void attend(Engine& engine, const Call& call) {
+  std::lock_guard<std::mutex> lock(engine.mutex);
+  if (engine.attention == nullptr) engine.attention = std::make_shared<Room>(engine.threads.count());
+  Room& room = *static_cast<Room*>(engine.attention.get());
+  switch (call.pool.bits) {
+    case 8: return run_over<QuantizedRows<8>>(engine, room, call);
+    case 4: return run_over<QuantizedRows<4>>(engine, room, call);
+    default: return run_over<WholeRows>(engine, room, call);
+  }
+}
+
+// Without MLX: for ctypes.
 extern "C" {
 
 // Null when there is no memory.
@@ -419,18 +506,16 @@ void* cpu_attention_start(int threads) {
   }
 }
 
-// In a forked child the helpers do not exist, and what they hold is left alone.
+// In a forked child what the helpers hold is left alone.
 void cpu_attention_stop(void* engine) {
   Engine* stopped = static_cast<Engine*>(engine);
-  if (stopped->threads().is_forked()) return;
-  stopped->threads().stop();
-  delete stopped;
+  if (!stopped->threads.is_forked()) delete stopped;
 }
 
-// One caller at a time. Returns 0, or 1 when there is no memory.
+// Returns 0, or 1 when there is no memory.
 int cpu_attention_run(void* engine, const void* call) {
   try {
-    static_cast<Engine*>(engine)->run(*static_cast<const Call*>(call));
+    attend(*static_cast<Engine*>(engine), *static_cast<const Call*>(call));
     return 0;
   } catch (...) {
     return 1;

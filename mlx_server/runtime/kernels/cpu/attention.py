@@ -1,20 +1,21 @@
 """The `cpu` backend: attention in C++ over pools in host memory, float32 or quantised, written and read in place.
 
-The pools are anonymous memory maps: page-aligned, zero, never moved, and without cost until a block is first
-written. So a pool is mapped as large as it may become; growing it is a larger bound, and cutting it gives the
-pages of its end back. Nothing is copied across the border to MLX but the output.
+With the native library an attention is a lazy node of MLX's graph, so that a step is built, submitted and then computed
+without a stop. Without it, the same C++ is called through ctypes, which evaluates in each layer.
+
+The pools are anonymous memory maps: page-aligned, zero, never moved, and without cost until a block is first written.
+So a pool is mapped as large as it may become; growing it is a larger bound, and cutting it gives the pages of its end
+back.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
-import os
 import struct
 import sys
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,23 +25,29 @@ import numpy.typing as npt
 
 from mlx_server import config
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.errors import ConfigError
 from mlx_server.outputs import PoolChange
-from mlx_server.runtime.attention import LayerSpec, StepPlan
+from mlx_server.runtime.attention import IntArray, LayerSpec, StepPlan
+from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.build import load_library
-from mlx_server.runtime.kernels.cpu.rows import HostRows, WaitingWrites
-from mlx_server.runtime.row_pool import PlainRows, RowsShape, group_size_of, row_bytes
-
-MAX_DEFAULT_THREADS = 16
-THREADS_VARIABLE = "MLX_SERVE_CPU_THREADS"
+from mlx_server.runtime.kernels.cpu.rows import NativeRows
+from mlx_server.runtime.kernels.sharing import Readers, find_runs
+from mlx_server.runtime.row_pool import PlainRows, Rows, RowsShape, group_size_of, row_bytes
 
 _SOURCE = Path(__file__).with_name("attention.cpp")
 _SLACK_BYTES = 64
 """What the widest vector load may read past the last row of V."""
 
-# `struct Call` of attention.cpp: queries, keys and values with 2 strides each, sinks and output, the pool's 8 fields,
-# heads and window, the scale, 4 index arrays, 3 counts.
-_CALL = struct.Struct("=21qd7q")
+# `struct Pool` and `struct Call` of call.h. The latter: queries, keys and values with 2 strides each, sinks and output,
+# the pool, heads and window, the scale, 5 index arrays, 3 counts.
+_POOL = struct.Struct("=8q")
+_CALL = struct.Struct("=11q64s2qd8q")
+
+
+@dataclass(slots=True)
+class _LastUse:
+    """The token of a pool's last use, which the next one waits for. Its value is 0."""
+
+    token: mx.array = field(default_factory=lambda: mx.array([0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +60,19 @@ class CpuPool:
     max_blocks: int
     keys: npt.NDArray[Any]
     values: npt.NDArray[Any]
-    fields: tuple[int, ...]
+    fields: bytes
+    memory: tuple[Any, Any]
+    """The native library's, which nodes keep, too; without it the memory maps."""
+    last_use: _LastUse = field(default_factory=_LastUse)
 
 
 @dataclass(frozen=True, slots=True)
 class CpuMetadata:
-    """A step's plan as the native code reads it. `arrays` keeps alive what `packed` points to."""
+    """A step's plan as the native code reads it: `slots`, `starts`, `lengths`, `tables` and `sharing`."""
 
     arrays: tuple[npt.NDArray[Any], ...]
-    packed: tuple[int, ...]
+    lazy: Any
+    """A copy that nodes share; None without the library."""
     num_tokens: int
     num_blocks: int
     """The pool must hold at least this many blocks: one more than the largest id in the plan."""
@@ -74,22 +85,16 @@ class CpuBackend:
     """
 
     name = "cpu"
-    is_eager = True
-    takes_padding = True
     needs_synchronous_steps = False
 
     def __init__(self, threads: int | None = None) -> None:
-        self.threads = threads or default_threads()
-        self._library = load_library(_SOURCE, config.home() / "kernels")
-        self._library.cpu_attention_start.restype = ctypes.c_void_p
-        self._engine = ctypes.c_void_p(self._library.cpu_attention_start(self.threads))
-        if not self._engine:
-            raise MemoryError(f"cannot start {self.threads} attention threads")
-        # Not at exit: the MLX thread may be inside a call, and the process takes its threads along.
-        weakref.finalize(self, self._library.cpu_attention_stop, self._engine).atexit = False
-        self._output = np.empty(0, np.float32)  # kept from call to call: MLX copies it
-        self._output_address = 0
-        self._writes = WaitingWrites()
+        self.threads = threads or native.default_threads()
+        self._native = native.library()
+        self.is_eager = self._native is None
+        if self._native is not None:
+            self._engine = native.engine(self.threads)
+        else:
+            self._eager = _EagerAttention(self.threads)
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> CpuPool:
         """Raises `ValueError` unless the layer is float32, and `OSError` when the system refuses the memory."""
@@ -98,28 +103,35 @@ class CpuBackend:
         max_blocks = max_blocks or num_blocks
         rows = max_blocks * spec.num_kv_heads * BLOCK_SIZE
         dtype = np.float32 if spec.bits is None else np.uint8
+        sizes = [rows * row_bytes(dim, spec.dtype, spec.bits) for dim in (spec.key_dim, spec.value_dim)]
+        memory = self._map(sizes[0]), self._map(sizes[1])
         keys, values = (
-            _host_memory(rows * row_bytes(dim, spec.dtype, spec.bits), dtype) for dim in (spec.key_dim, spec.value_dim)
+            np.frombuffer(_buffer(one, size), dtype, size // np.dtype(dtype).itemsize)
+            for one, size in zip(memory, sizes)
         )
-        return CpuPool(spec, num_blocks, max_blocks, keys, values, _fields(spec, keys, values))
+        return CpuPool(spec, num_blocks, max_blocks, keys, values, _fields(spec, keys, values), memory)
 
-    def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> PlainRows:
-        """Not in host memory: a model of which all is read by group then has nothing that evaluates itself."""
-        return PlainRows.zeros(shape, dtype)
+    def _map(self, num_bytes: int) -> Any:
+        """Zeros that take memory only where they are written."""
+        num_bytes += _SLACK_BYTES
+        return _Map(num_bytes) if self._native is None else self._native.Memory(num_bytes)
 
-    def make_states(self, shape: RowsShape, dtype: mx.Dtype) -> HostRows:
-        return HostRows(mx.zeros(shape, dtype), self._writes)
+    def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
+        rows = mx.zeros(shape, dtype)
+        return PlainRows(rows) if self._native is None else NativeRows(self._native, rows)
+
+    make_states = make_rows
 
     def change_pool(self, pool: CpuPool, change: PoolChange) -> CpuPool:
         """Raises `ValueError` beyond the size that the pool was made for."""
         if change.num_blocks > pool.max_blocks:
             raise ValueError(f"a pool for {pool.max_blocks} blocks cannot grow to {change.num_blocks}")
-        for array in (pool.keys, pool.values):
+        for array, memory in zip((pool.keys, pool.values), pool.memory):
             blocks = array.reshape(pool.max_blocks, -1)
             for move in change.moves:
                 blocks[move.destination] = blocks[move.source]
             if change.num_blocks < pool.num_blocks:
-                _give_back(array, change.num_blocks * blocks[0].nbytes)
+                memory.give_back(change.num_blocks * blocks[0].nbytes)
         return replace(pool, num_blocks=change.num_blocks)
 
     def view_pool(self, pool: CpuPool, spec: LayerSpec, num_parts: int) -> CpuPool:
@@ -145,10 +157,9 @@ class CpuBackend:
             raise ValueError(f"a context of {lengths.max()} tokens is longer than its {tables.shape[1]} blocks")
         if min(int(tables.min(initial=0)), int(slots.min(initial=0))) < 0:
             raise ValueError("the plan names a negative block or slot")
-        arrays = (slots, starts, lengths, tables)
-        addresses = tuple(_address(array) for array in arrays)
-        counts = (step.num_tokens, step.num_requests, tables.shape[1])
-        return CpuMetadata(arrays, addresses + counts, step.num_tokens, largest + 1)
+        arrays = (slots, starts, lengths, tables, _sharing(starts, lengths, tables))
+        lazy = None if self._native is None else self._native.Plan(*(array.tobytes() for array in arrays))
+        return CpuMetadata(arrays, lazy, step.num_tokens, largest + 1)
 
     def attend(
         self,
@@ -163,35 +174,60 @@ class CpuBackend:
         sinks: mx.array | None = None,
     ) -> mx.array:
         _check(pool, queries, keys, values, metadata)
-        rows, heads = queries.shape[:2]
-        value_dim = pool.spec.value_dim
         given = [array if array is None else array.astype(mx.float32) for array in (queries, keys, values, sinks)]
-        self._writes.settle(*given)
-        q, k, v = _locate(given[0]), _locate(given[1]), _locate(given[2])
-        count = rows * heads * value_dim
-        if count > self._output.size:
-            self._output = np.empty(count, np.float32)
-            self._output_address = _address(self._output)
-        sinks_address = 0 if given[3] is None else _address(np.asarray(given[3]))
+        if self._native is None:
+            out = self._eager.attend(pool, given, metadata, scale, window or 0)
+        else:
+            last = pool.last_use
+            out, last.token = self._native.attention(
+                self._engine, pool.memory, pool.fields, metadata.lazy, last.token, *given, scale, window or 0
+            )
+        return out.astype(queries.dtype)
+
+    def state(self, pool: CpuPool) -> list[mx.array]:
+        return [pool.last_use.token]
+
+
+class _EagerAttention:
+    """The same C++ without MLX, for arrays that are evaluated when it is called. One caller at a time."""
+
+    def __init__(self, threads: int) -> None:
+        self._library = load_library(_SOURCE, config.home() / "kernels")
+        self._library.cpu_attention_start.restype = ctypes.c_void_p
+        self._engine = ctypes.c_void_p(self._library.cpu_attention_start(threads))
+        if not self._engine:
+            raise MemoryError(f"cannot start {threads} attention threads")
+        # Not at exit: the MLX thread may be inside a call, and the process takes its threads along.
+        weakref.finalize(self, self._library.cpu_attention_stop, self._engine).atexit = False
+
+    def attend(
+        self, pool: CpuPool, given: list[mx.array | None], plan: CpuMetadata, scale: float, window: int
+    ) -> mx.array:
+        """`given` are queries, keys, values and sinks in float32."""
+        mx.eval(*given)
+        q, k, v = (_locate(array) for array in given[:3])
+        queries, sinks = given[0], given[3]
+        assert queries is not None
+        rows, heads = queries.shape[:2]
+        output = np.empty((rows, heads, 1, pool.spec.value_dim), np.float32)
         call = _CALL.pack(
             *q[:3],
             *k[:3],
             *v[:3],
-            sinks_address,
-            self._output_address,
-            *pool.fields,
+            0 if sinks is None else _address(np.asarray(sinks)),
+            _address(output),
+            pool.fields,
             heads,
-            window or 0,
+            window,
             scale,
-            *metadata.packed,
+            *(_address(array) for array in plan.arrays),
+            plan.num_tokens,
+            len(plan.arrays[2]),
+            plan.arrays[3].shape[1],
         )
         if self._library.cpu_attention_run(self._engine, call):
             raise MemoryError("no memory for the scratch of attention")
-        self._output[metadata.num_tokens * heads * value_dim : count] = 0.0
-        return mx.array(self._output[:count].reshape(rows, heads, 1, value_dim)).astype(queries.dtype)
-
-    def state(self, pool: CpuPool) -> list[mx.array]:
-        return []
+        return mx.array(output)
 
 
 class _Rows(NamedTuple):
@@ -219,41 +255,43 @@ def _locate(array: mx.array | None) -> _Rows:
     return _Rows(address, heads * dim, dim, array)
 
 
-def default_threads() -> int:
-    """`MLX_SERVE_CPU_THREADS`, else the CPUs that this process may use, 16 at most. Raises `ConfigError`."""
-    configured = os.environ.get(THREADS_VARIABLE)
-    if configured is not None:
-        if not configured.isdecimal() or int(configured) < 1:
-            raise ConfigError(f"{THREADS_VARIABLE} is {configured!r}; it must be a whole number from 1.")
-        return int(configured)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(usable, MAX_DEFAULT_THREADS)
+class _Map:
+    """As the native library's `Memory`, for when there is none."""
+
+    def __init__(self, num_bytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self.map = mmap.mmap(-1, num_bytes, flags=flags)
+
+    def give_back(self, start: int) -> None:
+        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        if start < len(self.map):
+            self.map.madvise(mmap.MADV_DONTNEED if sys.platform == "linux" else mmap.MADV_FREE, start)
 
 
-def _host_memory(num_bytes: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Zeros that take memory only where they are written."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    memory = mmap.mmap(-1, num_bytes + _SLACK_BYTES, flags=flags)
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # kernels without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype, num_bytes // np.dtype(dtype).itemsize)
+def _buffer(memory: Any, num_bytes: int) -> Any:
+    """For NumPy, which keeps it and so the memory."""
+    if isinstance(memory, _Map):
+        return memory.map
+    buffer: Any = (ctypes.c_char * num_bytes).from_address(memory.address)
+    buffer.memory = memory
+    return buffer
 
 
-def _fields(spec: LayerSpec, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> tuple[int, ...]:
+def _sharing(starts: IntArray, lengths: IntArray, tables: IntArray) -> IntArray:
+    """`[R, 2]`: the first request whose leading blocks each one has, itself included, or -1; and how many of them. Of
+    runs within runs (see `sharing.py`), those that tables begin with."""
+    sharing = np.zeros((len(lengths), 2), np.int32)
+    sharing[:, 0] = -1
+    for run in find_runs(Readers(tables, starts[:-1], np.diff(starts), lengths)):
+        if run.first == 0:
+            sharing[run.members] = run.members[0], run.end
+    return sharing
+
+
+def _fields(spec: LayerSpec, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> bytes:
     dims = spec.key_dim, spec.value_dim
     groups = (0, 0) if spec.bits is None else tuple(group_size_of(dim) for dim in dims)
-    return (_address(keys), _address(values), spec.num_kv_heads, *dims, spec.bits or 0, *groups)
-
-
-def _give_back(array: npt.NDArray[Any], start: int) -> None:
-    """Gives the pages of `_host_memory` from byte `start` on back to the system. What they held is undefined."""
-    view: Any = array.base
-    memory: mmap.mmap = view.obj
-    start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-    if start < len(memory):
-        advice = mmap.MADV_DONTNEED if sys.platform == "linux" else mmap.MADV_FREE
-        memory.madvise(advice, start, len(memory) - start)
+    return _POOL.pack(_address(keys), _address(values), spec.num_kv_heads, *dims, spec.bits or 0, *groups)
 
 
 def _address(array: npt.NDArray[Any]) -> int:
@@ -266,7 +304,7 @@ def _check(
     """Raises `ValueError` for a wrong shape or a block that the pool does not have."""
     spec, tokens = pool.spec, metadata.num_tokens
     rows, heads = queries.shape[:2]
-    if rows < tokens or queries.shape[1:] != (heads, 1, spec.key_dim) or heads % spec.num_kv_heads:
+    if rows != tokens or queries.shape[1:] != (heads, 1, spec.key_dim) or heads % spec.num_kv_heads:
         raise ValueError(f"queries are {queries.shape}; the plan has {tokens} tokens and the pool {spec}")
     if (values is None) != (keys is None):
         raise ValueError("keys and values are stored together or not at all")

@@ -1,49 +1,133 @@
-"""Builds a C++ source of this package with the system's compiler on first use, and loads it.
+"""Builds C++ sources of this package with the system's compiler on first use.
 
-The library is kept in the kernels folder under a name that holds a hash of everything it depends on: source,
-flags, compiler and CPU. So a folder shared by several machines, or an updated compiler, never yields code that
-this CPU cannot run. It is compiled beside its place and moved there in one step: processes that build at the same
-time each move a whole file of the same content.
+A library is kept in the kernels folder under a name that holds a hash of everything it depends on: sources, flags,
+compiler, instruction set and the versions of what it is built against. So a folder shared by several machines, or an
+updated package, never yields code that cannot run here. It is built beside its place and moved there in one step:
+processes that build at the same time each move a whole file of the same content.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 COMPILE_TIMEOUT_S = 300.0
+ISA_VARIABLE = "MLX_SERVE_CPU_ISA"
 _COMPILERS = ("c++", "clang++", "g++")
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
+_FLAGS = ("-std=c++20", "-fPIC", "-pthread")
+FAST_FLAGS = ("-O3", "-ffp-contract=fast")
+
+_X86_SETS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "bmi2", "f16c"},
+    "x86-64-v3": {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"},
+    "x86-64": set(),
+}
+"""Instruction sets, best first, and the features that each needs of a CPU as Linux lists them."""
 
 
 class NativeBuildError(RuntimeError):
     """The library cannot be built or loaded here; the message says why, in one line."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A source that is compiled on its own; headers beside it belong to it."""
+
+    source: Path
+    flags: tuple[str, ...] = FAST_FLAGS
+
+
 def load_library(source: Path, folder: Path) -> ctypes.CDLL:
-    """The library of `source`, which includes headers beside it alone, compiled into `folder` unless it is there
-    already. Raises `NativeBuildError`."""
-    compiler = find_compiler()
-    command = [*compiler, *_FLAGS, _tuning_flag()]
-    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
-    version = _run([*compiler, "--version"]).stdout
-    parts = [*texts, *(part.encode() for part in (*command, version, _cpu()))]
-    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
-    library = folder / f"{source.stem}-{key}.so"
+    """The library of `source`, built into `folder` unless it is there already. Raises `NativeBuildError`."""
+    library = build(source.stem, [Unit(source)], folder)
     try:
-        if not library.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            _compile(command, source, library)
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise NativeBuildError(f"{library} cannot be built or loaded: {error}") from error
+
+
+def build(
+    name: str, units: Sequence[Unit], folder: Path, *, link: Sequence[str] = (), versions: Sequence[str] = ()
+) -> Path:
+    """The shared library of `units`, in `folder`, made by compiling them side by side unless it is there already.
+    `versions` are of what it is built against. Raises `NativeBuildError`."""
+    builder = _Builder(find_compiler(), tuple(link))
+    library = folder / f"{name}-{builder.key(units, versions)}.so"
+    try:
+        if not library.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            logger.info("Compiling %s for this machine, once; it takes some seconds.", name)
+            builder.make(units, library)
+    except OSError as error:
+        raise NativeBuildError(f"{library} cannot be built or loaded: {error}") from error
+    return library
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    compiler: list[str]
+    link: tuple[str, ...]
+
+    def key(self, units: Sequence[Unit], versions: Sequence[str]) -> str:
+        paths = [path for unit in units for path in (unit.source, *sorted(unit.source.parent.glob("*.h")))]
+        texts = [path.read_bytes() for path in dict.fromkeys(paths)]
+        commands = [" ".join(self._compile(unit)) for unit in units]
+        version = _run([*self.compiler, "--version"]).stdout
+        parts = [*texts, *(part.encode() for part in (*commands, *self.link, *versions, version))]
+        return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
+
+    def make(self, units: Sequence[Unit], library: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            objects = [Path(scratch, f"{index}.o") for index in range(len(units))]
+            self._compile_all(units, objects)
+            built = Path(scratch, library.name)
+            self._check([*self.compiler, "-shared", *_FLAGS, *map(str, objects), "-o", str(built), *self.link], library)
+            built.replace(library)
+
+    def _compile(self, unit: Unit) -> list[str]:
+        return [*self.compiler, *_FLAGS, *_set_flags(), *unit.flags]
+
+    def _compile_all(self, units: Sequence[Unit], paths: Sequence[Path]) -> None:
+        """Side by side, on threads that a process which ends does not wait for, as it would for a pool's."""
+        failures: list[NativeBuildError] = []
+
+        def work(unit: Unit, path: Path) -> None:
+            try:
+                self._compile_to(unit, path)
+            except NativeBuildError as error:
+                failures.append(error)
+
+        workers = [threading.Thread(target=work, args=both, daemon=True) for both in zip(units, paths, strict=True)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if failures:
+            raise failures[0]
+
+    def _compile_to(self, unit: Unit, path: Path) -> None:
+        self._check([*self._compile(unit), "-c", str(unit.source), "-o", str(path)], unit.source)
+
+    @staticmethod
+    def _check(command: list[str], what: Path) -> None:
+        status = _run(command)
+        if status.returncode != 0:
+            lines = [line.strip() for line in status.stderr.splitlines() if "error" in line.lower()]
+            reason = lines[0] if lines else f"exit status {status.returncode}"
+            raise NativeBuildError(f"`{command[0]}` cannot compile {what.name}: {reason}")
 
 
 def find_compiler() -> list[str]:
@@ -54,45 +138,54 @@ def find_compiler() -> list[str]:
             return command
     if configured:
         raise NativeBuildError(f"CXX is `{shlex.join(configured)}`, which is not installed")
-    hint = "`xcode-select --install`" if _is_mac() else "the package `g++` or `clang`"
+    hint = "`xcode-select --install`" if is_mac() else "the package `g++` or `clang`"
     raise NativeBuildError(f"No C++ compiler ({', '.join(_COMPILERS)}) is installed; {hint} brings one")
 
 
-def _compile(command: list[str], source: Path, library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        built = Path(folder, library.name)
-        status = _run([*command, str(source), "-o", str(built)])
-        if status.returncode != 0:
-            lines = [line.strip() for line in status.stderr.splitlines() if "error" in line.lower()]
-            reason = lines[0] if lines else f"exit status {status.returncode}"
-            raise NativeBuildError(f"`{shlex.join(command)}` cannot compile {source.name}: {reason}")
-        built.replace(library)
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise NativeBuildError(f"`{command[0]}` did not finish within {COMPILE_TIMEOUT_S:.0f} s") from error
-
-
-def _tuning_flag() -> str:
-    """Compiles for this very CPU. Clang names that differently on Arm."""
-    is_mac_arm = _is_mac() and platform.machine() == "arm64"
-    return "-mcpu=native" if is_mac_arm else "-march=native"
-
-
-def _is_mac() -> bool:
+def is_mac() -> bool:
     return platform.system() == "Darwin"  # type checkers take what `sys.platform` is elsewhere for unreachable
 
 
-def _cpu() -> str:
-    """What decides which instructions may be used: the model and, where they are listed, the features."""
-    if _is_mac():
-        return _run(["sysctl", "-n", "machdep.cpu.brand_string"]).stdout
+def instruction_set() -> str | None:
+    """The best of `_X86_SETS` that this CPU has, or the one that `MLX_SERVE_CPU_ISA` names; None elsewhere, where the
+    compiler's own target has all that is used (NEON)."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    forced = os.environ.get(ISA_VARIABLE)
+    if forced is not None:
+        if forced not in _X86_SETS:
+            raise NativeBuildError(f"{ISA_VARIABLE} is {forced!r}; it must be one of {', '.join(_X86_SETS)}")
+        return forced
+    features = _features()
+    return next(name for name, needed in _X86_SETS.items() if needed <= features)
+
+
+def _set_flags() -> list[str]:
+    name = instruction_set()
+    return [] if name is None else [f"-march={name}"]
+
+
+def _features() -> set[str]:
     try:
-        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-    return "\n".join(line for line in first.splitlines() if line.startswith(wanted))
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # OpenBLAS, for MLX alone
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMPILE_TIMEOUT_S,
+            check=False,
+            env=environ,
+        )
+    except OSError as error:
+        raise NativeBuildError(f"`{command[0]}` cannot be run: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise NativeBuildError(f"`{command[0]}` did not finish within {COMPILE_TIMEOUT_S:.0f} s") from error

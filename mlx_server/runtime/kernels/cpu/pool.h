@@ -14,17 +14,12 @@
 #include <cstdint>
 #include <cstring>
 
+#include "call.h"
 #include "product.h"
 
 namespace {
 
 constexpr int kBlock = kPanel;
-
-// One layer's memory. `bits` 0 is whole floats; else so many numbers of a row share a scale as a group has.
-struct Pool {
-  void *keys, *values;
-  int64_t num_kv_heads, key_dim, value_dim, bits, key_group, value_group;
-};
 
 // Rows as they are: read in place.
 class WholeRows {

@@ -20,15 +20,6 @@
 
 namespace {
 
-typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-
-inline Floats widen(Bytes codes) {
-#if defined(__x86_64__) && !defined(__clang__)
-  asm("" : "+x"(codes));  // otherwise GCC loads and moves the bytes one by one
-#endif
-  return __builtin_convertvector(__builtin_convertvector(codes, Ints), Floats);
-}
-
 struct Affine {
   float scale, bias;
 };
@@ -171,12 +162,6 @@ class QuantizedRows {
     uint8_t* memory_;
     int64_t codes_, scales_;  // bytes, and floats, of a run
   };
-
-  static Bytes load_bytes(const uint8_t* from) {
-    Bytes bytes;
-    std::memcpy(&bytes, from, sizeof bytes);
-    return bytes;
-  }
 
   // The n-th number of each byte, of two at most.
   static Bytes part(Bytes bytes, int n) {

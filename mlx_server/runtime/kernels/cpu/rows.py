@@ -1,96 +1,72 @@
-"""Recurrent states that the host writes in place, and random K/V that pools give back as they were written, in fewer
-bits too: so that a self-test knows what it must read.
+"""Rows that native operations write in place, and random K/V that pools give back as they were written, in fewer bits
+too: so that a self-test knows what it must read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_server.runtime.kernels.gpu.pool import host_view
-from mlx_server.runtime.row_pool import RowsShape, Slots, group_size_of
-
-MAX_WAITING_BYTES = 2**25
+from mlx_server.runtime.row_pool import Rows, RowsShape, Slots, group_size_of
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
-    target: HostRows
-    slots: Slots
-    rows: mx.array
+@dataclass(slots=True)
+class _Memory:
+    """An array that is never replaced, and the token of its last use."""
+
+    array: mx.array
+    token: mx.array
 
 
-class WaitingWrites:
-    """Rows that are to be written once they are computed, which is when something else must be, too: so writes alone
-    make nobody wait. What waits takes no more than `MAX_WAITING_BYTES`."""
+class NativeRows:
+    """Rows `[num_slots, ...]` that nodes of the native library read and write where they lie.
 
-    def __init__(self) -> None:
-        self._writes: list[_Write] = []
-        self._num_bytes = 0
-
-    def add(self, target: HostRows, slots: Slots, rows: mx.array) -> None:
-        self._writes.append(_Write(target, slots, rows))
-        self._num_bytes += rows.nbytes
-        if self._num_bytes > MAX_WAITING_BYTES:
-            self.settle()
-
-    def concern(self, target: HostRows, slots: Slots) -> bool:
-        """Whether one may change what stands at these slots."""
-        return any(
-            write.target.host.shape != target.host.shape or np.isin(write.slots.numbers, slots.numbers).any()
-            for write in self._writes
-            if write.target.array is target.array
-        )
-
-    def settle(self, *others: mx.array | None) -> None:
-        """Computes `others`, as far as they are arrays, and all that waits, and writes the latter."""
-        mx.eval(*others, *(write.rows for write in self._writes))
-        for write in self._writes:
-            write.target.host[write.slots.places] = host_view(write.rows)
-        self._writes.clear()
-        self._num_bytes = 0
-
-
-class HostRows:
-    """Rows `[num_slots, ...]` in memory of MLX's that nothing of MLX's ever uses, so that it never copies them.
-
-    What is read is a copy that is there at once, with all that was written before.
+    MLX cannot see that a node writes into the array, so whatever reads or writes it takes the token of the use before
+    and leaves one of its own: a chain through all uses of the memory, in whichever shape, across steps.
     """
 
     needs_synchronous_steps = False
 
-    def __init__(self, array: mx.array, writes: WaitingWrites) -> None:
+    def __init__(self, library: Any, array: mx.array) -> None:
         mx.eval(array)
-        self.array = array
-        self.host = host_view(array)
-        self._writes = writes
+        self._library = library
+        self._memory = _Memory(array, mx.array([0]))
+        self._shape = array.shape
 
     def write(self, slots: Slots, rows: mx.array) -> None:
-        self._writes.add(self, slots, rows.astype(self.array.dtype))
+        memory = self._memory
+        memory.token = self._library.write_rows(
+            rows.astype(memory.array.dtype), memory.array, slots.padded, memory.token
+        )
 
     def read(self, slots: Slots) -> mx.array:
-        if self._writes.concern(self, slots):
-            self._writes.settle()
-        rows = mx.array(self.host[slots.places])
-        return rows if rows.dtype == self.array.dtype else rows.view(self.array.dtype)
+        memory, numbers = self._memory, slots.numbers
+        shape = [*numbers.shape, *self._shape[1:]]
+        rows: mx.array
+        rows, memory.token = self._library.read_rows(memory.array, slots.padded, shape, memory.token, numbers.size)
+        return rows
 
-    def take(self, slots: Slots) -> HostRows:
-        return HostRows(self.read(slots), self._writes)
+    def take(self, slots: Slots) -> NativeRows:
+        return NativeRows(self._library, self.read(slots))
 
-    def view(self, shape: RowsShape) -> HostRows:
+    def parts(self) -> Sequence[Rows]:
+        return [self]
+
+    def view(self, shape: RowsShape) -> NativeRows:
         view = copy(self)
-        view.host = self.host.reshape(shape)
+        view._shape = shape
         return view
 
     def arrays(self) -> list[mx.array]:
-        self._writes.settle()
-        return [self.array]
+        return [self._memory.array, self._memory.token]
 
     def tokens(self) -> list[mx.array]:
-        return []
+        return [self._memory.token]
 
 
 def exact_rows(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype, bits: int | None) -> mx.array:

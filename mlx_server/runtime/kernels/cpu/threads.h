@@ -1,4 +1,4 @@
-// A few threads that sleep between calls, for work that is cut into many small items.
+// A few threads for work that is cut into many small items.
 
 #pragma once
 
@@ -11,8 +11,6 @@
 #include <system_error>
 #include <thread>
 #include <vector>
-
-namespace {
 
 // One turn of a wait that is expected to be short.
 inline void pause_briefly(int& spins) {
@@ -29,6 +27,15 @@ inline void pause_briefly(int& spins) {
 
 // The caller and `count` - 1 helpers, or fewer where the system gives no more. A forked child has no helpers: it
 // works alone.
+//
+// A helper that has done its share looks for the next call for some microseconds, since the products of a step follow
+// each other, and then sleeps. `state_` is the number of the call, whether it may still be joined, and how many helpers
+// are in it: so a helper joins the call it has seen, or none. Example, with two helpers:
+//
+//     call 7 begins      7, open, 0      both see it
+//     a helper joins     7, open, 1      and takes items
+//     the caller ends    7, shut, 1      it found no item left, and waits for the one inside
+//     the helper ends    7, shut, 0      the call returns; the other helper, awake only now, may not join
 class Threads {
  public:
   explicit Threads(int count) : owner_(getpid()) {
@@ -41,55 +48,69 @@ class Threads {
       }
     }
   }
+  Threads(const Threads&) = delete;
 
   bool is_forked() const { return getpid() != owner_; }
   int count() const { return is_forked() ? 1 : 1 + int(helpers_.size()); }
 
-  // Calls work(thread) on the caller, as 0, and on every helper that wakes before the caller is through. Returns
-  // when all are: so `work` takes items until none are left, and a late helper finds none.
+  // Calls work(thread) on the caller, as 0, and on every helper that comes before the caller is through. Returns
+  // when all are: so `work` takes items until none are left, and a late helper finds none. `work` must not throw.
   template <typename Work>
   void run(const Work& work) {
     if (count() == 1) return work(0);
+    work_ = [](const void* w, int thread) { (*static_cast<const Work*>(w))(thread); };
+    argument_ = &work;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      work_ = [](const void* w, int thread) { (*static_cast<const Work*>(w))(thread); };
-      argument_ = &work;
-      ++round_;
+      state_.store((state_.load() & ~kCallBits) + kCall + kOpen);
     }
-    wake_.notify_all();
+    if (asleep_.load() > 0) wake_.notify_all();
     work(0);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      work_ = nullptr;
-    }
-    for (int spins = 0; active_.load(std::memory_order_acquire) != 0;) pause_briefly(spins);
+    state_.fetch_and(~kOpen);
+    for (int spins = 0; (state_.load(std::memory_order_acquire) & kInside) != 0;) pause_briefly(spins);
   }
 
   // Ends the helpers. Not in a forked child.
   void stop() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
+      stopping_.store(true);
     }
     wake_.notify_all();
     for (std::thread& helper : helpers_) helper.join();
   }
 
  private:
-  void serve(int thread) {
-    uint64_t seen = 0;
+  static constexpr uint64_t kInside = 0xffff, kOpen = 0x10000, kCallBits = 0x1ffff, kCall = 0x20000;
+  static constexpr int kLooks = 2000;
+
+  static bool may_join(uint64_t state, uint64_t seen) { return (state & kOpen) != 0 && (state & ~kCallBits) != seen; }
+
+  // The state of a call that was not seen before; anything when the helpers are stopped.
+  uint64_t wait_for_call(uint64_t seen) {
+    uint64_t state = state_.load(std::memory_order_acquire);
+    for (int looks = 0; looks < kLooks; state = state_.load(std::memory_order_acquire)) {
+      if (may_join(state, seen) || stopping_.load(std::memory_order_relaxed)) return state;
+      pause_briefly(looks);
+    }
     std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      wake_.wait(lock, [&] { return stopping_ || (work_ != nullptr && round_ != seen); });
-      if (stopping_) return;
-      seen = round_;
-      const auto work = work_;
-      const void* argument = argument_;
-      active_.fetch_add(1, std::memory_order_relaxed);
-      lock.unlock();
-      work(argument, thread);
-      active_.fetch_sub(1, std::memory_order_release);
-      lock.lock();
+    asleep_.fetch_add(1);
+    wake_.wait(lock, [&] { return stopping_.load() || may_join(state = state_.load(), seen); });
+    asleep_.fetch_sub(1);
+    return state;
+  }
+
+  void serve(int thread) {
+    for (uint64_t seen = 0;;) {
+      uint64_t state = wait_for_call(seen);
+      if (stopping_.load()) return;
+      while (may_join(state, seen)) {
+        if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acquire)) continue;
+        work_(argument_, thread);
+        state_.fetch_sub(1, std::memory_order_release);
+        break;
+      }
+      seen = state & ~kCallBits;
     }
   }
 
@@ -99,9 +120,7 @@ class Threads {
   std::condition_variable wake_;
   void (*work_)(const void*, int) = nullptr;
   const void* argument_ = nullptr;
-  uint64_t round_ = 0;
-  bool stopping_ = false;
-  std::atomic<int> active_{0};
+  std::atomic<uint64_t> state_{0};
+  std::atomic<int> asleep_{0};
+  std::atomic<bool> stopping_{false};
 };
-
-}  // namespace

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable
+from operator import itemgetter
 from typing import cast
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ import mlx.core as mx
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention import LayerSpec, StepPlan
-from mlx_server.runtime.kernels.gpu.choice import decode_failure, write_failure
+from mlx_server.runtime.kernels.gpu.choice import decode_failure, shared_failure, write_failure
 from mlx_server.runtime.kernels.gpu.kernels import (
     DecodeKernels,
     MakeKernel,
@@ -25,16 +26,17 @@ from mlx_server.runtime.kernels.gpu.kernels import (
     Scores,
     read_text,
 )
-from mlx_server.runtime.kernels.gpu.plan import (
+from mlx_server.runtime.kernels.gpu.plan import Cut, GpuMetadata, Launches
+from mlx_server.runtime.kernels.gpu.pool import GpuPool
+from mlx_server.runtime.kernels.gpu.rows import GpuRows, RowKernels, attend_rows, read_rows, row_failure
+from mlx_server.runtime.kernels.gpu.variants import (
     DecodeShape,
-    GpuMetadata,
     KernelVariant,
     check_variant,
     default_variant,
+    shared_variant,
     unsupported_reason,
 )
-from mlx_server.runtime.kernels.gpu.pool import GpuPool
-from mlx_server.runtime.kernels.gpu.rows import GpuRows, RowKernels, attend_rows, read_rows, row_failure
 from mlx_server.runtime.row_pool import SMALL_ARRAY, PlainRows, Rows, RowsShape
 
 logger = logging.getLogger(__name__)
@@ -42,10 +44,14 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Layer:
-    """What the attention of one kind of layer launches; `decodes` is None where its decodes gather."""
+    """What the attention of one kind of layer launches; `decodes` is None where its decodes gather, and `shared` where
+    rows cannot share reads."""
 
     pool: PoolKernels
+    cut: Cut | None
     decodes: DecodeKernels | None
+    shared: DecodeKernels | None
+    scores: Scores
 
 
 class GpuBackend:
@@ -61,7 +67,10 @@ class GpuBackend:
     """The header of each kernel's text."""
 
     is_eager = False
-    takes_padding = False
+
+    by_row = False
+    """Whether the tokens of prompts are computed like decodes, each with the same bits as if it were one, where a
+    decode kernel supports the layer. They then read K/V once a token instead of once a chunk, and share no reads."""
 
     def __init__(
         self,
@@ -79,6 +88,7 @@ class GpuBackend:
         self._num_cores = num_cores or self._most_cores()
         self._choose_variant = choose_variant
         self._variants: dict[DecodeShape, KernelVariant] = {}
+        self._shared_variants: dict[DecodeShape, KernelVariant | None] = {}
         self._refusals: dict[DecodeShape, str] = {}
         self._write_failures: dict[LayerSpec, str | None] = {}
         self._row_failures: dict[tuple[int, mx.Dtype], str | None] = {}
@@ -99,6 +109,11 @@ class GpuBackend:
         shape = DecodeShape.of(spec, num_query_heads)
         return self._refusals.get(shape) or unsupported_reason(shape)
 
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Why decodes of some of the layers met so far gather their rows."""
+        return tuple(self._refusals.values())
+
     def variant(self, spec: LayerSpec, num_query_heads: int) -> KernelVariant | None:
         """How the decode kernel is cut for such a layer; None if there is none."""
         return self._variant(DecodeShape.of(spec, num_query_heads))
@@ -115,20 +130,32 @@ class GpuBackend:
         self._writes(spec)
         shape = DecodeShape.of(spec, num_query_heads)
         scores = Scores(shape.key_dim**-0.5, softcap, sinks)
-        variant = self._variant(shape)
+        failure = self._prove(shape, self._variant(shape), scores, self._variants, decode_failure)
+        if failure is not None:
+            self._refuse(shape, failure)
+        failure = self._prove(shape, self._shared_variant(shape), scores, self._shared_variants, shared_failure)
+        if failure is not None:
+            self._shared_variants[shape] = None
+            logger.warning("%s reads K/V once for each row and gathers drafts: %s", self.name, failure)
+        self._layers.clear()  # which may have been made with another variant
+
+    def _prove(
+        self,
+        shape: DecodeShape,
+        variant: KernelVariant | None,
+        scores: Scores,
+        variants: dict[DecodeShape, KernelVariant] | dict[DecodeShape, KernelVariant | None],
+        find_failure: Callable[[PagedKernels, DecodeShape, KernelVariant, Scores], str | None],
+    ) -> str | None:
+        """Why a kernel cannot be used. A pipeline may allow fewer threads than asked for: then it gets fewer."""
         while variant is not None:
             try:
-                failure = decode_failure(self._kernels, shape, variant, scores)
+                return find_failure(self._kernels, shape, variant, scores)
             except (RuntimeError, ValueError) as error:
-                failure = str(error)
-                if variant.simdgroups > 1:  # a pipeline may allow fewer threads than asked for
-                    variant = dataclasses.replace(variant, simdgroups=variant.simdgroups // 2)
-                    self._variants[shape] = variant
-                    continue
-            if failure is not None:
-                self._refuse(shape, failure)
-            break
-        self._layers.clear()  # which may have been made with another variant
+                if variant.simdgroups == 1:
+                    return str(error)
+                variant = variants[shape] = dataclasses.replace(variant, simdgroups=variant.simdgroups // 2)
+        return None
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> GpuPool:
         """Raises `RuntimeError` for quantised K/V where kernels cannot write them: nothing scatters those."""
@@ -169,6 +196,8 @@ class GpuBackend:
         return GpuPool(self._one_of(spec), pool.memory, num_parts)
 
     def plan(self, step: StepPlan) -> GpuMetadata:
+        if self.by_row:
+            return GpuMetadata.of(step.by_row(), self._num_cores, may_share=False)
         return GpuMetadata.of(step, self._num_cores)
 
     def attend(
@@ -196,16 +225,19 @@ class GpuBackend:
                 pool.write(slots // BLOCK_SIZE, slots % BLOCK_SIZE, keys[:, :, 0], values[:, :, 0])
             else:
                 layer.pool.write(pool, keys, values, metadata.slots)
-        decoded = None
-        if metadata.num_decodes and layer.decodes is not None:
-            indices = metadata.decode_indices(layer.decodes.cut, window)
-            decoded = layer.decodes.decode(pool, queries, indices, sinks)
-            if not metadata.num_chunks:
-                return decoded
-        parts = _attend_gathered(layer, pool, queries, metadata, window, Scores(scale, softcap, sinks))
-        if decoded is not None:
-            parts.insert(0, decoded)
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+        if layer.decodes is None or layer.cut is None:
+            return _joined(_attend_gathered(layer, pool, queries, metadata, window, sinks, longer_than=0))
+        launches = metadata.launches(layer.cut, window)
+        only = launches.only
+        if only is not None:
+            kernels = layer.shared if only.is_shared else layer.decodes
+            assert kernels is not None
+            return kernels.decode(pool, queries, only.indices, sinks)
+        parts = _attend_decodes(layer, pool, queries, launches, sinks)
+        if launches.gathers_beyond is not None:
+            longer_than = launches.gathers_beyond
+            parts += _attend_gathered(layer, pool, queries, metadata, window, sinks, longer_than=longer_than)
+        return _joined(parts)
 
     def state(self, pool: GpuPool) -> list[mx.array]:
         return pool.arrays()
@@ -216,9 +248,14 @@ class GpuBackend:
 
     def _layer(self, spec: LayerSpec, num_query_heads: int, scores: Scores) -> _Layer:
         shape = DecodeShape.of(spec, num_query_heads)
-        variant = self._variant(shape)
-        decodes = None if variant is None else DecodeKernels(self._kernels, shape, variant, scores)
-        return _Layer(self._kernels.of_pool(spec), decodes)
+        kernels, variant = self._kernels, self._variant(shape)
+        if variant is None:
+            return _Layer(kernels.of_pool(spec), None, None, None, scores)
+        shared_variant = self._shared_variant(shape)
+        decodes, shared = DecodeKernels(kernels, shape, variant, scores), None
+        if shared_variant is not None:
+            shared = DecodeKernels(kernels, shape, shared_variant, scores, is_shared=True)
+        return _Layer(kernels.of_pool(spec), Cut(shape, variant, shared_variant), decodes, shared, scores)
 
     def _variant(self, shape: DecodeShape) -> KernelVariant | None:
         if shape in self._refusals:
@@ -232,6 +269,12 @@ class GpuBackend:
             check_variant(shape, variant)
             self._variants[shape] = variant
         return self._variants[shape]
+
+    def _shared_variant(self, shape: DecodeShape) -> KernelVariant | None:
+        """None where rows cannot share reads."""
+        if shape not in self._shared_variants:
+            self._shared_variants[shape] = None if self._variant(shape) is None else shared_variant(shape)
+        return self._shared_variants[shape]
 
     def _refuse(self, shape: DecodeShape, reason: str) -> None:
         self._refusals[shape] = reason
@@ -249,20 +292,53 @@ class GpuBackend:
         return self._write_failures[spec] is None
 
 
+_Part = tuple[int, mx.array]
+"""Attention of some of a step's rows, and the first of them."""
+
+
+def _attend_decodes(
+    layer: _Layer, pool: GpuPool, queries: mx.array, launches: Launches, sinks: mx.array | None
+) -> list[_Part]:
+    """Of all requests of few tokens."""
+    parts: list[_Part] = []
+    for launch in launches.decodes:
+        kernels, first = layer.shared if launch.is_shared else layer.decodes, launch.first
+        assert kernels is not None
+        out = kernels.decode(pool, queries[first:] if first else queries, launch.indices, sinks)
+        spans = launch.spans
+        parts += [(row, out if len(spans) == 1 else out[results]) for row, results in spans]
+    return parts
+
+
 def _attend_gathered(
-    layer: _Layer, pool: GpuPool, queries: mx.array, metadata: GpuMetadata, window: int | None, scores: Scores
-) -> list[mx.array]:
-    """Attention of the prompt chunks, and first of the decodes if no kernel supports them."""
-    parts = []
+    layer: _Layer,
+    pool: GpuPool,
+    queries: mx.array,
+    metadata: GpuMetadata,
+    window: int | None,
+    sinks: mx.array | None,
+    *,
+    longer_than: int,
+) -> list[_Part]:
+    """Of prompt chunks of more than so many tokens, and of the decodes if no kernel supports them."""
+    parts: list[_Part] = []
     num_kv_heads = pool.spec.num_kv_heads
+    scores = dataclasses.replace(layer.scores, sinks=sinks)
     if metadata.num_decodes and layer.decodes is None:
         (rows,) = read_rows(layer.pool, pool, metadata.decodes_gather(num_kv_heads, window))
-        parts.append(attend_rows(queries[rows.seen.queries], rows, scores))
-    for gather in metadata.chunk_gathers(num_kv_heads, window):
+        parts.append((0, attend_rows(queries[rows.seen.queries], rows, scores)))
+    for gather in metadata.chunk_gathers(num_kv_heads, window, longer_than=longer_than):
         for rows in read_rows(layer.pool, pool, gather):
             out = attend_rows(queries[rows.seen.queries].transpose(2, 1, 0, 3), rows, scores)
-            parts.append(out.transpose(2, 1, 0, 3))
+            parts.append((rows.seen.queries.start, out.transpose(2, 1, 0, 3)))
     return parts
+
+
+def _joined(parts: list[_Part]) -> mx.array:
+    """In the order of the rows."""
+    if len(parts) == 1:
+        return parts[0][1]
+    return mx.concatenate([out for _, out in sorted(parts, key=itemgetter(0))], axis=0)
 
 
 _CORES = {"p": 6, "g": 16, "s": 40, "d": 80}

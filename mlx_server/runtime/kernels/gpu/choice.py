@@ -1,120 +1,71 @@
 """What is known of the kernels on this machine: the variants that `mlx-serve bench kernels` found fastest, kept in a
 file, and whether their numbers are right, which each GPU must prove on small pools before they are used.
 
-An entry of the file holds for one chip and one attention shape, the whole file for one version of the decode kernels.
-It changes speed only: whatever is wrong with it, the backends take the default variants.
+An entry of the file holds for one attention shape, the whole file for one version of the decode kernels. Whatever is
+wrong with it, the backends take the default variants.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import logging
-import platform
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_server import config
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.attention import LayerSpec
+from mlx_server.runtime.attention import IntArray, LayerSpec
 from mlx_server.runtime.kernels.cpu.rows import exact_rows
 from mlx_server.runtime.kernels.gpu.kernels import DecodeKernels, PagedKernels, Scores, read_text
-from mlx_server.runtime.kernels.gpu.plan import (
-    DTYPES,
-    DecodeIndices,
-    DecodeShape,
-    Gather,
-    KernelVariant,
-    Seen,
-    check_variant,
-    default_variant,
-    make_work,
-    unsupported_reason,
-)
+from mlx_server.runtime.kernels.gpu.plan import DecodeIndices, Gather, Seen, Work, make_work
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.kernels.gpu.rows import attend_rows, read_rows
+from mlx_server.runtime.kernels.gpu.shared_work import SharedWork, make_shared_work
+from mlx_server.runtime.kernels.gpu.stored import StoredChoices, digest, dtype_name, whole_number
+from mlx_server.runtime.kernels.gpu.variants import (
+    DTYPES,
+    DecodeShape,
+    KernelVariant,
+    check_variant,
+    default_variant,
+    unsupported_reason,
+)
+from mlx_server.runtime.kernels.sharing import Readers, Run
 
-logger = logging.getLogger(__name__)
-
-_VERSION = 1
 _KERNEL_FILES = ("paged_decode.msl", "paged_reduce.msl")
 _SIZES = ("num_query_heads", "num_kv_heads", "key_dim", "value_dim")
-_FAULTS = (ValueError, TypeError, LookupError, AttributeError)
-"""What reading raises for a file that is not ours, or no longer."""
-
-
-Choices = dict[str, dict[DecodeShape, KernelVariant]]
-"""By chip and shape."""
 
 
 def choices_path() -> Path:
     """The file, in the user's cache folder."""
-    return config.home() / "kernels" / "variants.json"
+    return _stored().path
 
 
 def load_choice() -> Callable[[DecodeShape], KernelVariant]:
-    """What GPU backends take as `choose_variant`: the stored choice for this chip, else `default_variant`.
-
-    A file that cannot be read, holds anything but choices that can be launched, or was measured with other
-    kernels is ignored as a whole, with one warning.
-    """
-    path = choices_path()
-    try:
-        here = _read(path).get(chip_name(), {})
-    except (OSError, *_FAULTS) as error:
-        reason = f"{type(error).__name__}: {error}"
-        logger.warning("%s is ignored (%s); `mlx-serve bench kernels` writes it anew.", path, reason)
-        here = {}
+    """What GPU backends take as `choose_variant`: the stored choice for this chip, else `default_variant`."""
+    here = _stored().load()
     return lambda shape: here.get(shape) or default_variant(shape)
 
 
 def store_choices(variants: Mapping[DecodeShape, KernelVariant]) -> Path:
-    """Keeps `variants` for this chip, beside what the file says of other chips and shapes; a file that cannot be
-    used is replaced. Others see the old file or the new one. Raises `OSError`."""
-    path = choices_path()
-    try:
-        choices = _read(path)
-    except _FAULTS:
-        choices = {}
-    choices.setdefault(chip_name(), {}).update(variants)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        whole = Path(folder, path.name)
-        whole.write_text(json.dumps(_document(choices), indent=2) + "\n", encoding="utf-8")
-        whole.replace(path)
-    return path
+    """Keeps `variants` for this chip. Raises `OSError`."""
+    return _stored().store(variants)
 
 
-def chip_name() -> str:
-    """The chip of MLX's default device, as its maker calls it."""
-    return str(mx.device_info().get("device_name", platform.processor()))
-
-
-def _read(path: Path) -> Choices:
-    """All choices; none if there is no file."""
-    choices: Choices = {}
-    if not path.exists():
-        return choices
-    document = json.loads(path.read_text(encoding="utf-8"))
-    if document["version"] != _VERSION or document["kernels"] != _kernels_digest():
-        raise ValueError("it was measured with other kernels")
-    for entry in document["choices"]:
-        shape, variant = _parse(entry)
-        choices.setdefault(str(entry["chip"]), {})[shape] = variant
-    return choices
+def _stored() -> StoredChoices[DecodeShape, KernelVariant]:
+    kernels = digest(*(read_text(name) for name in _KERNEL_FILES))
+    return StoredChoices("variants.json", kernels, _parse, _document, "`mlx-serve bench kernels`")
 
 
 def _parse(entry: Mapping[str, Any]) -> tuple[DecodeShape, KernelVariant]:
-    """Raises one of `_FAULTS` for what no backend could launch."""
-    dtypes = {_dtype_name(dtype): dtype for dtype in DTYPES}
-    sizes, cut = ({name: _whole(value) for name, value in entry[part].items()} for part in ("shape", "variant"))
-    bits, tokens = (None if entry[name] is None else _whole(entry[name]) for name in ("kv_bits", "partition_tokens"))
+    """Raises for what no backend could launch."""
+    dtypes = {dtype_name(dtype): dtype for dtype in DTYPES}
+    sizes, cut = ({name: whole_number(value) for name, value in entry[part].items()} for part in ("shape", "variant"))
+    bits, tokens = (
+        None if entry[name] is None else whole_number(entry[name]) for name in ("kv_bits", "partition_tokens")
+    )
     shape = DecodeShape(**sizes, dtype=dtypes[entry["dtype"]], bits=bits)
     variant = KernelVariant(**cut, partition_tokens=tokens)
     reason = unsupported_reason(shape)
@@ -124,32 +75,16 @@ def _parse(entry: Mapping[str, Any]) -> tuple[DecodeShape, KernelVariant]:
     return shape, variant
 
 
-def _document(choices: Choices) -> dict[str, Any]:
-    entries = []
-    for chip, variants in choices.items():
-        for shape, variant in variants.items():
-            sizes = {name: getattr(shape, name) for name in _SIZES}
-            cut = dataclasses.asdict(variant)
-            tokens = cut.pop("partition_tokens")
-            entry = {"chip": chip, "shape": sizes, "dtype": _dtype_name(shape.dtype), "kv_bits": shape.bits}
-            entries.append({**entry, "variant": cut, "partition_tokens": tokens})
-    return {"version": _VERSION, "kernels": _kernels_digest(), "choices": entries}
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{value!r} is not a positive whole number")
-    return value
-
-
-def _dtype_name(dtype: mx.Dtype) -> str:
-    return str(dtype).rpartition(".")[2]
-
-
-def _kernels_digest() -> str:
-    """Another text of the kernels has other best variants."""
-    texts = "\0".join(read_text(name) for name in _KERNEL_FILES)
-    return hashlib.sha256(texts.encode()).hexdigest()[:16]
+def _document(shape: DecodeShape, variant: KernelVariant) -> dict[str, Any]:
+    cut = dataclasses.asdict(variant)
+    tokens = cut.pop("partition_tokens")
+    return {
+        "shape": {name: getattr(shape, name) for name in _SIZES},
+        "dtype": dtype_name(shape.dtype),
+        "kv_bits": shape.bits,
+        "variant": cut,
+        "partition_tokens": tokens,
+    }
 
 
 _STEPS = 8
@@ -202,19 +137,52 @@ def decode_failure(kernels: PagedKernels, shape: DecodeShape, variant: KernelVar
     """
     contexts = np.array([1, BLOCK_SIZE + 1, 3 * BLOCK_SIZE], np.int32)
     tables = np.arange(12, dtype=np.int32).reshape(3, 4)
-    pool, reader = _random_pool(kernels, shape, tables.size), kernels.of_pool(shape.spec)
-    queries = exact_rows(np.random.default_rng(1), (3, shape.num_query_heads, 1, shape.key_dim), shape.dtype, None)
-    decodes = DecodeKernels(kernels, shape, variant, scores)
-    for tokens in (BLOCK_SIZE, 4 * BLOCK_SIZE):
-        cut = dataclasses.replace(variant, partition_tokens=tokens)
-        indices = DecodeIndices.of(make_work(contexts, None, shape, cut, num_cores=1), mx.array(tables))
+    cuts = (dataclasses.replace(variant, partition_tokens=tokens) for tokens in (BLOCK_SIZE, 4 * BLOCK_SIZE))
+    works = [make_work(contexts, None, shape, cut, num_cores=1) for cut in cuts]
+    return _failure(kernels, DecodeKernels(kernels, shape, variant, scores), scores, works, tables, tables, contexts)
+
+
+def shared_failure(kernels: PagedKernels, shape: DecodeShape, variant: KernelVariant, scores: Scores) -> str | None:
+    """The same of rows that share reads: three of one request, and one of another that begins alike; with and without
+    partial results."""
+    tables = np.array([[0, 1, 2, 3, 4], [0, 1, 2, 3, 5]], np.int32)
+    counts, beyond = np.array([3, 1], np.int32), np.array([22, 12], np.int32)
+    decodes = DecodeKernels(kernels, shape, variant, scores, is_shared=True)
+    for num_shared in (4, 0):
+        contexts = num_shared * BLOCK_SIZE + beyond
+        readers = Readers(tables, np.array([0, 3], np.int32), counts, contexts)
+        runs = [Run(0, num_shared, np.arange(2))] if num_shared else []
+        work = make_shared_work(readers, runs, None, shape, variant, num_cores=1)
+        row_contexts = np.append(contexts[0] - np.arange(3)[::-1], contexts[1])
+        failure = _failure(kernels, decodes, scores, [work], tables, tables[[0, 0, 0, 1]], row_contexts)
+        if failure is not None:
+            return failure
+    return None
+
+
+def _failure(
+    kernels: PagedKernels,
+    decodes: DecodeKernels,
+    scores: Scores,
+    works: Sequence[Work | SharedWork],
+    tables: IntArray,
+    row_tables: IntArray,
+    row_contexts: IntArray,
+) -> str | None:
+    """How one of `works`, over rows that each see a context in a table, differs from MLX's attention."""
+    shape = decodes.shape
+    pool, reader = _random_pool(kernels, shape, 12), kernels.of_pool(shape.spec)
+    places = len(row_contexts), shape.num_query_heads, 1, shape.key_dim
+    queries = exact_rows(np.random.default_rng(1), places, shape.dtype, None)
+    for work in works:
+        indices = DecodeIndices.of(work, mx.array(tables))
         out = decodes.decode(pool, queries, indices, scores.sinks).astype(mx.float32)
-        for sequence, context in enumerate(contexts.tolist()):
-            rows = tables[sequence, :3] * shape.num_kv_heads + np.arange(shape.num_kv_heads, dtype=np.int32)[:, None]
-            gather = Gather.of(Seen(slice(sequence, sequence + 1), rows[None], 0, context, "causal"))
-            (found,) = read_rows(reader, pool, gather)
-            wanted = attend_rows(queries[sequence : sequence + 1], found, scores)
-            error = float(mx.abs(out[sequence] - wanted[0].astype(mx.float32)).max())
+        for row, context in enumerate(row_contexts.tolist()):
+            blocks = row_tables[row, : -(-context // BLOCK_SIZE)]
+            rows = blocks * shape.num_kv_heads + np.arange(shape.num_kv_heads, dtype=np.int32)[:, None]
+            (found,) = read_rows(reader, pool, Gather.of(Seen(slice(row, row + 1), rows[None], 0, context, "causal")))
+            wanted = attend_rows(queries[row : row + 1], found, scores)
+            error = float(mx.abs(out[row] - wanted[0].astype(mx.float32)).max())
             if not error <= _TOLERANCE[shape.dtype]:
                 return f"attention over a context of {context} is off by {error:.2g}"
     return None

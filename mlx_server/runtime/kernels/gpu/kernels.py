@@ -15,15 +15,16 @@ import mlx.core as mx
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention import LayerSpec
-from mlx_server.runtime.kernels.gpu.plan import (
+from mlx_server.runtime.kernels.gpu.plan import DecodeIndices
+from mlx_server.runtime.kernels.gpu.pool import GpuPool
+from mlx_server.runtime.kernels.gpu.variants import (
     MAX_SIMDGROUPS,
     SIMD_WIDTH,
-    Cut,
-    DecodeIndices,
     DecodeShape,
     KernelVariant,
+    shared_tiles,
+    tile_tokens,
 )
-from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.row_pool import group_size_of
 
 Kernel = Callable[..., list[mx.array]]
@@ -58,8 +59,11 @@ PAGED_DECODE = KernelText(
     ("queries", "key_pool", "value_pool", "block_tables", "work_items", "scale", "softcap", "sinks", "token"),
     ("out", "stats", "token_out"),
 )
+PAGED_SHARED = KernelText(
+    "paged_shared", (*PAGED_DECODE.inputs[:5], "item_rows", *PAGED_DECODE.inputs[5:]), PAGED_DECODE.outputs
+)
 PAGED_REDUCE = KernelText("paged_reduce", ("partial_out", "stats", "item_starts"), ("out",))
-KERNEL_TEXTS = (KV_WRITE, KV_WRITE_QUANTIZED, KV_GATHER, PAGED_DECODE, PAGED_REDUCE)
+KERNEL_TEXTS = (KV_WRITE, KV_WRITE_QUANTIZED, KV_GATHER, PAGED_DECODE, PAGED_SHARED, PAGED_REDUCE)
 
 
 def read_text(file_name: str) -> str:
@@ -161,12 +165,26 @@ class PoolKernels:
 
 
 class DecodeKernels:
-    """Attends from decodes of one kind of layer, in one launch or, if a sequence is split, two."""
+    """Attends from decodes of one kind of layer, in one launch or, if a sequence is split, two. `is_shared`: from rows
+    that share reads."""
 
-    def __init__(self, kernels: PagedKernels, shape: DecodeShape, variant: KernelVariant, scores: Scores) -> None:
+    def __init__(
+        self,
+        kernels: PagedKernels,
+        shape: DecodeShape,
+        variant: KernelVariant,
+        scores: Scores,
+        *,
+        is_shared: bool = False,
+    ) -> None:
         """Of the sinks in `scores`, only their type counts: each decode gets its own."""
-        self.cut = Cut(shape, variant)
-        self._decode = kernels.make(PAGED_DECODE, _decode_sizes(shape, variant, scores))
+        sizes, tiles, threads = _decode_sizes(shape, variant), variant.tiles(shape), variant.threads(shape)
+        if is_shared:
+            sizes, tiles = _shared_sizes(shape, variant), shared_tiles(shape, variant)
+            threads = SIMD_WIDTH * variant.simdgroups
+        sizes |= {"SINKS": scores.sinks is not None, "SOFTCAP": scores.softcap is not None}
+        self.shape = shape
+        self._decode = kernels.make(PAGED_SHARED if is_shared else PAGED_DECODE, sizes)
         self._reduce = kernels.make(PAGED_REDUCE, {"VALUE_DIM": shape.value_dim, "QUERY_HEADS": shape.num_query_heads})
         self._factors = _score_factors(kernels, scores)
         self._no_sinks = kernels.number(0.0)
@@ -174,26 +192,25 @@ class DecodeKernels:
         sinks_dtype = self._no_sinks.dtype if scores.sinks is None else scores.sinks.dtype
         types = [("T", shape.dtype), ("P", pool_dtype), ("ST", sinks_dtype)]
         self._templates = {dtype: [*types, ("OT", dtype)] for dtype in (shape.dtype, mx.float32)}
-        threads = variant.threads(shape)
         self._threads = threads, 1, 1
-        self._width = threads * shape.num_kv_heads * variant.tiles(shape)
+        self._width = threads * shape.num_kv_heads * tiles
         self._reduce_grid = shape.value_dim // 4, shape.num_query_heads
         self._reduce_threads = _rows_threadgroup(*self._reduce_grid)
         self._reduce_template = [("T", shape.dtype)]
 
     def decode(self, pool: GpuPool, queries: mx.array, indices: DecodeIndices, sinks: mx.array | None) -> mx.array:
-        """Attention of the first rows of queries `[T, H, 1, key_dim]`, one a sequence, over the pool: `[B, H, 1,
-        value_dim]`. Takes the pool's next token, which later writes wait for."""
-        shape, memory = self.cut.shape, pool.memory
+        """Attention of the rows of queries `[T, H, 1, key_dim]` that `indices` name (of a plain decode the first, one a
+        sequence) over the pool: `[B, H, 1, value_dim]`. Takes the pool's next token, which later writes wait for."""
+        shape, memory = self.shape, pool.memory
         asked = queries.dtype
         if asked != shape.dtype:
             queries = queries.astype(shape.dtype)
         starts = indices.item_starts
         dtype = shape.dtype if starts is None else mx.float32
-        rows = indices.num_items, shape.num_query_heads
+        rows = indices.num_results, shape.num_query_heads
         numbers = *self._factors, self._no_sinks if sinks is None else sinks
         out, stats, memory.token = self._decode(
-            inputs=[queries, *memory.handles, indices.block_tables, indices.work_items, *numbers, memory.token],
+            inputs=[queries, *memory.handles, *indices.arrays, *numbers, memory.token],
             output_shapes=[(*rows, 1, shape.value_dim), (*rows, 2), _TOKEN],
             output_dtypes=[dtype, mx.float32, mx.int32],
             grid=(self._width, indices.num_items, 1),
@@ -219,19 +236,31 @@ def _score_factors(kernels: PagedKernels, scores: Scores) -> tuple[mx.array, mx.
     return kernels.number(scores.scale / scores.softcap), kernels.number(scores.softcap * _LOG2_E)
 
 
-def _decode_sizes(shape: DecodeShape, variant: KernelVariant, scores: Scores) -> dict[str, int | bool]:
+def _decode_sizes(shape: DecodeShape, variant: KernelVariant) -> dict[str, int | bool]:
+    return {
+        **_head_sizes(shape, variant),
+        "HEAD_SIMDGROUPS": variant.head_simdgroups(shape),
+        "STREAMS": variant.streams(shape),
+    }
+
+
+def _shared_sizes(shape: DecodeShape, variant: KernelVariant) -> dict[str, int | bool]:
+    return {
+        **_head_sizes(shape, variant),
+        "SIMDGROUPS": variant.simdgroups,
+        "TILE": tile_tokens(shape, variant),
+    }
+
+
+def _head_sizes(shape: DecodeShape, variant: KernelVariant) -> dict[str, int | bool]:
     return {
         **_row_sizes(shape.spec),
         "QUERY_HEADS": shape.num_query_heads,
         "KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group_size,
         "HEADS": variant.heads_per_simdgroup,
-        "HEAD_SIMDGROUPS": variant.head_simdgroups(shape),
-        "STREAMS": variant.streams(shape),
         "LANES": variant.lanes_per_row,
         "AHEAD": variant.rows_ahead,
-        "SINKS": scores.sinks is not None,
-        "SOFTCAP": scores.softcap is not None,
     }
 
 

@@ -1,4 +1,4 @@
-"""The host's half of GPU attention: how the decode kernel is cut for a shape, and which tokens each threadgroup reads.
+"""The host's half of GPU attention: which launches a step is, and which tokens each threadgroup reads.
 
 Index arrays are made once a step. Windows are resolved here: a work item names the tokens it sees, so the kernels know
 no window.
@@ -8,152 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.attention import IntArray, LayerSpec, StepPlan, causal_mask
+from mlx_server.runtime.attention import IntArray, StepPlan, causal_mask
+from mlx_server.runtime.kernels.gpu.shared_work import THREADGROUPS_PER_CORE, SharedWork, make_shared_work
+from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant
+from mlx_server.runtime.kernels.sharing import Indices, Readers, Run, find_runs
 from mlx_server.runtime.row_pool import SMALL_ARRAY
-
-SIMD_WIDTH = 32
-HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 256, 512)
-DTYPES = (mx.float16, mx.bfloat16, mx.float32)
-MAX_SIMDGROUPS = 8
-MAX_THREADGROUP_BYTES = 32768
-
-_FLOATS_PER_LANE = 16
-"""Floats of queries (and as many of sums) that a lane may hold before registers spill; MLX measured the same
-limit for its own grouped kernel: 8 heads at head_dim 64, 4 at 128."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeShape:
-    """The attention of one layer as a decode kernel sees it."""
-
-    num_query_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: mx.Dtype
-    bits: int | None = None
-
-    @classmethod
-    def of(cls, spec: LayerSpec, num_query_heads: int) -> DecodeShape:
-        return cls(num_query_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim, spec.dtype, spec.bits)
-
-    @property
-    def spec(self) -> LayerSpec:
-        """What the layer stores."""
-        return LayerSpec(self.num_kv_heads, self.key_dim, self.value_dim, self.dtype, self.bits)
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_query_heads // self.num_kv_heads
-
-
-@dataclass(frozen=True, slots=True)
-class KernelVariant:
-    """The choices that change speed and never the result; `bench kernels` sweeps them.
-
-    heads_per_simdgroup  query heads that share each K/V row read, in registers
-    simdgroups           of a threadgroup; those that the heads leave over read different blocks
-    lanes_per_row        lanes that split one K/V row; 32 / lanes_per_row rows are read side by side
-    rows_ahead           rows that each lane loads before it uses the first
-    partition_tokens     tokens of a work item, a multiple of 32; None: chosen by the sequence's own length
-    """
-
-    heads_per_simdgroup: int
-    simdgroups: int
-    lanes_per_row: int
-    rows_ahead: int
-    partition_tokens: int | None = None
-
-    def head_simdgroups(self, shape: DecodeShape) -> int:
-        """Simdgroups side by side over the query heads of one KV head."""
-        return min(self.simdgroups, -(-shape.group_size // self.heads_per_simdgroup))
-
-    def streams(self, shape: DecodeShape) -> int:
-        """Simdgroups side by side over the blocks of a work item."""
-        return self.simdgroups // self.head_simdgroups(shape)
-
-    def tiles(self, shape: DecodeShape) -> int:
-        """Threadgroups that share one KV head's work item."""
-        return -(-shape.group_size // (self.heads_per_simdgroup * self.head_simdgroups(shape)))
-
-    def row_reads(self, shape: DecodeShape) -> int:
-        """Times that each K/V row is read: once for every `heads_per_simdgroup` query heads."""
-        return self.tiles(shape) * self.head_simdgroups(shape)
-
-    def threads(self, shape: DecodeShape) -> int:
-        """Threads of a threadgroup."""
-        return SIMD_WIDTH * self.head_simdgroups(shape) * self.streams(shape)
-
-    def threadgroup_bytes(self, shape: DecodeShape) -> int:
-        """Threadgroup memory of `paged_decode`: a row of sums, a maximum and a total for each simdgroup."""
-        return 4 * (shape.value_dim + 2) * self.head_simdgroups(shape) * self.streams(shape)
-
-
-def unsupported_reason(shape: DecodeShape) -> str | None:
-    """Why no decode kernel exists for `shape`, or None if one does."""
-    known = ", ".join(map(str, HEAD_DIMS))
-    for name, dim in (("key", shape.key_dim), ("value", shape.value_dim)):
-        if dim not in HEAD_DIMS:
-            return f"{name} head_dim {dim} is none of {known}"
-    if shape.dtype not in DTYPES:
-        return f"dtype {shape.dtype} is none of float16, bfloat16, float32"
-    if shape.num_query_heads % shape.num_kv_heads:
-        return f"{shape.num_query_heads} query heads do not divide over {shape.num_kv_heads} KV heads"
-    return None
-
-
-def check_variant(shape: DecodeShape, variant: KernelVariant) -> None:
-    """Raises `ValueError` if `variant` cannot be launched for `shape`."""
-    lanes = variant.lanes_per_row
-    if lanes not in (4, 8, 16, 32) or shape.key_dim % (2 * lanes) or shape.value_dim % (2 * lanes):
-        raise ValueError(f"{lanes} lanes cannot split rows of {shape.key_dim} and {shape.value_dim} elements evenly")
-    if not 1 <= variant.simdgroups <= MAX_SIMDGROUPS:
-        raise ValueError(f"{variant.simdgroups} simdgroups; a threadgroup takes 1 to {MAX_SIMDGROUPS}")
-    if variant.heads_per_simdgroup < 1 or variant.rows_ahead < 1:
-        raise ValueError(f"{variant} reads no heads or no rows")
-    if variant.threadgroup_bytes(shape) > MAX_THREADGROUP_BYTES:
-        raise ValueError(f"{variant} needs {variant.threadgroup_bytes(shape)} bytes of threadgroup memory")
-    tokens = variant.partition_tokens
-    if tokens is not None and (tokens < BLOCK_SIZE or tokens % BLOCK_SIZE):
-        raise ValueError(f"partition_tokens is {tokens}; it must be a multiple of {BLOCK_SIZE}")
-
-
-def default_variant(shape: DecodeShape) -> KernelVariant:
-    """A choice that is sound on every GPU: no spills, 128 to 256 threads, rows split without idle lanes."""
-    lanes = max(n for n in (8, 16, 32) if shape.key_dim % (2 * n) == 0 and shape.value_dim % (2 * n) == 0)
-    part = max(shape.key_dim, shape.value_dim) // lanes
-    most_heads = max(2, _FLOATS_PER_LANE // part)
-    heads = -(-shape.group_size // -(-shape.group_size // most_heads))
-    head_simdgroups = min(MAX_SIMDGROUPS, -(-shape.group_size // heads))
-    streams = max(1, min(4, MAX_SIMDGROUPS // head_simdgroups))
-    return KernelVariant(
-        heads_per_simdgroup=heads,
-        simdgroups=head_simdgroups * streams,
-        lanes_per_row=lanes,
-        rows_ahead=max(1, min(4, _FLOATS_PER_LANE // part)),
-    )
-
-
-THREADGROUPS_PER_CORE = 8
-"""Threadgroups of 128 to 256 threads that hide the latency of a core's reads."""
 
 GATHER_TOKENS = 32_768
 """Of contexts whose rows are gathered at once, unless a single one is longer: they take memory together, and those
 gathered one after the other wait for each other."""
 
 
+DECODES_AT_ONCE = 256
+"""Rows of one launch: the partial results of their items take memory together."""
+
+FEW_ROWS = 16
+"""Tokens of a request that are attended from like decodes, with shared reads: drafts, and short ends of prompts. For
+usual shapes that is one or two reads of its K/V; gathering is three, a write among them, and launches of its own."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """How the decodes of a kind of layer are cut. Equal to itself alone: a step looks up what it has for one."""
+    """How the decodes of a kind of layer are cut; `shared` is None where rows cannot share reads. Equal to itself
+    alone: a step looks up what it has for one."""
 
     shape: DecodeShape
     variant: KernelVariant
+    shared: KernelVariant | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,26 +100,56 @@ def _partition_tokens(lengths: IntArray, shape: DecodeShape, variant: KernelVari
 
 @dataclass(frozen=True, slots=True)
 class DecodeIndices:
-    """A `Work` on the device, and the blocks of its sequences.
+    """A `Work` or `SharedWork` on the device.
 
-    `item_starts` is None where each sequence is one item, which needs no merging.
+    arrays       the kernel's inputs that it is: block tables, items and, if shared, their rows
+    num_results  partial results: rows times items that they are in
+    item_starts  None where each row is in one item, so that there is nothing to merge
     """
 
-    block_tables: mx.array
-    work_items: mx.array
+    arrays: tuple[mx.array, ...]
     num_sequences: int
     num_items: int
+    num_results: int
     item_starts: mx.array | None
 
     @classmethod
-    def of(cls, work: Work, block_tables: mx.array) -> DecodeIndices:
-        return cls(
-            block_tables=block_tables,
-            work_items=mx.array(_at_least(SMALL_ARRAY // 4, work.items)),
-            num_sequences=len(work.starts) - 1,
-            num_items=len(work.items),
-            item_starts=mx.array(_at_least(SMALL_ARRAY, work.starts)) if work.is_split else None,
-        )
+    def of(cls, work: Work | SharedWork, block_tables: mx.array) -> DecodeIndices:
+        """Of B rows: sequences of one row each, or rows of readers."""
+        arrays: tuple[mx.array, ...] = block_tables, mx.array(_at_least(SMALL_ARRAY // 4, work.items))
+        num_results = len(work.items)
+        if isinstance(work, SharedWork):
+            arrays += (mx.array(_at_least(SMALL_ARRAY // 4, work.rows)),)
+            num_results = len(work.rows)
+        starts = mx.array(_at_least(SMALL_ARRAY, work.starts)) if work.is_split else None
+        return cls(arrays, len(work.starts) - 1, len(work.items), num_results, starts)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Attention of some rows of a step. A plain one takes them one after the other from row `first` on; one that
+    `is_shared` names them. `spans` say where its results go: the first row of the step, and which results."""
+
+    indices: DecodeIndices
+    is_shared: bool
+    first: int
+    spans: tuple[tuple[int, slice], ...]
+
+    @classmethod
+    def of(cls, indices: DecodeIndices, rows: Indices, *, is_shared: bool) -> Launch:
+        bounds = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+        spans = tuple((int(rows[start]), slice(start, end)) for start, end in pairwise(bounds))
+        return cls(indices, is_shared, 0 if is_shared else int(rows[0]), spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """How a step is attended from in layers of a kind: by `decodes` its requests of few tokens; chunks of more than
+    `gathers_beyond` are gathered, if there are any. `only` is there if it is one launch of all rows in their order."""
+
+    decodes: tuple[Launch, ...]
+    gathers_beyond: int | None
+    only: Launch | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,55 +183,116 @@ class Gather:
         return cls(seen, mx.array(_at_least(SMALL_ARRAY, rows)), len(rows))
 
 
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """Readers of one launch, their tables on the device, and the runs that they share."""
+
+    readers: Readers
+    tables: mx.array
+    runs: list[Run]
+
+
 @dataclass(slots=True)
 class GpuMetadata:
     """A step's plan with its index arrays on the device; those that depend on a layer's shape are made when asked
-    for and kept for the layers like it."""
+    for and kept for the layers like it. Without `may_share`, no row reads K/V together with others."""
 
     step: StepPlan
     slots: mx.array
-    block_tables: mx.array
+    block_tables: tuple[mx.array, ...]
     num_cores: int
     num_decodes: int
-    num_chunks: int
-    _decodes: dict[tuple[Cut, int | None], DecodeIndices] = field(default_factory=dict)
-    _gathers: dict[tuple[bool, int, int | None], tuple[Gather, ...]] = field(default_factory=dict)
+    may_share: bool = True
+    _launches: dict[tuple[Cut, int | None], Launches] = field(default_factory=dict)
+    _gathers: dict[tuple[int, int, int | None], tuple[Gather, ...]] = field(default_factory=dict)
+    _sharings: dict[bool, tuple[_Sharing, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, step: StepPlan, num_cores: int) -> GpuMetadata:
-        tables = step.block_tables[: step.num_decodes]
-        if tables.size < SMALL_ARRAY:
-            tables = np.pad(tables, ((0, max(0, 1 - len(tables))), (0, SMALL_ARRAY)))
+    def of(cls, step: StepPlan, num_cores: int, *, may_share: bool = True) -> GpuMetadata:
         return cls(
             step=step,
             slots=mx.array(_at_least(SMALL_ARRAY, step.slot_mapping.astype(np.int32))),
-            block_tables=mx.array(tables),
+            block_tables=tuple(map(_device_tables, _in_launches(step.block_tables[: step.num_decodes]))),
             num_cores=num_cores,
             num_decodes=step.num_decodes,
-            num_chunks=step.num_requests - step.num_decodes,
+            may_share=may_share,
         )
 
-    def decode_indices(self, cut: Cut, window: int | None) -> DecodeIndices:
-        """Work items of the step's decodes for layers that are cut so and have this window."""
+    def launches(self, cut: Cut, window: int | None) -> Launches:
+        """The launches for layers that are cut so and have this window."""
         key = cut, window
-        if key not in self._decodes:
-            contexts = self.step.context_lens[: self.num_decodes]
-            work = make_work(contexts, window, cut.shape, cut.variant, self.num_cores)
-            self._decodes[key] = DecodeIndices.of(work, self.block_tables)
-        return self._decodes[key]
+        if key not in self._launches:
+            self._launches[key] = self._make_launches(cut, window)
+        return self._launches[key]
 
-    def chunk_gathers(self, num_kv_heads: int, window: int | None) -> tuple[Gather, ...]:
-        """What the prompt chunks see: each its own past and itself, causally, in its window. Together, as many as
-        `GATHER_TOKENS` allow."""
-        key = True, num_kv_heads, window
+    def _make_launches(self, cut: Cut, window: int | None) -> Launches:
+        shares = self.may_share and cut.shared is not None
+        launches = self._shared_launches(cut, window, with_decodes=True) if shares and window is None else ()
+        if not launches:
+            launches = self._plain_launches(cut, window)
+            if shares:
+                launches += self._shared_launches(cut, window, with_decodes=False)
+        most = FEW_ROWS if shares else 0
+        gathers_beyond = most if self._chunks(most) else None
+        is_one = gathers_beyond is None and len(launches) == 1 and len(launches[0].spans) == 1
+        return Launches(launches, gathers_beyond, launches[0] if is_one else None)
+
+    def _plain_launches(self, cut: Cut, window: int | None) -> tuple[Launch, ...]:
+        contexts, rows = self.step.context_lens[: self.num_decodes], np.arange(self.num_decodes, dtype=np.int32)
+        works = (make_work(part, window, cut.shape, cut.variant, self.num_cores) for part in _in_launches(contexts))
+        return tuple(
+            Launch.of(DecodeIndices.of(work, tables), part, is_shared=False)
+            for work, tables, part in zip(works, self.block_tables, _in_launches(rows), strict=True)
+        )
+
+    def _shared_launches(self, cut: Cut, window: int | None, *, with_decodes: bool) -> tuple[Launch, ...]:
+        """Of requests of few rows. With decodes, all together; empty if they share too little for that."""
+        assert cut.shared is not None
+        launches = []
+        for sharing in self._sharing(with_decodes=with_decodes):
+            readers = sharing.readers
+            work = make_shared_work(readers, sharing.runs, window, cut.shape, cut.shared, self.num_cores)
+            launches.append(Launch.of(DecodeIndices.of(work, sharing.tables), readers.rows, is_shared=True))
+        return tuple(launches)
+
+    def _sharing(self, *, with_decodes: bool) -> tuple[_Sharing, ...]:
+        if with_decodes not in self._sharings:
+            lengths = np.diff(self.step.query_starts)
+            requests = np.flatnonzero(lengths <= FEW_ROWS)
+            if not with_decodes:
+                requests = requests[requests >= self.num_decodes]
+            launches = np.cumsum(lengths[requests]) // DECODES_AT_ONCE
+            parts = [self._readers(requests[launches == launch]) for launch in np.unique(launches)]
+            runs = [find_runs(readers) if with_decodes else [] for readers in parts]
+            self._sharings[with_decodes] = tuple(
+                _Sharing(readers, _device_tables(readers.tables), found)
+                for readers, found in zip(parts, runs, strict=True)
+                if any(runs) or not with_decodes
+            )
+        return self._sharings[with_decodes]
+
+    def _readers(self, requests: IntArray) -> Readers:
+        step = self.step
+        queries, lengths = step.query_starts[requests], np.diff(step.query_starts)[requests]
+        return Readers(step.block_tables[requests], queries, lengths, step.context_lens[requests])
+
+    def _chunks(self, longer_than: int) -> list[int]:
+        """Requests of more rows, behind the decodes."""
+        lengths = np.diff(self.step.query_starts)[self.num_decodes :]
+        return (self.num_decodes + np.flatnonzero(lengths > longer_than)).tolist()
+
+    def chunk_gathers(self, num_kv_heads: int, window: int | None, *, longer_than: int = 0) -> tuple[Gather, ...]:
+        """What the prompt chunks of more than so many tokens see: each its own past and itself, causally, in its
+        window. Together, as many as `GATHER_TOKENS` allow."""
+        key = longer_than, num_kv_heads, window
         if key not in self._gathers:
-            chunks = [self._chunk(r, num_kv_heads, window) for r in range(self.num_decodes, self.step.num_requests)]
+            chunks = [self._chunk(request, num_kv_heads, window) for request in self._chunks(longer_than)]
             self._gathers[key] = tuple(Gather.of(*group) for group in _in_groups(chunks))
         return self._gathers[key]
 
     def decodes_gather(self, num_kv_heads: int, window: int | None) -> Gather:
         """What all decodes see, padded to the longest: for layers that no decode kernel supports."""
-        key = False, num_kv_heads, window
+        key = -1, num_kv_heads, window
         if key not in self._gathers:
             contexts = self.step.context_lens[: self.num_decodes]
             longest = int(contexts.max())
@@ -338,6 +316,15 @@ class GpuMetadata:
             positions = mx.arange(position, length)[None, None, :, None]
             mask = causal_mask(positions, mx.arange(lowest, length), window)
         return Seen(slice(first_query, end_query), rows, lowest - base, length - base, mask)
+
+
+def _in_launches(rows: IntArray) -> list[IntArray]:
+    """`rows`, one a decode, as they are launched."""
+    return [rows[first : first + DECODES_AT_ONCE] for first in range(0, len(rows), DECODES_AT_ONCE)]
+
+
+def _device_tables(tables: IntArray) -> mx.array:
+    return mx.array(tables if tables.size >= SMALL_ARRAY else np.pad(tables, ((0, 0), (0, SMALL_ARRAY))))
 
 
 def _in_groups(chunks: Sequence[Seen]) -> Iterator[list[Seen]]:

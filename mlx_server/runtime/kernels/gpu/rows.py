@@ -5,7 +5,7 @@ over blocks that are gathered into contiguous rows: of prompt chunks, and of dec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -14,10 +14,11 @@ import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.kernels.gpu.kernels import KernelText, MakeKernel, PoolKernels, Scores
-from mlx_server.runtime.kernels.gpu.plan import SIMD_WIDTH, Gather, Seen
+from mlx_server.runtime.kernels.gpu.plan import Gather, Seen
 from mlx_server.runtime.kernels.gpu.pool import GpuPool, buffer_address
+from mlx_server.runtime.kernels.gpu.variants import SIMD_WIDTH
 from mlx_server.runtime.memory import max_elements
-from mlx_server.runtime.row_pool import SMALL_ARRAY, RowsShape, Slots
+from mlx_server.runtime.row_pool import SMALL_ARRAY, Rows, RowsShape, Slots
 
 ROW_READ = KernelText("row_read", ("pool", "slots", "token"), ("rows", "token_out"))
 ROW_WRITE = KernelText("row_write", ("rows", "pool", "slots", "token"), ("token_out",))
@@ -107,6 +108,9 @@ class GpuRows:
 
     def take(self, slots: Slots) -> GpuRows:
         return GpuRows(self._kernels, self._memory.array.reshape(self._shape)[slots.array])
+
+    def parts(self) -> Sequence[Rows]:
+        return [self]
 
     def view(self, shape: RowsShape) -> GpuRows:
         view = copy(self)

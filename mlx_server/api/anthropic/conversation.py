@@ -1,0 +1,245 @@
+"""The messages of Anthropic's protocol, lists of blocks, and how they become a chat template's turns.
+
+What was said, thought, called and returned is read, whoever has run the tool. A tool's result that is an image or a
+file is noted (`media_note`), and so is what an agent puts beside results in the same message; what a user sends alone
+is refused. What only the server that wrote it could read is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, WithJsonSchema
+
+from mlx_server.api.chat_plan import Turns
+from mlx_server.api.openai.document import STRING, either, list_of, of_type
+from mlx_server.api.request_bounds import FIRST_ERROR
+from mlx_server.engine.text.media import media_note, unreadable_part
+from mlx_server.engine.text.messages import string_in
+from mlx_server.engine.vision.parts import ImageParts
+from mlx_server.errors import InvalidRequestError
+
+_TEXT_BLOCK = of_type("text", text=STRING)
+_MAYBE = {"type": ["string", "null"]}
+_TEXTS = either(STRING, list_of(_TEXT_BLOCK))
+_SOURCE = either(of_type("text", data=STRING), of_type("content", content=_TEXTS))
+
+_DOCUMENT = of_type("document", source=_SOURCE)
+_DOCUMENT["properties"] |= {"title": _MAYBE, "context": _MAYBE}
+_USER_BLOCKS = (
+    _DOCUMENT,
+    of_type("search_result", title=STRING, source=STRING, content=_TEXTS),
+    of_type("tool_result", tool_use_id=STRING),
+)
+_ASSISTANT_BLOCKS = (
+    of_type("thinking", thinking=STRING),
+    of_type("redacted_thinking"),
+    of_type("tool_use", id=STRING, name=STRING, input={"type": "object"}),
+)
+
+
+def _message(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+    content = either(STRING, list_of(either(_TEXT_BLOCK, *blocks)))
+    return {"properties": {"role": {"const": role}, "content": content}}
+
+
+Block = dict[str, Any]
+TextBlock = Annotated[Block, WithJsonSchema(_TEXT_BLOCK)]
+Content = str | Annotated[list[Block], FIRST_ERROR]
+
+_VOLATILE = re.compile(r"^x-anthropic-billing-header:.*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
+"""A line that some agents write at the head of the system prompt, different in every request."""
+
+_HEAD_CHARS = 16_384
+"""How far it is looked for: the search holds the interpreter for as long as it lasts."""
+
+
+class MessageParam(BaseModel):
+    """One message as it comes."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [_message("user", *_USER_BLOCKS), _message("assistant", *_ASSISTANT_BLOCKS), _message("system")]
+        }
+    )
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+def read_conversation(
+    system: Content | None, messages: Sequence[MessageParam], images: ImageParts | None = None
+) -> Turns:
+    """The turns, the last of them open if it is the assistant's; with `images`, blocks of such are marked. Raises
+    `InvalidRequestError`."""
+    turns = Turns()
+    _read_system(turns, _blocks(system or "", "system"))
+    given = [{"role": message.role, "content": message.content} for message in messages]
+    for index, message in enumerate(given if images is None else images.mark_messages(given)):
+        _READERS[message["role"]](turns, _blocks(message["content"], f"messages[{index}].content"))
+    if turns.has_open_calls:
+        raise InvalidRequestError(
+            "The last message has tool_use blocks; send a user message with their tool_result blocks.", "messages"
+        )
+    return turns
+
+
+_Blocks = Sequence[tuple[str, Block]]
+"""Blocks, each with the path at which the client finds it."""
+
+
+def _blocks(content: Content, where: str) -> _Blocks:
+    if isinstance(content, str):
+        return [(where, {"type": "text", "text": content})] if content else []
+    return [(f"{where}[{index}]", block) for index, block in enumerate(content)]
+
+
+def _read_system(turns: Turns, blocks: _Blocks) -> None:
+    for where, block in blocks:
+        text = _text(block, where)
+        stable = _VOLATILE.sub("", text[:_HEAD_CHARS]) + text[_HEAD_CHARS:]
+        if stable:
+            turns.instruct(stable)
+
+
+def _read_user(turns: Turns, blocks: _Blocks) -> None:
+    # A template knows the results of calls only right behind the calls.
+    results = [item for item in blocks if item[1].get("type") == "tool_result"]
+    for where, block in results:
+        turns.result(string_in(block, "tool_use_id", where), _result_text(block, where))
+    others = [item for item in blocks if item[1].get("type") != "tool_result"]
+    for where, block in others:
+        turns.say(_text(_noted(block) if results else block, where))
+
+
+def _read_assistant(turns: Turns, blocks: _Blocks) -> None:
+    server_calls: dict[Any, Block] = {}
+    for where, block in blocks:
+        match block.get("type"):
+            case "thinking":
+                turns.think(string_in(block, "thinking", where))
+            case str(kind) if kind in PASSED_OVER:
+                pass
+            case "tool_use":
+                arguments = block.get("input", {})
+                if not isinstance(arguments, dict):
+                    raise InvalidRequestError(f"{where}.input must be an object.", f"{where}.input")
+                turns.call(string_in(block, "id", where), string_in(block, "name", where), arguments)
+            case "server_tool_use" | "mcp_tool_use":
+                server_calls[str(block.get("id"))] = block
+            case str(kind) if kind.endswith("_tool_result"):
+                _read_server_result(turns, block, server_calls)
+            case "compaction":
+                turns.answer(_legible_text(block.get("content") or ""))
+            case _:
+                turns.answer(_text(_noted(block), where))
+
+
+PASSED_OVER = frozenset(("redacted_thinking", "container_upload", "fallback", "mcp_tool_listing"))
+"""Blocks of an assistant's that only the server that wrote them could read, or that say nothing to a model."""
+
+
+def _read_server_result(turns: Turns, block: Block, calls: Mapping[str, Block]) -> None:
+    """A tool that ran on the server that wrote the answer: call and result at once, so that a call whose result never
+    came leaves nothing open."""
+    call_id = str(block.get("tool_use_id"))
+    call = calls.get(call_id, {})
+    arguments = call.get("input")
+    name = str(call.get("name") or str(block["type"]).removesuffix("_tool_result"))
+    turns.call(call_id, name, arguments if isinstance(arguments, dict) else {})
+    turns.result(call_id, _legible_text(block.get("content") or ""))
+
+
+def _legible_text(content: Any) -> str:
+    """What a server's tool has returned: texts as they are, and all else as JSON."""
+    if isinstance(content, list):
+        return "\n".join(map(_legible_text, content))
+    if isinstance(content, dict) and content.get("type") == "text":
+        content = content.get("text")
+    return content if isinstance(content, str) else json.dumps(_legible(content), ensure_ascii=False)
+
+
+def _legible(value: Any) -> Any:
+    """Without what is encrypted, and with notes for files."""
+    if isinstance(value, list):
+        return [_legible(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") == "base64":
+        return media_note("file")
+    return {key: _legible(item) for key, item in value.items() if not key.startswith("encrypted_")}
+
+
+_READERS = {"user": _read_user, "assistant": _read_assistant, "system": _read_system}
+
+
+def _result_text(block: Block, where: str) -> str:
+    text = _joined(block.get("content") or "", f"{where}.content", _result_part)
+    return f"Error: {text}" if block.get("is_error") else text
+
+
+def _result_part(block: Block, where: str) -> str:
+    """What a part of a tool's result says; a search for tools names those that it has found."""
+    if block.get("type") == "tool_reference":
+        return string_in(block, "tool_name", where)
+    return _text(_noted(block), where)
+
+
+def _noted(block: Block) -> Block:
+    """The block, or a note in the place of one that is no text, also within a document."""
+    kind, source = block.get("type"), block.get("source")
+    if kind == "document" and isinstance(source, Mapping) and source.get("type") in ("text", "content"):
+        parts = source.get("content")
+        if not isinstance(parts, list):
+            return block
+        noted = [_noted(part) if isinstance(part, dict) else part for part in parts]
+        return {**block, "source": {**source, "content": noted}}
+    note = media_note(kind) if isinstance(kind, str) else None
+    return block if note is None else {"type": "text", "text": note}
+
+
+def _text(block: Block, where: str) -> str:
+    """What a block of text says, a search result, or a document that is text."""
+    match block.get("type"):
+        case "document":
+            return _lines(block, ("title", "context"), _document_text(block.get("source"), where), where)
+        case "search_result":
+            return _lines(block, ("title", "source"), _joined(block.get("content"), f"{where}.content"), where)
+        case _:
+            return _plain_text(block, where)
+
+
+def _plain_text(block: Block, where: str) -> str:
+    if block.get("type") != "text":
+        raise unreadable_part(block.get("type"), where)
+    return string_in(block, "text", where)
+
+
+def _document_text(source: Any, where: str) -> str:
+    if not isinstance(source, Mapping):
+        raise InvalidRequestError(f"{where}.source must be an object.", f"{where}.source")
+    match source.get("type"):
+        case "text":
+            return string_in(source, "data", f"{where}.source")
+        case "content":
+            return _joined(source.get("content"), f"{where}.source.content")
+        case kind:
+            raise unreadable_part(f"document with a source of type {kind}", where)
+
+
+def _joined(content: Any, where: str, read: Callable[[Block, str], str] = _plain_text) -> str:
+    """A string, or what `read` makes of blocks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise InvalidRequestError(f"{where} must be a string or a list of blocks.", where)
+    return "\n".join(read(part, path) for path, part in _blocks(content, where))
+
+
+def _lines(block: Block, headings: Sequence[str], text: str, where: str) -> str:
+    """What stands over a text, as far as it is given, and the text."""
+    given = [string_in(block, name, where) for name in headings if block.get(name) is not None]
+    return "\n".join([*given, text])

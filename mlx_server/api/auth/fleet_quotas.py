@@ -1,0 +1,377 @@
+"""Quotas of a fleet: what callers use on all servers together, counted in the shared store.
+
+Both hold: what this server counts by itself (`Quotas`), and what the store says of all. So the limits of one server
+hold while the store is away, and what it refuses by itself costs the store nothing.
+
+A request asks the store once, before it is queued (`_TAKE`), which lets it in and counts it or says why not. All else
+is told afterwards, at the end of an answer or once a second: output tokens, wrong requests, seats given back. Seats are
+leased: a server says how many answers a key has in progress on it, and the store forgets that after 30 seconds without
+a word, so that none is lost with a server that was killed. What only reads text is counted by each server alone, since
+a router may ask all of them for the same text.
+
+Worked example, `requests_per_minute` 2. Server A takes one: slot 4 has 1. B takes one 250 ms later: slot 5 has 1. A's
+next adds up both, 2, and is told to wait until slot 4 leaves: 60 seconds after the slot's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_server.api.auth.keys import Caller, UsageLog
+from mlx_server.api.auth.quotas import (
+    Allowance,
+    Demand,
+    Meter,
+    Quotas,
+    SlidingWindow,
+    requests_refusal,
+    seats_refusal,
+    tokens_refusal,
+)
+from mlx_server.api.shared_store import Script, SharedStore, StoreAwayError
+from mlx_server.tiers import Tier
+
+SYNC_S = 1.0
+LEASE_S = 30.0
+SEAT_PAUSE_S = 0.05
+"""An answer may have reached its client before its seat has reached the store. Who finds no seat looks again."""
+
+_NO_LIMIT = -1
+_UNKNOWN = -1
+_TAKE = Script("""
+-- KEYS: requests and tokens: amounts by slot of 250 ms, their total, the first slot and the last;
+-- answers in progress by server, as "number:when the lease ends"
+local now, server, lease_ms, held, want, least, num_requests, num_tokens, prompt_tokens,
+  max_requests, max_tokens, max_seats = ARGV[1] + 0, ARGV[2], ARGV[3] + 0, ARGV[4] + 0, ARGV[5] + 0, ARGV[6] + 0,
+  ARGV[7] + 0, ARGV[8] + 0, ARGV[9] + 0, ARGV[10] + 0, ARGV[11] + 0, ARGV[12] + 0
+-- What is over is told by what the keys hold; their lifetime only clears away what nobody asks for any more.
+local SLOT_MS, WINDOW_MS, LIFETIME_MS = 250, 60000, 600000
+if now == 0 then
+  local time = redis.call('TIME')
+  now = time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- A slot's amount leaves as a whole, a minute after the slot's end. So few slots are looked at: those that leave.
+local function read(key)
+  local found = redis.call('HMGET', key, 'total', 'first', 'last')
+  local last_gone = math.floor((now - WINDOW_MS) / SLOT_MS) - 1
+  if not found[1] then return {used = 0} end
+  if found[3] + 0 <= last_gone then
+    redis.call('DEL', key)
+    return {used = 0}
+  end
+  local window = {used = found[1] + 0, first = found[2] + 0, last = found[3] + 0}
+  if window.first <= last_gone then
+    local gone = {}
+    for slot = window.first, last_gone do gone[#gone + 1] = slot end
+    for _, amount in ipairs(redis.call('HMGET', key, unpack(gone))) do
+      if amount then window.used = window.used - amount end
+    end
+    redis.call('HDEL', key, unpack(gone))
+    window.first = last_gone + 1
+    redis.call('HSET', key, 'total', window.used, 'first', window.first)
+  end
+  return window
+end
+
+local function add(key, window, amount)
+  if amount == 0 then return end
+  window.last = math.max(math.floor(now / SLOT_MS), window.last or 0)
+  window.first = window.first or window.last
+  window.used = window.used + amount
+  redis.call('HINCRBY', key, window.last, amount)
+  redis.call('HSET', key, 'total', window.used, 'first', window.first, 'last', window.last)
+  redis.call('PEXPIRE', key, LIFETIME_MS)
+end
+
+local function leaves_ms(slot) return slot and (slot + 1) * SLOT_MS + WINDOW_MS - now or 0 end
+
+local function wait(key, window, excess)
+  for slot = window.first or 0, window.last or -1 do
+    excess = excess - (redis.call('HGET', key, slot) or 0)
+    if excess <= 0 then return leaves_ms(slot) end
+  end
+  return leaves_ms(window.last)
+end
+
+local requests, tokens, seats, leases = read(KEYS[1]), read(KEYS[2]), held, redis.call('HGETALL', KEYS[3])
+add(KEYS[1], requests, num_requests)
+add(KEYS[2], tokens, num_tokens)
+for i = 1, #leases, 2 do
+  local number, ends = string.match(leases[i + 1], '(%d+):(%d+)')
+  if ends + 0 <= now then
+    redis.call('HDEL', KEYS[3], leases[i])
+  elseif leases[i] ~= server then
+    seats = seats + number
+  end
+end
+
+local refusal, wait_ms, granted = '', 0, want
+if want > 0 then
+  if max_seats >= 0 and seats + want > max_seats then granted = math.max(max_seats - seats, 0) end
+  local too_many = requests.used + 1 - max_requests
+  local too_much = tokens.used + prompt_tokens - max_tokens
+  if granted < least then
+    refusal = 'seats'
+  elseif max_requests >= 0 and too_many > 0 then
+    refusal, wait_ms = 'requests', wait(KEYS[1], requests, too_many)
+  elseif max_tokens >= 0 and too_much > 0 then
+    refusal, wait_ms = 'tokens', wait(KEYS[2], tokens, too_much)
+  end
+  if refusal == '' then
+    add(KEYS[1], requests, 1)
+    add(KEYS[2], tokens, prompt_tokens)
+    held, seats = held + granted, seats + granted
+  else
+    granted = 0
+  end
+end
+if held > 0 then
+  redis.call('HSET', KEYS[3], server, string.format('%d:%d', held, now + lease_ms))
+  redis.call('PEXPIRE', KEYS[3], LIFETIME_MS)
+else
+  redis.call('HDEL', KEYS[3], server)
+end
+return {refusal, granted, wait_ms, seats, requests.used, leaves_ms(requests.last),
+  tokens.used, leaves_ms(tokens.last)}
+""")
+
+
+@dataclass(slots=True)
+class _Told:
+    """A window of this server's own meter, and how much of what it ever counted the store has."""
+
+    window: SlidingWindow
+    num_told: int = 0
+    num_reserved: int = 0
+    """Counted by the store, and not yet here."""
+
+    @property
+    def num_counted(self) -> int:
+        return self.window.num_added + self.num_reserved
+
+    def news(self, now: float) -> int:
+        """What the store is to add: below 0 for what it has counted and was then not done. What came longer than a
+        minute ago, while the store was away, is of no account any more."""
+        return min(self.num_counted - self.num_told, self.window.used(now))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """What the store said of all servers, at `at_s` of this server's clock."""
+
+    refusal: str
+    num_granted: int
+    wait_s: float
+    num_answers: int
+    rates: dict[str, tuple[int, float]]
+    """What was used within a minute, and the seconds until all of it is back."""
+    at_s: float
+
+
+@dataclass(slots=True)
+class _Share:
+    """One identity on this server, and what the store knows of that."""
+
+    tier: Tier
+    keys: tuple[str, ...]
+    meter: Meter
+    requests: _Told = field(init=False)
+    tokens: _Told = field(init=False)
+    num_reserved: int = 0
+    """Answers that were let in, and are not yet open."""
+    num_told: int = 0
+    """Answers in progress, as the store has it; `_UNKNOWN` from a call's beginning until its answer."""
+    told_s: float = 0.0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """What a server says of an identity must come to the store in its order."""
+    reply: _Reply | None = None
+    refused_until_s: float = 0.0
+    """No request more before that time, whatever it is."""
+
+    def __post_init__(self) -> None:
+        self.requests, self.tokens = _Told(self.meter.requests), _Told(self.meter.tokens)
+
+    @property
+    def num_held(self) -> int:
+        return self.meter.num_answers + self.num_reserved
+
+    def has_news(self, now: float) -> bool:
+        is_due = self.num_held > 0 and now - self.told_s > LEASE_S / 3
+        has_tokens = self.tier.tokens_per_minute is not None and self.tokens.news(now) != 0
+        return is_due or has_tokens or self.num_held != self.num_told or self.requests.news(now) != 0
+
+
+class FleetQuotas(Quotas):
+    """The meters of this server's callers, and the store's of all. Event-loop thread only. `close` it."""
+
+    def __init__(
+        self, store: SharedStore, usage: UsageLog | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(usage, clock)
+        self._store = store
+        self._server = uuid.uuid4().hex
+        self._shares: dict[str, _Share] = {}
+        self._is_closed = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def check(self, caller: Caller, demand: Demand) -> None:
+        super().check(caller, demand)
+        share = self._shares.get(caller.identity)
+        if share is not None and share.reply is not None and self._store.is_here:
+            wait_s = share.refused_until_s - self._clock()
+            if wait_s > 0:
+                raise requests_refusal(caller.tier, share.reply.rates["requests"][0], wait_s)
+
+    async def reserve(
+        self, caller: Caller, demand: Demand, least: int | None = None
+    ) -> contextlib.AbstractContextManager[int]:
+        if not _is_limited(caller.tier):
+            return contextlib.nullcontext(demand.num_answers)
+        share = self._share(caller)
+        self._wake()
+        least = demand.num_answers if least is None else least
+        try:
+            reply = await self._take(share, demand, least)
+            if reply.refusal == "seats":
+                await self._pause()
+                reply = await self._take(share, demand, least)
+        except StoreAwayError:
+            return contextlib.nullcontext(demand.num_answers)
+        if reply.refusal == "seats":
+            raise seats_refusal(caller.tier, reply.num_answers, demand)
+        if reply.refusal == "requests":
+            share.refused_until_s = reply.at_s + reply.wait_s
+            raise requests_refusal(caller.tier, reply.rates["requests"][0], reply.wait_s)
+        if reply.refusal:
+            raise tokens_refusal(caller.tier, reply.rates["tokens"][0], demand.num_prompt_tokens, reply.wait_s)
+        return self._reserved(share, reply.num_granted, demand)
+
+    def refuse(self, caller: Caller) -> None:
+        super().refuse(caller)
+        if _is_limited(caller.tier):
+            self._share(caller)
+            self._wake()
+
+    def rates(self, caller: Caller) -> dict[str, Allowance]:
+        rates, share = super().rates(caller), self._shares.get(caller.identity)
+        if share is None or share.reply is None or not self._store.is_here:
+            return rates
+        passed_s = self._clock() - share.reply.at_s
+        for name, rate in rates.items():
+            used, reset_s = share.reply.rates[name]
+            if passed_s < reset_s:
+                remaining = min(rate.remaining, max(0, rate.limit - used))
+                rates[name] = Allowance(rate.limit, remaining, max(rate.reset_s, reset_s - passed_s))
+        return rates
+
+    async def close(self) -> None:
+        """Tells the store the last, so that seats are free at once."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.gather(*self._tasks)
+        for share in self._shares.values():
+            await self._tell(share)
+
+    def _on_close(self, caller: Caller, demand: Demand, num_output_tokens: int) -> None:
+        super()._on_close(caller, demand, num_output_tokens)
+        if caller.identity in self._shares:
+            self._start(self._tell(self._shares[caller.identity]))
+
+    def _share(self, caller: Caller) -> _Share:
+        share = self._shares.get(caller.identity)
+        if share is None:
+            keys = tuple(f"quota:{caller.identity}:{what}" for what in ("requests", "tokens", "answers"))
+            share = self._shares[caller.identity] = _Share(caller.tier, keys, self._meter(caller))
+        share.tier = caller.tier
+        return share
+
+    @staticmethod
+    async def _pause() -> None:
+        await asyncio.sleep(SEAT_PAUSE_S)
+
+    @contextlib.contextmanager
+    def _reserved(self, share: _Share, num_granted: int, demand: Demand) -> Iterator[int]:
+        """Inside, `open` counts here what the store has counted already; else the store is told that nothing came."""
+        try:
+            yield num_granted
+        finally:
+            self._add_reserved(share, -num_granted, -1, -demand.num_prompt_tokens)
+            if share.has_news(self._clock()):
+                self._start(self._tell(share))
+
+    @staticmethod
+    def _add_reserved(share: _Share, num_answers: int, num_requests: int, num_tokens: int) -> None:
+        share.num_reserved += num_answers
+        share.requests.num_reserved += num_requests
+        share.tokens.num_reserved += num_tokens
+
+    async def _take(self, share: _Share, demand: Demand, least: int) -> _Reply:
+        async with self._store.turn(share.lock):
+            reply = await self._call(share, demand, least)
+            if not reply.refusal:
+                self._add_reserved(share, reply.num_granted, 1, demand.num_prompt_tokens)
+                share.num_told += reply.num_granted
+                share.requests.num_told += 1
+                share.tokens.num_told += demand.num_prompt_tokens
+            return reply
+
+    async def _tell(self, share: _Share) -> None:
+        """What has changed since the store was told; nothing while it is away."""
+        with contextlib.suppress(StoreAwayError):
+            async with self._store.turn(share.lock):
+                if share.has_news(self._clock()):
+                    await self._call(share, Demand(0, 0), 0)
+
+    async def _call(self, share: _Share, demand: Demand, least: int) -> _Reply:
+        now, tier, held = self._clock(), share.tier, share.num_held
+        rates = (share.requests, share.tokens)
+        counted = [told.num_counted for told in rates]
+        limits = (tier.requests_per_minute, tier.tokens_per_minute, tier.max_concurrent_requests)
+        share.num_told = _UNKNOWN  # an answer that does not come leaves open whether the store has counted
+        refusal, num_granted, wait_ms, num_answers, *used = await self._store.run(
+            _TAKE,
+            share.keys,
+            [
+                *(self._server, int(1000 * LEASE_S), held, demand.num_answers, least),
+                *(told.news(now) for told in rates),
+                demand.num_prompt_tokens,
+                *(_NO_LIMIT if limit is None else limit for limit in limits),
+            ],
+        )
+        for told, num_counted in zip(rates, counted, strict=True):
+            told.num_told = num_counted
+        share.num_told, share.told_s = held, now
+        windows = {"requests": (used[0], used[1] / 1000), "tokens": (used[2], used[3] / 1000)}
+        share.reply = _Reply(refusal.decode(), num_granted, wait_ms / 1000, num_answers, windows, now)
+        return share.reply
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _wake(self) -> None:
+        if self._timer is None and not self._is_closed:
+            self._timer = asyncio.get_running_loop().call_later(SYNC_S, lambda: self._start(self._sync()))
+
+    async def _sync(self) -> None:
+        """Tells of all that has changed, once a second for as long as anything may change."""
+        self._timer = None  # whoever asks from here on may come after its share was told
+        for share in list(self._shares.values()):
+            await self._tell(share)
+        if any(share.num_held or share.has_news(self._clock()) for share in self._shares.values()):
+            self._wake()
+
+
+def _is_limited(tier: Tier) -> bool:
+    """Whether anything of the tier is counted over all servers."""
+    return (tier.max_concurrent_requests, tier.requests_per_minute, tier.tokens_per_minute) != (None, None, None)

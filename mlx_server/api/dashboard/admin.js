@@ -1,0 +1,110 @@
+// What admins see and do: models pulled, loaded and unloaded; keys and tiers with their use.
+
+import { $, ask, bytes, duration, number, rows } from "./common.js";
+
+const LOADED = ["loading", "ready", "draining", "dead"];
+const asked = new Set(); // names of models that this page has asked something for, and has no answer yet
+let shown = "";
+
+// --- models -------------------------------------------------------------------------------------------------
+
+// `offers` are names that may be asked for; `snapshot` has those that were.
+export function showModels(snapshot, offers) {
+  $("all-models").hidden = false;
+  const there = new Set(snapshot.models.map((model) => model.name));
+  const others = offers.filter((offer) => !offer.parent && !there.has(offer.id));
+  const models = [...snapshot.models, ...others.map((offer) => ({ name: offer.id, state: "unloaded" }))];
+  const text = JSON.stringify([models.map(({ stats, requests, recent, tiers, ...rest }) => [
+    rest, stats?.memory_bytes, stats?.running, stats?.waiting,
+  ]), snapshot.pulls, [...asked]]);
+  if (text === shown) return; // so that what has the focus keeps it
+  shown = text;
+  const focused = document.activeElement?.dataset?.model;
+  rows("models", models.map((model) => [
+    model.name, stateOf(model), bytes(model.stats?.memory_bytes), number(model.stats?.running),
+    number(model.stats?.waiting), buttonOf(model),
+  ]));
+  rows("pulls", (snapshot.pulls ?? []).map((pull) => [pull.model, progress(pull)]));
+  $("pulls-table").hidden = !snapshot.pulls?.length;
+  if (focused) document.querySelector(`#models button[data-model="${CSS.escape(focused)}"]`)?.focus();
+}
+
+function stateOf(model) {
+  const state = document.createElement("span");
+  if (model.preparing) return progress(model.preparing);
+  if (model.state === "loading") {
+    state.append(bar(model.load_progress, 1), ` loading, ${Math.round(100 * model.load_progress)} %`);
+  } else {
+    state.append(model.state + (model.pinned ? ", pinned" : ""));
+  }
+  if (model.error) Object.assign(state, { title: model.error, className: "failure" }).append(`: ${model.error}`);
+  return state;
+}
+
+function progress({ stage, done_bytes: done, total_bytes: total, bytes_per_s: rate, remaining_s: left }) {
+  const told = document.createElement("span");
+  told.append(bar(done, total ?? undefined), ` ${stage}`);
+  if (total) told.append(` ${bytes(done)} of ${bytes(total)}`);
+  if (rate) told.append(`, ${bytes(rate)}/s, ${duration(left)} left`);
+  return told;
+}
+
+function bar(value, max) {
+  const made = document.createElement("progress");
+  if (max !== undefined) Object.assign(made, { max, value });
+  return made;
+}
+
+function buttonOf({ name, state }) {
+  const verb = LOADED.includes(state) ? "unload" : "load";
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = verb === "load" ? "Load" : "Unload";
+  button.dataset.model = name;
+  button.disabled = asked.has(name);
+  button.setAttribute("aria-label", `${button.textContent} ${name}`);
+  button.addEventListener("click", () => act(verb, name));
+  return button;
+}
+
+async function act(verb, model) {
+  asked.add(model);
+  $("models-note").textContent = "";
+  try {
+    await ask(`admin/models/${verb}`, { model });
+    if (verb === "pull") $("models-note").textContent = `${model} is here.`;
+    dispatchEvent(new Event("models-changed"));
+  } catch (error) {
+    $("models-note").textContent = error.message;
+  }
+  asked.delete(model);
+}
+
+$("pull").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const name = $("pull-name").value.trim();
+  if (!name || asked.has(name)) return;
+  $("pull-name").value = "";
+  act("pull", name);
+});
+
+// --- keys and tiers -----------------------------------------------------------------------------------------
+
+const limit = (value) => (value == null ? "no limit" : number(value));
+
+export function showKeys({ keys, tiers, time_s: now }) {
+  if (!keys) return; // only some snapshots have them
+  $("keys-card").hidden = !keys.length && tiers.length < 2;
+  rows("tier-limits", tiers.map((tier) => [
+    tier.name, tier.priority, limit(tier.requests_per_minute), limit(tier.tokens_per_minute),
+    limit(tier.max_concurrent_requests), number(tier.refused),
+  ]));
+  rows("keys", keys.map((key) => [
+    key.label || key.key_id, key.tier, number(key.num_requests), number(key.num_prompt_tokens),
+    number(key.num_output_tokens), key.last_used_s ? ago(now - key.last_used_s) : "never",
+  ]));
+  $("keys-table").hidden = !keys.length;
+}
+
+const ago = (seconds) => (seconds < 90 ? "now" : seconds < 5400 ? `${Math.round(seconds / 60)} min ago`
+  : seconds < 172800 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} d ago`);

@@ -1,0 +1,358 @@
+"""Images that requests name, on their way to the model: loaded from where they may be loaded from, decoded beside the
+event loop.
+
+Nothing is fetched and no file is read unless the server was started with leave to. A host that was given leave must not
+become a way into the network that the server stands in: its name must not lead to a private address, and a redirect
+must stay on the host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import contextlib
+import functools
+import ipaddress
+import os
+import re
+import ssl
+import stat
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+import httpx
+
+from mlx_server.config import ServerConfig
+from mlx_server.engine.fair_slots import Asker, FairSlots, Slot
+from mlx_server.engine.vision.decoding import MAX_BYTES, UnreadableImageError
+from mlx_server.engine.vision.parts import ImagePart, ImageParts
+from mlx_server.engine.vision.prompt import Pictures
+from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel
+from mlx_server.errors import ContextLengthError, InvalidRequestError, OverloadedError, QueueTimeoutError
+from mlx_server.setting import parse_hosts
+
+T = TypeVar("T")
+
+FETCH_S = 10.0
+"""The longest that fetching one image may take, redirects included."""
+
+ALL_FETCHES_S = 30.0
+"""The same for all images of a request together."""
+
+MAX_WAIT_S = 30.0
+"""The longest that an image waits for its turn to be fetched, and for its turn to be decoded."""
+
+MAX_REDIRECTS = 3
+MAX_PREPARED_BYTES = 1024 * 2**20
+"""Of the inputs made of one request's images: they wait with it in the queue."""
+
+MAX_HELD_BYTES = 2048 * 2**20
+"""Of the inputs of all open requests' images: no new one is prepared beyond that."""
+
+_HELD_RETRY_S = 5.0
+_NUM_THREADS = 3
+_NUM_FETCHES = 8
+_MAX_SHOWN_CHARS = 100
+_BASE64 = re.compile(r"[A-Za-z0-9+/\r\n]*=*[\r\n]*")
+
+
+class ImageLoader:
+    """The images of one server's requests. Event-loop thread only."""
+
+    def __init__(self, server: ServerConfig) -> None:
+        self._hosts = frozenset(parse_hosts(server.allowed_media_domains))
+        self._folder = None if server.allowed_media_path is None else Path(server.allowed_media_path).expanduser()
+        self._max_pixels = server.max_image_pixels
+        self._slots = FairSlots(_NUM_THREADS)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="images")
+        self._fetches = FairSlots(_NUM_FETCHES)
+        self._tls: ssl.SSLContext | None = None
+        self._held = HeldArrays()
+
+    async def prepare(self, model: SeeingModel, parts: ImageParts, asker: Asker, max_model_len: int) -> Pictures:
+        """The images of `parts` for the model, one after the other. Raises `InvalidRequestError` with the place, the
+        limit and the remedy, but for those that are noted, `ContextLengthError` as soon as they cannot fit, and
+        `OverloadedError` while other requests' images take all memory for such."""
+        prepared: dict[int, PreparedImage] = {}
+        num_tokens = num_bytes = 0
+        clock = _FetchClock(ALL_FETCHES_S)
+        for index, part in enumerate(parts.found):
+            if self._held.num_bytes > MAX_HELD_BYTES:
+                raise OverloadedError(
+                    f"Images of open requests take {self._held.num_bytes:,} bytes as models' inputs, and no more are "
+                    f"prepared beyond {MAX_HELD_BYTES:,}. Try again when some have ended.",
+                    _HELD_RETRY_S,
+                )
+            try:
+                image = await self._prepare(model, part, asker, clock)
+            except UnreadableImageError as error:
+                if part.is_noted:
+                    continue
+                raise InvalidRequestError(f"{part.where} is an image that {error}.", part.where) from error
+            prepared[index] = image
+            self._held.add(image)
+            num_tokens, num_bytes = num_tokens + image.num_tokens, num_bytes + image.num_bytes
+            if num_tokens >= max_model_len:
+                raise ContextLengthError(
+                    f"The first {len(prepared)} images have {num_tokens} tokens; the context is {max_model_len} "
+                    "tokens. Send fewer or smaller images.",
+                    "input_tokens",
+                )
+            if num_bytes > MAX_PREPARED_BYTES:
+                raise InvalidRequestError(
+                    f"The first {len(prepared)} images take {num_bytes:,} bytes as the model's inputs; one request "
+                    f"may have {MAX_PREPARED_BYTES:,}. Send fewer or smaller images.",
+                    part.where,
+                )
+        return Pictures(model, parts, prepared)
+
+    async def _prepare(self, model: SeeingModel, part: ImagePart, asker: Asker, clock: _FetchClock) -> PreparedImage:
+        source = part.source
+        scheme = source[:8].lower()
+        if scheme.startswith(("http:", "https:")):
+            data = await self._fetch(source, asker, clock)
+            return await self._in_thread(lambda: model.prepare(data, self._max_pixels, asker.key), asker)
+        read: Callable[[], bytes]
+        if scheme.startswith("file:"):
+            read = functools.partial(_read_file, source, self._folder)
+        else:
+            read = functools.partial(_read_base64, source)
+        return await self._in_thread(lambda: model.prepare(read(), self._max_pixels, asker.key), asker)
+
+    async def _in_thread(self, work: Callable[[], T], asker: Asker) -> T:
+        """In the asker's turn. It goes on when the caller is cancelled, and holds its slot until it is done."""
+        slot = await _turn(self._slots, asker, "decoded")
+
+        def on_done(working: asyncio.Future[Any]) -> None:
+            slot.release()
+            if not working.cancelled():
+                working.exception()  # the caller may be gone; asyncio would complain
+
+        working = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        working.add_done_callback(on_done)
+        return await asyncio.shield(working)
+
+    async def _fetch(self, url: str, asker: Asker, clock: _FetchClock) -> bytes:
+        slot = await _turn(self._fetches, asker, "fetched")
+        try:
+            if self._tls is None:  # reads all certificates of authorities, for a tenth of a second and more
+                self._tls = await asyncio.to_thread(httpx.create_ssl_context, trust_env=False)
+            async with clock.running():
+                return await fetch(url, self._hosts, self._tls)
+        except TimeoutError:
+            raise UnreadableImageError(
+                f"took more than {FETCH_S:g} s to fetch, or {ALL_FETCHES_S:g} s with those before it. Send it as a "
+                "data URL"
+            ) from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            raise UnreadableImageError(
+                f"could not be fetched ({type(error).__name__}). Check the URL, or send it as a data URL"
+            ) from error
+        finally:
+            slot.release()
+
+
+class HeldArrays:
+    """Counts the bytes of arrays for as long as somebody has them, each once however many requests do. `add` is for one
+    thread; arrays may go in any."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}  # by the array's id, which is another's once it has gone
+        self._gone: deque[int] = deque()
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        while self._gone:
+            self._num_bytes -= self._sizes.pop(self._gone.popleft())
+        return self._num_bytes
+
+    def add(self, image: PreparedImage) -> None:
+        num_bytes = self.num_bytes  # what has gone is forgotten before ids are compared
+        for array in (array for piece in image.pieces for array in piece.inputs.values()):
+            if id(array) not in self._sizes:
+                self._sizes[id(array)] = array.nbytes
+                num_bytes += array.nbytes
+                weakref.finalize(array, self._gone.append, id(array)).atexit = False
+        self._num_bytes = num_bytes
+
+
+class _FetchClock:
+    """What is left of a request's time for fetching, in seconds. It runs only while something is fetched: waiting for
+    the server's own threads is not the site's fault."""
+
+    def __init__(self, left_s: float) -> None:
+        self.left_s = left_s
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Of one fetch. Raises `TimeoutError`."""
+        time = asyncio.get_running_loop().time
+        start_s = time()
+        try:
+            async with asyncio.timeout(min(self.left_s, FETCH_S)):
+                yield
+        finally:
+            self.left_s -= time() - start_s
+
+
+async def _turn(slots: FairSlots, asker: Asker, what: str) -> Slot:
+    """Raises `QueueTimeoutError` if it is too long in coming."""
+    try:
+        async with asyncio.timeout(MAX_WAIT_S):
+            return await slots.acquire(asker)
+    except TimeoutError:
+        raise QueueTimeoutError(
+            f"An image has waited {MAX_WAIT_S:g} s to be {what}, which is the limit: {slots.num_waiting} images of "
+            "other requests wait. Try again later.",
+            retry_after_s=MAX_WAIT_S / 3,
+        ) from None
+
+
+def _read_base64(source: str) -> bytes:
+    """Of a data URL, or of base64 alone."""
+    if source[:5].lower() == "data:":
+        head, comma, source = source.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise UnreadableImageError("is a data URL without base64. Send data:image/png;base64,...")
+    if len(source) > MAX_BYTES * 4 // 3 + 4096:
+        raise UnreadableImageError(
+            f"has {len(source):,} characters of base64; files of {MAX_BYTES:,} bytes are read at most. Send it smaller"
+        )
+    if _BASE64.fullmatch(source[:64]):  # what is none further on is left out by the decoder
+        with contextlib.suppress(ValueError):
+            return binascii.a2b_base64(source)
+    raise UnreadableImageError(
+        f"is neither a URL nor base64: it begins with {source[:20]!r}. Send data:image/png;base64,..."
+    )
+
+
+def _read_file(url: str, folder: Path | None) -> bytes:
+    """A regular file within `folder`, wherever links lead."""
+    if folder is None:
+        raise UnreadableImageError(
+            "is a file of this machine, and none may be read. Send it as a data URL, or start the server with "
+            "--allowed-media-path"
+        )
+    host, slash, name = url[len("file:") :].removeprefix("//").partition("/")
+    path = Path(unquote(slash + name))
+    try:
+        root, real = folder.resolve(), path.resolve()
+        if host not in ("", "localhost") or not real.is_relative_to(root):
+            raise UnreadableImageError(
+                f"is not in the folder that files may be read from (--allowed-media-path): {url[:_MAX_SHOWN_CHARS]!r}. "
+                "Put it there, or send it as a data URL"
+            )
+        return _read_regular(real)
+    except (OSError, ValueError) as error:
+        raise UnreadableImageError(f"cannot be read from {url[:_MAX_SHOWN_CHARS]!r}. Check the path") from error
+
+
+def _read_regular(path: Path) -> bytes:
+    """Neither a device, which might never end, nor more than is read of a file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise UnreadableImageError("is no file. Check the path")
+        if status.st_size > MAX_BYTES:
+            raise _too_large(status.st_size)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(MAX_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def _too_large(num_bytes: int) -> UnreadableImageError:
+    return UnreadableImageError(f"has {num_bytes:,} bytes or more; {MAX_BYTES:,} are read at most. Send it smaller")
+
+
+async def fetch(url: str, hosts: Collection[str], tls: ssl.SSLContext) -> bytes:
+    """The bytes at a URL of one of `hosts`, after redirects on that host. Raises `UnreadableImageError`, and what httpx
+    raises."""
+    parsed = _checked(httpx.URL(url), hosts)
+    async with httpx.AsyncClient(verify=tls, trust_env=False, timeout=FETCH_S) as client:
+        for _ in range(MAX_REDIRECTS + 1):
+            request = await _request(client, parsed)
+            response = await client.send(request, stream=True)
+            try:
+                if not response.has_redirect_location:
+                    return await _body(response)
+                # Its own address is the number that was connected to.
+                target = parsed.join(response.headers["location"])
+            finally:
+                await response.aclose()
+            if target.host != parsed.host or (parsed.scheme, target.scheme) == ("https", "http"):
+                raise UnreadableImageError(
+                    f"is redirected from {parsed.host} to {target.scheme}://{target.host[:_MAX_SHOWN_CHARS]}; "
+                    "redirects must stay on their host. Send the last address"
+                )
+            parsed = _checked(target, hosts)
+    raise UnreadableImageError(f"is redirected more than {MAX_REDIRECTS} times. Send the last address")
+
+
+def _checked(url: httpx.URL, hosts: Collection[str]) -> httpx.URL:
+    host = url.raw_host.decode("ascii").lower()
+    if url.scheme not in ("http", "https") or host not in hosts:
+        shown = ", ".join(sorted(hosts)) or "none"
+        raise UnreadableImageError(
+            f"is at {host[:_MAX_SHOWN_CHARS]!r}, and images are fetched from these hosts only: {shown}. Send it as a "
+            "data URL, or start the server with --allowed-media-domains"
+        )
+    return url
+
+
+async def _request(client: httpx.AsyncClient, url: httpx.URL) -> httpx.Request:
+    """To an address that was looked up and checked here, so that no second look-up leads elsewhere."""
+    address = await _address(url)
+    headers = {"host": url.netloc.decode("ascii"), "accept": "image/*", "accept-encoding": "identity"}
+    return client.build_request(
+        "GET", url.copy_with(host=address), headers=headers, extensions={"sni_hostname": url.raw_host.decode("ascii")}
+    )
+
+
+async def _address(url: httpx.URL) -> str:
+    """The host's first address. Raises `UnreadableImageError` if one of them is private, unless the host is named by
+    it, or is localhost: whoever allows these knows where they are."""
+    if url.host == "localhost" or _is_address(url.host):
+        return "127.0.0.1" if url.host == "localhost" else url.host
+    port = url.port or (443 if url.scheme == "https" else 80)
+    found = await asyncio.get_running_loop().getaddrinfo(url.host, port, type=1)
+    addresses = [str(sockaddr[0]) for *_, sockaddr in found]
+    private = [address for address in addresses if not ipaddress.ip_address(address.partition("%")[0]).is_global]
+    if private or not addresses:
+        raise UnreadableImageError(
+            f"is at {url.host}, which is {private[0] if private else 'nowhere'}: names that lead to private addresses "
+            "are not followed. Name the address itself with --allowed-media-domains, or send it as a data URL"
+        )
+    return addresses[0]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+async def _body(response: httpx.Response) -> bytes:
+    if response.status_code != 200:
+        raise UnreadableImageError(f"was answered with status {response.status_code}. Check the URL")
+    if response.headers.get("content-encoding", "identity") != "identity":  # a few bytes may be packed gigabytes
+        raise UnreadableImageError("is sent compressed, although that was not asked for. Send it as a data URL")
+    declared = response.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > MAX_BYTES:
+        raise _too_large(int(declared))
+    pieces, num_bytes = [], 0
+    async for piece in response.aiter_raw():
+        num_bytes += len(piece)
+        if num_bytes > MAX_BYTES:
+            raise _too_large(num_bytes)
+        pieces.append(piece)
+    return b"".join(pieces)

@@ -1,0 +1,210 @@
+"""What there is: GET /api/tags, /api/ps and /api/version, POST /api/show, and `/` on Ollama's port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Match
+from starlette.types import Scope
+
+from mlx_server.api.auth.authentication import caller_of, check_model_access, may_use
+from mlx_server.api.body import AnyTypeRoute
+from mlx_server.api.context import Context
+from mlx_server.api.ollama.fields import ERROR_RESPONSES, ModelBody
+from mlx_server.api.ollama.opening import find_name, listed
+from mlx_server.api.ollama.output import timestamp
+from mlx_server.engine.model_facts import ModelFacts, read_facts
+from mlx_server.engine.pooling import capabilities
+from mlx_server.environment import version
+from mlx_server.pool.catalog import Offer
+from mlx_server.pool.model_pool import ModelPool
+from mlx_server.pool.pooled_model import PooledModel
+from mlx_server.sampling_params import SamplingParams
+
+OLLAMA_VERSION = "0.32.15"
+"""The release of Ollama whose API these routes speak: some clients refuse servers that call themselves older."""
+
+_FORMAT = "safetensors"
+_FOR_EVER_S = 200 * 365 * 86400.0
+"""What clients show as `Forever`."""
+
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repeat_penalty": "repetition_penalty",
+}
+
+router = APIRouter(tags=["ollama"], route_class=AnyTypeRoute, responses=ERROR_RESPONSES)
+
+
+@router.get("/api/version")
+@router.head("/api/version", include_in_schema=False)
+async def api_version() -> dict[str, str]:
+    """The release of Ollama whose API is spoken, and ours."""
+    return {"version": OLLAMA_VERSION, "mlx_serve": version()}
+
+
+@router.get("/api/tags")
+@router.head("/api/tags", include_in_schema=False)
+async def tags(request: Request, context: Context) -> dict[str, Any]:
+    """Every model that the caller may ask for."""
+    tier, pool = caller_of(request).tier, context.pool
+    offers = await asyncio.to_thread(lambda: list(pool.offered()))
+    found = [pool.offer(offer.name) for offer in offers if may_use(pool, tier, offer.name)]
+    seen = [_is_seeing(pool, offer) for offer in found]
+    return {"models": await asyncio.to_thread(lambda: list(map(_card, found, seen)))}
+
+
+@router.get("/api/ps")
+async def running(request: Request, context: Context) -> dict[str, Any]:
+    """The models that are loaded, and when each will be unloaded if nobody uses it."""
+    tier, pool = caller_of(request).tier, context.pool
+    models = [model for model in pool.models() if model.is_loaded and may_use(pool, tier, model.name)]
+    now_s, clock_s = time.time(), time.monotonic()
+    facts = await asyncio.to_thread(lambda: [read_facts(model.spec.root) for model in models])
+    return {"models": [_running(model, known, now_s, clock_s) for model, known in zip(models, facts)]}
+
+
+@router.post("/api/show")
+async def show(body: ModelBody, request: Request, context: Context) -> dict[str, Any]:
+    """What is known of a model, loaded or not."""
+    pool = context.pool
+    name = await find_name(pool, body.asked())
+    check_model_access(pool, caller_of(request).tier, name)
+    offer = pool.offer(name)
+    facts = await asyncio.to_thread(read_facts, offer.spec.root)
+    return _description(pool, offer, facts)
+
+
+class _OllamaPortRoute(APIRoute):
+    """A route that is there for what comes by the second port only."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        app, server = scope.get("app"), scope.get("server")
+        port = None if app is None else app.state.context.config.server.ollama_port
+        if port is None or server is None or server[1] != port:
+            return Match.NONE, {}
+        return super().matches(scope)
+
+
+async def is_running() -> Response:
+    """What Ollama's clients look for."""
+    return PlainTextResponse("Ollama is running")
+
+
+for _method in ("GET", "HEAD"):
+    router.add_api_route(
+        "/", is_running, methods=[_method], include_in_schema=False, route_class_override=_OllamaPortRoute
+    )
+
+
+def _is_seeing(pool: ModelPool, offer: Offer) -> bool | None:
+    """Whether a model takes images; None while it is not loaded, so that only its folder can tell."""
+    engine = pool.find(offer.name).engine
+    return None if engine is None else engine.vision is not None
+
+
+def _card(offer: Offer, sees: bool | None) -> dict[str, Any]:
+    name, facts = listed(offer.name), read_facts(offer.spec.root)
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": timestamp(0.0 if facts is None else facts.modified_s),
+        "size": 0 if facts is None else facts.num_bytes,
+        "digest": "" if facts is None else facts.digest,
+        "details": _details(offer.parent, facts),
+        "capabilities": _capabilities(offer, facts, sees),
+    }
+
+
+def _details(parent: str | None, facts: ModelFacts | None) -> dict[str, Any]:
+    family = "" if facts is None else facts.family
+    return {
+        "parent_model": parent or "",
+        "format": _FORMAT,
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": "" if facts is None else _amount(facts.num_parameters),
+        "quantization_level": "" if facts is None else facts.quantization,
+    }
+
+
+def _amount(number: int) -> str:
+    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
+
+
+def _capabilities(offer: Offer, facts: ModelFacts | None, sees: bool | None) -> list[str]:
+    """`sees` None: only its folder can tell."""
+    if facts is None:
+        return capabilities(None, sees=bool(sees))
+    return facts.capabilities(offer.spec.root, offer.spec.config.model.pooling, sees)
+
+
+def _running(model: PooledModel, facts: ModelFacts | None, now_s: float, clock_s: float) -> dict[str, Any]:
+    name, idle_ttl_s = listed(model.name), model.idle_ttl_s
+    idle_s = clock_s - model.last_used_s if model.is_idle else 0.0
+    left_s = _FOR_EVER_S if idle_ttl_s is None else min(max(0.0, idle_ttl_s - idle_s), _FOR_EVER_S)
+    return {
+        "name": name,
+        "model": name,
+        "size": model.held_bytes,
+        "size_vram": model.held_bytes,
+        "digest": "" if facts is None else facts.digest,
+        "details": _details(None, facts),
+        "expires_at": timestamp(now_s + left_s),
+        "context_length": 0 if model.engine is None else model.engine.max_model_len,
+    }
+
+
+def _description(pool: ModelPool, offer: Offer, facts: ModelFacts | None) -> dict[str, Any]:
+    engine = pool.find(offer.name).engine
+    sampling = None if engine is None else engine.default_sampling
+    return {
+        "license": "" if facts is None else facts.license,
+        "modelfile": f"FROM {offer.spec.name}\n",
+        "parameters": "" if sampling is None else _parameters(sampling),
+        "template": "" if facts is None else facts.chat_template,
+        "details": _details(offer.parent, facts),
+        "model_info": {}
+        if facts is None
+        else dict(_model_info(facts, None if engine is None else engine.max_model_len)),
+        "capabilities": _capabilities(offer, facts, _is_seeing(pool, offer)),
+        "modified_at": timestamp(0.0 if facts is None else facts.modified_s),
+    }
+
+
+def _parameters(sampling: SamplingParams) -> str:
+    """What the model's folder asks for where a request says nothing, a line each."""
+    lines = ((theirs, getattr(sampling, ours), getattr(SamplingParams(), ours)) for theirs, ours in _SAMPLING.items())
+    return "\n".join(f"{name:<30} {json.dumps(value)}" for name, value, usual in lines if value != usual)
+
+
+def _model_info(facts: ModelFacts, max_model_len: int | None) -> Iterator[tuple[str, Any]]:
+    """In GGUF's names. The context is what requests get while the model is loaded, else what it was made for."""
+    family, config = facts.family, facts.config
+    yield "general.architecture", family
+    yield "general.parameter_count", facts.num_parameters
+    yield f"{family}.context_length", max_model_len or facts.context_length
+    for name, key in _INFO.items():
+        if isinstance(config.get(key), int | float):
+            yield f"{family}.{name}", config[key]
+
+
+_INFO: Mapping[str, str] = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+    "rope.freq_base": "rope_theta",
+}

@@ -1,0 +1,228 @@
+"""The items of a response's input: what of each is kept, and how they become a chat template's turns.
+
+What was said, thought, called and returned is read, whoever has run the tool. What only the server that wrote it could
+read, and what has nothing to say to a model, is passed over (`PASSED_OVER`), so that a conversation that has begun
+elsewhere can go on here. Media are refused where the user sends them, and noted where a tool has returned them.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_server.api.chat_plan import Turns
+from mlx_server.api.openai.responses.store import Item
+from mlx_server.engine.text.messages import parse_arguments, string_in, text_of
+from mlx_server.errors import InvalidRequestError
+
+ROLES = ("user", "assistant", "system", "developer")
+_PART_FIELDS = ("type", "text", "refusal")
+_IMAGE_FIELDS = ("image_url", "detail")
+
+
+def qualified(name: str, namespace: str) -> str:
+    """What the model knows a function by: `files__read` for `read` of the namespace `files`."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def unqualified(name: str, namespace: str) -> str:
+    """The function's own name."""
+    return name.removeprefix(f"{namespace}__") if namespace else name
+
+
+def referenced_ids(value: str | Sequence[Item]) -> set[str]:
+    """The ids of items that are not sent, but referred to."""
+    ids = (item.get("id") for item in value if not isinstance(item, str) and _is_reference(item))
+    return {item_id for item_id in ids if isinstance(item_id, str)}
+
+
+def normalise_input(
+    value: str | Sequence[Item], referenced: Mapping[str, Item], *, keeps_images: bool = False
+) -> list[Item]:
+    """The items with a type and an id each, and content as parts, as they are handed out again, without fields that
+    are not read, those of images unless it `keeps_images`; `referenced`, by id, in the place of references. Raises
+    `InvalidRequestError` for references to others, and for a second one to the same."""
+    items = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    unused = dict(referenced)
+    part_fields = (*_PART_FIELDS, *(_IMAGE_FIELDS if keeps_images else ()))
+    return [
+        _referenced(item, unused, where) if _is_reference(item) else _normalised(item, where, part_fields)
+        for where, item in ((f"input[{index}]", item) for index, item in enumerate(items))
+    ]
+
+
+def read_items(turns: Turns, items: Iterable[Item], field: str) -> None:
+    """Adds normalised items, those of the request's `field`, to `turns`. Raises `InvalidRequestError`, for what
+    is no text, too."""
+    for index, item in enumerate(items):
+        where, kind = f"{field}[{index}]", item["type"]
+        if kind in PASSED_OVER:
+            continue
+        if kind not in KINDS:
+            raise InvalidRequestError(
+                f"{where} is of type {kind}; this server knows {', '.join((*KINDS, *sorted(PASSED_OVER)))}.",
+                f"{where}.type",
+            )
+        KINDS[kind].read(turns, item, where)
+
+
+def _is_reference(item: Item) -> bool:
+    """Their type may be left out."""
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "id" in item and not item.keys() & {"role", "content"})
+
+
+def _referenced(item: Item, unused: dict[str, Item], where: str) -> Item:
+    item_id = string_in(item, "id", where)
+    if item_id not in unused:
+        raise InvalidRequestError(
+            f"{where} refers to the item {item_id}, which is not kept here, or was referred to before; send the item "
+            "itself.",
+            f"{where}.id",
+        )
+    return unused.pop(item_id)
+
+
+def _normalised(item: Item, where: str, part_fields: Sequence[str]) -> Item:
+    name = str(item.get("type") or "message")
+    kind = KINDS.get(name, _UNREAD)
+    given = {
+        field: _known_parts(item[field], part_fields)
+        for field in ("id", "status", *kind.fields)
+        if item.get(field) is not None
+    }
+    if "id" in given:
+        string_in(given, "id", where)  # others may refer to it
+    whole = {"id": f"{kind.prefix}_{uuid.uuid4().hex}", **given, "type": name}
+    if name == "message" and isinstance(whole.get("content"), str):
+        is_output = whole.get("role") == "assistant"
+        part = {"type": "output_text", "annotations": []} if is_output else {"type": "input_text"}
+        whole["content"] = [{**part, "text": whole["content"]}]
+    return {"status": "completed", **whole} if name != "reasoning" else whole
+
+
+def _known_parts(value: Any, fields: Sequence[str]) -> Any:
+    """Content without what nobody reads."""
+    if not isinstance(value, list):
+        return value
+    return [_known_part(part, fields) if isinstance(part, dict) and "type" in part else part for part in value]
+
+
+def _known_part(part: Item, fields: Sequence[str]) -> Item:
+    known = {field: part[field] for field in fields if field in part}
+    return {**known, "annotations": []} if part.get("type") == "output_text" else known
+
+
+def _read_message(turns: Turns, item: Item, where: str) -> None:
+    text = text_of(item.get("content"), f"{where}.content", notes_media=item.get("role") == "assistant")
+    match item.get("role"):
+        case "user":
+            turns.say(text)
+        case "assistant":
+            turns.answer(text)
+        case "system" | "developer":
+            turns.instruct(text)
+        case _:
+            raise InvalidRequestError(f"{where}.role must be one of {', '.join(ROLES)}.", f"{where}.role")
+
+
+def _read_reasoning(turns: Turns, item: Item, where: str) -> None:
+    """The reasoning itself, or else its summary. What is encrypted was not written here and stays unread."""
+    for field in ("content", "summary"):
+        parts = item.get(field) or []
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            raise InvalidRequestError(f"{where}.{field} must be a list of parts.", f"{where}.{field}")
+        if parts:
+            return turns.think("\n".join(string_in(part, "text", f"{where}.{field}") for part in parts))
+    return None
+
+
+def _read_call(turns: Turns, item: Item, where: str) -> None:
+    name = qualified(string_in(item, "name", where), str(item.get("namespace") or ""))
+    arguments = parse_arguments(string_in(item, "arguments", where), f"{where}.arguments")
+    turns.call(string_in(item, "call_id", where), name, arguments)
+
+
+def _read_output(turns: Turns, item: Item, where: str) -> None:
+    output = text_of(item.get("output"), f"{where}.output", notes_media=True)
+    turns.result(string_in(item, "call_id", where), output)
+
+
+def _read_mcp_call(turns: Turns, item: Item, where: str) -> None:
+    """A call and its result at once."""
+    name = string_in(item, "name", where)
+    turns.call(item["id"], name, parse_arguments(item.get("arguments"), f"{where}.arguments"))
+    turns.result(item["id"], _as_text(item.get("output") or item.get("error") or ""))
+
+
+def _own_call(name: str, field: str) -> Reader:
+    """Reads calls of a tool that has a type of its own, with all arguments in one field; `name` unless it has one."""
+
+    def read(turns: Turns, item: Item, where: str) -> None:
+        called = string_in(item, "name", where) if "name" in item else name
+        turns.call(_call_id(item), qualified(called, str(item.get("namespace") or "")), {field: item.get(field)})
+
+    return read
+
+
+def _read_own_output(turns: Turns, item: Item, where: str) -> None:
+    turns.result(_call_id(item), _as_text(item.get("output") or ""))
+
+
+def _call_id(item: Item) -> str:
+    return str(item.get("call_id") or item["id"])
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+Reader = Callable[[Turns, Item, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One type of items: how their ids begin, what is kept beside id and status, and how they are read."""
+
+    prefix: str
+    fields: tuple[str, ...]
+    read: Reader
+
+
+_CALL_FIELDS = ("call_id", "name", "namespace")
+_OUTPUT_FIELDS = ("call_id", "output")
+
+KINDS: Mapping[str, Kind] = {
+    "message": Kind("msg", ("role", "content"), _read_message),
+    "reasoning": Kind("rs", ("summary", "content"), _read_reasoning),
+    "function_call": Kind("fc", (*_CALL_FIELDS, "arguments"), _read_call),
+    "function_call_output": Kind("fco", _OUTPUT_FIELDS, _read_output),
+    "custom_tool_call": Kind("ctc", (*_CALL_FIELDS, "input"), _own_call("custom", "input")),
+    "custom_tool_call_output": Kind("ctco", _OUTPUT_FIELDS, _read_output),
+    "local_shell_call": Kind("lsh", ("call_id", "action"), _own_call("local_shell", "action")),
+    "local_shell_call_output": Kind("lsho", _OUTPUT_FIELDS, _read_own_output),
+    "shell_call": Kind("sh", ("call_id", "action"), _own_call("shell", "action")),
+    "shell_call_output": Kind("sho", _OUTPUT_FIELDS, _read_own_output),
+    "apply_patch_call": Kind("apc", ("call_id", "operation"), _own_call("apply_patch", "operation")),
+    "apply_patch_call_output": Kind("apco", _OUTPUT_FIELDS, _read_own_output),
+    "mcp_call": Kind("mcp", ("name", "arguments", "output", "error"), _read_mcp_call),
+}
+"""What is read."""
+
+_UNREAD = Kind("item", (), lambda *_: None)
+PASSED_OVER = frozenset(
+    (
+        # What ran on the server that wrote the answer, which says what came of it.
+        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+        *("computer_call", "computer_call_output", "program", "program_output"),
+        # Tools that were found or listed there; those that can be called here stand in `tools`.
+        *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+        *("tool_search_call", "tool_search_output", "additional_tools", "configuration_update"),
+        # Encrypted, or a client's own bookkeeping.
+        *("compaction", "compaction_summary", "context_compaction", "compaction_trigger", "ghost_snapshot"),
+    )
+)
+"""What is no text, or was written for another server."""

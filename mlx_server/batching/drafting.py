@@ -1,0 +1,389 @@
+"""Drafts of the tokens to come, for the model to check several in one step; and how many of them a step should carry.
+
+The target's own token is drawn at every drafted position with the noise of that position, and drafts count while they
+equal it: the answer is token for token what it is without drafts, at any temperature. So nothing here can change an
+answer, only how long it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from mlx_server.config import BLOCK_SIZE
+from mlx_server.outputs import ModelRunnerOutput, ScheduledChunk, SchedulerOutput
+from mlx_server.request import Request, TokenConstraint
+
+
+class Drafter(Protocol):
+    """Proposes tokens for a request whose tokens are all known. Event-loop thread; microseconds a call.
+
+    A drafter that needs the device runs there between two steps of the model, and its tokens are here when the second
+    one is composed: see `draft_model.py` for a smaller model, and `draft_heads.py` for a model's own head. EAGLE's and
+    DFlash's drafters would come in there, too, with hidden states of several layers.
+    """
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """Up to `most` tokens that may follow; () if there is no good guess."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        ...
+
+
+class Drafts(NamedTuple):
+    """What one request's chunk carries behind its `num_known` known tokens, and the mask after each of them."""
+
+    token_ids: tuple[int, ...]
+    bitmasks: tuple[bytes | None, ...] = ()
+    num_known: int = 1
+
+
+NO_DRAFTS = Drafts(())
+
+
+def allowed_drafts(token_ids: Sequence[int], constraint: TokenConstraint | None) -> Drafts:
+    """As many of `token_ids` as a grammar allows before its output is complete."""
+    if constraint is None:
+        return Drafts(tuple(token_ids))
+    ahead, bitmasks = constraint.fork(), list[bytes | None]()
+    for token_id in token_ids if ahead is not None else ():
+        assert ahead is not None
+        if not ahead.accept(token_id) or ahead.is_terminated():
+            break
+        bitmasks.append(ahead.bitmask())
+    return Drafts(tuple(token_ids[: len(bitmasks)]), tuple(bitmasks))
+
+
+def recent_tokens(request: Request, start: int, end: int) -> tuple[int, ...]:
+    """The tokens from `start` to `end`, and before them as many as one step's drafts may have given: for penalties."""
+    if not request.sampling.has_penalties or request.num_in_flight:
+        return ()
+    return tuple(request.token_ids(max(request.num_prompt_tokens, start - BLOCK_SIZE), end))
+
+
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Numbers of rows whose steps are timed apart: kernels change their ways at a few of them."""
+
+_COST_GAIN = 0.2
+_MOST_SURPRISE = 2.0
+_STALE_STEPS = 1000
+
+
+class RowCosts:
+    """How long a step of decodes takes by its number of rows, learnt from steps that carry no prompt. The first step of
+    a kind is not counted, since it may compile; one that takes twice as long as is known counts as that; and what was
+    not measured for 1,000 steps is forgotten, so that a hiccup is not believed for ever."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._measured_at: dict[int, int] = {}
+        self._num_steps = 0
+
+    def observe(self, num_rows: int, step_time_s: float) -> None:
+        if step_time_s <= 0.0:
+            return
+        self._num_steps += 1
+        bucket = _ROWS[min(bisect_left(_ROWS, num_rows), len(_ROWS) - 1)]
+        is_first = bucket not in self._measured_at
+        self._measured_at[bucket] = self._num_steps
+        if is_first:
+            return
+        known_s = self._seconds.get(bucket, step_time_s)
+        self._seconds[bucket] = known_s + _COST_GAIN * (min(step_time_s, _MOST_SURPRISE * known_s) - known_s)
+        for other, measured_at in list(self._measured_at.items()):
+            if self._num_steps - measured_at > _STALE_STEPS:
+                del self._measured_at[other]
+                self._seconds.pop(other, None)
+
+    @property
+    def most_rows(self) -> int:
+        """The largest number of rows that was measured; 0 if none was."""
+        return max(self._seconds, default=0)
+
+    def seconds(self, num_rows: int) -> float:
+        """As `curve` says."""
+        return self.curve(num_rows, num_rows)[0]
+
+    def curve(self, first: int, last: int) -> list[float]:
+        """For each number of rows from `first` to `last`. Between measured ones on a straight line; beyond them as much
+        as the nearest one, so that more rows are tried once. Never less than fewer rows take. 0 while nothing is
+        known."""
+        known = sorted(self._seconds.items())
+        if not known:
+            return [0.0] * (last - first + 1)
+        rows, costs = [rows for rows, _ in known], np.maximum.accumulate([cost for _, cost in known])
+        seconds: list[float] = np.interp(np.arange(first, last + 1), rows, costs).tolist()
+        return seconds
+
+
+_FORGETTING = 0.9
+_RETRY = 0.99
+"""What is left, after a step without drafts, of what speaks against them: after 100 steps a third."""
+
+_FIRST_GUESS = 0.6
+_WEIGHT_OF_GUESS = 2.0
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How often a request's drafts are right: decayed counts of positions that were compared and that agreed."""
+
+    num_agreed: float = 0.0
+    num_compared: float = 0.0
+
+    def rate(self, guess: float) -> float:
+        """`guess` counts as two comparisons."""
+        return (self.num_agreed + _WEIGHT_OF_GUESS * guess) / (self.num_compared + _WEIGHT_OF_GUESS)
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Of 7 drafts with 3 right, four were compared; those behind the wrong one say nothing."""
+        self.num_agreed = _FORGETTING * self.num_agreed + num_accepted
+        self.num_compared = _FORGETTING * self.num_compared + num_accepted + (num_accepted < num_drafts)
+
+    def fade(self) -> None:
+        """A step without drafts: who gave up tries again after some hundred of them."""
+        self.num_agreed *= _RETRY
+        self.num_compared *= _RETRY
+
+
+class Acceptances:
+    """How often drafts of one kind are right, request by request: who has few is taken to be like all of late."""
+
+    def __init__(self) -> None:
+        self._of_all = Acceptance()
+        self._by_request: dict[str, Acceptance] = {}
+
+    def rate(self, request_id: str) -> float:
+        """How often drafts for the request are right."""
+        return self._of(request_id).rate(self._of_all.rate(_FIRST_GUESS))
+
+    def add(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        """The first `num_accepted` of `num_drafts` drafts were right."""
+        self._of(request_id).add(num_drafts, num_accepted)
+        self._of_all.add(num_drafts, num_accepted)
+
+    def fade(self, request_id: str) -> None:
+        """The request has no drafts in a step."""
+        self._of(request_id).fade()
+
+    def fade_all(self) -> None:
+        """Nobody has."""
+        self._of_all.fade()
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._by_request.pop(request_id, None)
+
+    def _of(self, request_id: str) -> Acceptance:
+        return self._by_request.setdefault(request_id, Acceptance())
+
+
+LEAST_GAIN = 1.05
+
+
+class StepRoom(NamedTuple):
+    """What a step has beside drafts: `num_rows` that decode, and prompts that take `beside_s`. `most` rows may be
+    added, as long as decoding takes no longer than `limit_s`.
+
+    `num_known` is for models with recurrent state, which cannot be cut back: of each request that may draft, the known
+    tokens before its drafts. If one of these is wrong, all tokens before it are computed again with the next ones.
+    """
+
+    num_rows: int
+    beside_s: float = 0.0
+    most: int = 256
+    limit_s: float = math.inf
+    num_known: Mapping[str, int] | None = None
+
+    @property
+    def num_known_rows(self) -> int:
+        """Rows of known tokens: a step without drafts has so many."""
+        return self.num_rows + sum([count - 1 for count in (self.num_known or {}).values()])
+
+
+def choose_depths(
+    proposed: Mapping[str, int], rates: Mapping[str, float], room: StepRoom, costs: RowCosts, wait_s: float = 0.0
+) -> dict[str, int]:
+    """How many of its `proposed` drafts each request should carry, so that the step gives most tokens a second.
+
+    A step gives each of its requests a token. The j-th draft of a request whose drafts are right at the rate a adds a^j
+    tokens and one row. Rows are added in the order of what they add, and the prefix of that order with the most tokens
+    a second is taken, if it is 5 % better than none. Twice as many rows as were ever measured are tried at most, since
+    their cost is not known. `wait_s` is how long the device waits for the host behind a step with drafts.
+
+        one stream, a = 0.8, steps of 10, 11, 12, 13 and 20 ms for 1, 2, 3, 4 and 8 rows (so 14.75 ms for 5)
+        drafts                0      1      2      3      4      7
+        tokens                1      1.8    2.44   2.95   3.36   4.16
+        tokens a second       100    164    203    227    228    208     so it carries 4
+        beside a prompt's chunk of 90 ms:
+                              10     17.8   23.9   28.7   32.1   37.8    so it carries 7
+
+    Of a model with recurrent state, rows that a wrong draft is expected to have computed again cost as much as the
+    drafts' own do: the j-th draft is the first wrong one in a^(j-1) (1 - a) of all steps, and then the known tokens and
+    the j - 1 right drafts come again. With one known token, of the same stream:
+        rows to come again    0      0.2    0.52   0.9    1.31   2.48
+        tokens a second       100    161    195    212    206    177     so it carries 3
+    """
+    known, num_rows = room.num_known, room.num_known_rows
+    gains = [
+        (rates[name] ** place, name, 0.0 if known is None else expected_again(rates[name], place, known.get(name, 1)))
+        for name, count in proposed.items()
+        for place in range(1, count + 1)
+    ]
+    gains.sort(key=lambda gain: -gain[0])
+    beside_s = room.beside_s
+    del gains[max(0, min(room.most, 2 * max(costs.most_rows, num_rows) - num_rows)) :]
+    plain_s, *drafted_s = costs.curve(num_rows, num_rows + len(gains))
+    if plain_s <= 0.0 or not gains:
+        return {}
+    tokens, best, best_count = float(room.num_rows), LEAST_GAIN * room.num_rows / (beside_s + plain_s), 0
+    num_again = 0.0
+    for count, ((gain, _, again), decode_s) in enumerate(zip(gains, drafted_s), start=1):
+        if decode_s > max(room.limit_s, plain_s):
+            break
+        tokens += gain
+        num_again += again
+        again_s = num_again * (decode_s - plain_s) / count
+        speed = tokens / (beside_s + decode_s + again_s + wait_s)
+        if speed > best:
+            best, best_count = speed, count
+    depths: dict[str, int] = {}
+    for _, request_id, _ in gains[:best_count]:
+        depths[request_id] = depths.get(request_id, 0) + 1
+    return depths
+
+
+def expected_again(rate: float, place: int, num_known: int) -> float:
+    """Rows that are computed again because the draft at `place` is the first wrong one, times how often it is that."""
+    return rate ** (place - 1) * (1.0 - rate) * (num_known + place - 1)
+
+
+@dataclass(slots=True)
+class SpeculationCounters:
+    """Totals since start. `num_accepted_by_place[j]` counts drafts that were right at place j of their chunk. Behind
+    one of `num_draft_errors` a draft model is not used any more."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_by_place: dict[int, int] = field(default_factory=dict)
+    num_draft_errors: int = 0
+
+
+class DraftPlan(NamedTuple):
+    """By request: the drafts that were found, how often such drafts are right, and how many of them a step should
+    carry."""
+
+    found: dict[str, Drafts]
+    rates: dict[str, float]
+    depths: dict[str, int]
+
+
+class Speculation:
+    """Which drafts a step carries, and what has become of them. Event-loop thread only."""
+
+    has_model = False
+    changes_pool = False  # a draft model's pool waits to be changed
+    wake: Callable[[], None] = staticmethod(lambda: None)  # it is to be changed, though nothing runs
+
+    def __init__(self, drafter: Drafter, max_draft_tokens: int, num_spares: int | None = None) -> None:
+        """`num_spares` is for models with recurrent state: how many requests may have a second one, behind their
+        drafts. None for other models."""
+        self.num_spares = num_spares
+        self.costs = RowCosts()
+        self.counters = SpeculationCounters(num_accepted_by_place=dict.fromkeys(range(max_draft_tokens), 0))
+        self._drafter = drafter
+        self.max_draft_tokens = max_draft_tokens
+        self.wait_s = 0.0
+        self._acceptances = Acceptances()
+
+    def observe(self, num_rows: int, step_time_s: float, idle_time_s: float, *, is_drafted: bool) -> None:
+        """Learns from a step without prompts; `idle_time_s` is how long the device had nothing to do before it."""
+        self.costs.observe(num_rows, step_time_s)
+        if is_drafted:
+            self.wait_s += _COST_GAIN * (min(idle_time_s, step_time_s) - self.wait_s)
+        else:
+            self.wait_s *= _RETRY
+
+    def choose(self, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
+        """The drafts of a step, of requests that have room for `free` each, as far as grammars allow them. Those that
+        are not worth their rows fade, so that they are tried again some time."""
+        found, rates, depths = self.plan(free, room)
+        for request_id in found or rates:
+            if request_id not in depths:
+                self._acceptances.fade(request_id)
+        if not depths:
+            self._acceptances.fade_all()
+        return {
+            request_id: Drafts(found[request_id].token_ids[:depth], found[request_id].bitmasks[:depth])
+            for request_id, depth in depths.items()
+        }
+
+    def plan(self, free: Mapping[Request, int], room: StepRoom) -> DraftPlan:
+        """What `choose` would choose, without any effect on later choices."""
+        rates = {request.request_id: self._acceptances.rate(request.request_id) for request in free}
+        found = self._find(free, room, rates)
+        proposed = {request_id: len(drafts.token_ids) for request_id, drafts in found.items()}
+        return DraftPlan(found, rates, choose_depths(proposed, rates, room, self.costs, self.wait_s))
+
+    def would_draft(self, free: Mapping[Request, int], room: StepRoom) -> bool:
+        """Whether a step should wait until the tokens of these are known, since it would carry drafts then."""
+        return bool(self.choose(free, room))
+
+    def _find(self, free: Mapping[Request, int], room: StepRoom, rates: dict[str, float]) -> dict[str, Drafts]:
+        """Nothing is looked up where even drafts that are as right as the best of late would gain nothing."""
+        found: dict[str, Drafts] = {}
+        best = {"any": max(rates.values(), default=0.0)}
+        if not choose_depths({"any": self.max_draft_tokens}, best, room, self.costs, self.wait_s):
+            return found
+        for request, num_free in free.items():
+            token_ids = self._drafter.propose(request, min(num_free, self.max_draft_tokens)) if num_free > 0 else ()
+            drafts = allowed_drafts(token_ids, request.constraint) if token_ids else NO_DRAFTS
+            if drafts.token_ids:
+                found[request.request_id] = drafts
+        return found
+
+    def on_result(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        """The first `num_accepted` of `num_drafts` drafts were what the model has drawn itself."""
+        self._learn(request_id, num_drafts, num_accepted)
+        counters = self.counters
+        counters.num_drafts += 1
+        counters.num_draft_tokens += num_drafts
+        counters.num_accepted_tokens += num_accepted
+        for place in range(num_accepted):
+            counters.num_accepted_by_place[place] += 1
+
+    def _learn(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        self._acceptances.add(request_id, num_drafts, num_accepted)
+
+    def compose_burst(self, free: Mapping[Request, int], room: StepRoom) -> tuple[SchedulerOutput, ...]:
+        """Steps of a draft model, whose result is wanted before the step is composed that these have room in; () if
+        there is none. Asked only of one that `has_model`."""
+        return ()
+
+    def give_way(self) -> None:
+        """The model has no memory for its next blocks: a draft model gives some of its own back."""
+
+    def take_burst(self, output: ModelRunnerOutput) -> None:
+        """Those steps are over."""
+
+    def on_chunk(self, chunk: ScheduledChunk) -> None:
+        """A step computes the chunk of a request."""
+
+    def check_integrity(self) -> None:
+        """Asserts the invariants of a draft model's blocks."""
+
+    def release(self, request: Request) -> None:
+        """The request waits again."""
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self._acceptances.forget(request.request_id)
+        self._drafter.forget(request)

@@ -1,0 +1,232 @@
+"""Prompts and chats of scripts on their way in, and their completions on the way out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeAlias
+
+from tqdm import tqdm
+
+from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.grammar.constraints import CompiledGrammar
+from mlx_server.engine.grammar.spec import parse_structured
+from mlx_server.engine.request_stream import GenerationRequest, RequestStream
+from mlx_server.engine.text.chat import ChatOptions
+from mlx_server.errors import InvalidRequestError
+from mlx_server.outputs import CompletionDelta, PositionLogprobs
+from mlx_server.request import FinishReason
+from mlx_server.sampling_params import SamplingParams, plain_ints
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or either under vLLM's names: `{"prompt": …}`, `{"prompt_token_ids": …}`."""
+
+Chat: TypeAlias = Sequence[Mapping[str, Any]]
+"""OpenAI's messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One answer. `text` is empty for a model without a tokenizer."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A prompt and its answers, `SamplingParams.n` of them. What only one has is the first's."""
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    num_cached_tokens: int
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.outputs[0].stop_reason
+
+    @property
+    def logprobs(self) -> tuple[PositionLogprobs, ...]:
+        return self.outputs[0].logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt, ready to be submitted."""
+
+    prompt: str | None
+    requests: tuple[GenerationRequest, ...]
+
+
+class Asker:
+    """Makes requests of prompts and chats."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._ids = itertools.count()
+
+    def prompts(self, prompts: Any, sampling: Any, adapters: Any) -> list[Asked]:
+        """Of each prompt, with the one or its own of the others. Raises `InvalidRequestError`."""
+        each = as_prompts(prompts)
+        samplings = for_each(sampling, len(each), "prompts", "sampling_params", SamplingParams)
+        return list(map(self.prompt, each, samplings, for_each(adapters, len(each), "prompts", "adapters", str)))
+
+    def prompt(self, prompt: Prompt, sampling: SamplingParams | None, adapter: str | None) -> Asked:
+        """Raises `InvalidRequestError`."""
+        if isinstance(prompt, Mapping):
+            found = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
+            if len(found) != 1:
+                raise InvalidRequestError("A prompt that is a mapping has prompt or prompt_token_ids.", "prompt")
+            return self.prompt(found[0], sampling, adapter)
+        if isinstance(prompt, str):
+            token_ids: Sequence[int] = self._engine.tokenizer.encode(prompt)
+            return self._asked(prompt, token_ids, sampling, adapter, continues_text=True)
+        return self._asked(None, plain_ints(prompt, "prompt"), sampling, adapter, continues_text=True)
+
+    def chat(
+        self,
+        messages: Chat,
+        sampling: SamplingParams | None,
+        adapter: str | None,
+        tools: Sequence[dict[str, Any]] | None,
+        options: ChatOptions,
+    ) -> Asked:
+        """Raises `InvalidRequestError`."""
+        prompt = self._engine.chat.format(messages, tools, options)
+        return self._asked(
+            prompt.text, prompt.token_ids, sampling, adapter, continues_text=options.continue_final_message
+        )
+
+    def _asked(
+        self,
+        text: str | None,
+        token_ids: Sequence[int],
+        sampling: SamplingParams | None,
+        adapter: str | None,
+        *,
+        continues_text: bool,
+    ) -> Asked:
+        sampling = self._engine.default_sampling if sampling is None else sampling
+        grammar = self._grammar(sampling)
+        each = replace(sampling, n=1, structured_outputs=None)
+        number = next(self._ids)
+        requests = [
+            GenerationRequest(
+                request_id=f"llm-{number}-{index}",
+                prompt_token_ids=token_ids,
+                sampling=each.of_sample(index),
+                adapter=adapter,
+                num_samples=sampling.n,
+                sample_index=index,
+                constraint=None if grammar is None else grammar.start(),
+                continues_text=continues_text,
+            )
+            for index in range(sampling.n)
+        ]
+        return Asked(text, tuple(requests))
+
+    def _grammar(self, sampling: SamplingParams) -> CompiledGrammar | None:
+        if sampling.structured_outputs is None:
+            return None
+        spec = parse_structured({"structured_outputs": sampling.structured_outputs})
+        return None if spec is None else self._engine.grammars.compile(spec)
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """A single prompt is a list of one; token ids in a row are one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    try:
+        each = list(prompts)
+    except TypeError:
+        wanted = "a text, token ids, or a list of such prompts"
+        raise InvalidRequestError(f"prompts must be {wanted}, got {type(prompts).__name__}.", "prompts") from None
+    return [each] if each and not any(hasattr(one, "__len__") for one in each) else each
+
+
+def for_each(given: Any, count: int, of_what: str, name: str, kind: type[Any]) -> list[Any]:
+    """`given` for all, or one for each."""
+    if given is None or isinstance(given, kind):
+        return [given] * count
+    if not isinstance(given, Sequence):
+        raise InvalidRequestError(f"{name} must be {kind.__name__}, or one for each, got {type(given).__name__}.", name)
+    if len(given) != count:
+        raise InvalidRequestError(f"There are {count} {of_what} and {len(given)} {name}.", name)
+    each = list(given)
+    strange = next((one for one in each if not isinstance(one, kind | None)), None)
+    if strange is not None:
+        raise InvalidRequestError(f"{name} must be {kind.__name__} each, got {type(strange).__name__}.", name)
+    return each
+
+
+async def complete(engine: AsyncEngine, asked: Sequence[Asked], use_tqdm: bool) -> list[Completion]:
+    """The answers, all in one continuous batch."""
+    requests = itertools.chain.from_iterable(one.requests for one in asked)
+    answers = iter(await run_all(engine, requests, "Completions", use_tqdm))
+    return [_completion(one, list(itertools.islice(answers, len(one.requests)))) for one in asked]
+
+
+async def run_all(
+    engine: AsyncEngine, requests: Iterable[GenerationRequest], what: str, use_tqdm: bool
+) -> list[list[CompletionDelta]]:
+    """Runs requests, all of which are submitted first; what came of each, in the same order. If one fails or the wait
+    is cancelled, all are aborted."""
+    streams: list[RequestStream] = []
+    try:
+        for request in requests:
+            streams.append(engine.submit(request))
+        with tqdm(total=len(streams), desc=what, disable=None if use_tqdm else True) as bar:
+            return list(await asyncio.gather(*(_deltas(stream, bar) for stream in streams)))
+    finally:
+        for stream in streams:
+            stream.abort()
+
+
+def _completion(asked: Asked, answers: Sequence[Sequence[CompletionDelta]]) -> Completion:
+    first = answers[0]
+    return Completion(
+        prompt=asked.prompt,
+        prompt_token_ids=tuple(asked.requests[0].prompt_token_ids),
+        outputs=tuple(_output(index, deltas) for index, deltas in enumerate(answers)),
+        num_cached_tokens=first[-1].num_cached_tokens,
+        prompt_logprobs=tuple(itertools.chain.from_iterable(delta.prompt_logprobs for delta in first)),
+    )
+
+
+async def _deltas(stream: RequestStream, bar: tqdm[NoReturn]) -> list[CompletionDelta]:
+    deltas = [delta async for delta in stream]
+    bar.update()
+    return deltas
+
+
+def _output(index: int, deltas: Sequence[CompletionDelta]) -> CompletionOutput:
+    last = deltas[-1]
+    assert last.finish_reason is not None
+    return CompletionOutput(
+        index=index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(itertools.chain.from_iterable(delta.token_ids for delta in deltas)),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=tuple(itertools.chain.from_iterable(delta.logprobs for delta in deltas)),
+    )

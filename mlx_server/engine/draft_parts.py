@@ -1,0 +1,231 @@
+"""What drafts for an engine's model. Of a draft model, or of the model's own head: whether it may, how it is loaded,
+and what it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from mlx_server.batching.block_manager import PagedBlockManager
+from mlx_server.batching.draft_heads import HeadDrafts
+from mlx_server.batching.draft_model import DraftModel, ModelSpeculation, NoLookup
+from mlx_server.batching.drafting import Speculation
+from mlx_server.batching.layer_groups import LayerGroups
+from mlx_server.batching.lookup import NgramDrafter
+from mlx_server.config import BLOCK_SIZE, WHOLE_WEIGHTS, Config
+from mlx_server.engine.memory_budget import MemoryShare
+from mlx_server.engine.memory_guard import KvMemory, MemoryGuard
+from mlx_server.engine.memory_need import estimate_heads
+from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.draft_runner import DraftingRunner, HeadFeed
+from mlx_server.runtime.hidden_states import HiddenStates
+from mlx_server.runtime.model_runner import ModelRunner
+from mlx_server.runtime.models.heads import HeadModel, find_heads, load_head
+from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces, make_runner
+from mlx_server.runtime.models.resolve import find_folder
+from mlx_server.runtime.regroup import Scope
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+InPieces = Callable[[Pieces[Any]], Awaitable[Any]]
+"""Does work on the MLX thread, with other models' steps in between; its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftParts:
+    """Of a draft model that is loaded. `runner` runs the model's steps, too. `state_bytes` are those of hidden states
+    that are kept for a head, and `first_bytes` these and the pool's at first."""
+
+    loaded: LoadedModel
+    runner: DraftingRunner
+    model: DraftModel
+    guard: MemoryGuard
+    block_bytes: int
+    state_bytes: int
+    first_bytes: int
+    weight_bytes: int
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.model.blocks.num_blocks * self.block_bytes + self.state_bytes
+
+
+class _SpareKvMemory(KvMemory):
+    """Grows a pool only while there is plenty: drafts can wait, and the model's own pool cannot."""
+
+    def take(self, least: int, most: int, *, is_needed: bool) -> int:
+        return super().take(least, most, is_needed=False)
+
+
+async def load_draft_model(config: Config, target: LoadedModel, tokenizer: Tokenizer | None, run: InPieces) -> Any:
+    """The weights of the draft model, whose settings are `config`, for `target` with its `tokenizer`. Raises
+    `ModelLoadError`, before it reads weights, unless both have one vocabulary."""
+    settings = config.model
+    folder = await asyncio.to_thread(find_folder, settings.model, settings.dtype, settings.quantize)
+    if folder is not None and tokenizer is not None:
+        own = await asyncio.to_thread(Tokenizer.from_folder, folder, trust_remote_code=settings.trust_remote_code)
+        difference = await asyncio.to_thread(vocabulary_difference, tokenizer, own)
+        if difference is not None:
+            raise _refused(settings.model, target, f"their vocabularies differ: {difference}")
+    elif folder is not None or tokenizer is not None:
+        without = target.name if tokenizer is None else settings.model
+        raise _refused(settings.model, target, f"{without} has no tokenizer to compare the other's vocabulary with")
+    return await run(
+        load_in_pieces(settings.model, folder, settings.dtype, trust_remote_code=settings.trust_remote_code)
+    )
+
+
+async def load_model_head(config: Config, target: LoadedModel, share: MemoryShare, run: InPieces) -> Any:
+    """The multi-token-prediction head of `target`, from its folder or fetched. If it is not needed: None where there is
+    none, where `share` has no room for it, and where it cannot be loaded, which the log says. Else raises
+    `ModelLoadError`, and `DownloadError`."""
+    settings, folder = config.model, target.folder
+    if settings.quantize != WHOLE_WEIGHTS:  # leaves out heads that are among the model's weights
+        folder = await asyncio.to_thread(find_folder, settings.model, settings.dtype)
+    try:
+        files = await asyncio.to_thread(find_heads, folder, target.name, settings.mtp_from)
+    except ModelLoadError:
+        if config.needs_heads or settings.mtp_from is not None:
+            raise
+        return None
+    if config.needs_heads:
+        return await run(load_head(files, target, settings.dtype))
+    need = await asyncio.to_thread(estimate_heads, config, files, folder)
+    if not share.join(need):
+        logger.warning("The multi-token-prediction heads of %s do not draft: there is no room for them.", target.name)
+        return None
+    try:
+        return await run(load_head(files, target, settings.dtype))
+    except ModelLoadError as error:
+        reason = str(error)  # the error's frames hold what was loaded
+        logger.warning("The multi-token-prediction heads of %s do not draft. %s", target.name, reason)
+        return None
+
+
+def vocabulary_difference(target: Tokenizer, draft: Tokenizer) -> str | None:
+    """Where the vocabularies differ; None if they are one. Tokens that were added to the text's, as most special ones
+    are, may differ: models of one family do, and such a draft is wrong at worst."""
+    added = {*target.added_tokens.values(), *draft.added_tokens.values()}
+    tokens, others = (
+        {token_id: token for token, token_id in tokenizer.hf.get_vocab().items() if token_id not in added}
+        for tokenizer in (target, draft)
+    )
+    if tokens == others:
+        return None
+    wrong = sorted(
+        token_id for token_id in tokens.keys() | others.keys() if tokens.get(token_id) != others.get(token_id)
+    )
+    ours, theirs = (repr(found.get(wrong[0])) if wrong[0] in found else "nothing" for found in (tokens, others))
+    return (
+        f"token {wrong[0]} is {ours} of the model's and {theirs} of the draft model's, and so on for {len(wrong)} ids"
+    )
+
+
+def _refused(name: str, target: LoadedModel, reason: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"{name} cannot draft for {target.name}: {reason}. Take a smaller model of the same family, or none."
+    )
+
+
+async def make_draft(
+    config: Config,
+    loaded: LoadedModel,
+    target: LoadedModel,
+    target_runner: ModelRunner,
+    target_info: RunnerInfo,
+    share: MemoryShare,
+    max_num_tokens: int,
+    largest_chunk: int,
+    run: InPieces,
+) -> DraftParts:
+    """The runner and the policy of a draft model that is `loaded`. Its pool is never larger than `max_num_tokens` need,
+    and it computes `largest_chunk` tokens of a prompt at most at a time. Raises as `make_runner` does, and
+    `ModelLoadError` for a model with recurrent state."""
+    has_text, head = loaded.folder is not None, loaded.model if isinstance(loaded.model, HeadModel) else None
+    if not has_text and loaded.vocab_size != target.vocab_size:
+        sizes = f"it has {loaded.vocab_size} token ids, and the model {target.vocab_size}"
+        raise _refused(loaded.name, target, sizes)
+    runner, info = await run(
+        make_runner(
+            loaded,
+            backend=config.model.attention_backend,
+            pool=config.cache,
+            max_num_tokens=max_num_tokens,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            kv_limit_bytes=share.kv_limit_bytes,
+            state_limit_bytes=share.kv_room_bytes,
+        )
+    )
+    fault = _fault(info, target_runner, is_head=head is not None)
+    if fault is not None:
+        await run(_at_once(runner.close))
+        raise _refused(loaded.name, target, fault)
+    memory = _SpareKvMemory(share, info.block_bytes, time.monotonic)
+    blocks = PagedBlockManager(
+        info.num_blocks,
+        LayerGroups(info.windows, largest_chunk + 2 * BLOCK_SIZE),
+        max_blocks=info.max_blocks,
+        supply=memory,
+        model_key=loaded.name,
+        enable_prefix_caching=config.cache.prefix_caching,
+    )
+    model = (DraftModel if head is None else HeadDrafts)(
+        blocks,
+        vocab_size=min(loaded.vocab_size, target.vocab_size),
+        max_tokens=loaded.max_model_len,
+        doubling_tokens=info.context_doubling_tokens,
+    )
+    if (first := info.first_steps) is not None:
+        model.learn(first.num_prompt_tokens, first.prompt_s, first.decode_s)
+    feed = None if head is None else await run(_at_once(partial(_feed, head, target_runner, target_info.max_num_seqs)))
+    state_bytes = 0 if feed is None else feed.states.num_bytes
+    return DraftParts(
+        loaded=loaded,
+        runner=await run(_at_once(partial(DraftingRunner, target_runner, runner, feed))),
+        model=model,
+        guard=MemoryGuard(model, memory),
+        block_bytes=info.block_bytes,
+        state_bytes=state_bytes,
+        first_bytes=info.num_blocks * info.block_bytes + state_bytes,
+        weight_bytes=loaded.weight_bytes,
+    )
+
+
+def make_speculation(config: Config, info: RunnerInfo, draft: DraftParts | None) -> Speculation | None:
+    """What drafts for a model: lookups, its draft model, or both; None if nothing does."""
+    settings, num_spares = config.scheduler, info.num_spares if info.is_recurrent else None
+    if draft is not None:
+        drafter = NgramDrafter() if config.looks_up else NoLookup()
+        return ModelSpeculation(drafter, settings.max_draft_tokens, draft.model, num_spares)
+    if num_spares == 0 or not config.looks_up:
+        return None
+    return Speculation(NgramDrafter(), settings.max_draft_tokens, num_spares)
+
+
+def _fault(info: RunnerInfo, target: ModelRunner, *, is_head: bool) -> str | None:
+    """Why a model that runs does not draft."""
+    if info.is_recurrent:
+        return "it keeps recurrent state, which cannot go back to where drafts were right"
+    if is_head and info.level.startswith(Scope.MODEL):
+        return "mlx-lm's code for it does not run in a paged batch"
+    if is_head and not target.forward.can_select_rows:
+        return "mlx-lm's code for the model has no part before its output matrix, whose hidden states a head reads"
+    return None
+
+
+def _feed(head: HeadModel, target: ModelRunner, num_requests: int) -> HeadFeed:
+    weight = head.model.hidden_norm.weight
+    states = HiddenStates(target.cache.backend.make_states, num_requests, weight.shape[0], weight.dtype)
+    return HeadFeed(head.model.link, states)
+
+
+def _at_once(work: Callable[[], T]) -> Pieces[T]:
+    yield 0.0
+    return work()

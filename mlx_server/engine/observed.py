@@ -1,0 +1,67 @@
+"""What metrics and a tracer hear of an engine's steps and requests; what fails there fails alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from mlx_server.batching.scheduler import Executor
+from mlx_server.observability.engine_metrics import EngineMetrics
+from mlx_server.observability.tracing import NO_TRACER, EngineTracer
+from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_LOG_EVERY_S = 60.0
+
+_logged_s: dict[str, float] = {}
+"""When a listener's failure was last logged, by its name."""
+
+
+def told(listener: Callable[P, T], *news: P.args, **more: P.kwargs) -> T | None:
+    """Tells metrics or a tracer. Figures must not end requests: what fails there is logged, at most once a minute
+    for each listener, since some hear of every step."""
+    try:
+        return listener(*news, **more)
+    except Exception:
+        name, now = listener.__qualname__, time.monotonic()
+        if now - _logged_s.get(name, -math.inf) >= _LOG_EVERY_S:
+            _logged_s[name] = now
+            logger.exception("%s failed: figures or traces are incomplete, requests go on", name)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedExecutor:
+    """Tells metrics and a tracer of each step that passes: a few calls a step, whatever the number of requests. A step
+    without chunks does not count: it changes the pools, copies blocks, or is a draft model's."""
+
+    executor: Executor
+    metrics: EngineMetrics
+    tracer: EngineTracer
+
+    def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
+        if not output.chunks:
+            return self.executor.submit(output)
+        told(self.metrics.on_step, output)
+        if self.tracer is not NO_TRACER:
+            told(self.tracer.on_step, output)
+        result = self.executor.submit(output)
+        result.add_done_callback(partial(self._on_done, output))
+        return result
+
+    def _on_done(self, output: SchedulerOutput, future: asyncio.Future[ModelRunnerOutput]) -> None:
+        if future.cancelled() or future.exception() is not None:
+            return
+        told(self.metrics.on_step_done, output, future.result())
+        if self.tracer is not NO_TRACER:
+            told(self.tracer.on_step_done, output, future.result())

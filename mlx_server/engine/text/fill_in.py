@@ -1,0 +1,199 @@
+"""Fill in the middle: prompts of what stands before and behind a gap, in the form that a family of models knows.
+
+Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle": the text around the gap is cut into
+prefix and suffix, each behind a token of its own, and the model goes on behind a third token with the middle. Families
+differ in the tokens and in which part comes first (PSM: prefix, suffix, middle; SPM: suffix, prefix, middle).
+
+`def add(a, b):` / `    return` | `\\n\\nprint(add(1, 2))` with Qwen2.5-Coder's tokens:
+
+    <|fim_prefix|>def add(a, b):\\n    return<|fim_suffix|>\\n\\nprint(add(1, 2))<|fim_middle|>
+
+and the model writes ` a + b`, then an end token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mlx_server.engine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FillFormat:
+    """One family's tokens, as its vocabulary spells them; empty where it has none. `file` comes before a file's path,
+    and `repository` before all files. `ends` are tokens behind the middle that need be no end of sequence."""
+
+    prefix: str
+    suffix: str
+    middle: str = ""
+    is_suffix_first: bool = False
+    repository: str = ""
+    file: str = ""
+    ends: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Those without which it is not this format."""
+        return tuple(filter(None, (self.prefix, self.suffix, self.middle, self.repository, self.file)))
+
+
+_BARS = FillFormat(
+    prefix="<|fim_prefix|>", suffix="<|fim_suffix|>", middle="<|fim_middle|>", ends=("<|fim_pad|>", "<|endoftext|>")
+)
+_ANGLES = FillFormat(
+    prefix="<fim_prefix>", suffix="<fim_suffix>", middle="<fim_middle>", ends=("<fim_pad>", "<|endoftext|>")
+)
+
+FORMATS = (
+    # Qwen2.5-Coder, Qwen3-Coder
+    replace(_BARS, repository="<|repo_name|>", file="<|file_sep|>"),
+    # CodeGemma
+    replace(_BARS, file="<|file_separator|>"),
+    # Granite 3.3 and after
+    replace(_BARS, repository="<|reponame|>", file="<|filename|>"),
+    _BARS,
+    # StarCoder2
+    replace(_ANGLES, repository="<repo_name>", file="<file_sep>"),
+    # StarCoder, Granite Code
+    replace(_ANGLES, repository="<reponame>", file="<filename>"),
+    _ANGLES,
+    # SantaCoder
+    FillFormat(prefix="<fim-prefix>", suffix="<fim-suffix>", middle="<fim-middle>", ends=("<|endoftext|>",)),
+    # DeepSeek-Coder, and DeepSeek's models since V2
+    FillFormat(prefix="<｜fim▁begin｜>", suffix="<｜fim▁hole｜>", middle="<｜fim▁end｜>", ends=("<|EOT|>",)),
+    # Seed-Coder
+    FillFormat(prefix="<[fim-prefix]>", suffix="<[fim-suffix]>", middle="<[fim-middle]>", is_suffix_first=True),
+    # Code Llama
+    FillFormat(prefix="▁<PRE>", suffix="▁<SUF>", middle="▁<MID>", ends=("▁<EOT>",)),
+    # Codestral: the middle follows the prefix at once
+    FillFormat(prefix="[PREFIX]", suffix="[SUFFIX]", is_suffix_first=True),
+)
+"""A tokenizer is of the first format whose tokens it has all."""
+
+_NAMELESS_REPOSITORY, _NAMELESS_FILE, _FILE_ASKED_FOR = "myproject", "tmp", "filename"
+"""llama.cpp's: clients name neither the repository nor the file that they ask about."""
+
+_SNIPPET = "\n\n--- snippet ---\n\n"
+"""llama.cpp's, before each file for a model that has no token for that."""
+
+_PREFIX_SHARE = 0.75
+"""Of the room for text around the gap, where not all fits; llama.cpp's, too."""
+
+_INSIDE = "\u263a"
+"""What stands before a text so that a tokenizer does not take it for the beginning of one."""
+
+
+def find_fill_format(tokenizer: Tokenizer) -> FillFormat | None:
+    """The format whose tokens the tokenizer has; None if it has those of none."""
+    return next(
+        (form for form in FORMATS if all(tokenizer.token_to_id(token) is not None for token in form.tokens)), None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """What is known around a gap: its files first, each a path (None: not known) and a text."""
+
+    prefix: str | Sequence[int]
+    suffix: str
+    files: Sequence[tuple[str | None, str]] = ()
+
+
+class FillWriter:
+    """Writes prompts for one tokenizer. Any thread; takes time in proportion to the texts."""
+
+    def __init__(self, tokenizer: Tokenizer, form: FillFormat) -> None:
+        self._tokenizer = tokenizer
+        self._form = form
+        self._inside: tuple[str, list[int]] = ("", [])  # the last suffix: several prompts may have the same
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """What ends a middle beside the model's own ends: no token of the format belongs into it."""
+        return tuple(sorted({self._id(token) for token in (*self._form.tokens, *self._form.ends) if self._has(token)}))
+
+    def write(self, gap: Gap, most: int | None, *, add_special_tokens: bool = True) -> list[int]:
+        """The prompt's token ids, of which there are at most `most` (None: no bound) as long as that leaves room for
+        the format's own. What lies farthest from the gap is left out: whole files, the first ones first, then the
+        beginning of the prefix and the end of the suffix, three to one."""
+        begin = self._beginning() if add_special_tokens else []
+        prefix, suffix = self._around(gap, most)
+        form = self._form
+        middle = [self._id(form.middle)] if form.middle else []
+        room = None if most is None else max(most - len(begin) - len(middle) - 2, 0)
+        if room is not None:
+            prefix, suffix = _fitting(prefix, suffix, room)
+        parts = [[self._id(form.prefix), *prefix], [self._id(form.suffix), *suffix]]
+        if form.is_suffix_first:
+            parts.reverse()
+        files = self._files(gap.files, None if room is None else room - len(prefix) - len(suffix))
+        return [*begin, *files, *parts[0], *parts[1], *middle]
+
+    def _has(self, token: str) -> bool:
+        return self._tokenizer.token_to_id(token) is not None
+
+    def _id(self, token: str) -> int:
+        found = self._tokenizer.token_to_id(token)
+        assert found is not None, f"{token} is a token of the format"
+        return found
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _beginning(self) -> list[int]:
+        """What the tokenizer puts before a raw prompt (BOS)."""
+        ends = self._tokenizer.eos_token_ids
+        return [token_id for token_id in self._tokenizer.encode("") if token_id not in ends]
+
+    def _around(self, gap: Gap, most: int | None) -> tuple[list[int], list[int]]:
+        prefix, suffix = gap.prefix, gap.suffix
+        if most is not None:  # what is far too long is not tokenized as a whole
+            suffix = self._tokenizer.part_of(suffix, most)
+            prefix = self._tokenizer.part_of(prefix, most, is_end=True) if isinstance(prefix, str) else prefix
+        return self._encode(prefix) if isinstance(prefix, str) else list(prefix), self._encode_inside(suffix)
+
+    def _encode_inside(self, text: str) -> list[int]:
+        """Without the space that SentencePiece puts before a text: a suffix begins in the middle of one."""
+        if text != self._inside[0]:
+            self._inside = text, self._encode_behind_mark(text)
+        return self._inside[1]
+
+    def _encode_behind_mark(self, text: str) -> list[int]:
+        exact = self._tokenizer.exact_bytes
+        if exact is None or not exact.strips_leading_space:
+            return self._encode(text)
+        mark, whole = self._encode(_INSIDE), self._encode(_INSIDE + text)
+        return whole[len(mark) :] if whole[: len(mark)] == mark else self._encode(text)
+
+    def _files(self, files: Sequence[tuple[str | None, str]], room: int | None) -> list[int]:
+        """As many of the last files as fit, behind the repository, and the head of the file that is asked about."""
+        if not files:
+            return []
+        form = self._form
+        name = self._encode(f"{_NAMELESS_REPOSITORY}\n")
+        head = [self._id(form.repository), *name] if form.repository else []
+        last = self._head_of(_FILE_ASKED_FOR) if form.file else []
+        room = None if room is None else room - len(head) - len(last)
+        kept: list[list[int]] = []
+        for path, text in reversed(files):
+            if room is not None and len(self._tokenizer.part_of(text, max(room, 0))) < len(text):
+                break
+            whole = text if text.endswith("\n") else f"{text}\n"
+            written = [*self._head_of(path or _NAMELESS_FILE), *self._encode(whole)]
+            if room is not None and len(written) > room:
+                break
+            room = None if room is None else room - len(written)
+            kept.insert(0, written)
+        return [*head, *(token_id for written in kept for token_id in written), *last] if kept else []
+
+    def _head_of(self, path: str) -> list[int]:
+        form = self._form
+        return [self._id(form.file), *self._encode(f"{path}\n")] if form.file else self._encode(_SNIPPET)
+
+
+def _fitting(prefix: list[int], suffix: list[int], room: int) -> tuple[list[int], list[int]]:
+    """The end of the one and the beginning of the other; a side that needs less than its share leaves it to the
+    other. With room for 100: 200 and 200 become 75 and 25, 200 and 10 become 90 and 10, 10 and 200 10 and 90."""
+    num_prefix = min(len(prefix), max(int(room * _PREFIX_SHARE), room - len(suffix)))
+    return prefix[len(prefix) - num_prefix :], suffix[: room - num_prefix]

@@ -1,0 +1,128 @@
+"""Tool calls without their markers: small models that were taught `<tool_call>` often write the call alone, in a code
+fence, or in the wrapper in which they were shown the tools."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+
+_MARKERS = ("```json", "```", "<tools>", "</tools>")
+_AROUND = re.compile(r"(?:\s|[,;]|```(?:json)?|</?tools>)*")
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
+_BEFORE_NAME = '{"name":"'
+_BEHIND_NAME = (',"arguments":{', ',"parameters":{')
+_MAX_HEAD_CHARS = 512
+_SPACES = re.compile(r"\s+")
+_BRACKET = re.compile(r'["{}\[\]]')
+_IN_STRING = re.compile(r'"|\\.?', re.DOTALL)
+
+
+class JsonObjectCursor:
+    """Finds the end of a JSON object in streamed text, by its brackets and strings. Does not validate."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+
+    def feed(self, text: str) -> int | None:
+        """How many characters of `text` belong to the object, once its end has been read; None before. Not for empty
+        text."""
+        at, self._is_escaped = int(self._is_escaped), False
+        while (found := (_IN_STRING if self._in_string else _BRACKET).search(text, at)) is not None:
+            mark, at = found.group(), found.end()
+            if mark == '"':
+                self._in_string = not self._in_string
+            elif self._in_string:
+                self._is_escaped = mark == "\\"  # what it escapes is still to come
+            else:
+                self._depth += 1 if mark in "{[" else -1
+                if self._depth <= 0:
+                    return at
+        return None
+
+
+class UntaggedCalls:
+    """Puts `start` and `end` around calls of the tools `names` with which an answer begins, one after the other; other
+    text passes unchanged, as soon as it cannot become such a call any more.
+
+        ```json
+        {"name": "look", "arguments": {"at": "north"}}
+        ```
+    becomes `<tool_call>{"name": …}</tool_call>`, without the fence.
+    """
+
+    def __init__(self, names: Iterable[str], start: str, end: str) -> None:
+        self._names = frozenset(names)
+        self._start = start
+        self._end = end
+        self._held = ""
+        self._cursor: JsonObjectCursor | None = None
+        self._is_behind_call = False
+        self._is_over = not self._names
+
+    def feed(self, text: str) -> str:
+        """What of the output so far is certain."""
+        done: list[str] = []
+        while text and not self._is_over:
+            text = self._follow(self._cursor, text, done) if self._cursor is not None else self._look(text, done)
+        return "".join((*done, text))
+
+    def finish(self) -> str:
+        """What was held back, without what closes a call's fence."""
+        held, self._held, self._is_over = self._held, "", True
+        around = _AROUND.match(held) if self._is_behind_call else None
+        return held if around is None else held[around.end() :]
+
+    def _follow(self, cursor: JsonObjectCursor, text: str, done: list[str]) -> str:
+        """Passes the call on; what stands behind it."""
+        length = cursor.feed(text)
+        if length is None:
+            done.append(text)
+            return ""
+        done += (text[:length], self._end)
+        self._cursor, self._is_behind_call = None, True
+        return text[length:]
+
+    def _look(self, text: str, done: list[str]) -> str:
+        """Holds text back until it is known whether a call begins; the call, if one does."""
+        self._held += text
+        around = _AROUND.match(self._held)
+        body = self._held[around.end() :] if around is not None else self._held
+        head = _HEAD.match(body)
+        if head is not None and _is_one_of(head["name"], self._names):
+            self._held, self._cursor = "", JsonObjectCursor()
+            done.append(self._start)
+            return body
+        if (
+            head is not None
+            or len(self._held) > _MAX_HEAD_CHARS
+            or not (self._may_begin(body) or _may_be_marker(self._held))
+        ):
+            done.append(self.finish())
+        return ""
+
+    def _may_begin(self, body: str) -> bool:
+        squeezed = _SPACES.sub("", body)
+        if len(squeezed) <= len(_BEFORE_NAME):
+            return _BEFORE_NAME.startswith(squeezed)
+        if not squeezed.startswith(_BEFORE_NAME):
+            return False
+        name, quote, behind = squeezed[len(_BEFORE_NAME) :].partition('"')
+        if quote:
+            return name in self._names and any(one.startswith(behind) for one in _BEHIND_NAME)
+        return any(one.startswith(name) for one in self._names)
+
+
+def _may_be_marker(text: str) -> bool:
+    """Whether it ends in the beginning of a marker, with nothing but white space and markers before that."""
+    beginnings = (marker[:length] for marker in _MARKERS for length in range(1, len(marker)))
+    return any(text.endswith(one) and _AROUND.fullmatch(text[: len(text) - len(one)]) for one in beginnings)
+
+
+def _is_one_of(quoted: str, names: frozenset[str]) -> bool:
+    try:
+        return json.loads(quoted) in names
+    except ValueError:
+        return False

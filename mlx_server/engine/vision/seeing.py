@@ -1,0 +1,272 @@
+"""What a model that can see needs of the host: an image file becomes the inputs of its encoder, and what stands for it
+in a prompt, as the model's own processor has them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.engine.vision.decoding import MAX_PIXELS, UnreadableImageError, decode
+from mlx_server.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT_BYTES = 256 * 2**20
+"""Of the inputs of images that were seen of late: a conversation sends its images again with every turn."""
+
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePiece:
+    """A run of placeholders, nearly all of them the image token; the rest is as `PromptImage` has it."""
+
+    token_ids: tuple[int, ...]
+    digest: bytes
+    inputs: Mapping[str, Any]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.inputs.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedImage:
+    """`text` is what a prompt has for the image, with one image token for each piece."""
+
+    text: str
+    pieces: tuple[ImagePiece, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of placeholders."""
+        return sum(piece.num_tokens for piece in self.pieces)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+_Arrays = Mapping[str, Any]
+_Key = tuple[str, int, bytes]
+"""Whose image it is, its most pixels, and its file's digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How models of a family are given images. `placeholder` is what their chat templates write for one, None the image
+    token itself; `around` what is written where a template has no place for one."""
+
+    lay_out: Callable[[SeeingModel, _Arrays], PreparedImage]
+    placeholder: str | None = None
+    around: tuple[str, str] = ("", "")
+    options: Callable[[SeeingModel, int], dict[str, Any]] = lambda model, max_pixels: {}
+    """Of the processor's call, for images of at most so many pixels."""
+
+
+class SeeingModel:
+    """The image side of one loaded model, which goes with it. Every method may be called from any thread.
+
+    `placeholder` is what the model's chat template writes for an image, `snippet` what stands for one where a template
+    has no place for it, and `image_token` the token whose embeddings are the image's.
+    """
+
+    def __init__(self, config: Mapping[str, Any], tokenizer: Tokenizer, processor: Any) -> None:
+        """`config` is the whole config.json; `processor` an image processor of transformers'."""
+        self.config = config
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self._family = _FAMILIES[self.model_type]
+        self.image_token_id = int(config.get("image_token_id", config.get("image_token_index", -1)))
+        (self.image_token,) = tokenizer.convert_ids_to_tokens([self.image_token_id])
+        self.placeholder = self._family.placeholder or self.image_token
+        before, behind = self._family.around
+        self.snippet = f"{before}{self.placeholder}{behind}"
+        self._kept: OrderedDict[_Key, PreparedImage] = OrderedDict()
+        self._num_kept_bytes = 0
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(cls, folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> SeeingModel | None:
+        """Reads the processor's files; None for a family whose images are not known here. Takes seconds, since
+        transformers is slow to import. Raises `ModelLoadError`, also without Pillow."""
+        if not is_known(config):
+            return None
+        try:
+            from transformers import AutoImageProcessor
+
+            processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", local_files_only=True)
+            model = cls(config, tokenizer, processor)
+        except Exception as error:  # as many kinds as there are ways to be incomplete
+            raise ModelLoadError(
+                f"Images cannot be prepared for {folder}: {error} Install 'mlx-server[vision]', and check that "
+                "preprocessor_config.json is there, or pull the model again."
+            ) from error
+        if not model.image_token:
+            raise ModelLoadError(
+                f"{folder / 'config.json'}: image_token_id is {model.image_token_id}, which the tokenizer does not "
+                "know. Pull the model again."
+            )
+        return model
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config.get("model_type"))
+
+    def prepare(self, data: bytes, max_pixels: int = MAX_PIXELS, owner: str = "") -> PreparedImage:
+        """The image in a file's bytes, made smaller where it has more than `max_pixels`. Raises `UnreadableImageError`.
+        Takes a few milliseconds to a second: the whole file is decoded first, but for a large JPEG. What was prepared
+        for an owner is kept for that owner only: nobody can tell by the time what another has sent."""
+        key = (owner, max_pixels, _digest(data))
+        with self._lock:
+            known = self._kept.get(key)
+            if known is not None:
+                self._kept.move_to_end(key)
+                return known
+        image = decode(data, max_pixels)
+        try:
+            arrays = self.processor(image, return_tensors="np", **self._family.options(self, max_pixels))
+            prepared = self._family.lay_out(self, arrays)
+        except Exception as error:  # processors raise whatever an odd shape leads them to
+            size = f"{image.width} x {image.height} pixels"
+            raise UnreadableImageError(f"cannot be prepared for {self.model_type} ({size}): {error}") from error
+        self._keep(key, prepared)
+        return prepared
+
+    def _keep(self, key: _Key, prepared: PreparedImage) -> None:
+        with self._lock:
+            if key in self._kept or prepared.num_bytes > MAX_KEPT_BYTES:
+                return
+            self._kept[key] = prepared
+            self._num_kept_bytes += prepared.num_bytes
+            while self._num_kept_bytes > MAX_KEPT_BYTES:
+                _, dropped = self._kept.popitem(last=False)
+                self._num_kept_bytes -= dropped.num_bytes
+
+
+def load_if_seeing(
+    folder: Path | None, config: Mapping[str, Any], tokenizer: Tokenizer, no_vision: str
+) -> SeeingModel | None:
+    """The image side of a model that is loaded; `no_vision` says why its encoder is not, empty where it is. A folder
+    whose images cannot be prepared is served without them, and the log says why. Takes seconds."""
+    if folder is None or no_vision:
+        return None
+    try:
+        return SeeingModel.load(folder, config, tokenizer)
+    except ModelLoadError as error:
+        logger.warning("%s Until then, the model is given text only.", error)
+        return None
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether images of the models with this config.json can be prepared here."""
+    return config.get("model_type") in _FAMILIES and isinstance(config.get("vision_config"), Mapping)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+def _piece(token_ids: Sequence[int], inputs: _Arrays) -> ImagePiece:
+    """Its digest is of all arrays with their names, types and shapes."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name, array in sorted(inputs.items()):
+        digest.update(f"{name} {array.dtype} {array.shape} ".encode())
+        digest.update(memoryview(array).cast("B") if array.flags.c_contiguous else array.tobytes())
+    return ImagePiece(tuple(token_ids), digest.digest(), inputs)
+
+
+def _lay_out_grid(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
+    """Qwen-VL: a token for each square of merged patches. A grid of 1 x 22 x 28 patches, merged 2 x 2, has 154."""
+    inputs = {name: arrays[name] for name in ("pixel_values", "image_grid_thw")}
+    num_tokens = int(math.prod(inputs["image_grid_thw"][0].tolist())) // model.processor.merge_size**2
+    return PreparedImage(model.image_token, (_piece([model.image_token_id] * num_tokens, inputs),))
+
+
+def _lay_out_square(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
+    """Gemma 3: one square, as many tokens whatever it shows."""
+    num_tokens = int(model.config.get("mm_tokens_per_image", 256))
+    text = f"\n\n<start_of_image>{model.image_token}<end_of_image>\n\n"
+    inputs = {"pixel_values": arrays["pixel_values"]}
+    return PreparedImage(text, (_piece([model.image_token_id] * num_tokens, inputs),))
+
+
+def _lay_out_tiles(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
+    """Idefics 3: rows of tiles, then the whole image small, each a piece that is encoded by itself; or that alone.
+
+    1 row of 2 tiles: `<fake><row_1_col_1><image><fake><row_1_col_2><image>\\n\\n<fake><global-img><image><fake>`, with
+    `<fake>` for `<fake_token_around_image>`.
+    """
+    num_rows, num_columns = arrays["rows"][0][0], arrays["cols"][0][0]
+    image, fake = model.image_token, "<fake_token_around_image>"
+    rows = [
+        "".join(f"{fake}<row_{row + 1}_col_{column + 1}>{image}" for column in range(num_columns)) + "\n"
+        for row in range(num_rows)
+    ]
+    text = "".join(rows) + ("\n" if rows else "") + f"{fake}<global-img>{image}{fake}"
+    vision = model.config["vision_config"]
+    num_patches = (int(vision["image_size"]) // int(vision["patch_size"])) ** 2
+    num_tokens = num_patches // int(model.config.get("scale_factor", 2)) ** 2
+    names = ("pixel_values", "pixel_attention_mask")
+    tiles = range(arrays["pixel_values"].shape[1])
+    run = [model.image_token_id] * num_tokens
+    pieces = (_piece(run, {name: arrays[name][:, tile : tile + 1] for name in names}) for tile in tiles)
+    return PreparedImage(text, tuple(pieces))
+
+
+def _lay_out_rows(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
+    """Pixtral: a token for each square of merged patches, and one between rows, which is in the run, too.
+
+    2 rows of 3: `[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG]`, and `[IMG_END]` behind it.
+    """
+    unit = _merged_patch(model.config)
+    num_rows, num_columns = (int(side) // unit for side in arrays["image_sizes"][0])
+    between = model.tokenizer.token_to_id("[IMG_BREAK]")
+    row = [model.image_token_id] * num_columns
+    run = [*row, *([] if between is None else [between])] * num_rows
+    inputs = {name: arrays[name] for name in ("pixel_values", "image_sizes")}
+    return PreparedImage(f"{model.image_token}[IMG_END]", (_piece(run[: len(run) - (between is not None)], inputs),))
+
+
+def _merged_patch(config: Mapping[str, Any]) -> int:
+    return int(config["vision_config"]["patch_size"]) * int(config.get("spatial_merge_size", 1))
+
+
+def _grid_size(model: SeeingModel, max_pixels: int) -> dict[str, Any]:
+    """Qwen-VL's least and most pixels, which its processor calls edges; far enough apart to round between."""
+    own = model.processor.size
+    longest = min(own["longest_edge"], max_pixels)
+    return {"size": {"shortest_edge": min(own["shortest_edge"], longest // 2), "longest_edge": longest}}
+
+
+_QWEN = _Family(_lay_out_grid, around=("<|vision_start|>", "<|vision_end|>"), options=_grid_size)
+_GEMMA_3 = _Family(_lay_out_square, "<start_of_image>", options=lambda model, max_pixels: {"do_pan_and_scan": False})
+_IDEFICS_3 = _Family(_lay_out_tiles, options=lambda model, max_pixels: {"return_row_col_info": True})
+_PIXTRAL = _Family(_lay_out_rows, options=lambda model, max_pixels: {"patch_size": _merged_patch(model.config)})
+
+_FAMILIES: Mapping[str, _Family] = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "gemma3": _GEMMA_3,
+    "idefics3": _IDEFICS_3,
+    "smolvlm": _IDEFICS_3,
+    "pixtral": _PIXTRAL,
+    "mistral3": _PIXTRAL,
+}
+"""By `model_type` in config.json."""

@@ -1,0 +1,84 @@
+"""[fleet]: what a server tells routers, shares with the others behind them, and which machines share its model."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from mlx_server.setting import STRICT, Text, form
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Host and port of a ZeroMQ endpoint like `tcp://127.0.0.1:5557`; `*` is all addresses of this machine, port 0 a
+    free one. Raises `ValueError`."""
+    try:
+        parts = urlsplit(text)
+        if parts.scheme == "tcp" and parts.hostname and parts.port is not None and not (parts.path or parts.query):
+            return parts.hostname, parts.port
+    except ValueError:  # of the port
+        pass
+    raise ValueError("write tcp://HOST:PORT, like tcp://127.0.0.1:5557")
+
+
+def parse_store(text: str) -> str:
+    """What may be shown of the URL of a Redis or Valkey server: neither user nor password. Raises `ValueError`."""
+    with contextlib.suppress(ValueError):  # of the port, or of brackets that do not close
+        parts = urlsplit(text)
+        if parts.scheme in ("redis", "rediss") and parts.hostname:
+            host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+            port = "" if parts.port is None else f":{parts.port}"
+            return f"{parts.scheme}://{host}{port}{parts.path}"
+        if parts.scheme == "unix" and parts.path:
+            return f"unix://{parts.path}"
+    raise ValueError("write redis://HOST:PORT/DATABASE, rediss:// for TLS, or unix:///PATH")
+
+
+def parse_topic(text: str) -> str:
+    """The topic of a model that is called `m`. Raises `ValueError`."""
+    try:
+        return text.format(host="h", port=1, model="m")
+    except (LookupError, AttributeError, ValueError) as error:
+        raise ValueError("it may name {host}, {port} and {model}, and nothing else in braces") from error
+
+
+def _setting(default: Any, help: str, **limits: Any) -> Any:
+    return Field(default=default, description=help, **limits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class FleetConfig:
+    """[fleet]: several servers behind a router, or several machines for one model; see docs/scale-out.md."""
+
+    kv_events: Annotated[Text, form(parse_endpoint)] = _setting(
+        None,
+        "tell routers which prefixes are cached, as vLLM does, at a ZeroMQ endpoint like tcp://127.0.0.1:5557: bound "
+        "at an address of this machine (`*` is all), connected to at another's. Whoever reads it reads prompts",
+    )
+    kv_events_replay: Annotated[Text, form(parse_endpoint)] = _setting(
+        None, "endpoint at which routers may ask for the last 10,000 batches of such events again"
+    )
+    kv_events_topic: Annotated[str, form(parse_topic)] = _setting(
+        "kv@{host}:{port}@{model}",
+        "topic of a model's events, which may name the server's {host} and {port} and must name the {model} where "
+        "there are several; empty for a vllm-router that is told its sources",
+    )
+    shared_store: Annotated[Text, form(parse_store)] = _setting(
+        None,
+        "Redis or Valkey server like redis://HOST:6379/0 in which all servers of a fleet count what keys use, and keep "
+        "responses; each server by itself without it",
+        repr=False,
+    )
+    discovery_key: Text = _setting(
+        None, "key with which routers may list models and read health and metrics, and nothing else", repr=False
+    )
+    discovery_key_file: Text = _setting(None, "file with the discovery key in it")
+    tensor_parallel_size: int = _setting(
+        1, "machines that one model is spread over, each started by `mlx.launch`; experimental", ge=1
+    )
+    tensor_parallel_host: Text = _setting(
+        None, "address at which the others reach the first of them; default: the one that `mlx.launch` gives it"
+    )

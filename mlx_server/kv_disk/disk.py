@@ -1,0 +1,336 @@
+"""The tier of one process: threads that read and write records, what bounds them, and what turns them off."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from mlx_server.kv_disk.budget import WriteBudget
+from mlx_server.kv_disk.files import Files
+from mlx_server.kv_disk.rounding import Rounding
+from mlx_server.kv_disk.slab import SUFFIX, Space
+from mlx_server.kv_disk.store import RecordStore
+from mlx_server.setting import parse_size
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+AUTO = "auto"
+LOCK = "lock"
+
+_NUM_READERS = 4
+_AUTO_SHARE = 0.1
+"""Of what is free on the disk, or taken by the tier already."""
+
+_LOCK_TIMEOUT_S = 2.0
+"""A server that is restarted may meet the end of the one before."""
+
+_END_TIMEOUT_S = 2.0
+"""For a read or a write that is under way: a disk that hangs does not keep a server from ending."""
+
+_MOST_WAITING_BYTES = 128 * 2**20
+"""Of blocks that wait to be written. Others are not saved."""
+
+_BUSY_BYTES_PER_S = 128 * 10**6
+"""The fastest that is written while somebody's answer is computed."""
+
+
+@dataclass(slots=True)
+class DiskCounters:
+    """Totals since start, of contents. `num_errors` are the disk's: after the first the tier is off."""
+
+    num_bytes_read: int = 0
+    num_bytes_written: int = 0
+    num_errors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    space: Space
+    digest: bytes
+    parent: bytes
+    owner: bytes
+    content: memoryview
+    on_done: Callable[[], None]
+    rounding: Rounding | None
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """What the writer has to do; with `condition`."""
+
+    condition: threading.Condition = field(default_factory=threading.Condition)
+    writes: deque[_Write] = field(default_factory=deque)
+    digests: set[bytes] = field(default_factory=set)
+    num_bytes: int = 0
+    num_reads: int = 0
+    is_closing: bool = False
+
+
+class KvDisk:
+    """Records on disk for all models of a process. Any thread, but for `close`.
+
+    Reads come before writes. The first error that the disk raises turns the tier off for good: from then on nothing is
+    found, read or written, and one line of the log says why.
+    """
+
+    def __init__(self, files: Files, limit_bytes: int, bytes_per_day: int, lock: int | None = None) -> None:
+        """The caller has the folder's lock; `lock` is its descriptor, which `close` closes. Raises `OSError`."""
+        self.files = files
+        self._lock = lock
+        self.store = RecordStore(files, limit_bytes)
+        self.counters = DiskCounters()
+        self.error: str | None = None
+        self._busy: set[Space] = set()
+        self._budget = WriteBudget(files, bytes_per_day)
+        self._waiting = _Waiting()
+        self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._write_all, name="kv-disk-write", daemon=True),
+            *(threading.Thread(target=self._read_all, name="kv-disk-read", daemon=True) for _ in range(_NUM_READERS)),
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._waiting.num_reads = 1
+        self._reads.put(self._scan)
+
+    @property
+    def is_on(self) -> bool:
+        return self.error is None
+
+    def has(self, digest: bytes) -> bool:
+        """Whether a block is there, or waits to be written."""
+        return self.is_on and (digest in self.store or digest in self._waiting.digests)
+
+    def is_stored(self, digest: bytes) -> bool:
+        """Whether a block can be read."""
+        return self.is_on and digest in self.store
+
+    def read(
+        self,
+        digest: bytes,
+        on_done: Callable[[memoryview | None], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+        rounding: Rounding | None = None,
+    ) -> None:
+        """Reads a block, which may be stored with a `rounding`; its content, or None if it cannot be had or is not
+        wanted when its turn comes, comes on a thread of the tier."""
+        with self._waiting.condition:
+            self._waiting.num_reads += 1
+        self._reads.put(lambda: self._read(digest, on_done, is_wanted, rounding))
+
+    def room(self, largest: int = 0) -> int:
+        """How many bytes may be given to write now. The `largest` content has room once nothing waits."""
+        with self._waiting.condition:
+            left = min(max(_MOST_WAITING_BYTES, largest), self._budget.left) - self._waiting.num_bytes
+        return max(0, left) if self.is_on else 0
+
+    def set_busy(self, space: Space, is_busy: bool) -> None:
+        """Whether answers of a model are computed just now: then little is written at a time."""
+        (self._busy.add if is_busy else self._busy.discard)(space)
+
+    def write(
+        self,
+        space: Space,
+        digest: bytes,
+        parent: bytes,
+        owner: bytes,
+        content: memoryview,
+        on_done: Callable[[], None],
+        rounding: Rounding | None = None,
+    ) -> None:
+        """Lets a block be written, rounded if so, if the budget allows; `on_done` is called on the writer's
+        thread in any case."""
+        with self._waiting.condition:
+            self._waiting.writes.append(_Write(space, digest, parent, owner, content, on_done, rounding))
+            self._waiting.digests.add(digest)
+            self._waiting.num_bytes += len(content)
+            self._waiting.condition.notify_all()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until all that was given is written; whether it is."""
+        with self._waiting.condition:
+            return self._waiting.condition.wait_for(lambda: not self._waiting.digests or not self.is_on, timeout_s)
+
+    def close(self) -> None:
+        """Ends the threads, after the reads and writes that are under way; what waits is not written."""
+        with self._waiting.condition:
+            self._waiting.is_closing = True
+            self._waiting.condition.notify_all()
+        for _ in range(_NUM_READERS):
+            self._reads.put(None)
+        for thread in self._threads:
+            thread.join(_END_TIMEOUT_S)
+        self._tried(lambda: self._budget.write(self._budget.state()))
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # --- threads --------------------------------------------------------------------------------------------
+
+    def _scan(self) -> None:
+        """Nothing is written meanwhile: it might be there."""
+        self._tried(self.store.scan)
+        with self._waiting.condition:
+            self._waiting.num_reads -= 1
+            self._waiting.condition.notify_all()
+
+    def _read(
+        self,
+        digest: bytes,
+        on_done: Callable[[memoryview | None], None],
+        is_wanted: Callable[[], bool],
+        rounding: Rounding | None,
+    ) -> None:
+        content = self._tried(lambda: self.store.get(digest)) if self.is_on and is_wanted() else None
+        with self._waiting.condition:
+            self._waiting.num_reads -= 1
+            self.counters.num_bytes_read += 0 if content is None else len(content)
+            self._waiting.condition.notify_all()
+        if content is not None and rounding is not None:
+            content = self._tried(partial(rounding.unpack, content))
+        on_done(content)
+
+    def _read_all(self) -> None:
+        while (read := self._reads.get()) is not None:
+            read()
+
+    def _write_all(self) -> None:
+        while (write := self._next_write()) is not None:
+            began_s = time.monotonic()
+            if self.is_on:
+                self._tried(partial(self._write, write))
+            with self._waiting.condition:
+                self._waiting.digests.discard(write.digest)
+                self._waiting.num_bytes -= len(write.content)
+                self._waiting.condition.notify_all()
+            write.on_done()
+            if self._busy:
+                pause_s = len(write.content) / _BUSY_BYTES_PER_S - (time.monotonic() - began_s)
+                time.sleep(max(0.0, pause_s))
+
+    def _next_write(self) -> _Write | None:
+        waiting = self._waiting
+        with waiting.condition:
+            waiting.condition.wait_for(lambda: waiting.is_closing or (waiting.writes and not waiting.num_reads))
+            return None if waiting.is_closing else waiting.writes.popleft()
+
+    def _write(self, write: _Write) -> None:
+        content = write.content if write.rounding is None else write.rounding.pack(write.content)
+        num_bytes = 0 if content is None else len(content)
+        with self._waiting.condition:
+            if content is None or self._budget.left < num_bytes:
+                return
+        if self.store.put(write.space, write.digest, write.parent, write.owner, content):
+            with self._waiting.condition:
+                self.counters.num_bytes_written += num_bytes
+                state = self._budget.spend(num_bytes)
+            if state is not None:  # without the lock, which the event loop takes
+                self._budget.write(state)
+
+    def _tried(self, action: Callable[[], T]) -> T | None:
+        """What `action` gives; None, and the tier is off, if the disk fails."""
+        try:
+            return action()
+        except Exception as error:  # whatever it is, who waits for the result must get one
+            self.counters.num_errors += 1
+            if self.error is None:
+                self.error = str(error)
+                logger.error("The K/V cache on disk in %s is off until a restart: %s", self.files.folder, error)
+            return None
+
+
+@dataclass(slots=True)
+class ModelRecords:
+    """What the scheduler of one model sees of the tier: blocks in one space, rounded if so, and in another the
+    recurrent states if it keeps some. `notify` is called on a thread of the tier whenever a read or a write is over."""
+
+    disk: KvDisk
+    space: Space
+    states: Space | None = None
+    rounding: Rounding | None = None
+    notify: Callable[[], None] = lambda: None
+
+    @property
+    def block_bytes(self) -> int:
+        """In the pool."""
+        return self.space.content_bytes if self.rounding is None else self.rounding.num_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """0 for a model that keeps none."""
+        return 0 if self.states is None else self.states.content_bytes
+
+    def has(self, digest: bytes) -> bool:
+        """Whether a block need not be written."""
+        return self.disk.has(digest)
+
+    def is_stored(self, digest: bytes) -> bool:
+        """Whether a block can be read."""
+        return self.disk.is_stored(digest)
+
+    def read(
+        self,
+        digest: bytes,
+        on_done: Callable[[memoryview | None], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+        *,
+        is_state: bool = False,
+    ) -> None:
+        """Reads a block or a state, if it is wanted still; its content, or None, comes on another thread."""
+
+        def done(content: memoryview | None) -> None:
+            on_done(content)
+            self.notify()
+
+        self.disk.read(digest, done, is_wanted, None if is_state else self.rounding)
+
+    def room(self) -> int:
+        """How many bytes may be given to write now."""
+        return self.disk.room(max(self.block_bytes, self.state_bytes))
+
+    def write(self, digest: bytes, parent: bytes, owner: bytes, content: memoryview, *, is_state: bool = False) -> None:
+        """Lets a block or a state be written."""
+        space, rounding = (self.states, None) if is_state else (self.space, self.rounding)
+        assert space is not None, "states have a space where there are some"
+        self.disk.write(space, digest, parent, owner, content, lambda: self.notify(), rounding)
+
+    def set_busy(self, is_busy: bool) -> None:
+        """Whether answers are computed just now."""
+        self.disk.set_busy(self.space, is_busy)
+
+
+def open_disk(folder: Path, size: str, bytes_per_day: int) -> KvDisk | None:
+    """The tier in `folder`, of `size` bytes as a setting has them. None, and a warning, if another server has the
+    folder or if it cannot be used: a server runs without it."""
+    lock = None
+    try:
+        files = Files(folder)
+        lock = files.lock(LOCK, _LOCK_TIMEOUT_S)
+        if lock is not None:
+            return KvDisk(files, _limit(files, size), bytes_per_day, lock)
+        logger.warning(
+            "Another server uses the K/V cache in %s, so this one runs without; give it a --kv-disk-dir of its own.",
+            folder,
+        )
+    except OSError as error:
+        logger.warning("There is no K/V cache on disk: %s cannot be used: %s", folder, error)
+        if lock is not None:
+            os.close(lock)
+    return None
+
+
+def _limit(files: Files, size: str) -> int:
+    if size != AUTO:
+        return parse_size(size)
+    taken = sum(entry.num_bytes for entry in files.entries(SUFFIX))
+    return int(_AUTO_SHARE * (files.free_bytes() + taken))

@@ -1,0 +1,108 @@
+"""What the store does to the disk, in one place: tests stand here to tear, flip, refuse and end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+_MODE = 0o600
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file of the folder. `used_s` is when it was last written or touched, since the epoch."""
+
+    name: str
+    num_bytes: int
+    used_s: float
+
+
+class Files:
+    """The files of one folder, which only this user can read. All methods raise `OSError`; any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        """Makes the folder. One that is there must be this user's alone already: it may be shared on purpose."""
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        stat = folder.stat()
+        if stat.st_uid != os.getuid():
+            raise PermissionError(f"{folder} belongs to another user")
+        if stat.st_mode & 0o077:
+            raise PermissionError(f"{folder} is open to others; give a folder of its own, or run chmod 700 on it")
+        self.folder = folder
+
+    def entries(self, suffix: str) -> list[FileEntry]:
+        """Regular files whose names end so, the longest unused first."""
+        found = []
+        with os.scandir(self.folder) as scan:
+            for entry in scan:
+                if entry.name.endswith(suffix) and entry.is_file(follow_symlinks=False):
+                    stat = entry.stat(follow_symlinks=False)
+                    found.append(FileEntry(entry.name, stat.st_size, stat.st_mtime))
+        return sorted(found, key=lambda entry: (entry.used_s, entry.name))
+
+    def read(self, name: str, offsets: Sequence[int], num_bytes: int) -> list[bytes]:
+        """So many bytes at each offset, fewer where the file ends."""
+        with self._opened(name, os.O_RDONLY) as descriptor:
+            return [os.pread(descriptor, num_bytes, offset) for offset in offsets]
+
+    def create(self, name: str, content: bytes) -> None:
+        """Makes a file, which must not be there."""
+        os.close(os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, _MODE))
+        self.write(name, 0, content)
+
+    def write(self, name: str, offset: int, content: bytes | memoryview) -> None:
+        """Writes all of it into a file that is there."""
+        left = memoryview(content)
+        with self._opened(name, os.O_WRONLY) as descriptor:
+            while left:
+                num_written = os.pwrite(descriptor, left, offset)
+                offset, left = offset + num_written, left[num_written:]
+
+    def remove(self, name: str) -> None:
+        """Does nothing if the file is gone already."""
+        (self.folder / name).unlink(missing_ok=True)
+
+    def touch(self, name: str) -> None:
+        """The file counts as used now."""
+        os.utime(self.folder / name)
+
+    def free_bytes(self) -> int:
+        """What this user may still write on the disk."""
+        stat = os.statvfs(self.folder)
+        return stat.f_bavail * stat.f_frsize
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Writes a small file whole, or leaves the one there."""
+        temporary = f"{name}.new"
+        self.remove(temporary)
+        self.create(temporary, content)
+        os.replace(self.folder / temporary, self.folder / name)
+
+    def lock(self, name: str, timeout_s: float = 0.0) -> int | None:
+        """A descriptor that holds the lock of that name until it is closed or the process ends; None if another has it
+        for longer than `timeout_s`."""
+        descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | _FLAGS, _MODE)
+        end_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError:
+                if time.monotonic() >= end_s:
+                    os.close(descriptor)
+                    return None
+                time.sleep(0.05)
+
+    @contextmanager
+    def _opened(self, name: str, flags: int) -> Iterator[int]:
+        descriptor = os.open(self.folder / name, flags | _FLAGS, _MODE)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,63 @@
+"""What a model's K/V depend on, as a few bytes: the root of all digests of its blocks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import xxhash
+
+from mlx_server.kv_disk.files import Files
+
+_NAME = "fingerprints.json"
+_MOST_REMEMBERED = 1000
+_MOST_BYTES = 16 * 2**20
+_CHUNK_BYTES = 16 * 2**20
+_PATTERNS = ("*.safetensors", "config.json", "adapter_config.json", "*.py")
+
+
+def fingerprint(folder: Path, files: Files | None = None) -> str:
+    """Of all that a folder says of a model or an adapter: names and contents of its weights, its configuration and its
+    code, but not where it lies. Equal for equal files, and else not.
+
+    All of it is read once: at an SSD's speed, before the weights are loaded, which then come out of the page cache.
+    What a file had is remembered in `files` by its path, size, time and inode. Any thread; raises `OSError`.
+    """
+    known = _remembered(files)
+    digest = xxhash.xxh3_128()
+    seen: dict[str, str] = {}
+    for path in sorted({path for pattern in _PATTERNS for path in folder.glob(pattern)}):
+        stat = path.stat()
+        key = json.dumps([os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino])
+        seen[key] = known.get(key) or _content_digest(path)
+        digest.update(f"{path.name}\0{seen[key]}\0".encode())
+    if files is not None and not seen.keys() <= known.keys():
+        kept = list({**known, **seen}.items())[-_MOST_REMEMBERED:]
+        files.replace(_NAME, json.dumps(dict(kept)).encode())
+    return digest.hexdigest()
+
+
+def root_key(parts: Iterable[str]) -> str:
+    """One text for several, which none of them can imitate."""
+    return json.dumps(list(parts))
+
+
+def _content_digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _remembered(files: Files | None) -> dict[str, str]:
+    if files is None:
+        return {}
+    try:
+        (text,) = files.read(_NAME, [0], _MOST_BYTES)
+        known = json.loads(text)
+        return {str(key): str(value) for key, value in known.items()}
+    except (FileNotFoundError, ValueError, AttributeError):
+        return {}

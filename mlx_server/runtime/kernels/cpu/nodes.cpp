@@ -1,0 +1,420 @@
+// The engine's work as operations of MLX's: lazy nodes of a graph, run on its stream's thread, so that nothing is
+// evaluated on the way. What an operation is not for (another type, weights that are not in one piece) is returned as
+// None, for MLX to do.
+//
+// A node's inputs and outputs are kept by MLX until the stream is past it. What throws there is thrown again where the
+// array is waited for.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <vector>
+
+#include "engine.h"
+#include "mlx/allocator.h"
+#include "mlx/array.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/ops.h"
+#include "mlx/primitives.h"
+#include "mlx/utils.h"
+
+namespace mx = mlx::core;
+namespace nb = nanobind;
+
+namespace {
+
+using Arrays = std::vector<mx::array>;
+using Task = std::function<void()>;
+using EnginePtr = std::shared_ptr<Engine>;
+
+// `bind` is told where inputs and outputs lie, and returns what computes the latter.
+class Node : public mx::Primitive {
+ public:
+  using Bind = std::function<Task(const Arrays&, Arrays&)>;
+  using Shapes = std::function<std::vector<mx::Shape>(const Arrays&)>;
+
+  Node(const char* name, Bind bind, Shapes shapes)
+      : mx::Primitive(mx::default_stream(mx::Device(mx::Device::cpu))),
+        name_(name),
+        bind_(std::move(bind)),
+        shapes_(std::move(shapes)) {}
+
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    for (mx::array& y : outputs) y.set_data(mx::allocator::malloc(y.nbytes()));
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    for (const mx::array& x : inputs) encoder.set_input_array(x);
+    for (mx::array& y : outputs) encoder.set_output_array(y);
+    encoder.dispatch(bind_(inputs, outputs));
+  }
+  void eval_gpu(const Arrays&, Arrays&) override { throw std::runtime_error(std::string(name_) + " is for the CPU"); }
+  const char* name() const override { return name_; }
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override { return shapes_(inputs); }
+
+ private:
+  const char* name_;
+  Bind bind_;
+  Shapes shapes_;
+};
+
+mx::array node(const char* name, const mx::Shape& shape, Arrays inputs, Node::Bind bind, Node::Shapes shapes) {
+  return mx::array(shape, mx::float32, std::make_shared<Node>(name, std::move(bind), std::move(shapes)), std::move(inputs));
+}
+
+std::vector<mx::Shape> as_first(const Arrays& inputs) { return {inputs[0].shape()}; }
+
+bool is_float(const mx::array& a) { return a.dtype() == mx::float32; }
+
+// Computed, and in one piece: to be read as it lies.
+bool is_plain(const mx::array& a) { return a.is_available() && a.flags().row_contiguous; }
+
+// An array of numbers of 4 bytes as it lies.
+struct View {
+  const float* data;
+  mx::Shape shape;
+  mx::Strides strides;
+  bool is_contiguous;
+  int64_t size;
+
+  explicit View(const mx::array& a)
+      : data(a.data<float>()), shape(a.shape()), strides(a.strides()), is_contiguous(a.flags().row_contiguous), size(a.size()) {}
+
+  // In the order of rows: a copy in `room` only where it is strided.
+  const float* flat(Scratch& room) const {
+    if (is_contiguous) return data;
+    float* to = room.at_least(size);
+    std::vector<int> at(shape.size(), 0);
+    const int64_t width = shape.back(), stride = strides.back();
+    for (int64_t done = 0; done < size; done += width) {
+      const float* from = data;
+      for (size_t axis = 0; axis + 1 < at.size(); ++axis) from += at[axis] * strides[axis];
+      for (int64_t i = 0; i < width; ++i) to[done + i] = from[i * stride];
+      for (int axis = int(at.size()) - 2; axis >= 0 && ++at[axis] == shape[axis]; --axis) at[axis] = 0;
+    }
+    return to;
+  }
+};
+
+std::optional<Weights> weights_of(const mx::array& w, const std::optional<mx::array>& scales,
+                                  const std::optional<mx::array>& biases, int64_t depth, int bits) {
+  const int64_t outputs = w.shape(0);
+  if (!scales) {
+    if (w.shape(1) != depth || (!is_float(w) && w.dtype() != mx::bfloat16)) return std::nullopt;
+    const Storage storage = is_float(w) ? Storage::kFloat32 : Storage::kBfloat16;
+    return Weights{storage, outputs, depth, 0, w.data<void>(), nullptr, nullptr};
+  }
+  const int64_t group = scales->shape(-1) > 0 ? depth / scales->shape(-1) : 0;
+  const bool is_known = (bits == 4 || bits == 8) && (group == 32 || group == 64 || group == 128) && biases;
+  if (!is_known || w.dtype() != mx::uint32 || w.shape(1) * 32 != depth * bits || !is_float(*scales) || !is_float(*biases) ||
+      !is_plain(*scales) || !is_plain(*biases))
+    return std::nullopt;
+  const Storage storage = bits == 4 ? Storage::kAffine4 : Storage::kAffine8;
+  return Weights{storage, outputs, depth, group, w.data<void>(), scales->data<float>(), biases->data<float>()};
+}
+
+// x [..., depth] times W [outputs, depth] transposed.
+std::optional<mx::array> linear(const EnginePtr& engine, const mx::array& x, const mx::array& w,
+                                const std::optional<mx::array>& scales, const std::optional<mx::array>& biases, int bits) {
+  if (!is_float(x) || x.ndim() == 0 || w.ndim() != 2 || !is_plain(w) || x.shape(-1) % kDepthStep != 0) return std::nullopt;
+  const auto weights = weights_of(w, scales, biases, x.shape(-1), bits);
+  if (!weights) return std::nullopt;
+  Arrays inputs{x, w};
+  if (scales) inputs.push_back(*scales), inputs.push_back(*biases);
+  const auto shapes = [outputs = w.shape(0)](const Arrays& in) {
+    mx::Shape shape = in[0].shape();
+    shape.back() = outputs;
+    return std::vector<mx::Shape>{shape};
+  };
+  const auto bind = [engine, weights = *weights](const Arrays& in, Arrays& out) -> Task {
+    return [engine, weights, x = View(in[0]), y = out[0].data<float>()] {
+      std::lock_guard<std::mutex> lock(engine->mutex);
+      multiply(*engine, weights, x.flat(engine->given), x.size / weights.depth, y);
+    };
+  };
+  return node("NativeLinear", shapes(inputs)[0], inputs, bind, shapes);
+}
+
+std::optional<mx::array> rms_norm(const EnginePtr& engine, const mx::array& x, const mx::array& weight, float eps) {
+  if (!is_float(x) || !is_float(weight) || x.ndim() == 0 || weight.ndim() != 1 || weight.shape(0) != x.shape(-1) ||
+      x.shape(-1) % kWidthStep != 0 || !is_plain(weight))
+    return std::nullopt;
+  const auto bind = [engine, eps](const Arrays& in, Arrays& out) -> Task {
+    return [engine, eps, x = View(in[0]), weight = in[1].data<float>(), y = out[0].data<float>()] {
+      std::lock_guard<std::mutex> lock(engine->mutex);
+      normalize(*engine, x.flat(engine->given), weight, eps, x.size / x.shape.back(), x.shape.back(), y);
+    };
+  };
+  return node("NativeRMSNorm", x.shape(), {x, weight}, bind, as_first);
+}
+
+std::optional<mx::array> swiglu(const EnginePtr& engine, const mx::array& opening, const mx::array& up) {
+  if (!is_float(opening) || !is_float(up) || opening.ndim() == 0 || opening.shape() != up.shape()) return std::nullopt;
+  const auto bind = [engine](const Arrays& in, Arrays& out) -> Task {
+    return [engine, opening = View(in[0]), up = View(in[1]), y = out[0].data<float>()] {
+      std::lock_guard<std::mutex> lock(engine->mutex);
+      gate(*engine, opening.flat(engine->given), up.flat(engine->arranged), opening.size, y);
+    };
+  };
+  return node("NativeSwiGLU", opening.shape(), {opening, up}, bind, as_first);
+}
+
+// Turns pairs of a head's first numbers by position * frequency. Pairs are (i, i + half), or neighbours if
+// `is_traditional`. Sines and cosines of recent positions are kept, each at its place modulo kKept; the engine's lock
+// covers them.
+class Rotation : public std::enable_shared_from_this<Rotation> {
+ public:
+  Rotation(std::vector<double> frequencies, bool is_traditional)
+      : frequencies_(std::move(frequencies)), is_traditional_(is_traditional), positions_(kKept, -1), angles_(kKept) {}
+
+  int64_t half() const { return frequencies_.size(); }
+
+  void turn(const float* x, int64_t stride, int64_t size, int64_t position, float* y) {
+    const float *cosines = angles_at(position), *sines = cosines + half();
+    const int64_t step = is_traditional_ ? 2 : 1, apart = is_traditional_ ? 1 : half();
+    for (int64_t i = 0; i < half(); ++i) {
+      const float a = x[i * step * stride], b = x[(i * step + apart) * stride];
+      y[i * step] = a * cosines[i] - b * sines[i];
+      y[i * step + apart] = a * sines[i] + b * cosines[i];
+    }
+    for (int64_t i = 2 * half(); i < size; ++i) y[i] = x[i * stride];
+  }
+
+ private:
+  static constexpr int64_t kKept = 2048;
+
+  const float* angles_at(int64_t position) {
+    const size_t place = uint64_t(position) % kKept;
+    std::vector<float>& angles = angles_[place];
+    if (positions_[place] != position || angles.empty()) {
+      angles.resize(2 * half());
+      for (int64_t i = 0; i < half(); ++i) {
+        const double angle = double(position) * frequencies_[i];
+        angles[i] = float(std::cos(angle));
+        angles[half() + i] = float(std::sin(angle));
+      }
+      positions_[place] = position;
+    }
+    return angles.data();
+  }
+
+  const std::vector<double> frequencies_;
+  const bool is_traditional_;
+  std::vector<int64_t> positions_;
+  std::vector<std::vector<float>> angles_;
+};
+
+// x [batch, heads, tokens, size], whose tokens begin at `offset`: of each of the batch, or one for all.
+std::optional<mx::array> rope(const EnginePtr& engine, const mx::array& x, const mx::array& offset,
+                              const std::shared_ptr<Rotation>& rotation) {
+  if (!is_float(x) || x.ndim() != 4 || x.shape(3) < 2 * rotation->half() || offset.dtype() != mx::int32 ||
+      (offset.size() != 1 && (offset.ndim() != 1 || offset.shape(0) != x.shape(0))))
+    return std::nullopt;
+  const auto bind = [engine, rotation](const Arrays& in, Arrays& out) -> Task {
+    const int64_t step = in[1].size() == 1 ? 0 : in[1].strides(0);
+    return [engine, rotation, x = View(in[0]), offsets = in[1].data<int32_t>(), step, y = out[0].data<float>()]() mutable {
+      std::lock_guard<std::mutex> lock(engine->mutex);
+      for (int64_t b = 0; b < x.shape[0]; ++b) {
+        for (int64_t h = 0; h < x.shape[1]; ++h) {
+          for (int64_t t = 0; t < x.shape[2]; ++t, y += x.shape[3]) {
+            const float* from = x.data + b * x.strides[0] + h * x.strides[1] + t * x.strides[2];
+            rotation->turn(from, x.strides[3], x.shape[3], offsets[b * step] + t, y);
+          }
+        }
+      }
+    };
+  };
+  return node("NativeRoPE", x.shape(), {x, offset}, bind, as_first);
+}
+
+template <typename T>
+std::vector<T> numbers(const nb::bytes& given) {
+  std::vector<T> all(given.size() / sizeof(T));
+  std::memcpy(all.data(), given.c_str(), all.size() * sizeof(T));
+  return all;
+}
+
+// A step's plan, kept for as long as a node needs it.
+struct Plan : std::enable_shared_from_this<Plan> {
+  Plan(const nb::bytes& slots, const nb::bytes& starts, const nb::bytes& lengths, const nb::bytes& tables,
+       const nb::bytes& sharing)
+      : slots(numbers<int64_t>(slots)),
+        starts(numbers<int32_t>(starts)),
+        lengths(numbers<int32_t>(lengths)),
+        tables(numbers<int32_t>(tables)),
+        sharing(numbers<int32_t>(sharing)) {
+    if (this->starts.size() != this->lengths.size() + 1 || this->lengths.empty() ||
+        this->tables.size() % this->lengths.size() != 0 || this->sharing.size() != 2 * this->lengths.size() ||
+        size_t(this->starts.back()) != this->slots.size())
+      throw std::invalid_argument("a plan's arrays do not fit each other");
+  }
+
+  std::vector<int64_t> slots;
+  std::vector<int32_t> starts, lengths, tables, sharing;
+};
+
+// Zeros that take memory only where they are written, for as long as a pool or a node needs them. `give_back` returns
+// the pages from a byte on to the system.
+class Memory : public std::enable_shared_from_this<Memory> {
+ public:
+  explicit Memory(size_t size) : size_(size) {
+    data_ = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (data_ == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "a pool of " + std::to_string(size));
+#if defined(MADV_HUGEPAGE)
+    madvise(data_, size_, MADV_HUGEPAGE);  // kernels may have none
+#endif
+  }
+  Memory(const Memory&) = delete;
+  ~Memory() { munmap(data_, size_); }
+
+  uintptr_t address() const { return reinterpret_cast<uintptr_t>(data_); }
+
+  void give_back(size_t start) {
+    const size_t page = sysconf(_SC_PAGESIZE);
+    start = (start + page - 1) / page * page;
+#if defined(__linux__)
+    constexpr int kAdvice = MADV_DONTNEED;
+#else
+    constexpr int kAdvice = MADV_FREE;
+#endif
+    if (start < size_) madvise(static_cast<char*>(data_) + start, size_ - start, kAdvice);
+  }
+
+ private:
+  void* data_;
+  size_t size_;
+};
+
+using MemoryPtr = std::shared_ptr<Memory>;
+
+// Where each token's heads lie; a copy in `room` only where a head's numbers are apart.
+Tokens tokens_of(const View& a, Scratch& room) {
+  if (a.strides[3] == 1) return {a.data, a.strides[0], a.strides[1]};
+  return {a.flat(room), a.shape[1] * a.shape[3], a.shape[3]};
+}
+
+// Attention of queries [T, heads, 1, key_dim] over a pool, after keys and values [T, kv_heads, 1, dim] were stored in
+// it, if they are given. `token` is of the pool's last use; the second result of this one. `pool` is a struct Pool in
+// `memory`, K's and V's.
+std::pair<mx::array, mx::array> attention(const EnginePtr& engine, const std::pair<MemoryPtr, MemoryPtr>& memory,
+                                          const nb::bytes& pool, const std::shared_ptr<Plan>& plan,
+                                          const mx::array& token, const mx::array& queries,
+                                          const std::optional<mx::array>& keys, const std::optional<mx::array>& values,
+                                          const std::optional<mx::array>& sinks, double scale, int64_t window) {
+  Call call{};
+  if (pool.size() != sizeof(Pool)) throw std::invalid_argument("a pool's fields are of another size");
+  std::memcpy(&call.pool, pool.c_str(), sizeof(Pool));
+  call.num_heads = queries.shape(1), call.scale = scale, call.window = window;
+  call.num_tokens = plan->slots.size(), call.num_requests = plan->lengths.size();
+  call.table_width = plan->tables.size() / plan->lengths.size();
+  Arrays inputs{token, queries};
+  const bool writes = keys && values;
+  if (writes) inputs.push_back(*keys), inputs.push_back(*values);
+  if (sinks) inputs.push_back(mx::contiguous(*sinks));
+  for (const mx::array& input : inputs) {
+    if (&input != &inputs[0] && !is_float(input)) throw std::invalid_argument("attention is of float32");
+  }
+  const mx::Shape shape{queries.shape(0), queries.shape(1), 1, int(call.pool.value_dim)};
+  const auto bind = [engine, memory, plan, call, writes, has_sinks = bool(sinks)](const Arrays& in, Arrays& out) -> Task {
+    Call bound = call;
+    std::vector<View> rows{View(in[1])};
+    if (writes) rows.push_back(View(in[2])), rows.push_back(View(in[3]));
+    if (has_sinks) bound.sinks = in.back().data<float>();
+    bound.output = out[0].data<float>();
+    bound.slots = plan->slots.data(), bound.query_starts = plan->starts.data();
+    bound.context_lens = plan->lengths.data(), bound.block_tables = plan->tables.data();
+    bound.sharing = plan->sharing.data();
+    return [engine, memory, plan, bound, rows, used = out[1].data<int32_t>()]() mutable {
+      Scratch rooms[3];
+      bound.queries = tokens_of(rows[0], rooms[0]);
+      if (rows.size() > 1) bound.keys = tokens_of(rows[1], rooms[1]), bound.values = tokens_of(rows[2], rooms[2]);
+      attend(*engine, bound);
+      *used = 0;
+    };
+  };
+  const auto shapes = [shape](const Arrays&) { return std::vector<mx::Shape>{shape, {1}}; };
+  auto made = mx::array::make_arrays({shape, {1}}, {mx::float32, mx::int32},
+                                     std::make_shared<Node>("NativeAttention", bind, shapes), inputs);
+  return {made[0], made[1]};
+}
+
+// Rows [n, ...] of the pool at the first n slots, and the token of their having been read.
+std::pair<mx::array, mx::array> read_rows(const mx::array& pool, const mx::array& slots, const std::vector<int>& sizes,
+                                          const mx::array& token, int64_t count) {
+  const mx::Shape shape(sizes.begin(), sizes.end());
+  int64_t bytes = pool.itemsize();
+  for (int size : sizes) bytes *= size;
+  bytes /= std::max<int64_t>(count, 1);
+  const auto bind = [count, bytes](const Arrays& in, Arrays& out) -> Task {
+    return [count, bytes, from = in[0].data<char>(), slots = in[1].data<int32_t>(), to = out[0].data<char>(),
+            used = out[1].data<int32_t>()] {
+      for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * bytes, from + slots[i] * bytes, bytes);
+      *used = 0;
+    };
+  };
+  const auto shapes = [shape](const Arrays&) { return std::vector<mx::Shape>{shape, {1}}; };
+  auto made = mx::array::make_arrays({shape, {1}}, {pool.dtype(), mx::int32},
+                                     std::make_shared<Node>("NativeRowRead", bind, shapes), {pool, slots, token});
+  return {made[0], made[1]};
+}
+
+// Writes rows [n, ...] where the pool lies; the token of that.
+mx::array write_rows(const mx::array& rows, const mx::array& pool, const mx::array& slots, const mx::array& token) {
+  const int64_t count = rows.shape(0);
+  const auto bind = [count](const Arrays& in, Arrays& out) -> Task {
+    const int64_t bytes = count == 0 ? 0 : in[0].nbytes() / count;
+    auto* to = const_cast<char*>(in[1].data<char>());
+    return [count, bytes, from = in[0].data<char>(), to, slots = in[2].data<int32_t>(), used = out[0].data<int32_t>()] {
+      for (int64_t i = 0; i < count; ++i) std::memcpy(to + slots[i] * bytes, from + i * bytes, bytes);
+      *used = 0;
+    };
+  };
+  const auto shapes = [](const Arrays&) { return std::vector<mx::Shape>{{1}}; };
+  return mx::array({1}, mx::int32, std::make_shared<Node>("NativeRowWrite", bind, shapes), {mx::contiguous(rows), pool, slots, token});
+}
+
+// A constructor of what nodes keep. Its owners are counted in C++, since a node ends on its stream's thread: that must
+// neither wait for Python's lock nor touch an interpreter that is ending. T inherits enable_shared_from_this, by which
+// nanobind finds that count again.
+template <typename T, typename... Args>
+auto made() {
+  return nb::new_([](Args... args) { return std::make_shared<T>(std::move(args)...); });
+}
+
+}  // namespace
+
+NB_MODULE(NATIVE_MODULE, m) {
+  nb::set_leak_warnings(false);  // engines stay until the process ends
+  nb::class_<Engine>(m, "Engine", nb::is_weak_referenceable())
+      .def(made<Engine, int>())
+      .def_prop_ro("threads", [](const Engine& e) { return e.threads.count(); });
+  nb::class_<Rotation>(m, "Rotation").def(made<Rotation, std::vector<double>, bool>());
+  nb::class_<Memory>(m, "Memory")
+      .def(made<Memory, size_t>())
+      .def_prop_ro("address", &Memory::address)
+      .def("give_back", &Memory::give_back);
+  nb::class_<Plan>(m, "Plan").def(made<Plan, nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes>());
+  m.def("linear", &linear, nb::arg(), nb::arg(), nb::arg(), nb::arg("scales") = nb::none(), nb::arg("biases") = nb::none(),
+        nb::arg("bits") = 0);
+  m.def("rms_norm", &rms_norm);
+  m.def("swiglu", &swiglu);
+  m.def("rope", &rope);
+  m.def("attention", &attention, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
+        nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
+  m.def("read_rows", &read_rows);
+  m.def("write_rows", &write_rows);
+}

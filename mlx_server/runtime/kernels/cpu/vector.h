@@ -1,0 +1,175 @@
+// Vectors as wide as the CPU's, and what is computed with them.
+//
+// Written with the vector extension that GCC and Clang share, so the same text serves x86-64 and Arm.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 32")
+#endif
+
+namespace {
+
+// Floats in a vector. The instruction set is chosen by the compiler's flags.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+template <int N>
+struct Vector {
+  typedef float type __attribute__((vector_size(N * 4)));
+};
+typedef Vector<kLanes>::type Floats;
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+
+inline Floats load(const float* from) {
+  Floats v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
+
+inline Floats fill(float x) { return Floats{} + x; }
+
+inline Floats select(Ints mask, Floats yes, Floats no) { return (Floats)(((Ints)yes & mask) | ((Ints)no & ~mask)); }
+
+// a * b + c, rounded once where the CPU can: spelt out where equal bits must not depend on a compiler's choice.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) && defined(__AVX__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// Loaded once: a compiler short of registers would rather load again at each use, and loads are what a product ends by.
+inline Floats in_register(Floats v) {
+#if defined(__x86_64__)
+  asm("" : "+v"(v));
+#elif defined(__aarch64__)
+  asm("" : "+w"(v));
+#endif
+  return v;
+}
+
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+
+inline Bytes load_bytes(const void* from) {
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return bytes;
+}
+
+inline Ints widen_whole(Bytes codes) {
+#if defined(__x86_64__) && !defined(__clang__)
+  asm("" : "+x"(codes));  // otherwise GCC loads and moves the bytes one by one
+#endif
+  return __builtin_convertvector(codes, Ints);
+}
+
+inline Floats widen(Bytes codes) { return __builtin_convertvector(widen_whole(codes), Floats); }
+
+struct Larger {
+  template <typename T>
+  T operator()(T a, T b) const {
+    return a > b ? a : b;
+  }
+};
+
+struct Smaller {
+  template <typename T>
+  T operator()(T a, T b) const {
+    return a < b ? a : b;
+  }
+};
+
+struct Plus {
+  template <typename T>
+  T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+
+// Brings all lanes together by halves.
+template <typename Join, int N = kLanes>
+inline float across(typename Vector<N>::type v) {
+  if constexpr (N == 2) {
+    return Join()(v[0], v[1]);
+  } else {
+    typename Vector<N / 2>::type half[2];
+    std::memcpy(half, &v, sizeof v);
+    return across<Join, N / 2>(Join()(half[0], half[1]));
+  }
+}
+
+typedef Vector<4>::type Quad;
+
+// Neighbours' sums: of a, then of b.
+inline Quad pairs(Quad a, Quad b) {
+#if defined(__SSE3__)
+  return (Quad)_mm_hadd_ps((__m128)a, (__m128)b);
+#elif defined(__aarch64__)
+  return (Quad)vpaddq_f32((float32x4_t)a, (float32x4_t)b);
+#else
+  return Quad{a[0] + a[1], a[2] + a[3], b[0] + b[1], b[2] + b[3]};
+#endif
+}
+
+template <int N = kLanes>
+inline Quad quarter(typename Vector<N>::type v) {
+  if constexpr (N == 4) {
+    return v;
+  } else {
+    typename Vector<N / 2>::type half[2];
+    std::memcpy(half, &v, sizeof v);
+    return quarter<N / 2>(half[0] + half[1]);
+  }
+}
+
+// The lanes' sums of four vectors, each by the same tree.
+inline Quad sums_of(const Floats* v) {
+  return pairs(pairs(quarter(v[0]), quarter(v[1])), pairs(quarter(v[2]), quarter(v[3])));
+}
+
+constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: added to less than 2^22, the sum's low bits are a whole number
+constexpr int32_t kRoundingBits = 0x4B400000;
+
+// 2^x for x <= 0 within 2 ulp; exactly 0 from -127 down. x = n + f with |f| <= 1/2: 2^f by a polynomial (minimax of
+// the relative error, 2e-9), 2^n put together as exponent bits.
+inline Floats exp2_of(Floats x) {
+  x = Larger()(x, fill(-127.0f));
+  const Floats shifted = x + kRounding;
+  const Ints n = (Ints)shifted - kRoundingBits;
+  const Floats f = x - (shifted - kRounding);
+  Floats p = f * 1.5353362e-4f + 1.3398874e-3f;
+  p = p * f + 9.618437e-3f;
+  p = p * f + 5.5503324e-2f;
+  p = p * f + 2.4022648e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  return p * (Floats)((n + 127) << 23);
+}
+
+inline float exp2_of(float x) { return exp2_of(fill(x))[0]; }
+
+}  // namespace

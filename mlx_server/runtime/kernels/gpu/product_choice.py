@@ -1,0 +1,280 @@
+"""Which quantised layers of a model multiply few rows by kernels of this project: those whose kernels prove right on
+this GPU at each load, for the numbers of rows at which they have been measured to be faster than MLX's own product.
+
+Times are of the model's own weights, one layer after the other, each on the result of the one before: as in a step,
+weights come from memory and nothing overlaps. They are kept in a file, by chip and shape, for one version of MLX and
+of the kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_server.runtime.kernels.gpu.kernels import read_text
+from mlx_server.runtime.kernels.gpu.products import (
+    PRODUCT_FILES,
+    Form,
+    FormProduct,
+    Product,
+    ProductKernels,
+    ProductShape,
+    form_product,
+    weights_of,
+)
+from mlx_server.runtime.kernels.gpu.stored import StoredChoices, digest, dtype_name, whole_number
+from mlx_server.runtime.kernels.gpu.variants import DTYPES
+from mlx_server.runtime.kernels.timing import median_times
+from mlx_server.runtime.products import RowProduct, install_products
+
+logger = logging.getLogger(__name__)
+
+ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Measured; a number between takes what the next larger one does. With more rows than the last, weights no longer are
+what a product waits for, and MLX's own is used."""
+
+_MOST_ROWS = ROW_COUNTS[-1]
+_GAIN = 1.1
+_NUM_REPEATS = 5
+_CHAIN_BYTES = 256 * 2**20
+"""Weights of a measurement: more than caches hold."""
+
+_MOST_LAYERS = 32
+_TOLERANCE = {mx.float32: 5e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
+"""Of the largest result: MLX may round weights or float32 products; what this looks for is kernels compiled wrongly."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTimes:
+    """Seconds of a product of each of `ROW_COUNTS`, by MLX (None) and by the forms that could be measured."""
+
+    seconds: Mapping[Form | None, tuple[float, ...]]
+
+    def fastest(self, forms: Sequence[Form]) -> tuple[Form | None, ...]:
+        """For each of `ROW_COUNTS` the fastest of `forms`, or None where MLX is not slower by a tenth."""
+
+        def of_count(index: int) -> Form | None:
+            best = min(forms, key=lambda form: self.seconds[form][index], default=None)
+            is_faster = best is not None and self.seconds[best][index] * _GAIN <= self.seconds[None][index]
+            return best if is_faster else None
+
+        return tuple(of_count(index) for index in range(len(ROW_COUNTS)))
+
+    def evenly_fastest(self, forms: Sequence[Form]) -> Form | None:
+        """The one of `forms` with the least geometric mean over all counts; None of none."""
+        return min(forms, key=lambda form: math.prod(self.seconds[form]), default=None)
+
+
+Measure = Callable[[ProductShape, Sequence[Any], Sequence[FormProduct]], ProductTimes]
+"""Times of a shape, by its layers and the forms that are right."""
+
+
+def gpu_products(
+    model: Any, kernels: ProductKernels, *, exact: bool = False, measure: Measure | None = None
+) -> Iterator[None]:
+    """Puts the kernels behind the quantised layers of an evaluated model where they pay.
+
+    With `exact` a layer has one form for any number of rows, whatever that costs, so that a row's bits never depend on
+    how many others there are; layers that no kernel is for, or whose kernels fail, stay with MLX, whose bits do. Yields
+    after each shape, where other models' steps may come in between. MLX thread.
+    """
+    layers: dict[ProductShape, list[Any]] = defaultdict(list)
+    for module in model.modules():
+        shape = ProductShape.of(module)
+        if shape is not None:
+            layers[shape].append(module)
+    stored = stored_times()
+    known = stored.load()
+    tables: dict[ProductShape, _Table] = {}
+    for shape, alike in layers.items():
+        chooser = _Chooser(shape, alike, kernels, measure or measure_products)
+        times = known.get(shape) or _measured(chooser, stored)
+        tables[shape] = chooser.table(times, exact=exact)
+        yield
+
+    def make(layer: Any) -> RowProduct | None:
+        shape = ProductShape.of(layer)
+        table = None if shape is None else tables[shape]
+        return None if shape is None or table is None or table.is_empty else _row_product(layer, shape, table)
+
+    taken = install_products(model, make)
+    num_quantised = sum(isinstance(module, nn.QuantizedLinear) for module in model.modules())
+    if num_quantised:
+        logger.info("%d products of few rows are this project's own; %d layers are quantised.", taken, num_quantised)
+
+
+def _measured(chooser: _Chooser, stored: StoredChoices[ProductShape, ProductTimes]) -> ProductTimes:
+    times = chooser.measured()
+    try:
+        stored.store({chooser.shape: times})
+    except OSError as error:
+        logger.warning("Times of products cannot be kept, so each start measures anew: %s", error)
+    return times
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Products by number of rows, from 0 on, and of all larger numbers; None is MLX's own."""
+
+    few: tuple[FormProduct | None, ...]
+    beyond: FormProduct | None
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.few)
+
+
+class _Chooser:
+    """Proves and measures the forms of one shape on the layers that have it."""
+
+    def __init__(self, shape: ProductShape, layers: Sequence[Any], kernels: ProductKernels, measure: Measure) -> None:
+        self.shape = shape
+        self._layers = layers
+        self._measure = measure
+        self._products = {form: kernels.of(form, shape) for form in Form}
+        self._failures: dict[Form, str | None] = {}
+
+    def measured(self) -> ProductTimes:
+        """Of the forms that are right."""
+        products = [product for form, product in self._products.items() if self._is_right(form)]
+        return self._measure(self.shape, self._layers, products)
+
+    def table(self, times: ProductTimes, *, exact: bool) -> _Table:
+        """By these times, of the forms that are right."""
+        forms = [form for form in self._products if form in times.seconds and form not in self._wrong()]
+        if exact:
+            chosen: tuple[Form | None, ...] = (times.evenly_fastest(forms),) * len(ROW_COUNTS)
+        else:
+            chosen = times.fastest(forms)
+        if any(not self._is_right(form) for form in set(chosen) if form is not None):
+            return self.table(times, exact=exact)
+        few: list[FormProduct | None] = [None]
+        for count, form in zip(ROW_COUNTS, chosen):
+            few += [None if form is None else self._products[form]] * (count + 1 - len(few))
+        return _Table(tuple(few), few[-1] if exact else None)
+
+    def _wrong(self) -> set[Form]:
+        return {form for form, failure in self._failures.items() if failure is not None}
+
+    def _is_right(self, form: Form) -> bool:
+        if form not in self._failures:
+            self._failures[form] = failure = product_failure(self._products[form], self.shape, self._layers[0])
+            if failure is not None:
+                logger.warning("The %s form of products with %s is not used: %s.", form, self.shape, failure)
+        return self._failures[form] is None
+
+
+def _row_product(layer: Any, shape: ProductShape, table: _Table) -> RowProduct:
+    few, beyond, depth, dtype, weights = table.few, table.beyond, shape.depth, shape.dtype, weights_of(layer)
+
+    def product(x: mx.array) -> mx.array | None:
+        num_rows = x.size // depth
+        form = few[num_rows] if num_rows <= _MOST_ROWS else beyond
+        return None if form is None or x.dtype != dtype else form(x, num_rows, weights)
+
+    return product
+
+
+def product_failure(product: FormProduct, shape: ProductShape, layer: Any) -> str | None:
+    """Why its numbers cannot be trusted here, or None: they are compared with MLX's, and the bits of each row with
+    those among any number of others."""
+    x = mx.random.normal((_MOST_ROWS, shape.depth), shape.dtype, key=mx.random.key(0))
+    weights = weights_of(layer)
+    try:
+        whole = product(x, _MOST_ROWS, weights)
+        wanted = mlx_product(shape, layer)(x).astype(mx.float32)
+        error = float(mx.abs(whole.astype(mx.float32) - wanted).max() / mx.abs(wanted).max())
+        if not error <= _TOLERANCE[shape.dtype]:
+            return f"it is off by {error:.2g} of the largest result"
+        for count in range(1, _MOST_ROWS):
+            if not _same_bits(product(x[:count], count, weights), whole[:count]):
+                return f"a row among {count} has other bits than among {_MOST_ROWS}"
+        if not _same_bits(product(x[::-1], _MOST_ROWS, weights), whole[::-1]):
+            return "a row has other bits in another place"
+    except (RuntimeError, ValueError) as fault:
+        return str(fault)
+    return None
+
+
+def _same_bits(one: mx.array, other: mx.array) -> bool:
+    word = mx.uint32 if one.dtype == mx.float32 else mx.uint16
+    return bool(mx.array_equal(one.view(word), mx.contiguous(other).view(word)).item())
+
+
+def measure_products(shape: ProductShape, layers: Sequence[Any], products: Sequence[FormProduct]) -> ProductTimes:
+    """What a product costs in a chain of as many layers as caches cannot hold, building it included: a step is built
+    by the thread that runs it."""
+    enough = -(-_CHAIN_BYTES // shape.weight_bytes)
+    chained = layers[: min(enough, _MOST_LAYERS)]
+    columns: dict[Form | None, list[float]] = {form: [] for form in (None, *(product.form for product in products))}
+    for num_rows in ROW_COUNTS:
+        x = mx.random.normal((num_rows, shape.depth), shape.dtype, key=mx.random.key(num_rows))
+        mx.eval(x)
+        links = [[mlx_product(shape, layer) for layer in chained]]
+        links += [[form_product(product, layer) for layer in chained] for product in products]
+        times = median_times([chain(link, x) for link in links], _NUM_REPEATS)
+        for column, seconds in zip(columns.values(), times):
+            column.append(seconds / len(chained))
+    return ProductTimes({form: tuple(column) for form, column in columns.items()})
+
+
+def chain(products: Sequence[Product], x: mx.array) -> Callable[[], None]:
+    """Runs products one after another, each on rows that depend on the result before."""
+
+    def run() -> None:
+        rows = x
+        for product in products:
+            rows = x + product(rows)[..., :1]
+        mx.eval(rows)
+
+    return run
+
+
+def mlx_product(shape: ProductShape, layer: Any) -> Product:
+    """MLX's own, of one layer."""
+    codes, scales, biases = weights_of(layer)
+    return lambda x: mx.quantized_matmul(x, codes, scales, biases, True, shape.group_size, shape.bits)
+
+
+def stored_times() -> StoredChoices[ProductShape, ProductTimes]:
+    """The file of all measured times."""
+    measured_with = digest(version("mlx"), *(read_text(name) for name in PRODUCT_FILES))
+    return StoredChoices("products.json", measured_with, _parse, _document, "the next start")
+
+
+_SIZES = ("num_columns", "depth", "bits", "group_size")
+_MLX = "mlx"
+
+
+def _parse(entry: Mapping[str, Any]) -> tuple[ProductShape, ProductTimes]:
+    dtypes = {dtype_name(dtype): dtype for dtype in DTYPES}
+    sizes = {name: whole_number(entry["shape"][name]) for name in _SIZES}
+    seconds = {
+        None if name == _MLX else Form(name): tuple(_seconds(value) for value in times)
+        for name, times in entry["seconds"].items()
+    }
+    if None not in seconds or any(len(times) != len(ROW_COUNTS) for times in seconds.values()):
+        raise ValueError(f"times are not of {len(ROW_COUNTS)} numbers of rows")
+    return ProductShape(**sizes, dtype=dtypes[entry["dtype"]]), ProductTimes(seconds)
+
+
+def _seconds(value: Any) -> float:
+    if not isinstance(value, float) or not 0 < value < math.inf:
+        raise ValueError(f"{value!r} is not a time")
+    return value
+
+
+def _document(shape: ProductShape, times: ProductTimes) -> dict[str, Any]:
+    return {
+        "shape": {name: getattr(shape, name) for name in _SIZES},
+        "dtype": dtype_name(shape.dtype),
+        "seconds": {form or _MLX: list(column) for form, column in times.seconds.items()},
+    }

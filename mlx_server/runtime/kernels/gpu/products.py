@@ -1,0 +1,245 @@
+"""Quantised products of few rows as MLX calls, for weights as MLX lays them out.
+
+Both forms read a weight once for many rows, and a row has the same bits however many others there are and wherever it
+stands; the two forms do not have each other's bits. Texts and launches are made once a form, shape and number of rows:
+MLX hashes a template's arguments at each call, so there are none.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_server.runtime.kernels.gpu.kernels import Kernel, KernelText, MakeKernel, read_text
+from mlx_server.runtime.kernels.gpu.stored import dtype_name
+from mlx_server.runtime.kernels.gpu.variants import DTYPES, SIMD_WIDTH
+from mlx_server.runtime.products import MakeProduct, RowProduct
+from mlx_server.runtime.row_pool import SMALL_ARRAY
+
+Product = Callable[[mx.array], mx.array]
+"""`[..., K]` to `[..., N]`."""
+
+Weights = tuple[mx.array, mx.array, mx.array]
+"""Codes, scales and biases."""
+
+_INPUTS = ("x", "w", "scales", "biases")
+_SIMDGROUPS = 4
+_MAX_SLICES = 8
+_STEP = 256
+"""Elements of K that a simdgroup takes at a time."""
+
+_ENOUGH_SIMDGROUPS = 2048
+"""Fewer leave cores of a large GPU idle; then K is cut into slices."""
+
+
+class Form(enum.StrEnum):
+    """VECTOR: lanes split a row. MATRIX: lanes fill matrices of 8 x 8, which the GPU multiplies."""
+
+    VECTOR = "vector"
+    MATRIX = "matrix"
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What launches of a form have in common: columns of a simdgroup, and the rows that may share a weight."""
+
+    text: KernelText
+    header: str
+    columns: int
+    rows: tuple[int, ...]
+
+
+_FORMS = {
+    Form.VECTOR: _Shared(KernelText("product_vector", _INPUTS, ("y",)), "product_vector.h", 4, (1, 4, 6, 8, 12, 16)),
+    Form.MATRIX: _Shared(KernelText("product_matrix", _INPUTS, ("y",)), "product_matrix.h", 16, (8, 16, 32)),
+}
+PRODUCT_FILES = tuple(name for form in _FORMS.values() for name in (f"{form.text.name}.msl", form.header))
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    """A quantised weight `[num_columns, depth]`, of activations of `dtype`."""
+
+    num_columns: int
+    depth: int
+    bits: int
+    group_size: int
+    dtype: mx.Dtype
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for what no kernel here multiplies with."""
+        groups = self.num_columns * self.depth // self.group_size
+        if (
+            self.bits not in (4, 8)
+            or self.group_size not in (32, 64, 128)
+            or self.depth % self.group_size
+            or self.dtype not in DTYPES
+            or groups < SMALL_ARRAY  # MLX passes fewer elements in another address space
+            or self.num_columns * self.depth * self.bits // 32 >= 2**32
+        ):
+            raise ValueError(f"no kernel for {self}")
+
+    @classmethod
+    def of(cls, layer: Any) -> ProductShape | None:
+        """That of a linear layer or a tied head; None if no kernel here multiplies with it."""
+        if not isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)) or layer.weight.ndim != 2:
+            return None
+        if getattr(layer, "mode", "affine") != "affine":
+            return None
+        columns, groups = layer.scales.shape
+        try:
+            return cls(columns, groups * layer.group_size, layer.bits, layer.group_size, layer.scales.dtype)
+        except ValueError:
+            return None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Codes, scales and biases."""
+        size = self.num_columns * self.depth
+        return size * self.bits // 8 + 2 * size // self.group_size * self.dtype.size
+
+    def __str__(self) -> str:
+        bits = f"{self.bits} bits in groups of {self.group_size}"
+        return f"{self.num_columns} x {self.depth}, {bits}, {dtype_name(self.dtype)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Simdgroups of a threadgroup: `across` side by side over columns, `slices` over K.
+
+    A function of the weight and the form alone, since slices decide a row's bits. 4,096 x 4,096, vector: 1,024
+    simdgroups of 4 columns are few, so K's 16 steps become 2 slices of 8; 14,336 columns need none.
+    """
+
+    across: int
+    slices: int
+
+    @classmethod
+    def of(cls, shape: ProductShape, form: Form) -> Cut:
+        simdgroups = -(-shape.num_columns // _FORMS[form].columns)
+        steps = -(-shape.depth // _STEP)
+        slices = 1
+        while slices < _MAX_SLICES and simdgroups * slices < _ENOUGH_SIMDGROUPS and slices * 4 <= steps:
+            slices *= 2
+        return cls(max(1, _SIMDGROUPS // slices), slices)
+
+    @property
+    def threads(self) -> int:
+        return SIMD_WIDTH * self.across * self.slices
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    threadgroup: tuple[int, int, int]
+
+
+class FormProduct:
+    """One form of the product with weights of one shape. On the MLX thread."""
+
+    def __init__(self, kernels: ProductKernels, form: Form, shape: ProductShape) -> None:
+        self.form = form
+        self._kernels = kernels
+        self._shape = shape
+        self._cut = Cut.of(shape, form)
+        self._dtypes = [shape.dtype]
+        self._launches: dict[int, _Launch] = {}
+
+    def __call__(self, x: mx.array, num_rows: int, weights: Weights) -> mx.array:
+        """`x` `[..., depth]` of `num_rows` rows and of the shape's dtype, evaluated to lie on 8 bytes, as MLX's results
+        do. Gives `[..., num_columns]`."""
+        launch = self._launches.get(num_rows) or self._launch(num_rows)
+        places = x.shape[:-1]
+        if places[0] != num_rows:
+            x = x.reshape(num_rows, -1)
+        return launch.kernel(
+            inputs=[x, *weights],
+            output_shapes=[(*places, self._shape.num_columns)],
+            output_dtypes=self._dtypes,
+            grid=launch.grid,
+            threadgroup=launch.threadgroup,
+        )[0]
+
+    def _launch(self, num_rows: int) -> _Launch:
+        """Cuts rows into as few tiles as the largest size would, each as small as that allows."""
+        sizes, columns = _FORMS[self.form].rows, _FORMS[self.form].columns * self._cut.across
+        tiles = -(-num_rows // sizes[-1])
+        rows = next(size for size in sizes if size * tiles >= num_rows)
+        kernel = self._kernels.kernel(self.form, self._shape, self._cut, rows)
+        grid = self._cut.threads * tiles, -(-self._shape.num_columns // columns), 1
+        self._launches[num_rows] = _Launch(kernel, grid, (self._cut.threads, 1, 1))
+        return self._launches[num_rows]
+
+
+class ProductKernels:
+    """Makes each kernel once, for whichever shapes have its sizes. On the MLX thread."""
+
+    def __init__(self, make_kernel: MakeKernel) -> None:
+        self._make_kernel = make_kernel
+        self._kernels: dict[str, Kernel] = {}
+        self._products: dict[tuple[Form, ProductShape], FormProduct] = {}
+
+    @classmethod
+    def of_metal(cls) -> ProductKernels:
+        """Those of Apple's GPUs."""
+        return cls(cast(MakeKernel, mx.fast.metal_kernel))
+
+    def of(self, form: Form, shape: ProductShape) -> FormProduct:
+        if (form, shape) not in self._products:
+            self._products[form, shape] = FormProduct(self, form, shape)
+        return self._products[form, shape]
+
+    def kernel(self, form: Form, shape: ProductShape, cut: Cut, rows: int) -> Kernel:
+        """Of a tile of `rows` rows. No size of the weight is in it, so that few texts are compiled."""
+        shared = _FORMS[form]
+        sizes = {
+            "BITS": shape.bits,
+            "GROUP": shape.group_size,
+            "ROWS": rows,
+            "COLUMNS": shared.columns,
+            "ACROSS": cut.across,
+            "SLICES": cut.slices,
+        }
+        dtype = dtype_name(shape.dtype)
+        name = "__".join([shared.text.name, dtype, *map(str, sizes.values())])
+        if name not in self._kernels:
+            constants = " ".join(f"constexpr int {size} = {value};" for size, value in sizes.items())
+            self._kernels[name] = self._make_kernel(
+                name=name,
+                input_names=list(shared.text.inputs),
+                output_names=list(shared.text.outputs),
+                source=f"typedef {_TYPES[shape.dtype]} T; {constants} {shared.text.body}",
+                header=read_text(shared.header),
+                ensure_row_contiguous=True,
+            )
+        return self._kernels[name]
+
+
+_TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t"}
+
+
+def weights_of(layer: Any) -> Weights:
+    """What products of the layer multiply with."""
+    return layer.weight, layer.scales, layer.biases
+
+
+def form_maker(kernels: ProductKernels, form: Form) -> MakeProduct:
+    """Makes products of one form for any number of rows, where there is a kernel for the layer."""
+
+    def make(layer: Any) -> RowProduct | None:
+        shape = ProductShape.of(layer)
+        return None if shape is None else form_product(kernels.of(form, shape), layer)
+
+    return make
+
+
+def form_product(product: FormProduct, layer: Any) -> Product:
+    """One form's, of one layer."""
+    weights = weights_of(layer)
+    return lambda x: product(x, x.size // x.shape[-1], weights)

@@ -1,0 +1,170 @@
+"""How the decode kernels are cut for a kind of layer: which shapes they support, and what changes speed alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_server.config import BLOCK_SIZE
+from mlx_server.runtime.attention import LayerSpec
+
+SIMD_WIDTH = 32
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 256, 512)
+DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+MAX_SIMDGROUPS = 8
+MAX_THREADGROUP_BYTES = 32768
+
+_FLOATS_PER_LANE = 16
+"""Floats of queries (and as many of sums) that a lane may hold before registers spill; MLX measured the same
+limit for its own grouped kernel: 8 heads at head_dim 64, 4 at 128."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """The attention of one layer as a decode kernel sees it."""
+
+    num_query_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+    bits: int | None = None
+
+    @classmethod
+    def of(cls, spec: LayerSpec, num_query_heads: int) -> DecodeShape:
+        return cls(num_query_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim, spec.dtype, spec.bits)
+
+    @property
+    def spec(self) -> LayerSpec:
+        """What the layer stores."""
+        return LayerSpec(self.num_kv_heads, self.key_dim, self.value_dim, self.dtype, self.bits)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_query_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class KernelVariant:
+    """The choices that change speed and never the result; `bench kernels` sweeps them.
+
+    heads_per_simdgroup  query heads that share each K/V row read, in registers
+    simdgroups           of a threadgroup; those that the heads leave over read different blocks
+    lanes_per_row        lanes that split one K/V row; 32 / lanes_per_row rows are read side by side
+    rows_ahead           rows that each lane loads before it uses the first
+    partition_tokens     tokens of a work item, a multiple of 32; None: chosen by the sequence's own length
+    """
+
+    heads_per_simdgroup: int
+    simdgroups: int
+    lanes_per_row: int
+    rows_ahead: int
+    partition_tokens: int | None = None
+
+    def head_simdgroups(self, shape: DecodeShape) -> int:
+        """Simdgroups side by side over the query heads of one KV head."""
+        return min(self.simdgroups, -(-shape.group_size // self.heads_per_simdgroup))
+
+    def streams(self, shape: DecodeShape) -> int:
+        """Simdgroups side by side over the blocks of a work item."""
+        return self.simdgroups // self.head_simdgroups(shape)
+
+    def tiles(self, shape: DecodeShape) -> int:
+        """Threadgroups that share one KV head's work item."""
+        return -(-shape.group_size // (self.heads_per_simdgroup * self.head_simdgroups(shape)))
+
+    def row_reads(self, shape: DecodeShape) -> int:
+        """Times that each K/V row is read: once for every `heads_per_simdgroup` query heads."""
+        return self.tiles(shape) * self.head_simdgroups(shape)
+
+    def threads(self, shape: DecodeShape) -> int:
+        """Threads of a threadgroup."""
+        return SIMD_WIDTH * self.head_simdgroups(shape) * self.streams(shape)
+
+    def threadgroup_bytes(self, shape: DecodeShape) -> int:
+        """Threadgroup memory of `paged_decode`: a row of sums, a maximum and a total for each simdgroup."""
+        return 4 * (shape.value_dim + 2) * self.head_simdgroups(shape) * self.streams(shape)
+
+
+def unsupported_reason(shape: DecodeShape) -> str | None:
+    """Why no decode kernel exists for `shape`, or None if one does."""
+    known = ", ".join(map(str, HEAD_DIMS))
+    for name, dim in (("key", shape.key_dim), ("value", shape.value_dim)):
+        if dim not in HEAD_DIMS:
+            return f"{name} head_dim {dim} is none of {known}"
+    if shape.dtype not in DTYPES:
+        return f"dtype {shape.dtype} is none of float16, bfloat16, float32"
+    if shape.num_query_heads % shape.num_kv_heads:
+        return f"{shape.num_query_heads} query heads do not divide over {shape.num_kv_heads} KV heads"
+    return None
+
+
+def check_variant(shape: DecodeShape, variant: KernelVariant) -> None:
+    """Raises `ValueError` if `variant` cannot be launched for `shape`."""
+    lanes = variant.lanes_per_row
+    if lanes not in (4, 8, 16, 32) or shape.key_dim % (2 * lanes) or shape.value_dim % (2 * lanes):
+        raise ValueError(f"{lanes} lanes cannot split rows of {shape.key_dim} and {shape.value_dim} elements evenly")
+    if not 1 <= variant.simdgroups <= MAX_SIMDGROUPS:
+        raise ValueError(f"{variant.simdgroups} simdgroups; a threadgroup takes 1 to {MAX_SIMDGROUPS}")
+    if variant.heads_per_simdgroup < 1 or variant.rows_ahead < 1:
+        raise ValueError(f"{variant} reads no heads or no rows")
+    if variant.threadgroup_bytes(shape) > MAX_THREADGROUP_BYTES:
+        raise ValueError(f"{variant} needs {variant.threadgroup_bytes(shape)} bytes of threadgroup memory")
+    tokens = variant.partition_tokens
+    if tokens is not None and (tokens < BLOCK_SIZE or tokens % BLOCK_SIZE):
+        raise ValueError(f"partition_tokens is {tokens}; it must be a multiple of {BLOCK_SIZE}")
+
+
+def default_variant(shape: DecodeShape) -> KernelVariant:
+    """A choice that is sound on every GPU: no spills, 128 to 256 threads, rows split without idle lanes."""
+    lanes = max(n for n in (8, 16, 32) if shape.key_dim % (2 * n) == 0 and shape.value_dim % (2 * n) == 0)
+    part = max(shape.key_dim, shape.value_dim) // lanes
+    most_heads = max(2, _FLOATS_PER_LANE // part)
+    heads = -(-shape.group_size // -(-shape.group_size // most_heads))
+    head_simdgroups = min(MAX_SIMDGROUPS, -(-shape.group_size // heads))
+    streams = max(1, min(4, MAX_SIMDGROUPS // head_simdgroups))
+    return KernelVariant(
+        heads_per_simdgroup=heads,
+        simdgroups=head_simdgroups * streams,
+        lanes_per_row=lanes,
+        rows_ahead=max(1, min(4, _FLOATS_PER_LANE // part)),
+    )
+
+
+_MOST_TILE_BYTES = 16384
+"""Of K/V in threadgroup memory: two or three threadgroups fit on a core, and one loads while another computes."""
+
+
+def shared_variant(shape: DecodeShape) -> KernelVariant:
+    """How `paged_shared` is cut for a shape: as many packed rows in a simdgroup's registers as do not spill, in eight
+    simdgroups, so that 16 to 64 packed rows (rows times query heads of a KV head) share each read."""
+    lanes = max(n for n in (8, 16, 32) if shape.key_dim % (2 * n) == 0 and shape.value_dim % (2 * n) == 0)
+    part = max(shape.key_dim, shape.value_dim) // lanes
+    return KernelVariant(
+        heads_per_simdgroup=max(2, _FLOATS_PER_LANE // part),
+        simdgroups=MAX_SIMDGROUPS,
+        lanes_per_row=lanes,
+        rows_ahead=max(1, min(4, _FLOATS_PER_LANE // part)),
+    )
+
+
+def rows_at_once(shape: DecodeShape, variant: KernelVariant) -> int:
+    """Rows of an item of `paged_shared`: as many as its simdgroups hold with all query heads of a KV head."""
+    return max(1, variant.heads_per_simdgroup * variant.simdgroups // shape.group_size)
+
+
+def shared_tiles(shape: DecodeShape, variant: KernelVariant) -> int:
+    """Threadgroups that share one KV head's item of `paged_shared`: above 1 where not even one row's heads fit one."""
+    return -(-shape.group_size // (variant.heads_per_simdgroup * variant.simdgroups))
+
+
+def tile_tokens(shape: DecodeShape, variant: KernelVariant) -> int:
+    """Tokens whose K/V `paged_shared` holds in threadgroup memory, beside what its simdgroups are merged in."""
+    room = MAX_THREADGROUP_BYTES - 4 * (shape.value_dim + 2) * variant.simdgroups
+    token = (shape.key_dim + shape.value_dim) * shape.dtype.size
+    tokens = BLOCK_SIZE
+    while tokens > 1 and tokens * token > min(room, _MOST_TILE_BYTES):
+        tokens //= 2
+    return tokens

@@ -1,0 +1,345 @@
+"""Multi-token-prediction heads: where a checkpoint keeps its head, how the parts are joined, and the head as a model
+that drafts.
+
+A head is one more decoder layer. It reads the model's last hidden state of a position and the embedding of the token
+behind it, and predicts the token behind that; embedding and output matrix are the model's own:
+
+    x = projection(concatenate(norm(embedding of token i + 1), norm(hidden state of i)))
+    logits of token i + 2 = output matrix(norm(layer(x)))
+
+For the token after that it gets its own hidden state in place of the model's. A model that was trained with several
+heads is drafted for by its first one, over and over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.models.blueprint import build_model
+from mlx_server.runtime.models.folder import read_headers, read_model_json
+from mlx_server.runtime.models.head_fetch import fetched_heads
+from mlx_server.runtime.models.loader import LoadedModel, Pieces, is_gpu, prepare_weights
+
+Config = dict[str, Any]
+
+_DENSE_FIRST = {"first_k_dense_replace": 0, "moe_layer_freq": 1}
+_STACKED = re.compile(r"(.*mlp)\.experts\.0\.(\w+)\.(\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFamily:
+    """The head of some architectures. Names of its tensors begin with `prefix`, a pattern in which {layers} stands for
+    the number of the model's layers; `layer` goes before those of its decoder layer.
+
+    `one_layer` is what makes a model's only layer one like the head's. `embedding_first`: the order in which embedding
+    and hidden state are joined. `carries_normed`: the head gives itself its hidden state behind the last norm, not
+    before. `adds_one`: checkpoints that are not in MLX's format keep norms' weights less 1.
+    """
+
+    prefix: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+    layer: str = ""
+    one_layer: Mapping[str, Any] = field(default_factory=dict)
+    embedding_first: bool = True
+    carries_normed: bool = False
+    adds_one: bool = False
+
+    def parts(self, name: str) -> str | None:
+        """The name in a `HeadBody` of what follows the prefix; None for copies of what is the model's own."""
+        stem, _, kind = name.rpartition(".")
+        own = {
+            self.embedding_norm: "embedding_norm",
+            self.hidden_norm: "hidden_norm",
+            self.projection: "projection",
+            self.norm: "norm",
+        }
+        if stem in own:
+            return f"{own[stem]}.{kind}"
+        if not name.startswith(self.layer) or stem in ("embed_tokens", "shared_head.head"):
+            return None
+        return f"layers.0.{name.removeprefix(self.layer)}"
+
+
+_QWEN = HeadFamily(
+    prefix=r"(?:language_model\.|model\.)*mtp\.",
+    embedding_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    projection="fc",
+    norm="norm",
+    layer="layers.0.",
+    one_layer={"full_attention_interval": 1},
+    carries_normed=True,
+    adds_one=True,
+)
+"""vLLM's qwen3_next_mtp.py: `fc` over embedding and hidden state, a layer with full attention, `norm`."""
+
+_DEEPSEEK = HeadFamily(
+    prefix=r"model\.layers\.{layers}\.",
+    embedding_norm="enorm",
+    hidden_norm="hnorm",
+    projection="eh_proj",
+    norm="shared_head.norm",
+    one_layer=_DENSE_FIRST,
+)
+"""vLLM's deepseek_mtp.py and glm4_moe_mtp.py, and DeepSeek-V3's README_WEIGHTS.md: the layer behind the last one, whose
+embedding and output matrix are the model's."""
+
+_MIMO = HeadFamily(
+    prefix=r"model\.mtp_layers\.0\.",
+    embedding_norm="token_layernorm",
+    hidden_norm="hidden_layernorm",
+    projection="input_proj",
+    norm="final_layernorm",
+    embedding_first=False,
+    carries_normed=True,
+)
+"""vLLM's mimo_mtp.py: the hidden state goes first."""
+
+FAMILIES: Mapping[str, HeadFamily] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _QWEN),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _DEEPSEEK),
+    "mimo": _MIMO,
+}
+"""By `model_type`. All of these give heads the hidden states behind the model's last norm."""
+
+
+@dataclass(slots=True)
+class HeadLink:
+    """What a head shares with its model, and what goes in and out of it beside token ids: `given` are hidden states
+    `[T, D]` for its next call, which makes do with embeddings without; `carried` are those that it leaves then."""
+
+    embed: Callable[[mx.array], mx.array]
+    output: Callable[[mx.array], mx.array]
+    given: mx.array | None = None
+    carried: mx.array | None = None
+
+
+class HeadBody(nn.Module):  # type: ignore[misc]
+    """The head before its output matrix."""
+
+    def __init__(self, family: HeadFamily, layers: list[nn.Module], size: int, eps: float, link: HeadLink) -> None:
+        super().__init__()
+        self.embedding_norm = nn.RMSNorm(size, eps=eps)
+        self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.projection = nn.Linear(2 * size, size, bias=False)
+        self.layers = layers
+        self.norm = nn.RMSNorm(size, eps=eps)
+        self.family = family
+        self.link = link
+
+    def __call__(self, ids: mx.array, cache: Any) -> mx.array:
+        link, family = self.link, self.family
+        embedded = link.embed(ids)
+        hidden = embedded if link.given is None else link.given.reshape(embedded.shape)
+        both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
+        x = self.projection(mx.concatenate(both if family.embedding_first else both[::-1], axis=-1))
+        mask = create_attention_mask(x, cache[0], return_array=True)
+        for layer, own in zip(self.layers, cache):
+            x = layer(x, mask=mask, cache=own)
+        normed: mx.array = self.norm(x)
+        if link.given is not None:
+            link.carried = (normed if family.carries_normed else x).reshape(-1, x.shape[-1])
+        return normed
+
+
+class HeadModel(nn.Module):  # type: ignore[misc]
+    """A head in the form of mlx-lm's models, for a `ModelRunner` of its own."""
+
+    def __init__(self, body: HeadBody, caches: list[Any], model_type: str) -> None:
+        super().__init__()
+        self.model = body
+        self.model_type = model_type
+        object.__setattr__(self, "_empty_caches", caches)
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        return self.model.link.output(self.model(inputs, cache or [None] * len(self.layers)))
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        layers: list[nn.Module] = self.model.layers
+        return layers
+
+    def make_cache(self) -> list[Any]:
+        return deepcopy(self._empty_caches)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFiles:
+    """Where the head of a model is: names of tensors by file. `config` is the model's."""
+
+    family: HeadFamily
+    config: Config
+    names: Mapping[Path, list[str]]
+
+    @property
+    def one_layer(self) -> Config:
+        """The configuration of a model with one layer, which is like the head's."""
+        changes = {"num_hidden_layers": 1, **self.family.one_layer}
+        text = self.config.get("text_config")
+        own = {"text_config": {**text, **changes}} if isinstance(text, dict) else changes
+        return {**self.config, **own}
+
+
+def find_heads(folder: Path | None, name: str, origin: str | None = None) -> HeadFiles:
+    """The head of the model `name` in `folder`: in its own weights, in a file `mtp*.safetensors` beside them, or
+    fetched from the hub's model `origin`. Any thread, and as long as that takes. Raises `ModelLoadError` or
+    `DownloadError`."""
+    config = {} if folder is None else read_model_json(folder / "config.json")
+    family = FAMILIES.get(config.get("model_type", ""))
+    if folder is None or family is None:
+        kind = config.get("model_type", "a random one")
+        raise _refused(name, f"its architecture, {kind}, is none of {', '.join(sorted(FAMILIES))}")
+    text = {**config, **(config.get("text_config") or {})}
+    pattern = re.compile(family.prefix.replace("{layers}", str(text.get("num_hidden_layers"))))
+    paths = sorted({*folder.glob("model*.safetensors"), *folder.glob("mtp*.safetensors")})
+    found = {path: names for path in paths if (names := list(filter(pattern.match, read_headers(path))))}
+    if not found and origin is not None:
+        path = fetched_heads(origin, pattern)
+        found = {path: list(read_headers(path))}
+    if not found:
+        raise _refused(name, "there are no weights of a head in its files, as conversions of mlx-lm leave them out")
+    return HeadFiles(family, config, found)
+
+
+def _refused(name: str, reason: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"{name} has no multi-token-prediction heads: {reason}. Put them beside its weights as mtp.safetensors, name "
+        "the model that it was converted from with --mtp-from, or choose another --speculate."
+    )
+
+
+def load_head(files: HeadFiles, target: LoadedModel, dtype: str) -> Pieces[LoadedModel]:
+    """The head in memory, in the target's type, and quantised as it is. MLX thread; raises `ModelLoadError`."""
+    try:
+        head = _build(files, target)
+    except (AttributeError, KeyError, ValueError) as error:  # weights that lack something, or another code's model
+        raise ModelLoadError(f"Cannot load the multi-token-prediction heads of {target.name}: {error}") from error
+    yield 0.0
+    yield from prepare_weights(head, dtype)
+    text = files.config.get("text_config") or files.config
+    config = {**text, "num_hidden_layers": 1, "vocab_size": target.vocab_size}
+    return LoadedModel(f"the heads of {target.name}", head, config, None)
+
+
+def _build(files: HeadFiles, target: LoadedModel) -> HeadModel:
+    template = build_model(files.one_layer)
+    owner = _language_model(target.model)
+    norm = owner.model.norm
+    body = HeadBody(files.family, list(template.layers), norm.weight.shape[0], norm.eps, _link(owner))
+    head = HeadModel(body, make_prompt_cache(template), str(files.config["model_type"]))
+    weights, is_packed = _read(files, template)
+    packing = target.config.get("quantization")
+    if is_packed:
+        _quantize(head, packing, lambda path, module: _packing(weights, path, module))
+    body.load_weights(list(weights.items()))
+    if is_gpu():
+        head.set_dtype(norm.weight.dtype)
+    if not is_packed:
+        _quantize(head, packing, getattr(template, "quant_predicate", None) or (lambda *_: True))
+    head.eval()
+    return head
+
+
+def _language_model(model: Any) -> Any:
+    return next(one for one in (getattr(model, "language_model", None), model) if isinstance(one, nn.Module))
+
+
+def _link(owner: Any) -> HeadLink:
+    """Looks the model's modules up at each call: they may have been replaced."""
+    if "lm_head" in owner.children():
+        return HeadLink(lambda ids: owner.model.embed_tokens(ids), lambda x: owner.lm_head(x))
+    return HeadLink(lambda ids: owner.model.embed_tokens(ids), lambda x: owner.model.embed_tokens.as_linear(x))
+
+
+def _read(files: HeadFiles, template: Any) -> tuple[dict[str, mx.array], bool]:
+    """The head's weights by their names in a `HeadBody`, and whether they are packed. mlx-lm's own code for the
+    architecture converts those of the decoder layer, as the first layer of a model with one."""
+    family, weights = files.family, dict[str, mx.array]()
+    layer: dict[str, mx.array] = {}
+    is_original = False
+    for path, names in files.names.items():
+        arrays, metadata = cast("tuple[dict[str, mx.array], dict[str, str]]", mx.load(str(path), return_metadata=True))
+        is_original |= metadata.get("format") != "mlx"
+        for name in names:
+            match = re.match(family.prefix.replace("{layers}", r"\d+"), name)
+            part = None if match is None else family.parts(name[match.end() :])
+            if part is not None:
+                (layer if part.startswith("layers.0.") else weights)[part] = arrays[name]
+    has_stacked = any(_STACKED.fullmatch(name) for name in layer)
+    sanitized = layer
+    if hasattr(template, "sanitize"):
+        sanitized = template.sanitize({f"model.{name}": array for name, array in layer.items()})
+    layer = {f"layers.0.{name.partition('layers.0.')[2]}": array for name, array in sanitized.items()}
+    _stack_experts(layer)
+    if is_original and family.adds_one:
+        # mlx-lm's code has done it for the layer if it has stacked experts, which tells it that this is no conversion
+        is_done = has_stacked and files.config["model_type"] == "qwen3_next"
+        _add_one(weights if is_done else layer)
+        if not is_done:
+            _add_one(weights)
+    weights.update(layer)
+    return weights, any(name.endswith(".scales") for name in weights)
+
+
+def _add_one(weights: dict[str, mx.array]) -> None:
+    for name, array in weights.items():
+        if array.ndim == 1 and "norm" in name:
+            weights[name] = array + 1.0
+
+
+def _stack_experts(weights: dict[str, mx.array]) -> None:
+    """Of experts that are still one by one: mlx-lm expects those of some architectures in one tensor."""
+    for name in [name for name in weights if _STACKED.fullmatch(name)]:
+        mlp, product, kind = _STACKED.fullmatch(name).groups()  # type: ignore[union-attr]
+        parts = list(_experts(weights, mlp, f"{product}.{kind}"))
+        weights[f"{mlp}.switch_mlp.{product}.{kind}"] = mx.stack(parts)
+
+
+def _experts(weights: dict[str, mx.array], mlp: str, name: str) -> Iterator[mx.array]:
+    number = 0
+    while (array := weights.pop(f"{mlp}.experts.{number}.{name}", None)) is not None:
+        yield array
+        number += 1
+
+
+def _packing(weights: Mapping[str, mx.array], path: str, module: Any) -> bool | dict[str, int]:
+    """How the weights of a module are packed, told from their shapes."""
+    name = path.removeprefix("model.")
+    scales = weights.get(f"{name}.scales")
+    if scales is None:
+        return False
+    depth = module.weight.shape[-1]
+    bits = 32 * weights[f"{name}.weight"].shape[-1] // depth
+    return {"bits": bits, "group_size": depth // scales.shape[-1]}
+
+
+def _quantize(head: HeadModel, settings: object, chosen: Callable[[str, Any], bool | dict[str, int]]) -> None:
+    """As the model is quantised by its `settings`, as far as `chosen` and the shapes allow."""
+    if not isinstance(settings, dict):
+        return
+    group_size, bits, mode = settings["group_size"], settings["bits"], settings.get("mode", "affine")
+
+    def choose(path: str, module: Any) -> bool | dict[str, Any]:
+        if not hasattr(module, "to_quantized"):
+            return False
+        choice = chosen(path, module)
+        own_size = choice.get("group_size", group_size) if isinstance(choice, dict) else group_size
+        if not choice or module.weight.shape[-1] % own_size:
+            return False
+        return {"group_size": group_size, "bits": bits, "mode": mode, **choice} if isinstance(choice, dict) else True
+
+    nn.quantize(head, group_size=group_size, bits=bits, mode=mode, class_predicate=choose)

@@ -1,0 +1,259 @@
+"""Models of the hub, into the hub's own cache: fetched on after a break, and compared with their digests.
+
+The hub's client keeps nothing of a file whose download was broken off, and compares lengths only. So files whose
+SHA-256 the hub tells (those in LFS: weights, large tokenizers) are fetched here and put where the client looks for
+them. It fetches the rest, and links all of them into a snapshot.
+
+    blobs/<sha256>              complete, with that digest
+    blobs/<sha256>.incomplete   what is there of it: the next run goes on behind that
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import huggingface_hub
+from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import WeakFileLock, filter_repo_objects  # type: ignore[attr-defined]  # it lacks an __all__
+from huggingface_hub.utils._headers import build_hf_headers
+from huggingface_hub.utils._http import get_session, hf_raise_for_status
+from tqdm.auto import tqdm
+
+from mlx_server.errors import DownloadError
+from mlx_server.runtime.models.progress import Report, shown
+
+_ASK_S = 10.0
+_READ_S = 30.0
+_NUM_CONNECTIONS = 4
+_MAX_FAILURES = 5
+"""In a row, without a byte between them."""
+_PAUSE_S = 1.0
+_PIECE_BYTES = 2**20
+_PARTIAL, _BUSY, _SERVER_ERROR = 206, 429, 500
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """Of the hub. `etag` is its name in the cache: its SHA-256 if it `is_large`, else git's digest."""
+
+    name: str
+    num_bytes: int
+    etag: str
+    is_large: bool
+
+
+class _Quiet(tqdm):  # type: ignore[type-arg]  # it cannot be subscripted when it runs
+    """The bars of the hub's client, beside which ours stands."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options.pop("name", None)
+        super().__init__(*args, **{**options, "disable": True})
+
+
+def fetch_snapshot(model: str, repo: str, patterns: Sequence[str]) -> Path:
+    """The folder of a model of the hub with its files of such names. What is here is not fetched again, and needs no
+    network. Progress is told of `model`, as users call it. Raises `DownloadError`, and what the hub's client raises."""
+    files = [file for file in _listed(repo, patterns) if not (_blobs(repo) / file.etag).exists()]
+    if not files:
+        return _linked(repo, patterns)
+    num_bytes = sum(file.num_bytes for file in files)
+    large = [file for file in files if file.is_large]
+    _check_space(model, num_bytes - sum(_num_there(repo, file) for file in large))
+    with shown(model, "fetching", num_bytes) as report:
+        _Downloads(repo, large, report).run()
+        folder = _linked(repo, patterns)
+        report(num_bytes - sum(file.num_bytes for file in large))
+    return folder
+
+
+def _listed(repo: str, patterns: Sequence[str]) -> list[_File]:
+    """Nothing if the hub cannot be asked: its client then finds what is here, or says what is wrong."""
+    try:
+        found = huggingface_hub.HfApi().model_info(repo, files_metadata=True, timeout=_ASK_S).siblings or []
+    except Exception:  # of the client, and of its HTTP library
+        return []
+    files = []
+    for file in filter_repo_objects(found, allow_patterns=list(patterns), key=lambda file: file.rfilename):
+        num_bytes = file.size or 0
+        is_large = file.lfs is not None and num_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE
+        etag = file.blob_id if file.lfs is None else file.lfs.sha256
+        files.append(_File(file.rfilename, num_bytes, etag or file.rfilename, is_large))
+    return files
+
+
+def _linked(repo: str, patterns: Sequence[str]) -> Path:
+    return Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(patterns), tqdm_class=_Quiet))
+
+
+def _blobs(repo: str) -> Path:
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model") / "blobs"
+
+
+def _incomplete(repo: str, file: _File) -> Path:
+    return _blobs(repo) / f"{file.etag}.incomplete"
+
+
+def _num_there(repo: str, file: _File) -> int:
+    try:
+        return _incomplete(repo, file).stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _check_space(model: str, num_bytes: int) -> None:
+    cache = Path(constants.HF_HUB_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(cache).free
+    if free < num_bytes:
+        raise DownloadError(
+            f"{cache} has {free / 1e9:.2f} GB free, and {model} needs {num_bytes / 1e9:.2f} GB more. Make room, or set "
+            "HF_HUB_CACHE to a folder on another disk."
+        )
+
+
+class _Part:
+    """What is there of a file, from its beginning on; `digest` is of that."""
+
+    def __init__(self, file: _File, target: BinaryIO, report: Report) -> None:
+        self.file, self.num_bytes, self.digest = file, 0, hashlib.sha256()
+        self._target, self._report = target, report
+        target.seek(0)
+        while piece := target.read(_PIECE_BYTES):
+            self._count(piece, was_kept=True)
+
+    def add(self, piece: bytes) -> None:
+        try:
+            self._target.write(piece)
+        except OSError as error:
+            raise DownloadError(
+                f"Cannot keep {self.file.name} in {constants.HF_HUB_CACHE}: {error.strerror}."
+            ) from error
+        self._count(piece)
+
+    def restart(self) -> None:
+        self._target.truncate(0)
+        self._report(-self.num_bytes, was_kept=True)
+        self.num_bytes, self.digest = 0, hashlib.sha256()
+
+    def _count(self, piece: bytes, *, was_kept: bool = False) -> None:
+        self.digest.update(piece)
+        self.num_bytes += len(piece)
+        self._report(len(piece), was_kept=was_kept)
+
+
+class _Downloads:
+    """Some files of a model side by side, on threads that do not keep a process from ending."""
+
+    def __init__(self, repo: str, files: Sequence[_File], report: Report) -> None:
+        self._repo = repo
+        self._headers = build_hf_headers()
+        self._report = report
+        self._reporting = threading.Lock()
+        self._todo: queue.SimpleQueue[_File] = queue.SimpleQueue()
+        for file in files:
+            self._todo.put(file)
+        self._num_threads = min(_NUM_CONNECTIONS, len(files))
+        self._failure: BaseException | None = None
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        """Waits until all are here. The first failure ends all; what is here by then is kept."""
+        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self._num_threads)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            self._stop.set()
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._fetch(self._todo.get_nowait())
+        except queue.Empty:
+            return
+        except BaseException as error:
+            self._failure = self._failure or error
+            self._stop.set()
+
+    def _fetch(self, file: _File) -> None:
+        """One process at a time works on a file, as with the hub's client, whose lock this is."""
+        blob, incomplete = _blobs(self._repo) / file.etag, _incomplete(self._repo, file)
+        lock = blob.parents[2] / ".locks" / blob.parents[1].name / f"{file.etag}.lock"
+        for folder in (blob.parent, lock.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock):
+            if blob.exists():
+                self._tell(file.num_bytes, was_kept=True)
+                return
+            with incomplete.open("a+b") as target:
+                part = _Part(file, target, self._tell)
+                self._complete(part)
+                is_whole = part.num_bytes == file.num_bytes
+                if part.num_bytes >= file.num_bytes and part.digest.hexdigest() != file.etag:
+                    incomplete.unlink()
+                    raise DownloadError(
+                        f"{file.name} of {self._repo} is corrupt: its SHA-256 is {part.digest.hexdigest()}, expected "
+                        f"{file.etag}. Nothing of it was kept; try again, and check HF_ENDPOINT and proxies if it "
+                        "happens again."
+                    )
+                target.flush()
+                os.fsync(target.fileno())
+            if is_whole:
+                incomplete.rename(blob)
+
+    def _complete(self, part: _Part) -> None:
+        """Until all is there, or another file's failure has ended all."""
+        file, num_failures = part.file, 0
+        while part.num_bytes < file.num_bytes and not self._stop.is_set():
+            before = part.num_bytes
+            try:
+                self._receive(part)
+                reason = "the answer was empty"
+            except (DownloadError, HfHubHTTPError):
+                raise
+            except Exception as error:  # of the HTTP library: the connection has ended
+                reason = str(error) or type(error).__name__
+            if part.num_bytes > before:
+                num_failures = 0
+                continue
+            num_failures += 1
+            if num_failures == _MAX_FAILURES:
+                raise DownloadError(
+                    f"{file.name} of {self._repo} does not come ({reason}). {part.num_bytes:,} of its "
+                    f"{file.num_bytes:,} bytes are kept: check the connection and try again, and it goes on there."
+                )
+            time.sleep(_PAUSE_S)
+
+    def _receive(self, part: _Part) -> None:
+        """Adds what comes over one connection."""
+        headers = {**self._headers, "Range": f"bytes={part.num_bytes}-", "Accept-Encoding": "identity"}
+        url = huggingface_hub.hf_hub_url(self._repo, part.file.name)
+        with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=_READ_S) as answer:
+            if answer.status_code == _BUSY or answer.status_code >= _SERVER_ERROR:
+                raise OSError(f"status {answer.status_code}")
+            hf_raise_for_status(answer)
+            if part.num_bytes and answer.status_code != _PARTIAL:
+                part.restart()  # the server sends whole files only
+            for piece in answer.iter_bytes(_PIECE_BYTES):
+                part.add(piece)
+                if self._stop.is_set() or part.num_bytes > part.file.num_bytes:
+                    return
+
+    def _tell(self, num_bytes: int, *, was_kept: bool = False) -> None:
+        with self._reporting:
+            self._report(num_bytes, was_kept=was_kept)

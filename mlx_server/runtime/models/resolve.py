@@ -1,0 +1,136 @@
+"""From a model's name, as a user gives it, to its folder: fetched, converted and quantised if need be."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+from mlx_server.config import WHOLE_WEIGHTS
+from mlx_server.errors import DownloadError, ModelLoadError
+from mlx_server.model_entries import hub_id
+from mlx_server.runtime.models import random_models
+from mlx_server.runtime.models.bundled import SMOLLM2, pull_bundled
+from mlx_server.runtime.models.conversions import gguf_folder
+from mlx_server.runtime.models.folder import HUB_FILES, missing_parts
+from mlx_server.runtime.models.gguf import WeightFormat, split_names
+from mlx_server.runtime.models.hub_fetch import fetch_snapshot
+from mlx_server.runtime.models.quantize import quantized_folder
+from mlx_server.runtime.models.weights import read_folder
+
+_SITE = r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
+_HUB_FILE = re.compile(rf"(?:{_SITE})?([^/]+/[^/]+)/(?:(?:blob|resolve)/main/)?([^?]+\.gguf)(?:\?.*)?")
+_OLLAMA_NAME = re.compile(r"[\w.-]+:[\w.-]+")
+_TAGGED_ID = re.compile(rf"(?:{_SITE})?([^/]+/[^/:]+):[\w.-]+")
+
+
+def resolve_model(name: str, dtype: str = "auto") -> Path:
+    """The folder of `smollm2` (pulled if need be), of an existing folder, of a model of the Hugging Face hub, by its id
+    or its page's address, or of a GGUF file, here or on the hub, which is converted once. The bundled model is expanded
+    where the CPU is to compute with whole numbers, by `dtype`.
+
+    The folder is complete, as far as its files tell without being loaded. Raises `ModelLoadError` when `name`
+    is none of these or its folder lacks something, `DownloadError` when fetching fails.
+    """
+    if name == SMOLLM2.name:
+        is_expanded = dtype == "float32" and mx.default_device() == mx.cpu
+        return pull_bundled(weight_format=WeightFormat.FLOAT32 if is_expanded else None)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _checked(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return _checked(gguf_folder(name, path))
+    if path.exists():
+        raise ModelLoadError(f"{name} is a file; a model is a folder in mlx-lm's format, or a .gguf file.")
+    if path.suffix == ".gguf" and (_is_local(name, path)):
+        raise ModelLoadError(
+            f"There is no file {name} here. A file of the hub may be given by its address: https://huggingface.co/"
+            "owner/name/blob/main/FILE.gguf."
+        )
+    file = _HUB_FILE.fullmatch(name)
+    if file is not None and (owner := hub_id(file[1])) is not None:
+        return _checked(gguf_folder(name, _hub_file(name, owner, file[2])))
+    found = hub_id(name)
+    if found is None:
+        raise ModelLoadError(
+            f"There is no model {name}: it is no folder here, no hub id (owner/name), and not `{SMOLLM2.name}`."
+            + _name_hint(name)
+        )
+    return _checked(_hub_snapshot(name, found))
+
+
+def _name_hint(name: str) -> str:
+    if (tagged := _TAGGED_ID.fullmatch(name)) is not None:
+        return f" Name the GGUF file, as {tagged[1]}/FILE.gguf: https://huggingface.co/{tagged[1]}/tree/main."
+    hint = " Names with a colon are Ollama's: look for the model at https://huggingface.co/mlx-community."
+    return "" if _OLLAMA_NAME.fullmatch(name) is None else hint
+
+
+def _is_local(name: str, path: Path) -> bool:
+    """Whether a file of this machine is meant, though it is not there."""
+    is_bare = len(path.parts) == 1 or name.startswith(("./", "../"))
+    return is_bare or path.is_absolute() or Path(path.parts[0]).is_dir()
+
+
+def find_folder(
+    name: str, dtype: str = "auto", quantize: str = WHOLE_WEIGHTS, *, trust_remote_code: bool = False
+) -> Path | None:
+    """The folder of the model with that name, fetched, converted and quantised if need be, by its own code where that
+    is trusted; None for random weights. Any thread, and as long as that takes. Raises `ModelLoadError` or
+    `DownloadError`."""
+    if random_models.is_random(name):
+        if quantize != WHOLE_WEIGHTS:
+            raise ModelLoadError(f"{name} has no folder that --quantize could read: leave it out.")
+        return None
+    folder = resolve_model(name, dtype)
+    if quantize != WHOLE_WEIGHTS:
+        folder = quantized_folder(name, folder, quantize, lambda path: read_folder(path, trust_remote_code))
+    return folder
+
+
+def _checked(folder: Path) -> Path:
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise ModelLoadError(f"{folder} cannot be read; check its permissions.")
+    missing = missing_parts(folder)
+    if missing:
+        raise ModelLoadError(f"{folder} is no model in mlx-lm format; it lacks {', and '.join(missing)}.")
+    return folder
+
+
+def _hub_file(name: str, repo: str, file: str) -> Path:
+    """A GGUF file of the hub, with the others that it is split into."""
+    parts = [str(Path(file).with_name(part)) for part in split_names(Path(file).name)]
+    path = _hub_snapshot(name, repo, parts) / file
+    if not path.is_file():
+        raise ModelLoadError(f"{repo} has no file {file}; see https://huggingface.co/{repo}/tree/main.")
+    return path
+
+
+def _hub_snapshot(model: str, name: str, patterns: Sequence[str] = HUB_FILES) -> Path:
+    """Of a model that users call `model`, and the hub `name`."""
+    try:
+        return fetch_snapshot(model, name, patterns)
+    except DownloadError:
+        raise
+    except GatedRepoError as error:
+        raise DownloadError(
+            f"{name} asks for an agreement: accept it at https://huggingface.co/{name}, then set HF_TOKEN "
+            "or run `hf auth login`."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise DownloadError(
+            f"The hub has no model {name}, or it is private. Check the spelling; for a private one set HF_TOKEN."
+        ) from error
+    except Exception as error:  # the hub's client lets the errors of its HTTP library through
+        raise DownloadError(
+            f"Cannot fetch {name} from the hub, and it is neither in the hub's cache nor a folder here "
+            f"({_first_line(error)}). Check the connection and HF_HUB_OFFLINE, or give a folder."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,98 @@
+"""Other matrix products than MLX's own, put behind the linear layers of an unchanged mlx-lm model.
+
+An instance changes its class to a subclass of its own: it keeps its parameters and names, is still what it was to
+everyone who asks, and can be put back. `mx.quantized_matmul` itself is not wrapped, since mlx-lm also calls it for
+quantised K/V and with weights of three dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+RowProduct = Callable[[mx.array], mx.array | None]
+"""`[..., K]` to `[..., N]`, without the layer's bias; None where MLX's own product is to be used for these rows."""
+
+MakeProduct = Callable[[Any], RowProduct | None]
+"""The product of a layer with `weight` (and `scales`, `biases`, `bits`, `group_size`); None to leave it to MLX."""
+
+
+class _Product:
+    """Mixed into a layer's class, in front of it."""
+
+    _product: RowProduct
+
+
+class _LinearProduct(_Product):
+    def __call__(self, x: mx.array) -> mx.array:
+        layer: Any = self
+        y = self._product(x)
+        if y is None:
+            y = super().__call__(x)  # type: ignore[misc]
+        elif "bias" in layer:
+            y = y + layer.bias
+        return y
+
+
+class _EmbeddingProduct(_Product):
+    def as_linear(self, x: mx.array) -> mx.array:
+        y = self._product(x)
+        return super().as_linear(x) if y is None else y  # type: ignore[misc]
+
+
+class _Linear(_LinearProduct, nn.Linear):  # type: ignore[misc]
+    pass
+
+
+class _QuantizedLinear(_LinearProduct, nn.QuantizedLinear):  # type: ignore[misc]
+    pass
+
+
+class _Embedding(_EmbeddingProduct, nn.Embedding):  # type: ignore[misc]
+    _rows_dtype: mx.Dtype | None = None
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        rows: mx.array = super().__call__(ids)
+        return rows if self._rows_dtype is None else rows.astype(self._rows_dtype)
+
+
+class _QuantizedEmbedding(_EmbeddingProduct, nn.QuantizedEmbedding):  # type: ignore[misc]
+    pass
+
+
+_OURS: dict[type[Any], type[Any]] = {
+    nn.Linear: _Linear,
+    nn.QuantizedLinear: _QuantizedLinear,
+    nn.Embedding: _Embedding,
+    nn.QuantizedEmbedding: _QuantizedEmbedding,
+}  # exact types: subclasses know better
+
+
+def install_products(model: Any, make: MakeProduct) -> int:
+    """Gives each layer the product that `make` has for it. After loading and adapters, before the first forward pass.
+    Returns how many layers have one. MLX thread."""
+    taken = 0
+    for module in model.modules():
+        product = make(module) if type(module) in _OURS else None
+        if product is not None:
+            module.__class__ = _OURS[type(module)]
+            object.__setattr__(module, "_product", product)  # no parameter and no child of the module
+            taken += 1
+    return taken
+
+
+def keep_rows_in(embedding: Any, dtype: mx.Dtype) -> None:
+    """Gives what an embedding with a product looks up in another type than its weight has."""
+    object.__setattr__(embedding, "_rows_dtype", dtype)
+
+
+def remove_products(model: Any) -> None:
+    """Gives all layers MLX's own product again."""
+    for module in model.modules():
+        own = next((own for own, ours in _OURS.items() if type(module) is ours), None)
+        if own is not None:
+            module.__class__ = own
+            object.__delattr__(module, "_product")

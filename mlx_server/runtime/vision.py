@@ -1,0 +1,254 @@
+"""Images in a ragged batch: their embeddings, made by the model's vision encoder once an image, stand in the rows of
+their placeholders, and rows have positions in three axes where the model has them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_server.outputs import NewRequestData, ScheduledChunk
+from mlx_server.prompt_image import PromptImage
+from mlx_server.runtime.attention import IntArray
+
+IMAGE_SHARE = 1 / 32
+"""Of the memory for K/V, what embeddings of images may take that no running request is in the middle of."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """What a model makes of an image: `[n, D]` in the place of its placeholders' embeddings, and `[n, D]` for each of
+    the first layers whose output it is added to (Qwen3-VL's deepstack)."""
+
+    embeddings: mx.array
+    deepstack: tuple[mx.array, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return int(sum(array.nbytes for array in (self.embeddings, *self.deepstack)))
+
+    def rows(self, start: int, stop: int) -> EncodedImage:
+        return EncodedImage(self.embeddings[start:stop], tuple(layer[start:stop] for layer in self.deepstack))
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """The part of a step that images change: rows `[n]` of the batch, counted over all its tokens, which get the
+    embeddings of `images`, one after the other; and the positions `[3, T]` of all rows, None where the model has one
+    for each, or all are text's."""
+
+    rows: IntArray
+    images: EncodedImage | None
+    positions: IntArray | None
+
+    def cut(self, first: int, last: int) -> ImageRows:
+        """Of the step's rows [first, last), counted from `first`."""
+        start, stop = np.searchsorted(self.rows, (first, last)).tolist()
+        return ImageRows(
+            self.rows[start:stop] - first,
+            None if self.images is None or start == stop else self.images.rows(start, stop),
+            None if self.positions is None else self.positions[:, first:last],
+        )
+
+    def arguments(self, model: Any, ids: mx.array) -> dict[str, Any]:
+        """What mlx-vlm's language part is called with, beside ids `[B, L]` and caches."""
+        more: dict[str, Any] = {}
+        if self.positions is not None:
+            more["position_ids"] = mx.array(self.positions).reshape(3, *ids.shape)
+        if self.images is not None:
+            embeddings = model.get_input_embeddings(ids).inputs_embeds
+            more["inputs_embeds"] = self._put(self.images.embeddings, embeddings)
+            if self.images.deepstack:
+                nothing = mx.zeros_like(embeddings)
+                more["deepstack_visual_embeds"] = [self._put(layer, nothing) for layer in self.images.deepstack]
+        return more
+
+    def _put(self, image_rows: mx.array, others: mx.array) -> mx.array:
+        """`others` `[B, L, D]` with `image_rows` `[n, D]` in the places of images."""
+        flat = others.reshape(-1, others.shape[-1])
+        flat[mx.array(self.rows)] = image_rows.astype(flat.dtype)
+        return flat.reshape(others.shape)
+
+
+def mrope_positions(images: Sequence[PromptImage], num_tokens: int, merge: int) -> IntArray:
+    """Positions `[3, num_tokens]` of a prompt in time, height and width, as Qwen2-VL defines them: text counts on in
+    all three, an image stands at one time and spans its height and width, and what follows it counts on behind its
+    longest side.
+
+    Two tokens of text, an image of 2 x 3 (six placeholders), two tokens of text:
+
+        time    0 1  2 2 2 2 2 2  5 6
+        height  0 1  2 2 2 3 3 3  5 6
+        width   0 1  2 3 4 2 3 4  5 6
+    """
+    positions = np.empty((3, num_tokens), np.int32)
+    end = following = 0
+    for image in images:
+        positions[:, end : image.start] = np.arange(following, following + image.start - end)
+        following += image.start - end
+        sides = _grid(image, merge)
+        positions[:, image.start : image.end] = following + np.indices(sides).reshape(3, -1)
+        end, following = image.end, following + max(sides)
+    positions[:, end:] = np.arange(following, following + num_tokens - end)
+    return positions
+
+
+def _grid(image: PromptImage, merge: int) -> tuple[int, int, int]:
+    times, height, width = np.asarray(image.inputs["image_grid_thw"]).reshape(3).tolist()
+    return times, height // merge, width // merge
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A running request with images: its prompt's ids and images, the positions `[3, P]` of its prompt, None where
+    they are those of its tokens, and how many of its tokens have been computed."""
+
+    token_ids: tuple[int, ...]
+    images: tuple[PromptImage, ...]
+    positions: IntArray | None
+    num_computed: int = 0
+
+    def positions_of(self, start: int, stop: int) -> IntArray | None:
+        """Of tokens [start, stop), `[3, stop - start]`; those behind the prompt count on from its largest. A request
+        that was preempted may have both in one chunk."""
+        if self.positions is None:
+            return None
+        num_prompt = self.positions.shape[1]
+        first = int(self.positions[:, -1].max()) + 1 + max(start - num_prompt, 0)
+        behind = np.arange(first, first + stop - max(start, num_prompt), dtype=np.int32)
+        return np.concatenate([self.positions[:, start:stop], np.tile(behind, (3, 1))], axis=1)
+
+    @property
+    def begun(self) -> list[PromptImage]:
+        """Images of which some placeholders are computed, and others are not."""
+        return [image for image in self.images if image.start < self.num_computed < image.end]
+
+
+class ImageEncoder:
+    """The vision encoder of a model, and what it has made of images. MLX thread only.
+
+    An image is encoded in the step that computes the first of its placeholders; none is whose placeholders are all in
+    cached prefixes. What was made is kept while a running request has placeholders of it to compute, and beyond that
+    within `max_bytes`, the least recently used going first.
+    """
+
+    def __init__(self, model: Any, max_bytes: int) -> None:
+        self._num_encoded = 0
+        self.max_bytes = max_bytes
+        self._model = model
+        self._requests: dict[str, _Seen] = {}
+        self._encoded: OrderedDict[bytes, EncodedImage] = OrderedDict()
+        self._merge = merge_of(model) if model.has_positions else None
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept of images."""
+        return sum(image.num_bytes for image in self._encoded.values())
+
+    @property
+    def num_requests(self) -> int:
+        """Running requests with images."""
+        return len(self._requests)
+
+    def take_num_encoded(self) -> int:
+        """How often the encoder has run since it was asked last."""
+        count, self._num_encoded = self._num_encoded, 0
+        return count
+
+    def add(self, data: NewRequestData) -> None:
+        """A request starts; one without images is ignored."""
+        if not data.images:
+            return
+        positions = None
+        if self._merge is not None:
+            positions = mrope_positions(data.images, len(data.prompt_token_ids), self._merge)
+        self._requests[data.request_id] = _Seen(data.prompt_token_ids, data.images, positions)
+
+    def drop(self, request_id: str) -> None:
+        """A request has ended or waits again."""
+        if self._requests.pop(request_id, None) is not None:
+            self._shrink()
+
+    def forget(self) -> None:
+        """Drops everything."""
+        self._requests.clear()
+        self._encoded.clear()
+
+    def rows(self, chunks: Sequence[ScheduledChunk], positions: IntArray) -> ImageRows | None:
+        """What images change in a step whose rows are at `positions` `[T]` of their requests; encodes what is new.
+        None if nothing is changed."""
+        if not self._requests:
+            return None
+        rows: list[IntArray] = []
+        parts: list[EncodedImage] = []
+        moved = None if self._merge is None else np.tile(positions.astype(np.int32), (3, 1))
+        first, is_changed = 0, False
+        for chunk in chunks:
+            seen, start, end = self._requests.get(chunk.request_id), chunk.start, chunk.start + chunk.num_tokens
+            if seen is not None:
+                seen.num_computed = end
+                for image in seen.images:
+                    if image.start < end and start < image.end:
+                        begin, stop = max(image.start, start), min(image.end, end)
+                        encoded = self._encode(image, seen.token_ids)
+                        parts.append(encoded.rows(begin - image.start, stop - image.start))
+                        rows.append(np.arange(begin, stop, dtype=np.int32) + np.int32(first - start))
+                if moved is not None and (own := seen.positions_of(start, end)) is not None:
+                    moved[:, first : first + chunk.num_tokens] = own
+                is_changed = True
+            first += chunk.num_tokens
+        if not is_changed or (not rows and moved is None):
+            return None
+        self._shrink()
+        return ImageRows(np.concatenate(rows) if rows else np.zeros(0, np.int32), _joined(parts), moved)
+
+    def _encode(self, image: PromptImage, token_ids: Sequence[int]) -> EncodedImage:
+        encoded = self._encoded.get(image.digest)
+        if encoded is None:
+            encoded = self._encoded[image.digest] = encode(
+                self._model, token_ids[image.start : image.end], image.inputs
+            )
+            self._num_encoded += 1
+        self._encoded.move_to_end(image.digest)
+        return encoded
+
+    def _shrink(self) -> None:
+        """Drops what is beyond the limit, but for images of which running requests have computed a part."""
+        num_bytes = self.num_bytes
+        if num_bytes <= self.max_bytes:
+            return
+        needed = {image.digest for seen in self._requests.values() for image in seen.begun}
+        for digest in [digest for digest in self._encoded if digest not in needed]:
+            if num_bytes <= self.max_bytes:
+                break
+            num_bytes -= self._encoded.pop(digest).num_bytes
+
+
+def encode(model: Any, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> EncodedImage:
+    """What `model`, one of mlx-vlm's, makes of an image whose placeholders are `token_ids`. Submitted, not waited for.
+    Raises whatever its code raises."""
+    arrays = {name: mx.array(value) for name, value in inputs.items()}
+    ids = mx.array([list(token_ids)])
+    made = model.get_input_embeddings(ids, arrays.pop("pixel_values"), mask=mx.ones_like(ids), **arrays)
+    layers = getattr(made, "deepstack_visual_embeds", None)
+    encoded = EncodedImage(made.inputs_embeds[0], () if layers is None else tuple(layers))
+    mx.async_eval(encoded.embeddings, *encoded.deepstack)  # type: ignore[no-untyped-call]
+    return encoded
+
+
+def merge_of(model: Any) -> int:
+    """How many patches of an image are one placeholder, along a side."""
+    return int(model.config.vision_config.spatial_merge_size)
+
+
+def _joined(parts: Sequence[EncodedImage]) -> EncodedImage | None:
+    if not parts:
+        return None
+    layers = zip(*[part.deepstack for part in parts])
+    return EncodedImage(
+        mx.concatenate([part.embeddings for part in parts]), tuple(mx.concatenate(list(layer)) for layer in layers)
+    )

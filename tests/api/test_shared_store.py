@@ -1,0 +1,416 @@
+"""Two servers that count together and keep responses together, in a real Redis; minutes pass by their own clock."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from mlx_server.api import shared_store
+from mlx_server.api.auth import fleet_quotas
+from mlx_server.api.auth.fleet_quotas import LEASE_S
+from mlx_server.api.auth.key_file import KeyFile
+from mlx_server.api.openai.responses import kept
+from mlx_server.config import Config
+from mlx_server.errors import ConfigError, OverloadedError
+from mlx_server.fleet import FleetConfig
+from tests.api.fleets import PROMPT, Fleet, Server
+from tests.api.sse import bodies
+from tests.api.worlds import until
+from tests.redis_servers import RedisServer, needs_redis, redis_server
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), needs_redis]
+
+PASSWORD = "sesame-street"
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def redis(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RedisServer]:
+    """However slow the machine is, a store that is there is never taken for one that is away."""
+    monkeypatch.setattr(shared_store, "CALL_S", 60.0)
+    monkeypatch.setattr(shared_store, "CONNECT_S", 60.0)
+    monkeypatch.setattr(shared_store, "PROBE_S", 0.01)
+    monkeypatch.setattr(kept, "TRANSFER_S", 60.0)
+    monkeypatch.setattr(fleet_quotas, "SYNC_S", 0.01)
+    async with redis_server(PASSWORD) as server:
+        yield server
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def fleet(redis: RedisServer, tmp_path: Path) -> AsyncIterator[Fleet]:
+    fleet = Fleet(redis.url, tmp_path / "keys.sqlite")
+    yield fleet
+    await fleet.stop()
+
+
+# --- quotas ---------------------------------------------------------------------------------------------------------
+
+
+async def test_two_requests_a_minute_are_two_over_two_servers(fleet: Fleet):
+    (key,) = await fleet.start(requests_per_minute=2)
+    assert await fleet.statuses(key, 6) == [200, 200, 429, 429, 429, 429]
+    fleet.now_s += 59
+    assert await fleet.statuses(key, 2) == [429, 429]
+    fleet.now_s += 1.3  # slots of a quarter second leave as a whole
+    assert await fleet.statuses(key, 4) == [200, 200, 429, 429]
+
+
+async def test_a_burst_over_two_servers_cannot_pass_all_at_once(fleet: Fleet):
+    (key,) = await fleet.start(requests_per_minute=5)
+    answers = await asyncio.gather(*(next(fleet.turns).ask(key) for _ in range(16)))
+    assert sorted(answer.status_code for answer in answers) == [200] * 5 + [429] * 11
+
+
+async def test_what_is_left_is_told_of_all_servers(fleet: Fleet):
+    (key,) = await fleet.start(requests_per_minute=3, tokens_per_minute=100)
+    first, second = fleet.servers
+    await first.ask(key)
+    await fleet.told()
+    answer = await second.ask(key)
+    left = {name: answer.headers[f"x-ratelimit-remaining-{name}"] for name in ("requests", "tokens")}
+    assert left == {"requests": "1", "tokens": str(100 - 2 * len(PROMPT) - 4)}
+    await first.ask(key)
+    refused = await second.ask(key)
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "61"  # a minute after the end of the quarter second in which they came
+    assert "3 requests have come within a minute; a key of the tier paid may send 3." in refused.text
+
+
+async def test_each_key_has_its_own_quota_and_a_tier_without_limits_does_not_ask(fleet: Fleet, redis: RedisServer):
+    one, other = await fleet.start(2, requests_per_minute=1)
+    assert await fleet.statuses(one, 2) == [200, 429]
+    assert await fleet.statuses(other, 2) == [200, 429]
+    with KeyFile.create(fleet.key_file) as file:
+        unlimited = file.add("default", "").text
+    with redis.client() as client:
+        num_calls = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+        assert await fleet.statuses(unlimited, 4) == [200] * 4
+        assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == num_calls
+
+
+async def test_tokens_of_all_servers_count(fleet: Fleet):
+    (key,) = await fleet.start(tokens_per_minute=30)
+    first, second = fleet.servers
+    assert (await first.ask(key)).status_code == 200  # 10 of the prompt and 4 of the output
+    await fleet.told()
+    refused = await second.ask(key, prompt=[5] * 17)
+    assert (refused.status_code, "14 tokens were used within a minute" in refused.text) == (429, True)
+    assert (await second.ask(key, prompt=[5] * 16)).status_code == 200
+
+
+async def test_wrong_requests_count_and_refused_ones_do_not(fleet: Fleet):
+    (key,) = await fleet.start(requests_per_minute=2)
+    first, second = fleet.servers
+    second.engine.refuse_with = OverloadedError("Full.", 1.0)
+    assert (await second.ask(key)).status_code == 503
+    second.engine.refuse_with = None
+    assert (await first.ask(key, temperature=-1)).status_code == 400
+    await fleet.told()
+    assert [(await second.ask(key)).status_code for _ in range(2)] == [200, 429]
+
+
+async def test_answers_in_progress_count_over_all_servers(fleet: Fleet):
+    (key,) = await fleet.start(max_concurrent_requests=2)
+    first, second = fleet.servers
+    first.engine.gate.clear()
+    open_ones = [asyncio.create_task(first.ask(key)) for _ in range(2)]
+    await until(lambda: len(first.engine.requests) == 2)
+    refused = await second.ask(key)
+    assert refused.status_code == 429
+    assert "2 answers are in progress and the request asks for 1" in refused.text
+    first.engine.gate.set()
+    assert [answer.status_code for answer in await asyncio.gather(*open_ones)] == [200, 200]
+    await fleet.told()
+    assert (await second.ask(key, n=2)).status_code == 200
+
+
+async def test_one_at_a_time_in_turn_is_never_too_many(fleet: Fleet):
+    (key,) = await fleet.start(max_concurrent_requests=1)
+    assert await fleet.statuses(key, 20) == [200] * 20
+
+
+async def test_a_seat_that_is_just_given_back_is_found(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+    (key,) = await fleet.start(max_concurrent_requests=1)
+    first, second = fleet.servers
+    first.engine.gate.clear()
+    asking = asyncio.create_task(first.ask(key))
+    await until(lambda: first.engine.requests)
+    num_pauses = 0
+
+    async def pause() -> None:
+        nonlocal num_pauses
+        num_pauses += 1
+        first.engine.gate.set()
+        assert (await asking).status_code == 200
+        await fleet.told()
+
+    monkeypatch.setattr(fleet_quotas.FleetQuotas, "_pause", staticmethod(pause))
+    assert (await second.ask(key)).status_code == 200
+    assert num_pauses == 1
+
+
+async def test_a_seat_that_came_to_nothing_is_free_at_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+    """Routers send elsewhere what a server is too busy for, and do not wait."""
+    monkeypatch.setattr(fleet_quotas, "SYNC_S", 3600.0)
+    (key,) = await fleet.start(max_concurrent_requests=1)
+    first, second = fleet.servers
+    first.engine.refuse_with = OverloadedError("Full.", 1.0)
+    assert (await first.ask(key)).status_code == 503
+    await fleet.told()
+    assert (await second.ask(key)).status_code == 200
+
+
+async def test_a_killed_server_s_seats_are_free_when_its_lease_ends(fleet: Fleet):
+    (key,) = await fleet.start(max_concurrent_requests=1)
+    dying, staying = fleet.servers
+    dying.engine.gate.clear()
+    asking = asyncio.create_task(dying.ask(key))
+    await until(lambda: dying.engine.requests)
+    dying.store.is_here = False  # from here on the store does not hear of it
+    fleet.now_s += LEASE_S - 1
+    assert (await staying.ask(key)).status_code == 429
+    fleet.now_s += 2
+    assert (await staying.ask(key)).status_code == 200
+    dying.engine.gate.set()
+    await asking
+
+
+async def test_a_long_answer_keeps_its_seat(fleet: Fleet):
+    (key,) = await fleet.start(max_concurrent_requests=1)
+    first, second = fleet.servers
+    first.engine.gate.clear()
+    asking = asyncio.create_task(first.ask(key))
+    await until(lambda: first.engine.requests)
+    for _ in range(4):
+        fleet.now_s += LEASE_S / 2
+        await fleet.told()
+    assert (await second.ask(key)).status_code == 429
+    first.engine.gate.set()
+    await asking
+
+
+# --- a store that is away -------------------------------------------------------------------------------------------
+
+
+async def test_a_store_that_goes_and_comes_again(fleet: Fleet, redis: RedisServer, caplog: pytest.LogCaptureFixture):
+    """Each server's own limits hold meanwhile, and what was counted then counts when it is back."""
+    caplog.set_level(logging.INFO, logger=shared_store.__name__)
+    (key,) = await fleet.start(requests_per_minute=2)
+    first, second = fleet.servers
+    assert await fleet.statuses(key, 1) == [200]
+    await redis.kill()
+    assert [(await first.ask(key)).status_code for _ in range(2)] == [200, 429]
+    assert [(await second.ask(key)).status_code for _ in range(3)] == [200, 200, 429]
+    assert "mlx_serve:shared_store_up 0.0" in await second.metrics()
+    assert "mlx_serve:shared_store_failures_total 0.0" not in await second.metrics()
+    fleet.now_s += 61
+    assert (await first.ask(key)).status_code == 200
+    await redis.start()
+    await until(lambda: first.store.is_here and second.store.is_here)
+    assert "mlx_serve:shared_store_up 1.0" in await second.metrics()
+    await fleet.told()
+    assert [(await second.ask(key)).status_code for _ in range(2)] == [200, 429]
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if "limits hold for this server alone" in line]) == 2, "a line a server"
+    assert len([line for line in lines if line.endswith("is back")]) == 2
+
+
+async def test_a_store_that_hangs_holds_up_one_call_only(
+    fleet: Fleet, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+):
+    (key,) = await fleet.start(requests_per_minute=100)
+    (first, _) = fleet.servers
+    await first.ask(key)
+    await fleet.told()
+    monkeypatch.setattr(shared_store, "CALL_S", 0.05)
+    assert redis.process is not None
+    redis.process.send_signal(signal.SIGSTOP)
+    answers = await asyncio.gather(*(first.ask(key) for _ in range(8)))
+    assert [answer.status_code for answer in answers] == [200] * 8
+    assert not first.store.is_here
+    num_failures = first.store.num_failures
+    assert (await first.ask(key)).status_code == 200
+    assert num_failures == 1, "seven did not wait for it"
+    monkeypatch.setattr(shared_store, "CALL_S", 60.0)
+    redis.process.send_signal(signal.SIGCONT)
+    await until(lambda: first.store.is_here)
+
+
+async def test_a_seat_counted_by_a_store_that_answered_too_late_is_given_back(
+    fleet: Fleet, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+):
+    (key,) = await fleet.start(max_concurrent_requests=1)
+    first, second = fleet.servers
+    assert await fleet.statuses(key, 2) == [200, 200]
+    await fleet.told()
+    monkeypatch.setattr(shared_store, "CALL_S", 0.05)
+    assert redis.process is not None
+    redis.process.send_signal(signal.SIGSTOP)
+    first.engine.refuse_with = OverloadedError("Full.", 1.0)  # so that there is nothing else to tell the store of
+    assert (await first.ask(key)).status_code == 503
+    assert not first.store.is_here
+    monkeypatch.setattr(shared_store, "CALL_S", 60.0)
+    redis.process.send_signal(signal.SIGCONT)  # and now it takes the seat
+    await until(lambda: first.store.is_here)
+    await fleet.told()
+    assert (await second.ask(key)).status_code == 200
+
+
+async def test_who_would_wait_too_long_for_others_goes_on_without_the_store(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+):
+    store, lock = shared_store.SharedStore(redis.url), asyncio.Lock()
+    async with lock:
+        monkeypatch.setattr(shared_store, "CALL_S", 0.0)
+        with pytest.raises(shared_store.StoreAwayError):
+            async with store.turn(lock):
+                pytest.fail("two at a time")
+        assert store.is_here, "it is the others that take long"
+    monkeypatch.setattr(shared_store, "CALL_S", 60.0)
+    async with store.turn(lock):
+        assert lock.locked()
+    assert not lock.locked()
+    await store.close()
+
+
+@pytest.mark.parametrize("option", ["socket_timeout=soon", "colour=blue"])
+async def test_a_url_with_options_that_do_not_exist_is_refused_at_the_start(redis: RedisServer, option: str):
+    with pytest.raises(ConfigError, match="--shared-store: the URL of unix") as refused:
+        shared_store.SharedStore(f"{redis.url}?{option}")
+    assert PASSWORD not in str(refused.value)
+
+
+async def test_a_store_that_is_full_is_away(fleet: Fleet, redis: RedisServer):
+    (key,) = await fleet.start(requests_per_minute=1)
+    with redis.client() as client:
+        client.config_set("maxmemory", "1")
+        assert await fleet.statuses(key, 4) == [200, 200, 429, 429]
+        assert not any(server.store.is_here for server in fleet.servers)
+        client.config_set("maxmemory", "0")
+    await until(lambda: all(server.store.is_here for server in fleet.servers))
+
+
+async def test_the_password_is_shown_nowhere(redis: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.DEBUG)
+    config = Config(fleet=FleetConfig(shared_store=redis.url.replace(PASSWORD, "wrong-word")))
+    server = Server(config, lambda: 0.0)
+    async with server.running():
+        await server.store.open()
+        assert not server.store.is_here
+    shown = f"{config!r} {config.fleet} {server.store.name} {caplog.text}"
+    assert "invalid username-password pair" in shown
+    assert "wrong-word" not in shown
+
+
+# --- responses ------------------------------------------------------------------------------------------------------
+
+
+def asked(server: Server) -> str:
+    return server.engine.tokenizer.decode(server.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+
+
+async def test_a_conversation_goes_on_at_whichever_server(fleet: Fleet):
+    (key,) = await fleet.start()
+    previous, said = None, ""
+    for turn in range(4):
+        server = next(fleet.turns)
+        answer = await server.respond(key, input=f"Turn {turn}", previous_response_id=previous)
+        assert answer.status_code == 200, answer.text
+        previous = answer.json()["id"]
+        said += f"<|user|>Turn {turn}<|end|><|assistant|>"
+        assert asked(server) == said
+        said += "Hello world<|end|>"
+    first, second = fleet.servers
+    headers = {"x-api-key": key}
+    assert [(await one.http.get(f"/v1/responses/{previous}", headers=headers)).json() for one in (first, second)] == [
+        answer.json()
+    ] * 2
+    items = (await first.http.get(f"/v1/responses/{previous}/input_items", headers=headers)).json()
+    assert len(items["data"]) == 7
+
+
+async def test_a_stream_is_kept_before_its_end_is_told(fleet: Fleet):
+    (key,) = await fleet.start()
+    first, second = fleet.servers
+    streamed = await first.respond(key, stream=True)
+    response = bodies(streamed.text)[-1]["response"]
+    again = await second.http.get(f"/v1/responses/{response['id']}", headers={"x-api-key": key})
+    assert again.json() == response
+
+
+async def test_items_are_found_by_their_ids(fleet: Fleet):
+    (key,) = await fleet.start()
+    first, second = fleet.servers
+    (item,) = (await first.respond(key)).json()["output"]
+    reference = {"type": "item_reference", "id": item["id"]}
+    answer = await second.respond(key, input=[reference, {"role": "user", "content": "And?"}])
+    assert answer.status_code == 200, answer.text
+    assert asked(second) == "<|assistant|>Hello world<|end|><|user|>And?<|end|><|assistant|>"
+
+
+async def test_responses_are_their_owner_s_and_deleted_for_all(fleet: Fleet):
+    key, other = await fleet.start(2)
+    first, second = fleet.servers
+    kept_one = (await first.respond(key)).json()["id"]
+    for server, asking in itertools.product(fleet.servers, ("get", "delete")):
+        path = f"/v1/responses/{kept_one}"
+        assert (await server.http.request(asking, path, headers={"x-api-key": other})).status_code == 404
+    assert (await second.respond(other, previous_response_id=kept_one)).status_code == 400
+    headers = {"x-api-key": key}
+    assert (await second.http.delete(f"/v1/responses/{kept_one}", headers=headers)).status_code == 200
+    for server in fleet.servers:
+        assert (await server.http.get(f"/v1/responses/{kept_one}", headers=headers)).status_code == 404
+
+
+async def test_responses_are_kept_for_a_day_and_within_a_size(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+    (key,) = await fleet.start()
+    first, second = fleet.servers
+
+    async def find(response_id: str) -> int:
+        return (await second.http.get(f"/v1/responses/{response_id}", headers={"x-api-key": key})).status_code
+
+    async def respond() -> str:
+        fleet.now_s += 1
+        return str((await first.respond(key)).json()["id"])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kept, "MAX_RESPONSES", 2)
+        ids = [await respond() for _ in range(3)]
+        assert [await find(each) for each in ids] == [404, 200, 200]
+        patch.setattr(kept, "MAX_OWNER_BYTES", 100)
+        assert await find(await respond()) == 404, "larger than all room"
+        assert [await find(each) for each in ids] == [404, 404, 404]
+    last = await respond()
+    fleet.now_s += kept.TTL_S - 1
+    assert await find(last) == 200
+    fleet.now_s += kept.TTL_S
+    assert await find(last) == 404
+
+
+async def test_a_large_response_and_one_without_a_store_stay_where_they_are(
+    fleet: Fleet, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+):
+    (key,) = await fleet.start()
+    first, second = fleet.servers
+
+    async def goes_on(server: Server, previous: str) -> httpx.Response:
+        return await server.respond(key, previous_response_id=previous, store=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kept, "MAX_SHARED_BYTES", 100)
+        large = (await first.respond(key)).json()["id"]
+    assert [(await goes_on(server, large)).status_code for server in (first, second)] == [200, 400]
+    shared = (await first.respond(key)).json()["id"]
+    await redis.kill()
+    alone = (await first.respond(key)).json()["id"]
+    assert (await goes_on(first, alone)).status_code == 200
+    refused = await goes_on(second, shared)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "The shared store does not answer" in refused.json()["error"]["message"]

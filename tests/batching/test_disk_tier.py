@@ -1,0 +1,405 @@
+"""Which prefixes are loaded from disk and for whom, which are saved and when; and that nothing leaks or is mixed up."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from mlx_server.batching.disk_saves import owner_tag
+from mlx_server.batching.disk_tier import IDLE_S
+from mlx_server.config import BLOCK_SIZE
+from mlx_server.engine.model_on_disk import flush
+from mlx_server.errors import ContextLengthError
+from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
+from mlx_server.request import FinishReason, Priority
+from tests.batching.worlds import FakeStore, World, make_request, make_world, prompt
+
+LONG = prompt(10 * BLOCK_SIZE + 5)
+
+
+def kept(prompt_token_ids: list[int] = LONG, **extra: object) -> FakeStore:
+    """A store that has a prompt's blocks, out of another pool."""
+    store = FakeStore()
+    world = make_world(store=store)
+    world.add(make_request("before", prompt_token_ids, 1, **extra))  # type: ignore[arg-type]
+    world.finish()
+    rest(world)
+    return store
+
+
+def rest(world: World) -> None:
+    """Nobody comes for a while."""
+    world.schedule()
+    world.now += IDLE_S
+    while world.schedule() is not None:
+        world.deliver()
+
+
+def num_computed(world: World) -> int:
+    return world.scheduler.counters.num_prompt_tokens_computed
+
+
+def test_what_a_request_leaves_is_saved_when_nobody_runs() -> None:
+    store = FakeStore()
+    world = make_world(store=store)
+    world.add(make_request("a", LONG, 40, extra_keys=("key:ada",)))
+    world.finish()
+    assert store.blocks == {}, "it may go on at once"
+    rest(world)
+    hashes = world.requests["a"].block_hashes
+    assert list(store.blocks) == hashes[:11], "prompt and output, as far as blocks are full"
+    assert [store.parents[block_hash] for block_hash in hashes[:11]] == [bytes(16), *hashes[:10]]
+    assert set(store.owners.values()) == {owner_tag(("key:ada",))}
+
+
+def test_what_is_evicted_is_saved_before_it_is_written_over() -> None:
+    store = FakeStore()
+    world = make_world(12, store=store)
+    for name in "abcd":
+        world.add(make_request(name, 5 * BLOCK_SIZE, 20))
+        world.finish()
+    assert (
+        world.scheduler.blocks.num_evictions == len(store.blocks) == world.scheduler.disk.counters.num_blocks_saved > 5
+    )
+    again = make_request("again", world.requests["a"].prompt_token_ids, 20)
+    world.add(again)
+    world.finish()
+    world.check_tokens()
+    assert again.num_cached_tokens == 4 * BLOCK_SIZE
+
+
+def test_what_is_cut_off_is_saved() -> None:
+    store = FakeStore()
+    world = make_world(20, store=store)
+    for name in "abc":
+        world.add(make_request(name, 5 * BLOCK_SIZE, 20))
+        world.finish()
+    for count in (9, 4, 4):  # five are unused, and four are a piece
+        assert world.scheduler.shrink(count) == count
+        world.schedule()
+        world.deliver()
+    assert len(store.blocks) == 12
+    for name in "abc":
+        again = make_request(f"{name} again", world.requests[name].prompt_token_ids[:80], 1)
+        world.add(again)
+        world.finish()
+        assert again.num_cached_tokens == 2 * BLOCK_SIZE
+    world.check_tokens()
+
+
+async def test_a_cut_that_no_step_has_taken_along_is_saved_as_it_was_at_the_end() -> None:
+    """The blocks by their ids before the cut, and the cut, go to the runner together."""
+    store = FakeStore()
+    world = make_world(20, store=store, is_async=True)
+    contents: dict[bytes, list[int]] = {}
+    for name in "abc":
+        world.add(make_request(name, 5 * BLOCK_SIZE, 20))
+        world.finish()
+    blocks = world.scheduler.blocks
+    for request in world.requests.values():
+        for block_hash in request.block_hashes:
+            block = blocks.cached_block(block_hash)
+            if block is not None:
+                start = block.block_id * BLOCK_SIZE
+                contents[block_hash] = world.runner._slots[start : start + BLOCK_SIZE]
+    assert world.scheduler.shrink(9) == 9
+
+    class AtOnce:
+        async def submit(self, output: SchedulerOutput) -> ModelRunnerOutput:
+            world.runner.submit(output)
+            return world.runner.fetch()
+
+    model = SimpleNamespace(disk=SimpleNamespace(is_on=True, drain=lambda left_s: True), records=store)
+    await flush(model, world.scheduler, AtOnce())  # type: ignore[arg-type]
+    assert len(store.blocks) > 9
+    assert all(content.tolist() == contents[block_hash] for block_hash, content in store.blocks.items())
+
+
+def test_a_prefix_is_loaded_and_counts_as_cached() -> None:
+    world = make_world(store=(store := kept()))
+    request = make_request("a", [*LONG, *prompt(40, first=500)], 8)
+    world.add(request)
+    assert world.schedule() is None, "nothing is computed that is on its way"
+    assert len(store.reads) == 8, "no more than may be staged"
+    world.finish()
+    world.check_tokens()
+    assert request.num_cached_tokens == 10 * BLOCK_SIZE
+    assert num_computed(world) == request.num_prompt_tokens - 10 * BLOCK_SIZE
+    assert world.scheduler.counters.num_prompt_tokens_from_disk == 10 * BLOCK_SIZE
+    assert store.num_read == 10
+
+
+def test_memory_comes_before_disk() -> None:
+    world = make_world(store=(store := kept()))
+    world.add(make_request("short", LONG[: 4 * BLOCK_SIZE + 1], 1))
+    world.finish()
+    assert store.num_read == 4
+    world.add(make_request("long", LONG, 1))
+    world.finish()
+    assert store.num_read == 10
+    world.check_tokens()
+
+
+def test_those_with_one_prefix_load_it_once() -> None:
+    world = make_world(store=(store := kept()))
+    for name in "abcd":
+        world.add(make_request(name, [*LONG, *prompt(40, first=ord(name))], 8))
+    world.schedule()
+    assert world.scheduler.num_deferred == 4
+    world.finish()
+    world.check_tokens()
+    assert store.num_read == 10
+    assert world.scheduler.disk.counters.num_disk_loads == 1
+
+
+def test_others_decode_while_a_prefix_is_loaded() -> None:
+    world = make_world(store=(store := kept()), is_async=True)
+    world.add(make_request("stream", 20, 60))
+    for _ in range(4):
+        world.step()
+    world.add(make_request("a", LONG, 8))
+    before = len(world.tokens["stream"])
+    for _ in range(10):
+        store.arrive(1)
+        world.step()
+    assert len(world.tokens["stream"]) >= before + 9
+    world.finish()
+    world.check_tokens()
+
+
+@pytest.mark.parametrize("index", [0, 3, 9])
+def test_what_cannot_be_read_is_computed_from_there(index: int) -> None:
+    store = kept()
+    store.lost.add(list(store.blocks)[index])
+    world = make_world(store=store)
+    request = make_request("a", LONG, 8)
+    world.add(request)
+    world.finish()
+    world.check_tokens()
+    assert request.num_cached_tokens == index * BLOCK_SIZE
+    assert num_computed(world) == len(LONG) - index * BLOCK_SIZE
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for() -> None:
+    world = make_world(store=kept())
+    request = make_request("a", LONG, 8)
+    world.add(request)
+    world.schedule()
+    world.now += 11.0
+    assert world.schedule() is not None
+    world.deliver()
+    assert request.num_cached_tokens == 0
+    world.finish()
+    world.check_tokens()
+
+
+def test_the_loop_sleeps_while_a_prefix_is_loaded() -> None:
+    """As long as a load may take: what is to be saved must not wake it again and again while somebody is there."""
+    world = make_world(store=(store := kept()))
+    disk = world.scheduler.disk
+    world.add(make_request("before", 3 * BLOCK_SIZE, 1))
+    world.finish()
+    assert disk.rest_s(world.now, is_idle=True) is not None, "there is something to save"
+    assert disk.rest_s(world.now, is_idle=False) is None
+    world.add(make_request("a", LONG, 8))
+    world.schedule()
+    assert store.reads
+    assert disk.rest_s(world.now, is_idle=False) == pytest.approx(10.01, abs=0.1)
+    world.now += 10.01
+    assert world.schedule() is not None, "a disk that hangs is not waited for"
+    assert disk.rest_s(world.now, is_idle=False) is None
+
+
+def test_who_leaves_while_it_is_loaded_leaks_nothing() -> None:
+    world = make_world(store=(store := kept()))
+    world.add(make_request("a", LONG, 8))
+    world.schedule()
+    store.arrive(3)
+    world.schedule()
+    world.deliver()
+    world.scheduler.finish_request("a", FinishReason.ABORT)
+    world.finish()
+    assert world.scheduler.blocks.num_cached_blocks == 10, "the next one may hit it"
+
+
+def test_loads_give_way_to_those_who_run() -> None:
+    world = make_world(16, store=(store := kept()))
+    world.add(make_request("stream", 2 * BLOCK_SIZE - 4, 12 * BLOCK_SIZE))
+    world.step()
+    world.add(make_request("a", LONG, 8))
+    world.schedule()
+    world.deliver()
+    assert store.reads, "it is being loaded"
+    while world.is_loading:
+        world.schedule()
+        world.deliver()
+    assert not world.scheduler.counters.num_preemptions, "nobody is preempted for a load"
+    assert store.reads
+    assert not any(is_wanted() for *_, is_wanted in store.reads), "what was given up is not read"
+    assert world.running_ids() == ["stream"]
+    world.finish()
+    world.check_tokens()
+
+
+def test_a_prefix_that_has_no_room_is_not_sought_again_before_there_is_some() -> None:
+    """A look-up takes as long as the prefix, and the loop composes step after step meanwhile."""
+    world = make_world(14, store=(store := kept()))
+    world.scheduler.disk._pays = lambda first, end: end > first
+    world.add(make_request("stream", 2 * BLOCK_SIZE, 4 * BLOCK_SIZE))
+    world.step()
+    world.add(make_request("other", prompt(3 * BLOCK_SIZE, first=900), 20))
+    world.step()
+    world.add(make_request("a", LONG, 8))
+    world.step()
+    sought = store.num_sought
+    assert sought >= 10
+    for _ in range(12):
+        world.step()
+    assert "other" not in world.reasons
+    assert (store.num_sought, store.reads) == (sought, [])
+    world.finish()
+    world.check_tokens()
+    assert store.num_sought == sought + 10, "once, when there is room"
+
+
+def test_a_dead_engine_holds_no_blocks_for_loads() -> None:
+    world = make_world(store=kept())
+    world.add(make_request("a", LONG, 8))
+    world.schedule()
+    assert world.scheduler.blocks.num_free_blocks == 64 - 10
+    world.scheduler.fail_all()
+    assert world.scheduler.blocks.num_free_blocks == 64
+
+
+def test_nothing_is_loaded_that_is_computed_sooner() -> None:
+    world = make_world(store=(store := kept()))
+    world.scheduler.learn(100, 0.001, 0.001)  # 100,000 tokens a second, and a block takes 16 ms to read
+    request = make_request("a", LONG, 8)
+    world.add(request)
+    world.finish()
+    assert (store.num_read, request.num_cached_tokens) == (0, 0)
+
+
+def test_callers_who_are_kept_apart_are_so_on_disk() -> None:
+    world = make_world(store=(store := kept(extra_keys=("key:ada",))))
+    world.add(make_request("a", LONG, 8, extra_keys=("key:bob",)))
+    world.add(make_request("b", LONG, 8, adapter="tuned", extra_keys=("key:ada",)))
+    world.finish()
+    assert store.num_read == 0
+
+
+def test_prompt_logprobs_are_computed() -> None:
+    world = make_world(store=(store := kept()))
+    world.add(make_request("a", LONG, 8, prompt_logprobs=0))
+    world.finish()
+    assert store.num_read == 0
+
+
+def test_a_full_writer_loses_blocks_and_nothing_else() -> None:
+    store = FakeStore()
+    store.most_room = 0
+    world = make_world(12, store=store)
+    for name in "abcd":
+        world.add(make_request(name, 5 * BLOCK_SIZE, 20))
+        world.finish()
+    assert store.blocks == {}
+    assert world.scheduler.disk.counters.num_blocks_not_saved > 5
+
+
+WINDOWS = {"windows": (None, 40)}
+STATES_KEPT = {"num_checkpoints": 3}
+BOTH = {**WINDOWS, **STATES_KEPT, "deduplicate_prefixes": False}
+
+
+def kept_of(kind: dict[str, object]) -> tuple[FakeStore, World]:
+    """A prompt of 10 blocks and an answer up to 12, saved out of a pool of such a model."""
+    store = FakeStore()
+    world = make_world(100, store=store, **kind)
+    world.add(make_request("before", LONG, 2 * BLOCK_SIZE))
+    world.finish()
+    rest(world)
+    return store, world
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_records"), [(WINDOWS, 12 + 2 + 2), (STATES_KEPT, 12 + 2), (BOTH, 12 + 4 + 2)], ids=["w", "s", "ws"]
+)
+def test_of_windows_and_states_what_a_turn_goes_on_from_is_kept(kind: dict[str, object], num_records: int) -> None:
+    """The prompt's end at block 10, and the answer's at 12; two blocks of each window are seen from there."""
+    store, before = kept_of(kind)
+    assert len(store.blocks) == num_records
+    next_turn = [*LONG, *before.tokens["before"], *prompt(40, first=500)]
+    for turn, num_blocks in ((next_turn, 12), ([*LONG, *prompt(40, first=700)], 10), (LONG[:200], 0)):
+        world = make_world(100, store=store, **kind)
+        request = make_request("a", turn, 8)
+        world.add(request)
+        world.finish()
+        world.check_tokens()
+        assert request.num_cached_tokens == num_blocks * BLOCK_SIZE
+        assert world.scheduler.counters.num_prompt_tokens_from_disk == num_blocks * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("kind", [WINDOWS, BOTH], ids=["w", "ws"])
+def test_a_prefix_that_is_not_whole_is_computed(kind: dict[str, object]) -> None:
+    """Whichever record cannot be read: the request answers right, and nothing is lost."""
+    store, before = kept_of(kind)
+    next_turn = [*LONG, *before.tokens["before"], *prompt(40, first=500)]
+    for digest in list(store.blocks):
+        store.lost = {digest}
+        world = make_world(100, store=store, **kind)
+        world.add(make_request("a", next_turn, 8))
+        world.finish()
+        world.check_tokens()
+
+
+def test_what_is_missing_of_a_prefix_is_loaded_and_the_rest_is_in_memory() -> None:
+    """A model with windows and states: blocks in memory and a state on disk make one prefix."""
+    store, before = kept_of(BOTH)
+    before.scheduler.blocks.checkpoints.clear()
+    request = make_request("a", [*LONG, *prompt(40, first=700)], 8)
+    before.add(request)
+    before.finish()
+    before.check_tokens()
+    assert (request.num_cached_tokens, store.num_read) == (10 * BLOCK_SIZE, 1)
+
+
+@pytest.mark.parametrize("kind", [{}, WINDOWS, STATES_KEPT, BOTH], ids=["plain", "w", "s", "ws"])
+@pytest.mark.parametrize("seed", range(12))
+def test_any_order_of_events(seed: int, kind: dict[str, object]) -> None:
+    """Arrivals, steps, reads, rests, cuts, preemptions, ends and lost records: the fake runner asserts that every token
+    sees its own K/V, and that no copy touches a block that a step in flight uses."""
+    rng = random.Random(seed)
+    store = FakeStore()
+    limits = {"max_num_batched_tokens": rng.choice([64, 512]), **kind}
+    num_blocks = rng.choice([12, 20, 60]) * (2 if "windows" in kind else 1)
+    world = make_world(num_blocks, is_async=rng.random() < 0.5, store=store, **limits)
+    for number in range(150):
+        action = rng.random()
+        if action < 0.3:
+            shared = prompt(rng.choice([0, 32, 64, 90, 160]), first=100 * rng.randrange(3))
+            token_ids = shared + prompt(rng.randrange(1, 60), first=31 * number)
+            priority = rng.choice(list(Priority))
+            try:
+                world.add(
+                    make_request(f"r{number}", token_ids, rng.randrange(1, 30), arrival_s=world.now, priority=priority)
+                )
+            except ContextLengthError:
+                continue
+        elif action < 0.75:
+            world.step()
+        elif action < 0.85:
+            store.arrive(3, rng)
+        elif action < 0.9:
+            world.now += 2.0
+        elif action < 0.93:
+            store.lost.update(block_hash for block_hash in store.blocks if rng.random() < 0.2)
+        elif action < 0.95:
+            world.scheduler.shrink(rng.randrange(1, 6))
+        elif action < 0.97:
+            world.scheduler.preempt_lowest()
+        elif world.requests and (name := rng.choice(list(world.requests))) not in world.reasons:
+            world.scheduler.finish_request(name, FinishReason.ABORT)
+    world.finish()
+    world.check_tokens()

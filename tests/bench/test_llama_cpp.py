@@ -1,0 +1,195 @@
+"""llama.cpp as a peer: how its server is found or built, and GGUF files with the weights of a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import gguf
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf_files import write_gguf
+from mlx.utils import tree_flatten
+
+from mlx_server.bench import llama_cpp
+from mlx_server.bench.random_folder import word_tokenizer
+from mlx_server.bench.servers import Unavailable
+from mlx_server.runtime.models.bundled import SMOLLM2
+from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf
+from mlx_server.runtime.models.loader import load
+from mlx_server.runtime.models.random_models import build_random, config_of
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+
+
+@pytest.fixture
+def program_folder(tmp_path, monkeypatch) -> Path:
+    """The only folder of the path."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def write_program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def offer_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only package that pip finds: sources with llama.cpp's inside."""
+    package = folder / "llama_cpp_python-1.0"
+    (package / "vendor" / "llama.cpp").mkdir(parents=True)
+    (package / "vendor" / "llama.cpp" / "CMakeLists.txt").write_text("of llama.cpp")
+    (package / "pyproject.toml").write_text(
+        "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n"
+    )
+    metadata = "Metadata-Version: 2.1\\nName: llama-cpp-python\\nVersion: 1.0\\n"
+    (package / "PKG-INFO").write_text(metadata.replace("\\n", "\n"))
+    (package / "backend.py").write_text(
+        "import os\n"
+        "def prepare_metadata_for_build_wheel(folder, config_settings=None):\n"
+        "    os.mkdir(os.path.join(folder, 'llama_cpp_python-1.0.dist-info'))\n"
+        f"    open(os.path.join(folder, 'llama_cpp_python-1.0.dist-info', 'METADATA'), 'w').write('{metadata}')\n"
+        "    return 'llama_cpp_python-1.0.dist-info'\n"
+        "def build_wheel(*args, **options): raise SystemExit('nobody builds me')\n"
+    )
+    with tarfile.open(folder / "llama_cpp_python-1.0.tar.gz", "w:gz") as archive:
+        archive.add(package, package.name)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+
+
+def test_a_server_on_the_path_is_taken(program_folder, tmp_path):
+    write_program(program_folder / "llama-server", "")
+    assert llama_cpp.find_server(tmp_path / "none") == program_folder / "llama-server"
+
+
+def test_without_server_and_cmake_it_cannot_be_had(program_folder, tmp_path):
+    with pytest.raises(Unavailable, match="no llama-server on the path, and no cmake"):
+        llama_cpp.find_server(tmp_path / "none")
+
+
+def test_it_is_built_once_for_this_cpu(program_folder, tmp_path, monkeypatch):
+    folder, index = tmp_path / "llama.cpp", tmp_path / "index"
+    offer_sources(index, monkeypatch)
+    noted = tmp_path / "noted"
+    server = folder / "build" / "bin" / "llama-server"
+    write_program(
+        program_folder / "cmake", f'PATH={os.defpath}; echo "$@" >> {noted}; mkdir -p {server.parent}; >{server}'
+    )
+    assert llama_cpp.find_server(folder) == server
+    configured, built = noted.read_text().splitlines()
+    assert f"-S {folder / 'source'} -B {folder / 'build'}" in configured
+    assert "-DGGML_NATIVE=ON" in configured
+    assert "--target llama-server" in built
+    assert (folder / "source" / "CMakeLists.txt").read_text() == "of llama.cpp"
+    assert llama_cpp.find_server(folder) == server
+    assert len(noted.read_text().splitlines()) == 2
+
+
+def test_a_build_that_fails_is_told_and_tried_again(program_folder, tmp_path, monkeypatch):
+    offer_sources(tmp_path / "index", monkeypatch)
+    write_program(program_folder / "cmake", "echo there is no compiler; exit 1")
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="there is no compiler"):
+            llama_cpp.find_server(tmp_path / "llama.cpp")
+
+
+def random_folder(folder: Path, **changes: object) -> Path:
+    config = {**config_of("random:mini"), **SHAPE, "intermediate_size": 64, "vocab_size": 40, "eos_token_id": 1}
+    folder.mkdir()
+    weights = dict(tree_flatten(build_random(config, 7).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    word_tokenizer(40).save_pretrained(folder)
+    return folder
+
+
+def test_a_random_folder_keeps_its_weights_shape_and_words(tmp_path):
+    model = random_folder(tmp_path / "model")
+    file = llama_cpp.gguf_of(model, tmp_path / "made")
+    reader = gguf.GGUFReader(file)
+    facts = {name: field.contents() for name, field in reader.fields.items()}
+    assert facts["general.architecture"] == "qwen3"
+    shape = (
+        "embedding_length",
+        "block_count",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+    )
+    assert [facts[f"qwen3.{name}"] for name in shape] == [32, 2, 2, 1, 16]
+    words = facts["tokenizer.ggml.tokens"]
+    assert words == [word_tokenizer(40).convert_ids_to_tokens(number) for number in range(40)]
+    assert (words[facts["tokenizer.ggml.unknown_token_id"]], words[facts["tokenizer.ggml.eos_token_id"]]) == (
+        "<unk>",
+        "<eos>",
+    )
+    assert facts["tokenizer.ggml.add_space_prefix"]
+    assert not facts["tokenizer.ggml.add_eos_token"]
+    found = {tensor.name: tensor.data for tensor in reader.tensors}
+    weights = mx.load(str(model / "model.safetensors"))
+    assert len(found) == len(weights)
+    for theirs, ours in (
+        ("token_embd", "model.embed_tokens"),
+        ("output", "lm_head"),
+        ("blk.1.attn_q_norm", "model.layers.1.self_attn.q_norm"),
+        ("blk.0.ffn_down", "model.layers.0.mlp.down_proj"),
+    ):
+        assert np.array_equal(found[f"{theirs}.weight"], np.array(weights[f"{ours}.weight"]))
+    made = file.stat().st_mtime_ns
+    assert llama_cpp.gguf_of(model, tmp_path / "made").stat().st_mtime_ns == made
+
+
+def test_other_models_are_refused(tmp_path):
+    with pytest.raises(Unavailable, match="neither the bundled model nor a random one"):
+        llama_cpp.gguf_of(random_folder(tmp_path / "packed", quantization={"bits": 4}), tmp_path)
+
+
+@pytest.fixture
+def bundled(tmp_path, monkeypatch) -> Path:
+    """The bundled model's file, in small."""
+    monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path))
+    file = tmp_path / "downloads" / "tiny.gguf"
+    file.parent.mkdir()
+    write_gguf(file)
+    monkeypatch.setattr(llama_cpp, "SMOLLM2", dataclasses.replace(SMOLLM2, file_name=file.name))
+    return file
+
+
+def bundled_folder(file: Path, folder: Path, weight_format: WeightFormat) -> Path:
+    folder.mkdir()
+    convert_gguf(file, folder, weight_format)
+    (folder / "origin.json").write_text(json.dumps(SMOLLM2.origin(weight_format)))
+    return folder
+
+
+def test_the_bundled_models_file_has_the_bits_of_its_packed_folder(bundled, tmp_path):
+    folder = bundled_folder(bundled, tmp_path / "smollm2-packed", WeightFormat.PACKED)
+    assert llama_cpp.gguf_of(folder, tmp_path / "made") == bundled
+
+
+def test_its_float32_folder_gets_the_same_file_expanded(bundled, tmp_path):
+    folder = bundled_folder(bundled, tmp_path / "smollm2-float32", WeightFormat.FLOAT32)
+    file = llama_cpp.gguf_of(folder, tmp_path / "made")
+    assert {tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors} == {"F32"}
+    again = bundled_folder(file, tmp_path / "again", WeightFormat.FLOAT32)
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (again / name).read_text() == (folder / name).read_text()
+    ours, theirs = (dict(tree_flatten(load(str(one)).model.parameters())) for one in (folder, again))
+    assert ours.keys() == theirs.keys()
+    assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_command_leaves_port_and_threads_open(bundled, program_folder, tmp_path):
+    write_program(program_folder / "llama-server", "exit 0")
+    folder = bundled_folder(bundled, tmp_path / "smollm2-packed", WeightFormat.PACKED)
+    command = llama_cpp.command(program_folder / "llama-server", folder, tmp_path / "made")
+    assert command.startswith(f"{program_folder / 'llama-server'} --model {bundled} ")
+    assert "--port {port}" in command
+    assert "--threads {threads}" in command

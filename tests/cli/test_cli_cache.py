@@ -1,0 +1,83 @@
+"""`mlx-serve cache` on a folder that servers have written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlx_server.batching.disk_saves import owner_tag
+from mlx_server.cli.main import main
+from mlx_server.kv_disk.disk import open_disk
+from mlx_server.kv_disk.files import Files
+from mlx_server.kv_disk.slab import Space
+from mlx_server.kv_disk.store import RecordStore
+
+CONTENT = memoryview(bytes(range(250)) * 20)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two models' prefixes: a of everyone's and of two keys', b of everyone's."""
+    store = RecordStore(Files(tmp_path / "kv"), 2**20)
+    for number, (model, owner) in enumerate([("a", ()), ("a", ("key:ada",)), ("a", ("key:bob",)), ("b", ())] * 2):
+        space = Space(model.encode() * 16, model, len(CONTENT))
+        assert store.put(space, number.to_bytes(16, "big"), bytes(16), owner_tag(owner), CONTENT)
+    return tmp_path / "kv"
+
+
+def run(folder: Path, capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
+    assert main(["cache", *words, "--kv-disk-dir", str(folder)]) == status
+    out, err = capsys.readouterr()
+    return out if status == 0 else err
+
+
+def listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[tuple[str, ...]]:
+    return [tuple(line.split()[:3]) for line in run(folder, capsys, "ls").splitlines()[1:]]
+
+
+def test_prefixes_are_listed_by_model_and_caller(folder, capsys):
+    ada, bob = (owner_tag((f"key:{name}",)).hex() for name in ("ada", "bob"))
+    callers = [("a", caller, "2") for caller in sorted([ada, bob])]
+    assert listed(folder, capsys) == [*callers, ("a", "everyone", "2"), ("b", "everyone", "2")]
+
+
+def test_stats_are_those_of_the_files(folder, capsys):
+    figures = json.loads(run(folder, capsys, "stats", "--json"))
+    assert figures["blocks"] == 8
+    assert figures["bytes"] == sum(path.stat().st_size for path in folder.glob("*.kvslab"))
+    assert figures["writable_bytes"] == 64 * 10**9
+    assert "64.00 GB" in run(folder, capsys, "stats")
+
+
+def test_a_keys_prefixes_are_purged_and_overwritten(folder, capsys):
+    assert run(folder, capsys, "purge", "--key", "ada") == "2 blocks are deleted.\n"
+    ada = owner_tag(("key:ada",))
+    assert not any(ada.hex() == row[1] for row in listed(folder, capsys))
+    assert len(listed(folder, capsys)) == 3
+    assert not any(ada in path.read_bytes() for path in folder.glob("*.kvslab"))
+    assert run(folder, capsys, "purge", "--key", "nobody") == "0 blocks are deleted.\n"
+
+
+def test_a_models_prefixes_are_purged_with_their_files(folder, capsys):
+    assert run(folder, capsys, "purge", "--model", "b") == "2 blocks are deleted.\n"
+    assert {row[0] for row in listed(folder, capsys)} == {"a"}
+    assert len(list(folder.glob("*.kvslab"))) == 1
+
+
+def test_all_is_purged(folder, capsys):
+    assert "are deleted" in run(folder, capsys, "purge")
+    assert list(folder.glob("*.kvslab")) == []
+
+
+def test_nothing_is_purged_under_a_server(folder, capsys):
+    disk = open_disk(folder, "1MB", 10**9)
+    assert disk is not None
+    assert "stop it first" in run(folder, capsys, "purge", status=1)
+    assert len(listed(folder, capsys)) == 4
+    disk.close()
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
+    assert str(tmp_path / "none") in run(tmp_path / "none", capsys, "ls", status=1)

@@ -1,0 +1,50 @@
+"""Drafters for tests: they know the answers, and are wrong where they are to be."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
+
+from mlx_server.batching import drafting
+from mlx_server.engine.llm import Completion
+from mlx_server.request import Request
+
+
+class Adversary:
+    """Drafts the right tokens, of which some at random places are wrong: another of the answer's own, or token 1."""
+
+    answers: ClassVar[defaultdict[tuple[int, ...], list[Sequence[int]]]] = defaultdict(list)
+    rightness = 0.8
+    rng = random.Random(0)
+
+    @classmethod
+    def learn(cls, completions: Iterable[Completion]) -> None:
+        """From now on it knows all answers to these prompts, and no others to them."""
+        for done in completions:
+            cls.answers.pop(done.prompt_token_ids, None)
+        for done in completions:
+            cls.answers[done.prompt_token_ids] += [output.token_ids for output in done.outputs]
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        said = list(request.output_token_ids)
+        for answer in self.answers[tuple(request.prompt_token_ids)]:
+            if list(answer[: len(said)]) == said:
+                return [self._draft(token_id, answer) for token_id in answer[len(said) :][:most]]
+        return ()
+
+    def _draft(self, token_id: int, answer: Sequence[int]) -> int:
+        return token_id if self.rng.random() < self.rightness else self.rng.choice((1, *answer))
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
+def always(proposed: Mapping[str, int], rates: object, room: drafting.StepRoom, *costs: object) -> dict[str, int]:
+    """In place of `choose_depths`: as many as there is room for, whatever they cost."""
+    depths, most = {}, room.most
+    for request_id, count in proposed.items():
+        depths[request_id] = min(count, most)
+        most -= depths[request_id]
+    return {request_id: depth for request_id, depth in depths.items() if depth > 0}

@@ -1,0 +1,261 @@
+"""Images in prompts: what an engine answers is what mlx-vlm answers, whoever is in the batch, and no image stands for
+another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlx_server.batching import drafting
+from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
+from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.parts import GivenModels
+from mlx_server.engine.request_stream import GenerationRequest
+from mlx_server.errors import InvalidRequestError
+from mlx_server.pooling_params import PoolingParams
+from mlx_server.runtime.models.loader import LoadedModel
+from tests.conformance import preempt_every
+from tests.drafters import always
+from tests.engine_worlds import built, greedy
+from tests.vision_worlds import CONFIGS, IMAGE, Prompt, picture, plain_greedy, prompt_of, tiny_vlm
+
+QUESTION = list(range(40, 60))
+NUM_TOKENS = 8
+
+
+@asynccontextmanager
+async def engine_of(
+    model_type: str, *, cache: dict[str, Any] | None = None, chunk: int | None = None, **scheduler: Any
+) -> AsyncIterator[AsyncEngine]:
+    settings = Config(
+        model=ModelConfig(model="tiny", max_model_len=512),
+        cache=CacheConfig(**{"num_kv_blocks": 64, **(cache or {})}),
+        scheduler=SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, "speculate": "off", **scheduler}),
+    )
+    """`chunk` bounds a prompt's share of a step."""
+    engine = AsyncEngine(settings, given=GivenModels(tiny_vlm(model_type).loaded), max_chunk_tokens=chunk)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def ask(name: str, prompt: Prompt, num_tokens: int = NUM_TOKENS, **more: Any) -> GenerationRequest:
+    ids, images = prompt
+    return GenerationRequest(request_id=name, prompt_token_ids=ids, images=images, sampling=greedy(num_tokens), **more)
+
+
+async def answer(engine: AsyncEngine, name: str, prompt: Prompt, num_tokens: int = NUM_TOKENS) -> list[int]:
+    stream = engine.submit(ask(name, prompt, num_tokens))
+    return [token_id async for delta in stream for token_id in delta.token_ids]
+
+
+async def answers(engine: AsyncEngine, prompts: Sequence[Prompt]) -> list[list[int]]:
+    return list(await asyncio.gather(*[answer(engine, f"r{n}", prompt) for n, prompt in enumerate(prompts)]))
+
+
+def mixed(model_type: str) -> list[Prompt]:
+    """Text alone, one image, two images, and text again."""
+    first, second = picture(model_type, 1), picture(model_type, 2)
+    return [
+        prompt_of([range(1, 50)]),
+        prompt_of([range(5, 15), first, QUESTION]),
+        prompt_of([range(5, 25), second, range(30, 40), first, QUESTION]),
+        prompt_of([range(90, 97)]),
+    ]
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+async def test_answers_are_those_of_mlx_vlm_alone_and_in_mixed_batches(model_type):
+    vlm, prompts = tiny_vlm(model_type), mixed(model_type)
+    wanted = [plain_greedy(vlm, prompt, NUM_TOKENS) for prompt in prompts]
+    async with engine_of(model_type) as engine:
+        assert engine.info.no_vision == ""
+        assert [await answer(engine, f"a{n}", prompt) for n, prompt in enumerate(prompts)] == wanted
+        engine.reset_prefix_cache()
+        assert await answers(engine, prompts) == wanted
+    async with engine_of(model_type, chunk=11) as engine:  # chunks end within images
+        assert await answers(engine, prompts) == wanted
+
+
+async def test_text_has_the_same_bits_beside_images():
+    prompt = prompt_of([range(1, 50)])
+    text = greedy(NUM_TOKENS, logprobs=2)
+    async with engine_of("qwen3_vl", cache={"prefix_caching": False}) as engine:
+
+        async def logprobs(*others: Prompt) -> list[Any]:
+            streams = [engine.submit(ask(f"o{n}", other)) for n, other in enumerate(others)]
+            stream = engine.submit(GenerationRequest(request_id="text", prompt_token_ids=prompt[0], sampling=text))
+            seen = [entry async for delta in stream for entry in delta.logprobs]
+            for other in streams:
+                async for _ in other:
+                    pass
+            return seen
+
+        alone, beside = await logprobs(), await logprobs(*mixed("qwen3_vl")[1:3])
+    ids = [entry.token.token_id for entry in alone]
+    assert ids == [entry.token.token_id for entry in beside]
+    for one, other in zip(alone, beside, strict=True):
+        assert other.token.logprob == pytest.approx(one.token.logprob, abs=1e-4)
+
+
+async def test_equal_placeholders_of_other_images_are_never_hit():
+    vlm = tiny_vlm("qwen2_5_vl")
+    first, second = picture("qwen2_5_vl", 1), picture("qwen2_5_vl", 3)
+    assert first.num_tokens == second.num_tokens
+    prompts = [prompt_of([range(5, 40), image, QUESTION]) for image in (first, second)]
+    assert prompts[0][0] == prompts[1][0]
+    wanted = [plain_greedy(vlm, prompt, NUM_TOKENS) for prompt in prompts]
+    assert wanted[0] != wanted[1]
+    async with engine_of("qwen2_5_vl") as engine:
+        for turn in range(3):
+            assert await answers(engine, prompts) == wanted
+            stats = engine.stats()
+            hits = stats.num_prefix_hit_tokens
+            # The text before the image is one block; of an image's own prompt all whole blocks but the last token's.
+            own = (len(prompts[0][0]) - 1) // 32 * 32
+            assert hits == 32 * (turn == 0) + 2 * own * turn + 32 * (turn > 0)
+            assert stats.num_images_encoded == 2
+
+
+async def test_the_second_turn_computes_no_image_token_and_runs_no_encoder():
+    vlm = tiny_vlm("qwen2_5_vl")
+    ids, images = prompt_of([range(5, 15), picture("qwen2_5_vl", 2), QUESTION, range(100, 140)])
+    async with engine_of("qwen2_5_vl") as engine:
+        said = await answer(engine, "first", (ids, images), 40)
+        assert IMAGE not in said, "mlx-vlm itself would take it for a placeholder"
+        before = engine.stats()
+        assert before.num_images_encoded == 1
+        turn = (ids + said + QUESTION, images)
+        assert await answer(engine, "second", turn) == plain_greedy(vlm, turn, NUM_TOKENS)
+        after = engine.stats()
+    assert after.num_images_encoded == 1
+    assert after.num_prompt_tokens_computed - before.num_prompt_tokens_computed < len(turn[0]) - images[0].end
+
+
+async def test_an_image_is_encoded_once_while_its_embeddings_are_kept():
+    image = picture("qwen2_5_vl", 1)
+    prompts = [prompt_of([range(first, first + 40), image, QUESTION]) for first in (5, 50, 95)]
+    async with engine_of("qwen2_5_vl") as engine:
+        for number, prompt in enumerate(prompts):
+            await answer(engine, f"r{number}", prompt)
+        assert engine.stats().num_images_encoded == 1
+        runner = engine._loaded_parts().runner  # what it keeps has no other place to be read
+        assert runner.images is not None
+        assert 0 < runner.images.num_bytes <= runner.images.max_bytes
+        runner.images.max_bytes = 0  # as with many images: what nobody is in the middle of goes
+        await answer(engine, "again", prompt_of([range(7, 47), image, QUESTION]))
+        assert (engine.stats().num_images_encoded, runner.images.num_bytes) == (2, 0)
+
+
+async def test_images_that_a_chunk_has_cut_are_kept_for_the_next():
+    async with engine_of("qwen2_5_vl", chunk=8) as engine:
+        runner = engine._loaded_parts().runner
+        assert runner.images is not None
+        runner.images.max_bytes = 0
+        await answers(engine, mixed("qwen2_5_vl"))
+        assert engine.stats().num_images_encoded == 3
+        assert runner.images.num_bytes == 0
+
+
+async def test_no_step_has_the_encoder_run_twice(monkeypatch):
+    prompts = [prompt_of([range(first, first + 3), *[picture("qwen2_5_vl", first + n) for n in (1, 2)], QUESTION])
+               for first in (10, 20, 30)]  # fmt: skip
+    async with engine_of("qwen2_5_vl", max_num_batched_tokens=512) as engine:
+        per_step: list[int] = []
+        update = engine.scheduler.update
+
+        def counting(output):
+            per_step.append(output.num_images)
+            return update(output)
+
+        monkeypatch.setattr(engine.scheduler, "update", counting)
+        vlm = tiny_vlm("qwen2_5_vl")
+        assert await answers(engine, prompts) == [plain_greedy(vlm, prompt, NUM_TOKENS) for prompt in prompts]
+        assert max(per_step) == 1
+        assert sum(per_step) == 6
+
+
+async def test_preempted_requests_see_their_images_again():
+    vlm, prompts = tiny_vlm("qwen3_vl"), mixed("qwen3_vl")
+    async with engine_of("qwen3_vl", cache={"prefix_caching": False}) as engine:
+        preempt_every(4, engine.scheduler)
+        assert await answers(engine, prompts) == [plain_greedy(vlm, prompt, NUM_TOKENS) for prompt in prompts]
+        assert engine.stats().num_preemptions > 0
+
+
+async def test_drafts_do_not_change_what_images_are_answered_with(monkeypatch):
+    monkeypatch.setattr(drafting, "choose_depths", always)
+    vlm = tiny_vlm("qwen2_5_vl")
+    ids, images = prompt_of([range(5, 15), picture("qwen2_5_vl", 1), QUESTION])
+    told = plain_greedy(vlm, (ids, images), 24)
+    prompt = (ids + told[:12] + QUESTION + told[:6], images)
+    wanted = plain_greedy(vlm, prompt, 24)
+    async with engine_of("qwen2_5_vl", speculate="ngram") as engine:
+        stream = engine.submit(ask("drafts", prompt, 24, prediction_token_ids=tuple(wanted)))
+        assert [token_id async for delta in stream for token_id in delta.token_ids] == wanted
+        assert engine.stats().num_accepted_tokens > 0
+
+
+async def test_aborted_requests_leave_nothing():
+    async with engine_of("qwen2_5_vl", chunk=16) as engine:
+        runner = engine._loaded_parts().runner
+        assert runner.images is not None
+        runner.images.max_bytes = 0
+        for number in range(6):
+            image = picture("qwen2_5_vl", number)
+            stream = engine.submit(ask(f"r{number}", prompt_of([range(5, 15), image, QUESTION])))
+            steps = engine.stats().num_steps
+            while number % 3 and engine.stats().num_steps < steps + number % 3:  # noqa: ASYNC110 - no event of ours
+                await asyncio.sleep(0)
+            stream.abort()
+        assert await answer(engine, "last", prompt_of([range(90, 97)]))
+        stats = engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
+        assert (runner.images.num_bytes, runner.images.num_requests) == (0, 0)
+
+
+async def test_what_cannot_be_is_refused_at_the_door():
+    ids, (image,) = prompt_of([range(5, 15), picture("qwen2_5_vl", 1), QUESTION])
+    async with engine_of("qwen2_5_vl") as engine:
+        for images, told in (
+            ((replace(image, start=len(ids) - 3),), "within it"),
+            ((image, image), "behind those of the image before"),
+            ((replace(image, num_tokens=0),), "at least one"),
+            ((replace(image, digest=b"short"),), "has 5 bytes; it must have 32"),
+            ((replace(image, num_tokens=image.num_tokens - 1),), "Image 0 has 19 placeholders, and its arrays make 20"),
+            ((replace(image, inputs={**image.inputs, "image_grid_thw": [[1, 3, 8]]}),), "arrays .* do not fit"),
+            ((replace(image, inputs={}),), "arrays .* do not fit"),
+            ((replace(image, start=image.start - 1),), "placeholders .* do not fit"),
+        ):
+            with pytest.raises(InvalidRequestError, match=told):
+                engine.submit(ask("wrong", (ids, images)))
+        with pytest.raises(InvalidRequestError, match="made of text"):
+            engine.submit(ask("vector", (ids, (image,)), pooling=PoolingParams()))
+        assert engine.num_streams == 0
+    ids, (tile,) = prompt_of([picture("idefics3", 1), QUESTION])
+    async with engine_of("idefics3") as engine:
+        for inputs in ({"pixel_attention_mask": np.ones((1, 1, 9, 9))}, {"pixel_values": np.zeros((1, 1, 3, 56, 56))}):
+            with pytest.raises(InvalidRequestError, match=r"arrays .* do not fit"):
+                engine.submit(ask("wrong", (ids, (replace(tile, inputs={**tile.inputs, **inputs}),))))
+    model, config = built("llama")
+    settings = Config(model=ModelConfig(model="text"), cache=CacheConfig(num_kv_blocks=32))
+    engine = AsyncEngine(settings, given=GivenModels(LoadedModel("text", model, dict(config), None)))
+    await engine.start()
+    try:
+        assert engine.info.no_vision == "it is a model of text"
+        with pytest.raises(InvalidRequestError, match="text takes no images: it is a model of text"):
+            engine.submit(ask("blind", (ids, (image,))))
+    finally:
+        await engine.stop()
+
+
+def test_the_placeholder_is_what_the_configuration_says():
+    assert prompt_of([picture("qwen2_5_vl", 1)])[0].count(IMAGE) == picture("qwen2_5_vl", 1).num_tokens

@@ -1,0 +1,241 @@
+"""The library: what scripts and notebooks may give to `LLM` and `AsyncLLM`, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlx_server import LLM, AsyncLLM, SamplingParams
+from mlx_server.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from tests.embedders import save_embedder
+from tests.engine_worlds import greedy, make_folder, make_llm
+from tests.homes import with_kernels
+from tests.tiny_models import byte_tokenizer
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+IDS = byte_tokenizer().encode("one string")
+LONG = SamplingParams(max_tokens=500, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_folder(tmp_path_factory.mktemp("models") / "m")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), num_kv_blocks=64, max_model_len=1024) as llm:
+        yield llm
+
+
+def texts(llm: LLM, prompts: Any, params: Any = None) -> list[str]:
+    return [completion.text for completion in llm.generate(prompts, params or greedy(6), use_tqdm=False)]
+
+
+@pytest.mark.parametrize(
+    "alone",
+    [
+        "one string",
+        IDS,
+        np.array(IDS, dtype=np.uint16),
+        {"prompt": "one string"},
+        {"prompt_token_ids": IDS},
+    ],
+    ids=["text", "ids", "array", "text by name", "ids by name"],
+)
+def test_a_prompt_alone_is_a_list_of_one(llm: LLM, alone: Any) -> None:
+    (expected,) = llm.generate(["one string"], greedy(6), use_tqdm=False)
+    (found,) = llm.generate(alone, greedy(6), use_tqdm=False)
+    assert found.outputs == expected.outputs
+    assert found.prompt_token_ids == expected.prompt_token_ids == tuple(IDS)
+    assert llm.generate([], use_tqdm=False) == []
+
+
+def test_the_first_answer_s_fields_are_the_completion_s(llm: LLM) -> None:
+    (found,) = llm.generate(
+        "ab", SamplingParams(max_tokens=5, temperature=1.0, seed=3, n=3, logprobs=1), use_tqdm=False
+    )
+    assert [output.index for output in found.outputs] == [0, 1, 2]
+    first = found.outputs[0]
+    assert (found.text, found.token_ids, found.logprobs) == (first.text, first.token_ids, first.logprobs)
+    assert (found.finish_reason, found.stop_reason) == (first.finish_reason, first.stop_reason)
+    assert len({output.token_ids for output in found.outputs}) > 1
+    second = SamplingParams(max_tokens=5, temperature=1.0, seed=4)
+    assert llm.generate("ab", second, use_tqdm=False)[0].token_ids == found.outputs[1].token_ids
+
+
+def test_one_stop_string_is_one_and_none_is_none(llm: LLM) -> None:
+    (whole,) = texts(llm, "xyz", greedy(30))
+    stop = whole[len(whole) // 2 :][:2]
+    (found,) = texts(llm, "xyz", greedy(30, stop=stop))
+    assert found == whole[: whole.index(stop)]
+    assert SamplingParams(stop=stop).stop == (stop,)
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()  # type: ignore[arg-type]
+
+
+def test_chats_are_written_by_the_template(llm: LLM) -> None:
+    one, other = ([{"role": "user", "content": text}] for text in ("hello", "world"))
+    (found,) = llm.chat(one, greedy(6), use_tqdm=False)
+    assert found.prompt == "<user>hello<a>"
+    assert found.text == texts(llm, "<user>hello<a>")[0]
+    both = llm.chat([one, other], greedy(6), use_tqdm=False)
+    assert [completion.prompt for completion in both] == ["<user>hello<a>", "<user>world<a>"]
+    (own,) = llm.chat(
+        one,
+        greedy(1),
+        use_tqdm=False,
+        chat_template="{{ messages[0].content }}{{ more }}",
+        chat_template_kwargs={"more": "!"},
+    )
+    assert own.prompt == "hello!"
+    (goes_on,) = llm.chat(
+        [*one, {"role": "a", "content": "so"}], greedy(1), use_tqdm=False, continue_final_message=True
+    )
+    assert goes_on.prompt == "<user>hello<a>so"
+
+
+def test_structured_outputs_bind_every_answer(llm: LLM) -> None:
+    asked = {"json": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}}
+    sampling = SamplingParams(max_tokens=60, temperature=1.0, n=4, structured_outputs=asked)
+    (found,) = llm.generate("{}", sampling, use_tqdm=False)
+    assert all(json.loads(output.text)["a"] in (1, 2) for output in found.outputs)
+    choice = SamplingParams(max_tokens=9, structured_outputs={"choice": ["yes", "no"]})
+    assert texts(llm, ["a", "b"], choice)[0] in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((5,), "prompts must be a text, token ids, or a list of such prompts, got int"),
+        (([None],), "prompt must be made of integers"),
+        (({"text": "a"},), "has prompt or prompt_token_ids"),
+        ((["a"], 5), "sampling_params must be SamplingParams, or one for each, got int"),
+        ((["a"], [5]), "sampling_params must be SamplingParams each, got int"),
+        ((["a", "b"], [SamplingParams()]), "There are 2 prompts and 1 sampling_params"),
+        ((["a"], SamplingParams(structured_outputs={"json": 5})), "structured_outputs.json"),
+        (([[10**6]],), "prompt has the token id 1000000; ids are 0 to"),
+        (([""],), "The prompt has no tokens"),
+    ],
+)
+def test_what_is_wrong_is_named_and_harms_nobody(llm: LLM, arguments: Any, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        llm.generate(*arguments, use_tqdm=False)
+    assert len(texts(llm, "still there")) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+        ({"stop": [5]}, "stop must be a string, or several, got 5"),
+        ({"n": 0}, "n must be between 1 and 128, got 0"),
+        ({"max_tokens": 1.5}, "max_tokens must be made of integers"),
+    ],
+)
+def test_a_parameter_of_the_wrong_kind_is_named(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        SamplingParams(**wrong)
+
+
+async def test_it_works_inside_a_running_loop_and_in_threads(folder: Path) -> None:
+    """As in a notebook's cell, where a loop runs already."""
+    with LLM(str(folder), num_kv_blocks=64, max_model_len=1024) as llm:
+        expected = texts(llm, "loop")
+        found = await asyncio.gather(*(asyncio.to_thread(texts, llm, "loop") for _ in range(4)))
+    assert found == [expected] * 4
+
+
+def test_it_is_closed_when_it_is_dropped_wherever_that_is() -> None:
+    before = set(threading.enumerate())
+    dropped = [make_llm("llama")]
+    started = set(threading.enumerate()) - before
+    assert started
+    collector = threading.Thread(target=dropped.clear)
+    collector.start()
+    collector.join()
+    gc.collect()
+    for thread in started:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+async def test_async_deltas_come_as_they_are_made_and_end_with_their_reader(folder: Path, llm: LLM) -> None:
+    expected = texts(llm, "async", greedy(20))
+    async with AsyncLLM(str(folder), num_kv_blocks=64, max_model_len=1024) as other:
+        deltas = [delta async for delta in other.generate("async", greedy(20))]
+        assert len(deltas) > 2
+        assert ["".join(delta.text for delta in deltas)] == expected
+        assert deltas[-1].finish_reason is not None
+        chat = [delta async for delta in other.chat([{"role": "user", "content": "hello"}], greedy(6))]
+        assert chat[-1].num_prompt_tokens == len("<user>hello<a>")
+        (done,) = await other.complete("async", greedy(20))
+        assert [done.text] == expected
+        watched = other.generate("left", LONG)
+        async for _ in watched:
+            break
+        await watched.aclose()
+        assert other.engine.num_streams == 0
+        with pytest.raises(InvalidRequestError, match="use complete for several"):
+            await anext(other.generate("a", SamplingParams(n=2)))
+    with pytest.raises(TypeError, match="no_such_option"):
+        AsyncLLM(str(folder), no_such_option=1)
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_a_wrong_argument_leaves_no_thread(kind: type[Any], folder: Path) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="kv_bits"):
+        kind(str(folder), kv_bits="3")
+    assert set(threading.enumerate()) <= before
+
+
+async def test_async_vectors_scores_and_adapters_are_those_of_llm(tmp_path: Path) -> None:
+    path = str(tmp_path / "embedder")
+    save_embedder(tmp_path / "embedder")
+    async with AsyncLLM(path, num_kv_blocks=64, max_model_len=256) as other:
+        with LLM(path, num_kv_blocks=64, max_model_len=256) as llm:
+            for prompts in ("one", ["one", "two"]):
+                found, expected = await other.embed(prompts, dimensions=8), llm.embed(prompts, dimensions=8)
+                assert len(found) == len(expected)
+                for mine, theirs in zip(found, expected, strict=True):
+                    assert np.array_equal(mine.embedding, theirs.embedding)
+            assert await other.score("one", ["one", "two"]) == llm.score("one", ["one", "two"])
+        with pytest.raises(ModelNotFoundError, match="nobody"):
+            await other.complete(["a"], adapters="nobody")
+
+
+NOTEBOOK = [
+    "from mlx_server import LLM, AsyncLLM, SamplingParams\nllm = LLM({folder!r}, num_kv_blocks=32, max_model_len=512)",
+    "llm.generate('Hello', SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)[0].text;",
+    "four = SamplingParams(max_tokens=4, ignore_eos=True)\n"
+    "print(len(llm.chat([{{'role': 'user', 'content': 'Hi'}}], four)[0].token_ids))",
+    "llm.close()\nasync with AsyncLLM({folder!r}, num_kv_blocks=32, max_model_len=512) as llm:\n"
+    "    async for delta in llm.generate('Hello', four):\n"
+    "        print(len(delta.token_ids), end=' ')",
+]
+
+
+def test_a_notebook_loads_generates_chats_and_streams(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    monkeypatch.setenv("MLX_SERVE_HOME", str(with_kernels(tmp_path / "home")))
+    cells = [nbformat.v4.new_code_cell(cell.format(folder=str(folder))) for cell in NOTEBOOK]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    printed = ["".join(o.get("text", "") for o in c.outputs if o.get("name") == "stdout") for c in notebook.cells]
+    assert printed[2].split() == ["4"]
+    assert sum(map(int, printed[3].split())) == 4

@@ -1,0 +1,93 @@
+"""Image files to pixels: formats, orientation and bounds."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mlx_server.engine.vision.decoding import UnreadableImageError, decode
+from tests.picture_worlds import encoded, picture
+
+
+@pytest.mark.parametrize("form", ["PNG", "WEBP", "GIF", "JPEG"])
+def test_each_format_is_read_as_rgb(form: str):
+    image = picture().convert("P" if form == "GIF" else "RGB")
+    options = {"lossless": True} if form == "WEBP" else {}
+    found = decode(encoded(image, form, **options))
+    assert (found.mode, found.size) == ("RGB", (56, 84))
+    if form != "JPEG":
+        assert np.array_equal(np.asarray(found), np.asarray(image.convert("RGB")))
+
+
+def test_the_first_frame_of_a_film_is_read():
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    found = decode(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
+    assert found.getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_a_photo_stands_upright():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    assert decode(encoded(picture(), "JPEG", exif=exif)).size == (84, 56)
+
+
+def test_transparency_of_a_palette_is_no_warning():
+    image = Image.new("P", (4, 4))
+    image.putpalette([255, 0, 0, 0, 255, 0])
+    assert decode(encoded(image, "PNG", transparency=b"\x00\xff")).mode == "RGB"
+
+
+def test_grey_of_sixteen_bits_is_not_white():
+    grey = np.arange(0, 65536, 1024, dtype=np.uint16).reshape(8, 8)
+    found = np.asarray(decode(encoded(Image.fromarray(grey))))
+    assert np.array_equal(found, np.repeat((grey // 257)[:, :, None], 3, axis=2))
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG that claims so many pixels, and has none."""
+    chunks = [b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0), b"IDAT"]
+    written = (struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(written)
+
+
+def test_too_many_pixels_are_refused_before_they_are_decoded():
+    with pytest.raises(UnreadableImageError, match=r"has 8000 x 8000 pixels; at most 50,000,000 are read"):
+        decode(bomb(8000, 8000))
+
+
+@pytest.mark.parametrize(("form", "turned"), [("PNG", 1), ("JPEG", 1), ("JPEG", 6)])
+@pytest.mark.parametrize("size", [(640, 160), (160, 640)])
+def test_more_pixels_than_wanted_are_made_fewer(form: str, turned: int, size: tuple[int, int]):
+    exif = Image.Exif()
+    exif[0x0112] = turned
+    data = encoded(Image.radial_gradient("L").resize(size).convert("RGB"), form, exif=exif)
+    found, whole = decode(data, 40_000), decode(data)
+    assert found.size in ([(400, 100), (100, 400)][(size[0] < size[1]) != (turned == 6)],)
+    assert abs(np.asarray(found, float) - np.asarray(whole.resize(found.size), float)).max() < 12
+
+
+@pytest.mark.parametrize("size", [(3000, 1), (1, 3000), (101, 100)])
+def test_odd_proportions_stay_within_the_pixels(size: tuple[int, int]):
+    width, height = decode(encoded(Image.new("RGB", size)), 2000).size
+    assert 0.95 * 2000 < width * height <= 2000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"%PDF-1.7",
+        b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        encoded(picture())[:200],
+        encoded(picture(), "BMP"),
+        bomb(60_000, 60_000),
+    ],
+    ids=["empty", "pdf", "svg", "cut", "bmp", "bomb"],
+)
+def test_what_is_no_image_is_told_with_what_is_read(data: bytes):
+    with pytest.raises(UnreadableImageError, match=r"cannot be decoded .* PNG, JPEG, WEBP, GIF are read"):
+        decode(data)

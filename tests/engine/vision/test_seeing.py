@@ -1,0 +1,190 @@
+"""An image file as encoders and prompts have it: as the processors of transformers and mlx-vlm say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlx_server.engine.vision import seeing
+from mlx_server.engine.vision.decoding import decode
+from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel
+from mlx_server.errors import ModelLoadError
+from tests.picture_worlds import FOLDERS, GEMMA, PIXTRAL, QWEN, SMOLVLM, VisionFolder, encoded, picture
+
+
+def load(folder: VisionFolder, path: Path) -> SeeingModel:
+    return folder.load(path, folder.tokenizer())
+
+
+def test_qwens_images_have_a_token_for_each_four_patches(tmp_path: Path):
+    found = load(QWEN, tmp_path).prepare(encoded(picture(size=(56, 84))))
+    (piece,) = found.pieces
+    assert (found.text, piece.num_tokens) == ("<|image_pad|>", 2 * 3)
+    assert piece.inputs["image_grid_thw"].tolist() == [[1, 6, 4]]
+    assert piece.inputs["pixel_values"].shape == (24, 3 * 2 * 14 * 14)
+
+
+def test_gemmas_images_are_one_square(tmp_path: Path):
+    found = load(GEMMA, tmp_path).prepare(encoded(picture(size=(200, 30))))
+    (piece,) = found.pieces
+    assert found.text == "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"
+    assert (piece.num_tokens, piece.inputs["pixel_values"].shape) == (4, (1, 3, 56, 56))
+    assert set(piece.inputs) == {"pixel_values"}
+
+
+def test_smolvlms_images_are_tiles_that_are_pieces(tmp_path: Path):
+    found = load(SMOLVLM, tmp_path).prepare(encoded(picture(size=(112, 56))))
+    fake = "<fake_token_around_image>"
+    assert found.text == (f"{fake}<row_1_col_1><image>{fake}<row_1_col_2><image>\n\n{fake}<global-img><image>{fake}")
+    assert [piece.num_tokens for piece in found.pieces] == [4, 4, 4]
+    assert {piece.inputs["pixel_values"].shape for piece in found.pieces} == {(1, 1, 3, 56, 56)}
+    assert len({piece.digest for piece in found.pieces}) == 3
+
+
+@pytest.mark.parametrize(("merged", "rows", "columns"), [(1, 4, 6), (2, 2, 3)])
+def test_pixtrals_images_are_rows_with_breaks_between(tmp_path: Path, merged: int, rows: int, columns: int):
+    folder = dataclasses.replace(PIXTRAL, config={**PIXTRAL.config, "spatial_merge_size": merged})
+    model = load(folder, tmp_path)
+    found = model.prepare(encoded(picture(size=(84, 56))))
+    (piece,) = found.pieces
+    row = [model.image_token_id] * columns
+    between = model.tokenizer.token_to_id("[IMG_BREAK]")
+    assert list(piece.token_ids) == [*([*row, between] * (rows - 1)), *row]
+    assert found.text == "[IMG][IMG_END]"
+    assert piece.inputs["image_sizes"].tolist() == [[56, 84]]
+    assert piece.inputs["pixel_values"].shape == (1, 3, 56, 84)
+
+
+def plain(arrays: Any) -> dict[str, np.ndarray]:
+    return {name: np.asarray(arrays[name]) for name in arrays}
+
+
+def as_reference(found: PreparedImage, reference: dict[str, np.ndarray], axis: int) -> None:
+    for name in found.pieces[0].inputs:
+        joined = np.concatenate([piece.inputs[name] for piece in found.pieces], axis=axis)
+        assert np.array_equal(joined, reference[name]), name
+
+
+def test_gemma_3_is_as_transformers_processor_has_it(tmp_path: Path):
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+    model, tokenizer = load(GEMMA, tmp_path), GEMMA.tokenizer()
+    for name, token in {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"}.items():
+        setattr(tokenizer.hf, f"{name}_token", token)
+        setattr(tokenizer.hf, f"{name}_token_id", tokenizer.token_to_id(token))
+    processor = Gemma3Processor(model.processor, tokenizer.hf, image_seq_length=4)
+    theirs = processor(images=picture(), text="See <start_of_image>", return_tensors="np")
+    found = model.prepare(encoded(picture()))
+    as_reference(found, plain(theirs), 0)
+    ids = tokenizer.encode(f"See {found.text}", add_special_tokens=False)
+    spread = [i for token in ids for i in [token] * (4 if token == model.image_token_id else 1)]
+    assert spread == theirs["input_ids"][0].tolist()
+
+
+def test_tiles_are_as_transformers_processor_has_them(tmp_path: Path):
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
+    model, tokenizer = load(SMOLVLM, tmp_path), SMOLVLM.tokenizer()
+    tokenizer.hf.image_token = "<image>"
+    processor = Idefics3Processor(model.processor, tokenizer.hf, image_seq_len=4)
+    for size in [(112, 56), (56, 56), (80, 112)]:
+        image = picture(size=size)
+        theirs = processor(images=[image], text="See <image>", return_tensors="np")
+        found = model.prepare(encoded(image))
+        as_reference(found, plain(theirs), 1)
+        ids = tokenizer.encode(f"See {found.text}", add_special_tokens=False)
+        spread = [i for token in ids for i in [token] * (4 if token == model.image_token_id else 1)]
+        assert spread == theirs["input_ids"][0].tolist(), size
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of mlx-vlm's imports
+def test_qwen_3_is_as_mlx_vlms_processor_has_it(tmp_path: Path):
+    theirs = pytest.importorskip("mlx_vlm.models.qwen3_vl.processing_qwen3_vl")
+    numbers = {"patch_size": 16, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    bounds = {"min_pixels": 4096, "max_pixels": 200_704}
+    processor = {"image_processor_type": "Qwen2VLImageProcessorFast", **numbers, **bounds}
+    folder = dataclasses.replace(QWEN, config={**QWEN.config, "model_type": "qwen3_vl"}, processor=processor)
+    model, reference = load(folder, tmp_path), theirs.Qwen3VLImageProcessor(**numbers, **bounds)
+    for size in [(56, 84), (640, 480)]:
+        image = picture(size=size)
+        (piece,), expected = model.prepare(encoded(image)).pieces, plain(reference(image))
+        assert np.array_equal(piece.inputs["image_grid_thw"], expected["image_grid_thw"])
+        assert np.abs(piece.inputs["pixel_values"] - expected["pixel_values"]).max() < 1e-6
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("max_pixels", [1024, 20_000])
+def test_inputs_are_bounded_by_the_pixels(tmp_path: Path, name: str, max_pixels: int):
+    processor = dict(FOLDERS[name].processor)
+    if name == "qwen":
+        processor |= {"min_pixels": 3136, "max_pixels": 2**26}
+    model = load(dataclasses.replace(FOLDERS[name], processor=processor), tmp_path)
+    found = model.prepare(encoded(picture(size=(700, 500))), max_pixels)
+    if name in ("qwen", "pixtral"):
+        rounding = 2 * 28 * 500  # Pixtral's sides are rounded up
+        most = max_pixels * 2 if name == "qwen" else max_pixels + rounding
+        assert found.pieces[0].inputs["pixel_values"].size <= 3 * most
+    else:  # these have sizes of their own
+        assert found.num_tokens <= 5 * 4
+
+
+def test_equal_images_have_equal_digests_and_others_other_ones(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    model, again = load(QWEN, tmp_path), load(QWEN, tmp_path / "a")
+    digests = [model.prepare(encoded(picture(seed))).pieces[0].digest for seed in (0, 1)]
+    assert len({*digests}) == 2
+    assert {len(digest) for digest in digests} == {32}
+    lossless = encoded(picture(0), "WEBP", lossless=True)
+    assert again.prepare(lossless).pieces[0].digest == digests[0], "the pixels count, not the file"
+    assert seeing._piece([1], {"a": np.zeros((2, 3))}).digest != seeing._piece([1], {"a": np.zeros((3, 2))}).digest
+
+
+def test_an_image_that_was_seen_is_not_prepared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = load(QWEN, tmp_path)
+    first = model.prepare(encoded(picture(0)))
+    monkeypatch.setattr(seeing, "MAX_KEPT_BYTES", first.num_bytes * 2)
+    assert model.prepare(encoded(picture(0))) is first
+    model.prepare(encoded(picture(1)))
+    assert model.prepare(encoded(picture(0))) is first
+    model.prepare(encoded(picture(2)))  # in the place of the one that was used the longest ago
+    assert model.prepare(encoded(picture(0))) is first
+    model.prepare(encoded(picture(1)))
+    model.prepare(encoded(picture(2)))
+    assert model.prepare(encoded(picture(0))) is not first
+
+
+def test_an_image_is_kept_for_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, data = load(QWEN, tmp_path), encoded(picture())
+    decoded: list[int] = []
+    monkeypatch.setattr(seeing, "decode", lambda *asked: decoded.append(1) or decode(*asked))
+    for owner, count in [("a", 1), ("b", 2), ("a", 2), ("b", 2)]:
+        model.prepare(data, owner=owner)
+        assert len(decoded) == count
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_without_its_processor_is_told(tmp_path: Path, name: str):
+    folder = FOLDERS[name]
+    tokenizer = folder.tokenizer()
+    config = {**folder.config, "image_token_id": tokenizer.token_to_id(folder.image_token)}
+    with pytest.raises(ModelLoadError, match=r"preprocessor_config\.json"):
+        SeeingModel.load(tmp_path, config, tokenizer)
+
+
+def test_what_has_no_eyes_or_unknown_ones_is_none(tmp_path: Path):
+    tokenizer = QWEN.tokenizer()
+    for config in ({"model_type": "qwen3"}, {"model_type": "gemma3"}, {**QWEN.config, "model_type": "kimi_vl"}):
+        assert SeeingModel.load(tmp_path, config, tokenizer) is None
+
+
+def test_an_image_token_that_is_none_is_told(tmp_path: Path):
+    tokenizer = QWEN.tokenizer()
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(QWEN.processor))
+    with pytest.raises(ModelLoadError, match="image_token_id is 99999"):
+        SeeingModel.load(tmp_path, {**QWEN.config, "image_token_id": 99999}, tokenizer)

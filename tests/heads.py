@@ -1,0 +1,147 @@
+"""Folders of tiny models with multi-token-prediction heads, as their checkpoints have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_server.runtime.models.random_models import build_random
+from tests.architectures import config_of
+from tests.tiny_models import VOCAB_SIZE, byte_tokenizer, save_model_folder
+
+Weights = dict[str, mx.array]
+
+_QWEN = ("mtp.", "mtp.layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"))
+_DEEPSEEK = ("model.layers.{}.", "model.layers.{}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+_MIMO = (
+    "model.mtp_layers.0.",
+    "model.mtp_layers.0.",
+    ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+)
+NAMES: dict[str, tuple[str, str, tuple[str, str, str, str]]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _QWEN),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _DEEPSEEK),
+    "mimo": _MIMO,
+}
+"""By architecture: what names of the head begin with, those of its layer, and what its own parts are called."""
+
+
+def head_config(architecture: str) -> dict[str, Any]:
+    """Of a model with the head's kind of layer only."""
+    config = config_of(architecture)
+    changes = {"num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0}
+    if "text_config" in config:
+        config["text_config"] = {**config["text_config"], **changes}
+    return {**config, **changes}
+
+
+def head_weights(architecture: str, seed: int = 1) -> Weights:
+    """Random ones of a head, as a file in MLX's format has them."""
+    config = config_of(architecture)
+    prefix, layer_prefix, (embedding_norm, hidden_norm, projection, norm) = NAMES[architecture]
+    num_layers = (config.get("text_config") or config)["num_hidden_layers"]
+    one = build_random(head_config(architecture), seed)
+    weights = {
+        f"{layer_prefix.format(num_layers)}{name.partition('layers.0.')[2]}": array
+        for name, array in tree_flatten(one.parameters())
+        if "layers.0." in name
+    }
+    size = config["hidden_size"]
+    keys = mx.random.split(mx.random.key(seed), 4)
+    prefix = prefix.format(num_layers)
+    for name, key in zip((embedding_norm, hidden_norm, norm), keys):
+        weights[f"{prefix}{name}.weight"] = 1.0 + 0.1 * mx.random.normal((size,), key=key)
+    weights[f"{prefix}{projection}.weight"] = 0.2 * mx.random.normal((size, 2 * size), key=keys[3])
+    return weights
+
+
+def save_head(path: Path, weights: Weights, file_name: str = "mtp.safetensors", kind: str = "mlx") -> None:
+    """`kind` "pt": as it was published, and not converted."""
+    mx.save_safetensors(str(path / file_name), weights, metadata={"format": kind})
+
+
+def head_folder(path: Path, architecture: str, *, inside: bool = False) -> str:
+    """A tiny random model with a random head, beside its weights or among them."""
+    config = _stored(config_of(architecture))
+    model = build_random(config, 0)
+    save_model_folder(model, config, path, byte_tokenizer())
+    if inside:
+        both = {**dict(tree_flatten(model.parameters())), **head_weights(architecture)}
+        save_head(path, both, "model.safetensors")
+    else:
+        save_head(path, head_weights(architecture))
+    return str(path)
+
+
+CYCLE = np.roll(np.arange(VOCAB_SIZE), -7)
+"""The likeliest token behind each one, of a model of `cycle_folder`."""
+
+
+def cycle_folder(path: Path, architecture: str, *, reads_hidden: bool) -> str:
+    """A model whose next token depends on the last one alone, with a head that always knows the one behind: from the
+    model's hidden state, or from the token before. Layers add nothing; embeddings are unit vectors."""
+    config = _stored(config_of(architecture))
+    config |= {"hidden_size": VOCAB_SIZE, "num_attention_heads": 5, "num_key_value_heads": 5}
+    model = build_random(config, 0)
+    table = np.zeros((VOCAB_SIZE, VOCAB_SIZE), np.float32)
+    table[CYCLE, np.arange(VOCAB_SIZE)] = 1.0
+    step = mx.array(table)  # from a unit vector to the next token's
+    eye, nothing = mx.eye(VOCAB_SIZE), mx.zeros((VOCAB_SIZE, VOCAB_SIZE))
+    weights = _without_layers(dict(tree_flatten(model.parameters())))
+    weights = {n: eye if n.endswith("embed_tokens.weight") else a for n, a in weights.items()}
+    weights = {n: 0.3 * step if n.endswith("lm_head.weight") else a for n, a in weights.items()}
+    path.mkdir()
+    save_model_folder(model, config, path, byte_tokenizer())
+    save_head(path, weights, "model.safetensors")
+    prefix, layer_prefix, (embedding_norm, hidden_norm, projection, norm) = NAMES[architecture]
+    num_layers = (config.get("text_config") or config)["num_hidden_layers"]
+    one = build_random({**config, "num_hidden_layers": 1, "first_k_dense_replace": 0}, 1)
+    prefix = prefix.format(num_layers)
+    head = {
+        f"{layer_prefix.format(num_layers)}{name.partition('layers.0.')[2]}": array
+        for name, array in _without_layers(dict(tree_flatten(one.parameters()))).items()
+        if "layers.0." in name
+    }
+    head |= {f"{prefix}{name}.weight": mx.ones(VOCAB_SIZE) for name in (embedding_norm, hidden_norm, norm)}
+    parts = [nothing, step] if reads_hidden else [eye, nothing]
+    if architecture == "mimo":
+        parts.reverse()
+    save_head(path, {**head, f"{prefix}{projection}.weight": mx.concatenate(parts, axis=1)})
+    return str(path)
+
+
+def _stored(config: dict[str, Any]) -> dict[str, Any]:
+    """As a `config.json` has it: of most models transformers warns of a null in this place."""
+    if config["model_type"] == "glm4_moe":
+        return config
+    nested = config.get("text_config")
+    own = {"text_config": _stored(nested)} if isinstance(nested, dict) else {}
+    return {name: value for name, value in {**config, **own}.items() if name != "rope_scaling"}
+
+
+def _without_layers(weights: Weights) -> Weights:
+    """Those of a model whose layers add nothing, and whose norms only scale."""
+
+    def change(name: str, array: mx.array) -> mx.array:
+        if "o_proj" in name or "down_proj" in name:
+            return mx.zeros_like(array)
+        return mx.ones_like(array) if name.endswith("norm.weight") else array
+
+    return {name: change(name, array) for name, array in weights.items()}
+
+
+def as_published(weights: Weights, *, less_one: Callable[[str], bool]) -> Weights:
+    """With experts one by one, and norms' weights less 1 where `less_one` says so."""
+    published: Weights = {}
+    for name, array in weights.items():
+        if ".switch_mlp." in name:
+            for number, expert in enumerate(array):
+                published[name.replace(".switch_mlp.", f".experts.{number}.")] = expert
+        else:
+            published[name] = array - 1.0 if less_one(name) else array
+    return published

@@ -1,0 +1,209 @@
+"""The tier of a process: reads and writes on its threads, its bounds, and what an error of the disk does."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import threading
+import time
+
+import pytest
+
+from mlx_server.kv_disk import disk as disks
+from mlx_server.kv_disk.budget import WriteBudget
+from mlx_server.kv_disk.disk import KvDisk, ModelRecords, open_disk
+from mlx_server.kv_disk.files import Files
+from mlx_server.kv_disk.fingerprint import fingerprint
+from tests.kv_disk.faults import FaultyFiles
+from tests.kv_disk.test_store import SPACE, content_of, digest_of
+
+DAY = 10**12
+
+
+def write(disk: KvDisk, *numbers: int) -> None:
+    records = ModelRecords(disk, SPACE)
+    for number in numbers:
+        records.write(digest_of(number), bytes(16), bytes(8), content_of(number))
+    assert disk.drain(10)
+
+
+def read(disk: KvDisk, number: int) -> memoryview | None:
+    done, found = threading.Event(), []
+    ModelRecords(disk, SPACE, notify=done.set).read(digest_of(number), found.append)
+    assert done.wait(10), "a read that is never answered"
+    return found[0]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    disk = KvDisk(Files(tmp_path), 2**20, DAY)
+    yield disk
+    disk.close()
+
+
+def test_blocks_are_written_and_read_on_threads(disk):
+    write(disk, 1, 2)
+    assert disk.has(digest_of(1))
+    assert disk.is_stored(digest_of(2))
+    assert (read(disk, 2), read(disk, 3)) == (content_of(2), None)
+    assert (disk.counters.num_bytes_written, disk.counters.num_bytes_read) == (10_000, 5_000)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_the_first_error_turns_it_off_with_one_line(tmp_path, caplog, number):
+    files = FaultyFiles(tmp_path, random.Random(0))
+    disk = KvDisk(files, 2**20, DAY)
+    write(disk, 1)
+    files.fails_in, files.fault = 0, OSError(number, "the disk says no")
+    write(disk, 2, 3, 4)
+    assert not disk.is_on
+    assert (disk.has(digest_of(1)), disk.is_stored(digest_of(1)), disk.room()) == (False, False, 0)
+    assert read(disk, 1) is None
+    disk.close()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "the disk says no" in caplog.text
+    assert disk.counters.num_errors == 1
+
+
+def test_a_read_error_is_answered_with_none(tmp_path, monkeypatch, disk):
+    write(disk, 1)
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, "bad sector")
+
+    monkeypatch.setattr(disk.files, "read", fail)
+    assert read(disk, 1) is None
+    assert disk.error == "[Errno 5] bad sector"
+
+
+def test_what_is_not_wanted_any_more_is_not_read(disk):
+    write(disk, 1)
+    done, found = threading.Event(), []
+    ModelRecords(disk, SPACE, notify=done.set).read(digest_of(1), found.append, lambda: False)
+    assert done.wait(10)
+    assert (found, disk.counters.num_bytes_read) == ([None], 0)
+
+
+def test_no_more_may_wait_than_has_room(disk, monkeypatch):
+    monkeypatch.setattr(disks, "_MOST_WAITING_BYTES", 12_000)
+    assert disk.room() == 12_000
+    assert disk.room(20_000) == 20_000, "what is larger comes alone"
+
+
+def test_the_days_writes_are_bounded_over_restarts(tmp_path):
+    for limit, wanted in ((12_000, [1, 2]), (12_000, [1, 2]), (20_000, [1, 2])):
+        disk = KvDisk(Files(tmp_path), 2**20, limit)
+        write(disk, 1, 2, 3, 4)
+        assert [number for number in range(1, 5) if disk.is_stored(digest_of(number)) or number > 2] == [*wanted, 3, 4]
+        assert not disk.is_stored(digest_of(3))
+        assert disk.room() < SPACE.content_bytes
+        disk.close()
+
+
+def test_a_budget_fills_up_within_a_day_whatever_the_clock_does(tmp_path):
+    now = [1e9]
+    files = Files(tmp_path)
+    budget = WriteBudget(files, 86_400, lambda: now[0])
+    budget.spend(86_400)
+    assert budget.left == 0
+    now[0] += 3600
+    assert budget.left == 3600
+    now[0] -= 1e8
+    assert budget.left == 3600
+    now[0] += 1e9
+    assert budget.left == 86_400
+    budget.spend(400)
+    budget.write(budget.state())
+    assert WriteBudget(files, 86_400, lambda: now[0]).left == 86_000
+    (tmp_path / "budget.json").write_text("{")
+    assert WriteBudget(files, 86_400, lambda: now[0]).left == 86_400
+
+
+def test_the_budget_is_written_down_without_the_lock(tmp_path, monkeypatch):
+    """The event loop takes it at each step, and a disk may take its time."""
+    files = Files(tmp_path)
+    disk = KvDisk(files, 2**20, 12_000)
+    replace, met = files.replace, []
+
+    def slow(name: str, content: bytes) -> None:
+        asking = threading.Thread(target=lambda: met.append(disk.room()))
+        asking.start()
+        asking.join(5)
+        met.append(asking.is_alive())
+        replace(name, content)
+
+    monkeypatch.setattr(files, "replace", slow)
+    write(disk, 1)
+    assert met == [2000, False], "one of two waits to be written still"
+    disk.close()
+
+
+def test_reads_come_before_writes(tmp_path, monkeypatch, disk):
+    write(disk, 1)
+    order, gate = [], threading.Event()
+    get, put = disk.store.get, disk.store.put
+    monkeypatch.setattr(disk.store, "get", lambda digest: (gate.wait(10), order.append("read"), get(digest))[-1])
+    monkeypatch.setattr(disk.store, "put", lambda *record: (order.append("write"), put(*record))[-1])
+    done = threading.Event()
+    ModelRecords(disk, SPACE, done.set).read(digest_of(1), lambda content: None)
+    ModelRecords(disk, SPACE).write(digest_of(2), bytes(16), bytes(8), content_of(2))
+    time.sleep(0.05)
+    gate.set()
+    assert disk.drain(10)
+    assert order == ["read", "write"]
+
+
+def test_a_folder_has_one_server_at_a_time(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(disks, "_LOCK_TIMEOUT_S", 0.1)
+    first = open_disk(tmp_path, "1MB", DAY)
+    assert first is not None
+    assert open_disk(tmp_path, "1MB", DAY) is None
+    assert "Another server uses" in caplog.text
+    first.close()
+    second = open_disk(tmp_path, "auto", DAY)
+    assert second is not None
+    assert second.store.limit_bytes == pytest.approx(second.files.free_bytes() / 10, rel=0.05)
+    second.close()
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    assert open_disk(tmp_path / "file" / "kv", "1MB", DAY) is None
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+# --- what a model is known by -----------------------------------------------------------------------------
+
+
+def test_a_fingerprint_is_that_of_the_contents_wherever_they_lie(tmp_path):
+    prints = set()
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(bytes(100_000))
+        (folder / "config.json").write_text("{}")
+        (folder / "README.md").write_text(name)
+        prints.add(fingerprint(folder))
+    assert len(prints) == 1
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.py"])
+def test_any_byte_of_weights_configuration_and_code_changes_it(tmp_path, name):
+    files = Files(tmp_path / "disk")
+    for made in ("model.safetensors", "config.json", "model.py"):
+        (tmp_path / made).write_bytes(bytes(1000))
+    before = fingerprint(tmp_path, files)
+    assert fingerprint(tmp_path, files) == before
+    changed = bytearray(1000)
+    changed[617] = 1
+    (tmp_path / name).write_bytes(changed)
+    assert fingerprint(tmp_path, files) != before
+
+
+def test_weights_are_read_once(tmp_path, monkeypatch):
+    files = Files(tmp_path / "disk")
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    before = fingerprint(tmp_path, files)
+    monkeypatch.setattr("mlx_server.kv_disk.fingerprint._content_digest", lambda path: pytest.fail("read again"))
+    assert fingerprint(tmp_path, files) == before

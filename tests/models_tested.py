@@ -1,0 +1,154 @@
+"""The tables of docs/models-tested.md, out of what tiny models and real templates do: `python -m tests.models_tested`
+writes them anew."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_server.engine.text.reasoning import find_reasoning_markers
+from mlx_server.engine.vision.seeing import is_known
+from mlx_server.errors import ConfigError, ModelLoadError
+from mlx_server.runtime import kv_loss
+from mlx_server.runtime.block_contents import BlockContents
+from mlx_server.runtime.image_probe import SAMPLES
+from mlx_server.runtime.models.tool_parsers import find_tool_parser
+from tests.architectures import ARCHITECTURES, BROKEN, NEEDS_METAL, REFUSED, config_of
+from tests.conformance import Subject
+from tests.text_worlds import make_tokenizer
+
+PAGE = Path(__file__).parents[1] / "docs" / "models-tested.md"
+TEMPLATES = Path(__file__).parent / "engine" / "chat_templates"
+UNSEEN = [name for name in SAMPLES if name not in ARCHITECTURES]
+"""Served by mlx-vlm's code alone."""
+
+_HEADS = {"head_dim": 64, "global_head_dim": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 32}
+_WIDTH = {"hidden_size": 256, "n_embd": 256, "d_model": 256, "block_dim": 256}
+_WIDER: tuple[dict[str, Any], ...] = (
+    _HEADS,
+    _WIDTH,
+    {**_HEADS, **_WIDTH},
+    {**_WIDTH, "head_dim": 64, "v_head_dim": 64, "qk_nope_head_dim": 64},
+    {**_HEADS, "v_head_dim": 64, "qk_nope_head_dim": 64},
+    {"head_dim": 32, "num_attention_heads": 2},
+)
+"""Ways to dimensions that are multiples of 32, which real models have and most tiny ones do not."""
+
+_ENTRIES = {"openai-gpt-oss-120b": ("<|constrain|>", "<|call|>", "<|message|>", "<|channel|>")}
+"""Of vocabularies, by template, which need not show them."""
+
+YES, UNTESTED, NONE = "yes", "not tested", "–"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is known of an architecture, each in words for the table."""
+
+    name: str
+    text: str
+    images: str = NONE
+    speculation: str = NONE
+    kv_bits: str = NONE
+    disk: str = NONE
+
+    def __str__(self) -> str:
+        return f"| {self.name} | {self.text} | {self.images} | {self.speculation} | {self.kv_bits} | {self.disk} |"
+
+
+def text_of(level: str) -> str:
+    """What is said of a model that is served at `level`."""
+    return YES if level == "ragged" else f"yes ({level})"
+
+
+def row_of(name: str) -> Row:
+    """By loading tiny models of that architecture, which takes a second."""
+    if name in UNSEEN:
+        return Row(name, "by mlx-vlm's code", YES, UNTESTED, UNTESTED, UNTESTED)
+    if name in {*REFUSED, *BROKEN}:
+        return Row(name, "refused")
+    if name in NEEDS_METAL:
+        return Row(name, "on Macs only", speculation=UNTESTED, kv_bits=UNTESTED, disk=UNTESTED)
+    subject = Subject(name)
+    subject.wanted([[1, 2, 3]], [2])  # constants belong to the thread that makes them
+    with subject.make_llm(speculate="ngram") as llm:
+        cache = llm.engine._parts.runner.cache
+        refusal, has_kv = BlockContents(cache).refusal(), bool(cache.paged)
+        drafts = llm.engine.scheduler.speculation is not None
+        level = llm.info.level
+    return Row(
+        name,
+        text_of(level),
+        _images(name),
+        YES if drafts else "no",
+        _kv_bits(name) if has_kv else NONE,
+        YES if refusal is None else f"no: {refusal}",
+    )
+
+
+def _images(name: str) -> str:
+    if name in SAMPLES:
+        return YES
+    return "no: the encoder is not run" if is_known({"model_type": name, "vision_config": {}}) else NONE
+
+
+def _kv_bits(name: str) -> str:
+    for change in _WIDER:
+        try:
+            subject = Subject(name, _changed(config_of(name), change))
+            subject.wanted([[1, 2, 3]], [2])
+            # Random weights lose more than a model's that has learnt something.
+            with mock.patch.object(kv_loss, "_MOST_DIVERGENCE", np.inf), subject.make_llm(kv_bits="8"):
+                return YES
+        except (ConfigError, ModelLoadError, ValueError):  # mlx-lm's own for what fits no such model
+            continue
+    return UNTESTED
+
+
+def _changed(config: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """Also in the part on text, where there is one."""
+    inner = {name: _changed(value, change) for name, value in config.items() if name == "text_config"}
+    return {**config, **change, **inner}
+
+
+def template_row(path: Path) -> str:
+    template = path.read_text(encoding="utf-8")
+    shown = re.findall(r"<[^<>\s{}]{2,40}>|\[/?[A-Z_]{4,}\]", template)
+    names = sorted({*shown, *_ENTRIES.get(path.stem, ())})
+    tokenizer = make_tokenizer(added=names, chat_template=template)
+    parser, markers = find_tool_parser(tokenizer.hf), find_reasoning_markers(tokenizer)
+    calls = "JSON without tags" if parser is None else f"`{parser.name}`"
+    return f"| {path.stem} | {calls} | {'no' if markers is None else f'`{markers.start}`'} |"
+
+
+def architecture_table() -> str:
+    names = sorted({*ARCHITECTURES, *NEEDS_METAL, *BROKEN, *UNSEEN}, key=str.lower)
+    head = "| `model_type` | text | images | speculation | K/V in fewer bits | prefixes on disk |\n|" + " --- |" * 6
+    return "\n".join([head, *(str(row_of(name)) for name in names)])
+
+
+def template_table() -> str:
+    head = "| template | tool calls are read as | reasoning begins with |\n|" + " --- |" * 3
+    return "\n".join([head, *map(template_row, sorted(TEMPLATES.glob("*.jinja")))])
+
+
+def with_tables(page: str) -> str:
+    """The page with both tables, each between its marks."""
+    for name, table in (("architectures", architecture_table()), ("templates", template_table())):
+        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- end -->)"
+        page, count = re.subn(pattern, lambda found: found[1] + table + found[2], page, flags=re.DOTALL)  # noqa: B023
+        assert count == 1, name
+    return page
+
+
+if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)
+    mx.set_default_device(mx.cpu)
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

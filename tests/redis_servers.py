@@ -1,0 +1,63 @@
+"""A Redis server of the system's, of one test's own: at a socket file, with nothing on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis
+
+PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
+needs_redis = pytest.mark.skipif(PROGRAM is None, reason="redis-server is not installed (Debian: redis-server)")
+
+
+class RedisServer:
+    """It may be killed and started again, then without what it had, and stopped and continued by signals."""
+
+    def __init__(self, folder: Path, password: str) -> None:
+        self._socket = folder / "redis.sock"
+        self._password = password
+        self.url = f"unix://:{password}@{self._socket}"
+        self.process: Process | None = None
+
+    async def start(self) -> None:
+        assert PROGRAM is not None
+        options = ["--port", "0", "--unixsocket", str(self._socket), "--save", "", "--appendonly", "no"]
+        self.process = await asyncio.create_subprocess_exec(
+            PROGRAM, *options, "--requirepass", self._password, "--dir", str(self._socket.parent), stdout=DEVNULL
+        )
+        async with asyncio.timeout(30):
+            while not self._answers():  # noqa: ASYNC110 -- it says nothing when it is ready
+                await asyncio.sleep(0.01)
+
+    async def kill(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+    def client(self) -> redis.Redis:
+        """For what a test looks at by itself. Close it."""
+        return redis.Redis.from_url(self.url)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(redis.RedisError), self.client() as client:
+            return bool(client.ping())
+        return False
+
+
+@contextlib.asynccontextmanager
+async def redis_server(password: str = "sesame") -> AsyncIterator[RedisServer]:
+    # The path of a socket may have a hundred characters, which those of pytest's folders have.
+    with tempfile.TemporaryDirectory(prefix="mlx") as folder:
+        server = RedisServer(Path(folder), password)
+        try:
+            await server.start()
+            yield server
+        finally:
+            await server.kill()

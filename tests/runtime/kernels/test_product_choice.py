@@ -1,0 +1,259 @@
+"""Which layers get a product of their own: by proof and by time, kept from one load to the next."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import llama
+
+from mlx_server.runtime.kernels.gpu import product_choice
+from mlx_server.runtime.kernels.gpu.product_choice import (
+    ROW_COUNTS,
+    ProductTimes,
+    gpu_products,
+    measure_products,
+    stored_times,
+)
+from mlx_server.runtime.kernels.gpu.products import Form, FormProduct, ProductKernels, ProductShape
+from mlx_server.runtime.models import loader, random_models
+from tests.runtime.kernels.test_graph_cost import CallCounter
+
+SHAPE = ProductShape(num_columns=64, depth=128, bits=4, group_size=32, dtype=mx.float32)
+MLX_TIMES = tuple(float(count) for count in ROW_COUNTS)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path))
+    return tmp_path
+
+
+class HostKernels:
+    """Stands in for MLX: computes on the host, row for row, and notes the rows of each launch by form. `fault` is
+    called with a form and its result. A `result` is given as it is."""
+
+    def __init__(self, fault: Callable[[str, mx.array], mx.array] = lambda form, y: y) -> None:
+        self.launches: list[tuple[str, int]] = []
+        self.result: list[mx.array] | None = None
+        self._fault = fault
+
+    def __call__(self, *, name: str, **definition: Any) -> Callable[..., list[mx.array]]:
+        text, _, bits, group, *_ = name.split("__")
+        form = text.removeprefix("product_")
+
+        def call(*, inputs: list[mx.array], output_shapes: list[tuple[int, ...]], **launch: Any) -> list[mx.array]:
+            if self.result is not None:
+                return self.result
+            x, codes, scales, biases = inputs
+            self.launches.append((form, x.shape[0]))
+            rows = [mx.quantized_matmul(row[None], codes, scales, biases, True, int(group), int(bits)) for row in x]
+            return [self._fault(form, mx.concatenate(rows)).reshape(output_shapes[0])]
+
+        return call
+
+
+class Model(nn.Module):  # type: ignore[misc]
+    """Two layers of SHAPE, a tied head, and layers that no kernel is for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.QuantizedLinear(128, 64, bias=bias, group_size=32, bits=4) for bias in (True, False)]
+        self.head = nn.QuantizedEmbedding(96, 128, group_size=32, bits=8)
+        self.others = [nn.QuantizedLinear(128, 64, group_size=32, bits=3), nn.Linear(128, 64)]
+
+
+def times(vector: float, matrix: float) -> product_choice.Measure:
+    """MLX's times are the row counts; a form's are the same at every count."""
+
+    def measure(shape: ProductShape, layers: Sequence[Any], products: Sequence[FormProduct]) -> ProductTimes:
+        by_form = {Form.VECTOR: vector, Form.MATRIX: matrix}
+        forms = {product.form: (by_form[product.form],) * len(ROW_COUNTS) for product in products}
+        return ProductTimes({None: MLX_TIMES, **forms})
+
+    return measure
+
+
+def installed(kernels: HostKernels, measure: product_choice.Measure, *, exact: bool = False) -> Model:
+    model = Model()
+    for _ in gpu_products(model, ProductKernels(kernels), exact=exact, measure=measure):
+        pass
+    kernels.launches.clear()
+    return model
+
+
+def launched(kernels: HostKernels, layer: Any, counts: Sequence[int]) -> list[str | None]:
+    """Which form ran for each number of rows; None for MLX's own."""
+    found: list[str | None] = []
+    for count in counts:
+        kernels.launches.clear()
+        layer(mx.zeros((count, 128)))
+        found.append(kernels.launches[0][0] if kernels.launches else None)
+    return found
+
+
+def test_a_form_runs_where_it_is_faster_by_a_tenth() -> None:
+    """Numbers between those measured take what the next larger one does."""
+    kernels = HostKernels()
+    model = installed(kernels, times(vector=3.7, matrix=11.0))
+    counts = (1, 2, 3, 4, 5, 8, 12, 32, 33, 500)
+    wanted = [None, None, None, None, "vector", "vector", "vector", "vector", None, None]
+    assert launched(kernels, model.layers[0], counts) == wanted
+    assert launched(kernels, model.head.as_linear, (3, 6, 33)) == [None, "vector", None]
+    assert {type(layer) for layer in model.others} == {nn.QuantizedLinear, nn.Linear}
+
+
+def test_the_faster_form_runs_and_results_stay_what_they_were() -> None:
+    kernels = HostKernels()
+    model = installed(kernels, times(vector=20.0, matrix=10.0))
+    assert launched(kernels, model.layers[1], (8, 9, 16, 24)) == [None, "matrix", "matrix", "matrix"]
+    x = mx.random.normal((16, 1, 128))
+    for layer in model.layers:
+        own = (
+            nn.QuantizedLinear.__call__(layer, x)
+            if "bias" in layer
+            else mx.quantized_matmul(x, layer.weight, layer.scales, layer.biases, True, 32, 4)
+        )
+        np.testing.assert_allclose(np.array(layer(x)), np.array(own), atol=1e-5)
+
+
+def test_exact_layers_have_one_form_for_any_number_of_rows() -> None:
+    """The faster one over all counts, even where MLX is faster still."""
+    kernels = HostKernels()
+    model = installed(kernels, times(vector=90.0, matrix=80.0), exact=True)
+    counts = (1, 2, 7, 32, 33, 500)
+    assert launched(kernels, model.layers[0], counts) == ["matrix"] * len(counts)
+    assert launched(kernels, installed(kernels, times(vector=90.0, matrix=80.0)).layers[0], counts) == [None] * 6
+
+
+def test_activations_of_another_type_are_left_to_mlx() -> None:
+    kernels = HostKernels()
+    model = installed(kernels, times(0.5, 0.6))
+    model.layers[1](mx.zeros((2, 128), mx.float16))
+    assert kernels.launches == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (lambda form, y: 1.3 * y, "off by"),
+        (lambda form, y: y + (1e-6 * mx.abs(y).max() if len(y) == 7 else 0), "a row among 7 has other bits"),
+        (lambda form, y: y * (1 + 1e-6 * mx.arange(len(y))[:, None]), "a row has other bits in another place"),
+    ],
+)
+def test_a_form_that_fails_its_proof_is_not_used(
+    fault: Callable[[str, mx.array], mx.array], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line a shape says so, and the other form takes its place."""
+    kernels = HostKernels(lambda form, y: fault(form, y) if form == "vector" else y)
+    with caplog.at_level(logging.WARNING):
+        model = installed(kernels, times(vector=0.1, matrix=0.5))
+    assert launched(kernels, model.layers[0], (1, 8)) == ["matrix", "matrix"]
+    assert [reason in record.message for record in caplog.records] == [True, True]
+
+
+def test_a_kernel_that_does_not_compile_leaves_all_to_mlx(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(form: str, y: mx.array) -> mx.array:
+        raise RuntimeError(f"no {form} here")
+
+    model = installed(HostKernels(fail), times(0.1, 0.1))
+    assert {type(layer) for layer in model.layers} == {nn.QuantizedLinear}
+    assert "no vector here" in caplog.text
+    assert "no matrix here" in caplog.text
+
+
+def test_times_are_measured_once_for_a_shape_and_proved_at_each_load(home: Path) -> None:
+    seen: list[ProductShape] = []
+
+    def measure(shape: ProductShape, layers: Sequence[Any], products: Sequence[FormProduct]) -> ProductTimes:
+        seen.append(shape)
+        return times(0.5, 0.6)(shape, layers, products)
+
+    installed(HostKernels(), measure)
+    assert {(shape.num_columns, shape.bits) for shape in seen} == {(64, 4), (96, 8)}
+    document = json.loads((home / "kernels" / "products.json").read_text())
+    assert {entry["shape"]["num_columns"] for entry in document["choices"]} == {64, 96}
+
+    kernels = HostKernels(lambda form, y: 2 * y if form == "vector" else y)
+    model = installed(kernels, measure)
+    assert len(seen) == 2
+    assert launched(kernels, model.layers[0], (1, 8)) == ["matrix", "matrix"]
+
+
+def test_another_mlx_measures_anew(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    stored_times().store({SHAPE: times(1.0, 2.0)(SHAPE, (), ())})
+    assert stored_times().load().keys() == {SHAPE}
+    monkeypatch.setattr(product_choice, "version", lambda name: "0.99")
+    assert stored_times().load() == {}
+    assert "measured with other kernels" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "seconds", [{"vector": [1.0] * 10}, {"mlx": [1.0] * 9}, {"mlx": [-1.0] * 10}, {"mlx": [1] * 10}]
+)
+def test_times_that_are_none_are_ignored(seconds: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    path = stored_times().store({SHAPE: times(1.0, 2.0)(SHAPE, (), ())})
+    document = json.loads(path.read_text())
+    document["choices"][0]["seconds"] = seconds
+    path.write_text(json.dumps(document))
+    assert stored_times().load() == {}
+    assert "is ignored" in caplog.text
+
+
+def test_a_measurement_chains_layers_until_caches_are_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer's weights once a turn, MLX's and the form's alike, for each number of rows."""
+    kernels = HostKernels()
+    layers = [nn.QuantizedLinear(128, 64, bias=False, group_size=32, bits=4) for _ in range(5)]
+    monkeypatch.setattr(product_choice, "_CHAIN_BYTES", 3 * SHAPE.weight_bytes)
+    product = ProductKernels(kernels).of(Form.VECTOR, SHAPE)
+    measured = measure_products(SHAPE, layers, [product])
+    assert list(measured.seconds) == [None, Form.VECTOR]
+    assert all(seconds > 0 for column in measured.seconds.values() for seconds in column)
+    turns = 2 + 5
+    assert [rows for _, rows in kernels.launches] == [rows for rows in ROW_COUNTS for _ in range(3 * turns)]
+
+
+def test_building_a_product_is_one_launch_and_few_calls() -> None:
+    """Beside MLX's own layer, for rows as the server has them, `[T, 1, K]`, which need no other shape."""
+    kernels = HostKernels()
+    layer, own, x = installed(kernels, times(0.5, 0.6)).layers[1], Model().layers[1], mx.zeros((8, 1, 128))
+    layer(x)
+    assert kernels.launches == [("vector", 8)]
+    kernels.result = [mx.zeros((8, 1, 64))]
+    counted = CallCounter()
+    calls, own_calls = counted.of(lambda: layer(x)), counted.of(lambda: own(x))
+    assert (calls, own_calls) == (5, 3)
+
+
+def test_a_whole_model_computes_the_same_with_its_products() -> None:
+    arguments = llama.ModelArgs("llama", 128, 2, 256, 4, 1e-5, 96, tie_word_embeddings=True)
+    model = llama.Model(arguments)
+    nn.quantize(model, group_size=32, bits=4)
+    tokens = mx.array([[5, 7, 11, 13, 17, 19]])
+    wanted = np.array(model(tokens))
+    kernels = HostKernels()
+    for _ in gpu_products(model, ProductKernels(kernels), measure=times(0.5, 0.6)):
+        pass
+    kernels.launches.clear()
+    np.testing.assert_allclose(np.array(model(tokens)), wanted, atol=1e-4)
+    assert len(kernels.launches) == 2 * 7 + 1
+
+
+def test_a_model_that_is_loaded_on_metal_gets_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After its adapters and when its weights are there; pieces of the load end between shapes."""
+    kernels, model = HostKernels(), Model()
+    monkeypatch.setattr(random_models, "build", lambda name: (model, {}))
+    monkeypatch.setattr(loader, "is_metal", lambda: True)
+    monkeypatch.setattr(loader, "install_native", lambda model, kept: None)  # a CPU's, which is not there then
+    monkeypatch.setattr(ProductKernels, "of_metal", classmethod(lambda cls: cls(kernels)))
+    monkeypatch.setattr(product_choice, "measure_products", times(0.5, 0.6))
+    shares = list(loader.load_in_pieces("random:any", None, "float32"))
+    assert shares[-3:] == [1.0, 1.0, 1.0]
+    assert launched(kernels, model.layers[0], (1, 8)) == ["vector", "vector"]

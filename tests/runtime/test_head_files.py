@@ -1,0 +1,266 @@
+"""Heads as checkpoints have them: converted, as published, packed, and fetched by the ranges of their bytes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_server.errors import DownloadError, ModelLoadError
+from mlx_server.outputs import HELD_STATES, ScheduledChunk
+from mlx_server.runtime.hidden_states import HiddenStates
+from mlx_server.runtime.models.heads import HeadModel, find_heads, load_head
+from mlx_server.runtime.models.loader import LoadedModel, exhaust, load
+from mlx_server.runtime.row_pool import PlainRows
+from tests.heads import NAMES, as_published, head_folder, head_weights, save_head
+
+
+def _target(folder: str) -> LoadedModel:
+    return load(folder)
+
+
+def _head(folder: str, target: LoadedModel, origin: str | None = None) -> HeadModel:
+    files = find_heads(Path(folder), target.name, origin)
+    head = exhaust(load_head(files, target, "float32")).model
+    assert isinstance(head, HeadModel)
+    return head
+
+
+def _parameters(head: HeadModel) -> dict[str, mx.array]:
+    return dict(tree_flatten(head.parameters()))
+
+
+def _same(one: HeadModel, other: HeadModel) -> None:
+    ours, theirs = _parameters(one), _parameters(other)
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        assert mx.allclose(array, theirs[name], rtol=0.0, atol=1e-6), name
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "glm4_moe", "mimo"])
+def test_a_head_as_published_is_the_same_as_a_converted_one(architecture: str, tmp_path: Path) -> None:
+    """Experts are one by one there, and Qwen's norms lack 1."""
+    folder = head_folder(tmp_path / "model", architecture)
+    target = _target(folder)
+    converted = _head(folder, target)
+    is_qwen = architecture.startswith("qwen")
+    published = as_published(head_weights(architecture), less_one=lambda name: is_qwen and "norm" in name)
+    assert (published.keys() != head_weights(architecture).keys()) == (architecture not in ("qwen3_5", "mimo"))
+    save_head(Path(folder), published, kind="pt")
+    _same(_head(folder, target), converted)
+
+
+def test_a_head_is_quantised_as_its_model_is(tmp_path: Path) -> None:
+    folder = Path(head_folder(tmp_path / "model", "glm4_moe"))
+    target = _target(str(folder))
+    plain = _head(str(folder), target)
+    target = replace(target, config={**target.config, "quantization": {"group_size": 32, "bits": 8}})
+    packed = _head(str(folder), target)
+    assert packed.model.projection.weight.dtype == mx.uint32
+    assert packed.layers[0].mlp.switch_mlp.up_proj.weight.dtype == mx.uint32
+    ids = mx.array([[3, 5, 8]])
+    difference = mx.abs(packed(ids) - plain(ids)).max() / mx.abs(plain(ids)).max()
+    assert 0.0 < float(difference) < 0.05
+    # a file that is packed already, in other sizes than the model's
+    weights = head_weights("glm4_moe")
+    name = "model.layers.3.eh_proj"
+    parts = mx.quantize(weights.pop(f"{name}.weight"), group_size=64, bits=4)
+    weights |= {f"{name}.{kind}": part for kind, part in zip(("weight", "scales", "biases"), parts)}
+    save_head(folder, weights)
+    again = _head(str(folder), target)
+    assert (again.model.projection.bits, again.model.projection.group_size) == (4, 64)
+    assert again.layers[0].mlp.switch_mlp.up_proj.weight.dtype == mx.float32
+
+
+def test_models_without_heads_are_refused_by_name(tmp_path: Path) -> None:
+    folder = Path(head_folder(tmp_path / "model", "mimo"))
+    (folder / "mtp.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"model has no multi-token-prediction heads: there are no .*mtp-from"):
+        find_heads(folder, "model")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelLoadError, match="its architecture, llama, is none of deepseek_v3"):
+        find_heads(folder, "model")
+    with pytest.raises(ModelLoadError, match="random:mini has no"):
+        find_heads(None, "random:mini")
+
+
+def test_a_head_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    folder = head_folder(tmp_path / "model", "mimo")
+    target = _target(folder)
+    weights = head_weights("mimo")
+    del weights["model.mtp_layers.0.input_proj.weight"]
+    save_head(Path(folder), weights)
+    with pytest.raises(ModelLoadError, match=r"heads of [\s\S]*projection\.weight"):
+        _head(folder, target)
+
+
+def test_a_model_of_other_code_is_refused(tmp_path: Path) -> None:
+    folder = head_folder(tmp_path / "model", "mimo")
+    target = replace(_target(folder), model=nn.Linear(1, 1))
+    with pytest.raises(ModelLoadError, match="Cannot load the multi-token-prediction heads of"):
+        _head(folder, target)
+
+
+def test_every_family_is_found_where_its_checkpoints_have_it(tmp_path: Path) -> None:
+    for architecture in NAMES:
+        folder = Path(head_folder(tmp_path / architecture, architecture))
+        files = find_heads(folder, architecture)
+        assert list(files.names) == [folder / "mtp.safetensors"]
+        assert sorted(files.names[folder / "mtp.safetensors"]) == sorted(head_weights(architecture))
+
+
+class _Hub(ThreadingHTTPServer):
+    """Files of models, in whole and in parts. `asked` are paths and ranges, `num_bytes` what was sent."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Files)
+        self.folder = folder
+        self.asked: list[tuple[str, str | None]] = []
+        self.num_bytes = 0
+        self.knows_ranges = True
+
+
+class _Files(BaseHTTPRequestHandler):
+    server: _Hub
+
+    def do_GET(self) -> None:
+        owner, name, _, _, file = self.path.strip("/").split("/", 4)
+        path, span = self.server.folder / name / file, self.headers.get("Range")
+        self.server.asked.append((file, span))
+        if owner != "owner" or not path.is_file():
+            self.send_error(404)
+            return
+        content, status = path.read_bytes(), 200
+        if span is not None and self.server.knows_ranges:
+            first, last = map(int, re.findall(r"\d+", span))
+            content, status = content[first : last + 1], 206
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.server.num_bytes += len(content)
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Hub]:
+    (tmp_path / "hub").mkdir()
+    with _Hub(tmp_path / "hub") as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        template = url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
+        yield server
+        server.shutdown()
+
+
+def _publish(hub: _Hub, architecture: str) -> int:
+    """A model in two shards with its head spread over both, amid other tensors; bytes of the head."""
+    folder = hub.folder / "original"
+    folder.mkdir()
+    head = as_published(head_weights(architecture), less_one=lambda name: "norm" in name)
+    names = sorted(head)
+    other = {f"model.layers.{number}.big.weight": mx.zeros((256, 1024)) for number in range(3)}
+    shards = {
+        "model-00001-of-00002.safetensors": {**{n: head[n] for n in names[::2]}, **other},
+        "model-00002-of-00002.safetensors": {n: head[n] for n in names[1::2]},
+    }
+    for file, weights in shards.items():
+        save_head(folder, weights, file, kind="pt")
+    index = {"weight_map": {name: file for file, weights in shards.items() for name in weights}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return sum(array.nbytes for array in head.values())
+
+
+def test_heads_are_fetched_by_their_ranges_alone(hub: _Hub, tmp_path: Path) -> None:
+    folder = head_folder(tmp_path / "model", "qwen3_5_moe")
+    target = _target(folder)
+    wanted = _head(folder, target)
+    (Path(folder) / "mtp.safetensors").unlink()
+    head_bytes = _publish(hub, "qwen3_5_moe")
+    _same(_head(folder, target, "owner/original"), wanted)
+    assert head_bytes <= hub.num_bytes < head_bytes + 30_000  # headers and the index; the rest has 3 MB
+    assert all(span for file, span in hub.asked if file.endswith(".safetensors"))
+    num_asked = len(hub.asked)
+    _same(_head(folder, target, "owner/original"), wanted)
+    assert len(hub.asked) == num_asked  # it is kept
+
+
+def test_a_disk_that_takes_no_heads_is_named(hub: _Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And hard links are not asked of it."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    folder = Path(head_folder(tmp_path / "model", "mimo"))
+    (folder / "mtp.safetensors").unlink()
+    _publish(hub, "mimo")
+    with monkeypatch.context() as full:
+        full.setattr(os, "replace", refuse)
+        with pytest.raises(DownloadError, match=r"heads: not supported\. Make room") as told:
+            find_heads(folder, "model", "owner/original")
+    assert "mtp-from" not in str(told.value)
+    assert not any((tmp_path / "home" / "heads").iterdir())
+    monkeypatch.setattr(os, "link", refuse)
+    find_heads(folder, "model", "owner/original")
+    assert [path.name for path in (tmp_path / "home" / "heads").iterdir()] == ["owner--original.safetensors"]
+
+
+def test_what_cannot_be_fetched_is_told_and_leaves_nothing(hub: _Hub, tmp_path: Path) -> None:
+    folder = Path(head_folder(tmp_path / "model", "qwen3_5_moe"))
+    (folder / "mtp.safetensors").unlink()
+    with pytest.raises(DownloadError, match="owner/nothing has no weights in safetensors files"):
+        find_heads(folder, "model", "owner/nothing")
+    (hub.folder / "other").mkdir()
+    save_head(hub.folder / "other", {"model.norm.weight": mx.ones(4)}, "model.safetensors")
+    with pytest.raises(DownloadError, match="owner/other has no multi-token-prediction heads"):
+        find_heads(folder, "model", "owner/other")
+    _publish(hub, "qwen3_5_moe")
+    hub.knows_ranges = False
+    with pytest.raises(DownloadError, match="sends whole files only"):
+        find_heads(folder, "model", "owner/original")
+    hub.shutdown()
+    hub.server_close()
+    with pytest.raises(DownloadError, match=r"Cannot fetch .* heads of owner/original .*--mtp-from"):
+        find_heads(folder, "model", "owner/original")
+    assert not any((tmp_path / "home" / "heads").iterdir())
+
+
+def test_hidden_states_are_read_where_they_were_written() -> None:
+    """Of the last positions of each request, whatever lies between two chunks."""
+    states = HiddenStates(PlainRows.zeros, 2, 1, mx.float32)
+
+    def chunk(name: str, start: int, end: int, offset: int = 0) -> ScheduledChunk:
+        return ScheduledChunk(name, start, end - start, None, (), True, 0, hidden_offset=offset)
+
+    def write(*chunks: ScheduledChunk) -> None:
+        """Each state says whose it is, and of which position."""
+        values = [1000.0 * "ab".index(c.request_id) + c.start + i for c in chunks for i in range(c.num_tokens)]
+        ends = [sum(c.num_tokens for c in chunks[: index + 1]) for index in range(len(chunks))]
+        kept = states.plan(chunks, ends)
+        states.write(kept, mx.array(values)[mx.array(kept.rows)][:, None])
+
+    write(chunk("a", 300, 301), chunk("b", 0, HELD_STATES + 2))
+    write(chunk("b", HELD_STATES + 2, HELD_STATES + 3), chunk("a", 301, 304))
+    read = states.read([chunk("a", 0, 4, 300), chunk("b", 1, HELD_STATES + 1, 2)])
+    wanted = [*range(300, 304), *range(1003, 1003 + HELD_STATES)]
+    assert read[:, 0].tolist() == wanted
+    states.drop("a")
+    write(chunk("b", 7, 8))
+    states.drop("nobody")
+    assert states.num_bytes == 2 * HELD_STATES * 4

@@ -1,0 +1,132 @@
+"""Which folders are loaded with a vision encoder, and what is said of those that are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_server.config import CacheConfig, Config, ModelConfig
+from mlx_server.engine.memory_need import estimate_need
+from mlx_server.outputs import NewRequestData, ScheduledChunk
+from mlx_server.runtime.adapters import AdapterRows
+from mlx_server.runtime.image_probe import SAMPLES, find_fault
+from mlx_server.runtime.models import weights
+from mlx_server.runtime.models.loader import RunnerInfo, exhaust, load, make_runner
+from mlx_server.runtime.models.random_models import build_random
+from mlx_server.runtime.models.vlm import VlmModel
+from mlx_server.runtime.vision import ImageEncoder
+from mlx_server.sampling_params import SamplingParams
+from tests.tiny_models import byte_tokenizer, save_model_folder
+from tests.vision_worlds import CONFIGS, IMAGE, picture, prompt_of, tiny_vlm
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    loaded = tiny_vlm("qwen3_vl").loaded
+    return save_model_folder(loaded.model, loaded.config, tmp_path_factory.mktemp("vlm"), byte_tokenizer())
+
+
+def _info(folder: Path) -> tuple[object, RunnerInfo]:
+    loaded = load(str(folder))
+    runner, info = exhaust(
+        make_runner(
+            loaded,
+            backend="auto",
+            pool=CacheConfig(num_kv_blocks=16),
+            max_num_tokens=256,
+            max_num_seqs=2,
+            kv_limit_bytes=2**28,
+            state_limit_bytes=2**28,
+        )
+    )
+    runner.close()
+    return loaded.model, info
+
+
+def test_a_folder_with_an_encoder_is_loaded_with_it_and_booked(folder: Path) -> None:
+    model, info = _info(folder)
+    assert isinstance(model, VlmModel)
+    assert info.no_vision == ""
+    num_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    assert estimate_need(Config(model=ModelConfig(model=str(folder)))).weights_bytes == num_bytes
+
+
+def test_without_weights_of_an_encoder_the_text_part_is_loaded(folder: Path, tmp_path: Path) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    file = tmp_path / "model.safetensors"
+    arrays = {name: array for name, array in mx.load(str(file)).items() if not name.startswith("vision")}
+    mx.save_safetensors(str(file), arrays, {"format": "mlx"})
+    model, info = _info(tmp_path)
+    assert not isinstance(model, VlmModel)
+    assert info.no_vision == "its files have no weights of a vision encoder"
+
+
+def test_without_the_extra_the_text_part_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "is_installed", lambda: False)
+    model, info = _info(folder)
+    assert not isinstance(model, VlmModel)
+    assert "pip install 'mlx-server[vision]'" in info.no_vision
+
+
+def test_an_encoder_that_cannot_be_loaded_leaves_the_text_part(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: VlmModel, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        raise KeyError("patch_embed")
+
+    monkeypatch.setattr(VlmModel, "sanitize", broken)
+    model, info = _info(folder)
+    assert not isinstance(model, VlmModel)
+    assert "its vision encoder cannot be loaded" in info.no_vision
+    assert str(folder) not in info.no_vision, "clients are told it"
+    assert "patch_embed" in caplog.text
+
+
+def test_wrong_embeddings_are_found_by_the_probe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_server.runtime import vision
+
+    monkeypatch.setattr(vision, "mrope_positions", lambda images, count, merge: vision.np.zeros((3, count), "int32"))
+    assert "with an image its logits differ by" in _info(folder)[1].no_vision
+
+
+def test_families_that_are_not_served_are_named() -> None:
+    model = build_random({"model_type": "qwen3_vl", **CONFIGS["qwen3_vl"]}, 1, sees=True)
+    type(model).model_type = "of_tomorrow"
+    try:
+        fault = find_fault(model, runner=None, vocab_size=320)  # type: ignore[arg-type]
+    finally:
+        type(model).model_type = "qwen3_vl"
+    assert "this one is of type of_tomorrow" in fault
+    assert all(name in fault for name in SAMPLES)
+
+
+def test_adapters_of_the_encoder_leave_the_model_blind() -> None:
+    from mlx_server.runtime.adapters import AdaptedLinear, LowRank
+
+    model = build_random({"model_type": "qwen3_vl", **CONFIGS["qwen3_vl"]}, 1, sees=True)
+    merger = model.vision_tower.merger
+    inputs = merger.linear_fc1.weight.shape[1]
+    part = LowRank(0, mx.zeros((inputs, 2)), mx.zeros((2, merger.linear_fc1.weight.shape[0])))
+    merger.linear_fc1 = AdaptedLinear(merger.linear_fc1, [part], AdapterRows(("one",)))
+    fault = find_fault(model, runner=None, vocab_size=320)  # type: ignore[arg-type]
+    assert fault == "one of its adapters changes the vision encoder, whose results all requests share"
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 30), (20, 50), (29, 33), (32, 50), (60, 61)])
+def test_positions_count_on_over_the_end_of_a_prompt(start: int, stop: int) -> None:
+    """A request that was preempted while it answered may have a chunk of prompt and answer, behind an image of 4 x 4
+    whose positions go up by four only, and in time not at all within it."""
+    ids, images = prompt_of([[5, 6, 7], picture("qwen2_5_vl", 2), [8] * 10])
+    assert ids.count(IMAGE) == 16
+    encoder = ImageEncoder(tiny_vlm("qwen2_5_vl").loaded.model, max_bytes=0)
+    encoder.add(NewRequestData("a", tuple(ids), (9,) * 40, SamplingParams(), frozenset(), images=images))
+    rows = encoder.rows([ScheduledChunk("a", start, stop - start, None, (), True, 0)], np.arange(start, stop))
+    assert rows is not None
+    assert rows.positions is not None
+    text = [min(place, 4) if place < 20 else place - 12 for place in range(start, stop)]
+    assert rows.positions[0].tolist() == text

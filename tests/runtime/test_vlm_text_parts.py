@@ -1,0 +1,192 @@
+"""Model types that mlx-lm lacks and mlx-vlm has: their text parts are served if they pass the probe, else refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_server.config import CacheConfig
+from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.models import vlm
+from mlx_server.runtime.models.blueprint import model_classes
+from mlx_server.runtime.models.loader import LoadedModel, exhaust, make_runner
+from mlx_server.runtime.models.random_models import build_random
+from mlx_server.runtime.models.vlm import vlm_module
+
+_TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "layer_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_TOWER = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+    "image_size": 56,
+    "num_channels": 3,
+}
+
+
+def _text(model_type: str, **more: Any) -> dict[str, Any]:
+    return {"model_type": model_type, **_TEXT, **more}
+
+
+def _around(model_type: str, text: dict[str, Any], /, **vision: Any) -> dict[str, Any]:
+    inner = {"text_config": text, "vision_config": {**_TOWER, **vision}}
+    return {"model_type": model_type, "vocab_size": 320, "hidden_size": 64, "image_token_index": 300, **inner}
+
+
+SERVED = {
+    "aya_vision": _around("aya_vision", _text("cohere2")),
+    "cohere2_moe": _text("cohere2_moe", **_EXPERTS),
+    "internvl_chat": _around("internvl_chat", _text("qwen2")),
+    "k2_horizon": _text("k2_horizon"),
+    "llava_next": _around("llava_next", _text("llama"), model_type="clip_vision_model", projection_dim=64),
+    "mistral_large3": _around("mistral_large3", _text("mistral_large3", **_MLA), model_type="pixtral"),
+    "molmo2": _around("molmo2", _text("molmo2_text")),
+    "xing4_0": _text("xing4_0"),
+}
+
+REFUSED = {
+    "deepseek_v4": (
+        _text(
+            "deepseek_v4",
+            num_key_value_heads=1,
+            q_lora_rank=32,
+            qk_rope_head_dim=8,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            o_groups=2,
+            o_lora_rank=16,
+            index_n_heads=2,
+            index_head_dim=16,
+            index_topk=16,
+            num_hash_layers=1,
+            compress_ratios=[0, 0, 4, 128],
+            sliding_window=32,
+            num_nextn_predict_layers=0,
+        ),
+        "keeps its state in a PoolingCache, which cannot be paged yet",
+    ),
+    "hy_v4": (
+        _text("hy_v4", **_MLA, index_head_dim=16, index_n_heads=2, index_topk=64),
+        "keeps its state in a HyV4KVCache, which cannot be paged yet",
+    ),
+    "minimax_m3": (
+        _text(
+            "minimax_m3",
+            dense_intermediate_size=64,
+            shared_intermediate_size=32,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            moe_layer_freq=[0, 1, 1, 1],
+        ),
+        "keeps its state in a MiniMaxM3KVCache, which cannot be paged yet",
+    ),
+    "paligemma": (
+        _around("paligemma", _text("gemma"), projection_dim=64),
+        "Models of type paligemma cannot be served in a paged batch yet .*logits differ",
+    ),
+}
+"""With the reason, which the error names."""
+
+
+def _run(config: dict[str, Any]) -> tuple[Any, str]:
+    """The model, and the level at which it has passed the probe."""
+    model = build_random(config, 3)
+    loaded = LoadedModel(config["model_type"], model, config, None)
+    runner, info = exhaust(
+        make_runner(
+            loaded,
+            backend="auto",
+            pool=CacheConfig(num_kv_blocks=8),
+            max_num_tokens=128,
+            max_num_seqs=2,
+            kv_limit_bytes=2**28,
+            state_limit_bytes=2**28,
+        )
+    )
+    runner.close()
+    return model, info.level
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_text_parts_pass_the_probe_and_are_mlx_vlms_own(model_type: str) -> None:
+    model, level = _run(SERVED[model_type])
+    assert level in ("ragged", "mixers")
+    module = vlm_module(f"models.{model_type}")
+    plain = module.Model(model.config)
+    plain.load_weights(tree_flatten(model.parameters()))
+    ids = mx.array([list(range(7, 48))])
+    caches = vlm_module("models.cache").make_prompt_cache(plain.language_model)
+    wanted = plain.language_model(ids, cache=caches).logits
+    assert mx.allclose(model(ids, cache=model.make_cache()), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_cannot_be_paged_is_refused_by_name(model_type: str) -> None:
+    config, reason = REFUSED[model_type]
+    with pytest.raises(ModelLoadError, match=reason):
+        _run(config)
+
+
+def test_mlx_lms_code_comes_first_unless_the_model_is_to_see() -> None:
+    config = {**SERVED["k2_horizon"], "model_type": "qwen3_vl"}
+    assert model_classes(config)[0].__module__ == "mlx_lm.models.qwen3_vl"
+    assert issubclass(model_classes(config, sees=True)[0], vlm.VlmModel)
+
+
+def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vlm, "is_installed", lambda: False)
+    with pytest.raises(ModelLoadError, match=r"k2_horizon not supported.*pip install 'mlx-server\[vision\]'"):
+        model_classes({"model_type": "k2_horizon"})
+    assert model_classes({"model_type": "qwen3"})[0].__module__ == "mlx_lm.models.qwen3"
+
+
+def test_what_nobody_knows_is_said_so() -> None:
+    with pytest.raises(ModelLoadError, match="Neither mlx-lm nor mlx-vlm knows it"):
+        model_classes({"model_type": "from_tomorrow"})
+
+
+def test_models_are_imported_without_what_mlx_vlm_serves_with() -> None:
+    """In a process of its own: other tests import the rest."""
+    program = (
+        "import sys; from mlx_server.runtime.models.vlm import vlm_module; vlm_module('models.qwen3_vl');"
+        "print(*sorted(name for name in sys.modules if name.count('.') == 1 and name.startswith('mlx_vlm.')))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "mlx_vlm.models" in ended.stdout
+    assert not {"mlx_vlm.generate", "mlx_vlm.server", "mlx_vlm.convert"} & set(ended.stdout.split())

@@ -1,0 +1,176 @@
+"""Tiny vision-language models with random weights, pictures for them, and what mlx-vlm itself makes of these."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_server.prompt_image import PromptImage
+from mlx_server.runtime.models.loader import LoadedModel
+from mlx_server.runtime.models.random_models import build_random
+from mlx_server.runtime.models.vlm import vlm_module
+
+IMAGE, START = 300, 302
+"""Token ids of a placeholder, and of what stands before an image."""
+
+_TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+_IDS = {"image_token_id": IMAGE, "video_token_id": 301, "vision_start_token_id": START, "vision_end_token_id": 303}
+_GRID = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
+_ENCODER = {**_GRID, "depth": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_heads": 2}
+_TILE = {
+    "model_type": "idefics3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        **_TEXT,
+        **_IDS,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        "vision_config": {**_GRID, "depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
+    },
+    "qwen2_5_vl": {
+        **_TEXT,
+        **_IDS,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        "vision_config": {**_ENCODER, "window_size": 56, "fullatt_block_indexes": [1]},
+    },
+    "qwen3_vl": {
+        **_IDS,
+        "text_config": {
+            **_TEXT,
+            "model_type": "qwen3_vl_text",
+            "head_dim": 16,
+            "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]},
+        },
+        "vision_config": {**_ENCODER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+    },
+    "qwen3_vl_moe": {
+        **_IDS,
+        "text_config": {
+            **_TEXT,
+            "model_type": "qwen3_vl_moe_text",
+            "head_dim": 16,
+            "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]},
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        "vision_config": {**_ENCODER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+    },
+    "idefics3": {
+        "image_token_id": IMAGE,
+        "scale_factor": 2,
+        "vocab_size": 320,
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_TILE, "image_size": 56, "patch_size": 14},
+    },
+    "smolvlm": {
+        "image_token_id": IMAGE,
+        "scale_factor": 2,
+        "vocab_size": 320,
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_TILE, "image_size": 56, "patch_size": 14},
+    },
+}
+
+
+@dataclass(frozen=True)
+class TinyVlm:
+    """One that is served, and the same weights in mlx-vlm's own class."""
+
+    loaded: LoadedModel
+    plain: Any
+
+    @property
+    def config(self) -> Any:
+        return self.loaded.model.config
+
+
+@lru_cache(maxsize=2)
+def tiny_vlm(model_type: str) -> TinyVlm:
+    config = {"model_type": model_type, **CONFIGS[model_type]}
+    model = build_random(config, 7, sees=True)
+    module = vlm_module(f"models.{model_type}")
+    plain = module.Model(model.config)
+    plain.load_weights(tree_flatten(model.parameters()))
+    return TinyVlm(LoadedModel(model_type, model, config, None), plain)
+
+
+def picture(model_type: str, seed: int) -> PromptImage:
+    """An image of noise as a model's processor would have it, at the start of a prompt; odd seeds make wider ones."""
+    rng, vision = np.random.default_rng(seed), CONFIGS[model_type]["vision_config"]
+    inputs: dict[str, Any]
+    if "image_size" in vision:
+        size = vision["image_size"]
+        num_tokens = (size // vision["patch_size"]) ** 2 // CONFIGS[model_type]["scale_factor"] ** 2
+        inputs = {"pixel_values": rng.standard_normal((1, 1, 3, size, size), dtype=np.float32)}
+    else:
+        height, width = 8, 8 + 2 * (seed % 2)
+        num_tokens = height * width // 4
+        pixels = rng.standard_normal((height * width, 3 * 2 * 14 * 14), dtype=np.float32)
+        inputs = {"pixel_values": pixels, "image_grid_thw": np.array([[1, height, width]])}
+    digest = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in inputs.values())).digest()
+    return PromptImage(0, num_tokens, digest, inputs)
+
+
+Prompt = tuple[list[int], tuple[PromptImage, ...]]
+
+
+def prompt_of(parts: Sequence[Sequence[int] | PromptImage]) -> Prompt:
+    """Token ids of text and images, and the images in their places."""
+    ids: list[int] = []
+    images: list[PromptImage] = []
+    for part in parts:
+        if isinstance(part, PromptImage):
+            ids.append(START)
+            images.append(replace(part, start=len(ids)))
+            ids += [IMAGE] * part.num_tokens
+        else:
+            ids += part
+    return ids, tuple(images)
+
+
+def plain_greedy(vlm: TinyVlm, prompt: Prompt, num_tokens: int) -> list[int]:
+    """What mlx-vlm's own class answers, alone and in one piece."""
+    ids, images = prompt
+    model = vlm.plain
+    caches = vlm_module("models.cache").make_prompt_cache(model.language_model)
+    names = images[0].inputs if images else ()
+    arrays = {name: mx.array(np.concatenate([image.inputs[name] for image in images], _axis(images))) for name in names}
+    if not images:
+        model.language_model._rope_deltas = model.language_model._position_ids = None
+    logits = model(mx.array([ids]), arrays.pop("pixel_values", None), cache=caches, **arrays).logits[0, -1]
+    tokens = [int(mx.argmax(logits).item())]
+    while len(tokens) < num_tokens:
+        logits = model.language_model(mx.array([tokens[-1:]]), cache=caches).logits[0, -1]
+        tokens.append(int(mx.argmax(logits).item()))
+    return tokens
+
+
+def _axis(images: Sequence[PromptImage]) -> int:
+    """Along which a processor lines images up: tiles stand behind a batch of one."""
+    return 1 if images[0].inputs["pixel_values"].ndim == 5 else 0
