@@ -8,7 +8,7 @@ from mlx_server.environment import quiet_libraries
 from mlx_server.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from mlx_server.engine.llm import LLM, AsyncLLM, Completion, CompletionOutput
+    from mlx_server.engine.library.llm import LLM, AsyncLLM, Completion, CompletionOutput
 
 __all__ = ["LLM", "AsyncLLM", "Completion", "CompletionOutput", "SamplingParams"]
 
@@ -17,7 +17,7 @@ def __getattr__(name: str) -> Any:
     # Late, so that the vocabulary can be imported without loading MLX.
     if name != "SamplingParams" and name in __all__:
         quiet_libraries()
-        from mlx_server.engine import llm
+        from mlx_server.engine.library import llm
 
         return getattr(llm, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

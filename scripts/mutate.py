@@ -8,7 +8,7 @@ module. Slow ones run only if no other has noticed.
 examples:
   ./scripts/mutate                                 # 50 places of batching/ and engine/
   ./scripts/mutate --sample 100 --seed 7 batching
-  ./scripts/mutate --minutes 10 batching/block.py
+  ./scripts/mutate --minutes 10 batching/blocks/block.py
 """
 
 from __future__ import annotations

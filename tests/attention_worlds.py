@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.attention import AttentionBackend, LayerSpec, StepPlan
-from mlx_server.runtime.row_pool import group_size_of
+from mlx_server.runtime.attention.interface import AttentionBackend, LayerSpec, StepPlan
+from mlx_server.runtime.cache.row_pool import group_size_of
 
 Floats = npt.NDArray[Any]
 

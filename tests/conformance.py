@@ -14,11 +14,11 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_server import LLM, SamplingParams
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.engine.llm import Completion
+from mlx_server.engine.library.llm import Completion
 from mlx_server.outputs import SchedulerOutput
+from mlx_server.runtime.cache.row_pool import RowPool
 from mlx_server.runtime.models.loader import LoadedModel
 from mlx_server.runtime.models.random_models import build_random
-from mlx_server.runtime.row_pool import RowPool
 from tests.architectures import SEEDS, config_of
 from tests.engine_worlds import random_prompts
 from tests.tiny_models import Reference, reference_generate

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from mlx_server.batching import drafting
-from mlx_server.engine.llm import Completion
+from mlx_server.batching.speculation import drafting
+from mlx_server.engine.library.llm import Completion
 from mlx_server.request import Request
 
 

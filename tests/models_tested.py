@@ -17,9 +17,9 @@ import numpy as np
 from mlx_server.engine.text.reasoning import find_reasoning_markers
 from mlx_server.engine.vision.seeing import is_known
 from mlx_server.errors import ConfigError, ModelLoadError
-from mlx_server.runtime import kv_loss
-from mlx_server.runtime.block_contents import BlockContents
-from mlx_server.runtime.image_probe import SAMPLES
+from mlx_server.runtime.cache.block_contents import BlockContents
+from mlx_server.runtime.checks import kv_loss
+from mlx_server.runtime.checks.image_probe import SAMPLES
 from mlx_server.runtime.models.tool_parsers import find_tool_parser
 from tests.architectures import ARCHITECTURES, BROKEN, NEEDS_METAL, REFUSED, config_of
 from tests.conformance import Subject

@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from mlx_server.api.auth.authentication import RequireAdmin
-from mlx_server.api.body import JsonRoute
 from mlx_server.api.context import Context
-from mlx_server.api.middleware import until_disconnect
+from mlx_server.api.http.body import JsonRoute
+from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.pulls import begin_pull
-from mlx_server.engine.model_facts import read_preparation
-from mlx_server.engine.model_fetch import Fetch
+from mlx_server.engine.models.facts import read_preparation
+from mlx_server.engine.models.fetch import Fetch
 from mlx_server.errors import InvalidRequestError
 from mlx_server.observability.server_metrics import SleepOperation
 from mlx_server.pool.model_pool import ModelPool

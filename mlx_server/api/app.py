@@ -8,17 +8,18 @@ from collections.abc import Callable
 from fastapi import FastAPI
 
 from mlx_server.api import admin, dashboard, llama_cpp, probes
+from mlx_server.api.answers.chat_plan import ChatPlanner
+from mlx_server.api.answers.generation_service import GenerationService
+from mlx_server.api.answers.images import ImageLoader
 from mlx_server.api.anthropic import messages
 from mlx_server.api.auth.fleet_quotas import FleetQuotas
 from mlx_server.api.auth.keys import build_key_ring
 from mlx_server.api.auth.quotas import Quotas
-from mlx_server.api.chat_plan import ChatPlanner
 from mlx_server.api.context import ServerContext
-from mlx_server.api.door import DoorMiddleware
 from mlx_server.api.errors import ERROR_RESPONSES, install_error_handlers
-from mlx_server.api.generation_service import GenerationService
-from mlx_server.api.images import ImageLoader
-from mlx_server.api.middleware import ExchangeMiddleware, allow_origins
+from mlx_server.api.http.door import DoorMiddleware
+from mlx_server.api.http.middleware import ExchangeMiddleware, allow_origins
+from mlx_server.api.http.text_turns import TextWorkers
 from mlx_server.api.ollama import chat as ollama_chat
 from mlx_server.api.ollama import embeddings as ollama_embeddings
 from mlx_server.api.ollama import generate as ollama_generate
@@ -28,7 +29,6 @@ from mlx_server.api.openai import chat, completions, embeddings, models, rerank,
 from mlx_server.api.openai.responses import routes as responses
 from mlx_server.api.openai.responses.store import ResponseStore
 from mlx_server.api.shared_store import open_store
-from mlx_server.api.text_turns import TextWorkers
 from mlx_server.config import Config
 from mlx_server.environment import version
 from mlx_server.observability.tracing import Tracing, open_tracing

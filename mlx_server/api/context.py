@@ -7,14 +7,14 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from mlx_server.api.answers.chat_plan import ChatPlanner
+from mlx_server.api.answers.generation_service import GenerationService
 from mlx_server.api.auth.keys import KeyRing
 from mlx_server.api.auth.quotas import Quotas
-from mlx_server.api.chat_plan import ChatPlanner
-from mlx_server.api.generation_service import GenerationService
+from mlx_server.api.http.text_turns import TextWorkers
 from mlx_server.api.shared_store import SharedStore
-from mlx_server.api.text_turns import TextWorkers
 from mlx_server.config import Config
-from mlx_server.engine.model_fetch import Fetches
+from mlx_server.engine.models.fetch import Fetches
 from mlx_server.observability.server_metrics import HttpMetrics, ProcessMetrics, SleepMetrics
 from mlx_server.pool.model_pool import ModelPool
 

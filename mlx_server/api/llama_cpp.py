@@ -16,17 +16,17 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, BeforeValidator, Field
 from starlette.responses import Response
 
-from mlx_server.api import sse
-from mlx_server.api.body import TurnRoute
-from mlx_server.api.collect import Answer, Usage, UsageMeter
+from mlx_server.api.answers.collect import Answer, Usage, UsageMeter
+from mlx_server.api.answers.generation import Finish, OutputEvent, OutputParser, Parts, Prompt
 from mlx_server.api.context import Context
 from mlx_server.api.errors import ErrorInfo
-from mlx_server.api.generation import Finish, OutputEvent, OutputParser, Parts, Prompt
+from mlx_server.api.http import sse
+from mlx_server.api.http.body import TurnRoute
+from mlx_server.api.http.request_bounds import BOUNDED_ITEMS, FIRST_ERROR, Strings
+from mlx_server.api.http.sse import whole_or_streamed
 from mlx_server.api.openai.completions import fill_writer, plan_prompts
 from mlx_server.api.openai.exchange import Exchange, Writer, open_exchange
 from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, no_limit
-from mlx_server.api.request_bounds import BOUNDED_ITEMS, FIRST_ERROR, Strings
-from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.text.fill_in import Gap
 from mlx_server.sampling_params import SamplingParams
 

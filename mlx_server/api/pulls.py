@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from mlx_server.api.context import ServerContext
-from mlx_server.engine.model_facts import folder_of
-from mlx_server.engine.model_fetch import Fetch, can_be_fetched
+from mlx_server.engine.models.facts import folder_of
+from mlx_server.engine.models.fetch import Fetch, can_be_fetched
 from mlx_server.errors import ModelNotFoundError, PermissionDeniedError
 
 

@@ -26,18 +26,18 @@ import uvicorn
 from sse_starlette.sse import AppStatus
 from starlette.types import ASGIApp
 
+from mlx_server.api.answers.generation_service import watch_revocations
 from mlx_server.api.app import create_app
 from mlx_server.api.auth.authentication import FREE_PATHS, exposure_warning, local_url
-from mlx_server.api.connections import (
+from mlx_server.api.context import ServerContext
+from mlx_server.api.http.connections import (
     ACCEPTED_AT_ONCE,
     ConnectionGate,
     GuardedListener,
     bounded_protocol,
     room_for_connections,
 )
-from mlx_server.api.context import ServerContext
-from mlx_server.api.generation_service import watch_revocations
-from mlx_server.api.listener import check_tls, scheme, tls_files
+from mlx_server.api.http.listener import check_tls, scheme, tls_files
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError, ServeError
 from mlx_server.observability.logs import leave, set_up_logging

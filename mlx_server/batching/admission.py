@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from mlx_server.batching.layer_groups import num_blocks_for
+from mlx_server.batching.blocks.layer_groups import num_blocks_for
+from mlx_server.batching.blocks.prefix_cache import CachedPrefix
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
-from mlx_server.batching.prefix_cache import CachedPrefix
 from mlx_server.batching.request_table import RequestTable, Step
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds

@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from itertools import chain
 
-from mlx_server.batching.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Request, RequestStatus
 

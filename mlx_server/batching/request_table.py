@@ -8,14 +8,14 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from itertools import takewhile
 
-from mlx_server.batching.block import Block
-from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.disk_tier import DiskTier
-from mlx_server.batching.drafting import Drafts, Speculation
-from mlx_server.batching.layer_groups import num_blocks_for
+from mlx_server.batching.blocks.block import Block
+from mlx_server.batching.blocks.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.disk_tier import DiskTier
+from mlx_server.batching.blocks.layer_groups import num_blocks_for
+from mlx_server.batching.blocks.prefix_cache import CachedPrefix
 from mlx_server.batching.limits import QueueLoad
-from mlx_server.batching.prefix_cache import CachedPrefix
 from mlx_server.batching.priority_queue import PriorityQueueWithAging
+from mlx_server.batching.speculation.drafting import Drafts, Speculation
 from mlx_server.batching.step_budget import StepShape
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import (

@@ -14,13 +14,13 @@ from itertools import chain
 from typing import Protocol
 
 from mlx_server.batching.admission import headroom
-from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.disk_saves import BlockStore
-from mlx_server.batching.disk_tier import DiskTier
-from mlx_server.batching.drafting import Drafts, Speculation
+from mlx_server.batching.blocks.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.disk_saves import BlockStore
+from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits, check_queue, displaced_by
 from mlx_server.batching.refusals import displacement, expiry, grammar_error, starvation
 from mlx_server.batching.request_table import Rank, RequestTable, Step
+from mlx_server.batching.speculation.drafting import Drafts, Speculation
 from mlx_server.batching.step_budget import PromptBudget, StepShape
 from mlx_server.batching.step_composer import StepComposer
 from mlx_server.errors import ContextLengthError

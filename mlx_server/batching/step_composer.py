@@ -7,11 +7,11 @@ from collections.abc import Callable
 from itertools import chain
 
 from mlx_server.batching.admission import AGED_SHARE, Admission
-from mlx_server.batching.draft_room import DraftRoom, needs_no_result
-from mlx_server.batching.drafting import NO_DRAFTS, recent_tokens
 from mlx_server.batching.image_bounds import ImageTurns, cut_at_second_image
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
 from mlx_server.batching.request_table import RequestTable, Step
+from mlx_server.batching.speculation.draft_room import DraftRoom, needs_no_result
+from mlx_server.batching.speculation.drafting import NO_DRAFTS, recent_tokens
 from mlx_server.batching.step_budget import PromptBudget, RecentPrompts
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk, SchedulerOutput

@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import psutil
 
-from mlx_server.runtime.kv_cache import PagedLayerCache
+from mlx_server.runtime.cache.kv_cache import PagedLayerCache
 from mlx_server.runtime.machine import inspect_machine
 
 

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mlx_server.batching.disk_saves import owner_tag
+from mlx_server.batching.blocks.disk_saves import owner_tag
 from mlx_server.cli.config import add_config_flag, config_from
 from mlx_server.cli.remote import size, table
 from mlx_server.cli.warm import add_warm as add_warm
 from mlx_server.cli.warm import run_warm as run_warm
 from mlx_server.config import Config
-from mlx_server.engine.model_on_disk import disk_folder
+from mlx_server.engine.prefixes.model_on_disk import disk_folder
 from mlx_server.errors import ServeError
 from mlx_server.kv_disk.budget import WriteBudget
 from mlx_server.kv_disk.disk import LOCK

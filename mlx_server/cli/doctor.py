@@ -20,10 +20,10 @@ from mlx_server.bench.arguments import above_0
 from mlx_server.cli.config import add_config_flag, config_from
 from mlx_server.cli.remote import size
 from mlx_server.config import Config, MemoryConfig, ServerConfig
-from mlx_server.engine.memory_budget import MemoryBudget
-from mlx_server.engine.model_store import stored_models
+from mlx_server.engine.memory.budget import MemoryBudget
+from mlx_server.engine.models.store import stored_models
 from mlx_server.errors import ConfigError
-from mlx_server.runtime.backends import available_backends
+from mlx_server.runtime.attention.backends import available_backends
 from mlx_server.runtime.kernels.cpu.build import NativeBuildError, find_compiler
 from mlx_server.runtime.machine import METAL, inspect_machine
 from mlx_server.runtime.native_layers import describe_native

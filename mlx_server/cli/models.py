@@ -29,8 +29,8 @@ def run_ls(args: argparse.Namespace) -> int:
       mlx-serve models ls
       mlx-serve models ls --json
     """
-    from mlx_server.engine.model_fit import fits_of  # the engine's libraries, which asking a server does not need
-    from mlx_server.engine.model_store import stored_models
+    from mlx_server.engine.models.fit import fits_of  # the engine's libraries, which asking a server does not need
+    from mlx_server.engine.models.store import stored_models
 
     models = stored_models()
     if not models and not args.json:
@@ -96,7 +96,7 @@ def run_rm(args: argparse.Namespace) -> int:
       mlx-serve models rm smollm2
       mlx-serve models rm mlx-community/Qwen3-0.6B-4bit
     """
-    from mlx_server.engine.model_store import remove_stored
+    from mlx_server.engine.models.store import remove_stored
 
     for name in args.model:
         try:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_server.api.listener import listen_all
+from mlx_server.api.http.listener import listen_all
 from mlx_server.cli.config import add_setting_flags, config_from
 from mlx_server.cli.main import Parser
 from mlx_server.config import Config, home, settings
@@ -54,13 +54,13 @@ def run_serve(args: argparse.Namespace) -> int:
             )
     size, rank = config.fleet.tensor_parallel_size, 0
     if size > 1:
-        from mlx_server.engine.ranks import check_shardable, own_rank
+        from mlx_server.engine.distributed.ranks import check_shardable, own_rank
 
         check_shardable(config)
         rank = own_rank(size)
     survive_lost_streams()
     if rank > 0:
-        from mlx_server.engine.follower import follow
+        from mlx_server.engine.distributed.follower import follow
 
         return follow(config)
     with contextlib.ExitStack() as listening:

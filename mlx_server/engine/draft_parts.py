@@ -11,25 +11,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.draft_heads import HeadDrafts
-from mlx_server.batching.draft_model import DraftModel, ModelSpeculation, NoLookup
-from mlx_server.batching.drafting import Speculation
-from mlx_server.batching.layer_groups import LayerGroups
-from mlx_server.batching.lookup import NgramDrafter
+from mlx_server.batching.blocks.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.layer_groups import LayerGroups
+from mlx_server.batching.speculation.draft_heads import HeadDrafts
+from mlx_server.batching.speculation.draft_model import DraftModel, ModelSpeculation, NoLookup
+from mlx_server.batching.speculation.drafting import Speculation
+from mlx_server.batching.speculation.lookup import NgramDrafter
 from mlx_server.config import BLOCK_SIZE, WHOLE_WEIGHTS, Config
-from mlx_server.engine.memory_budget import MemoryShare
-from mlx_server.engine.memory_guard import KvMemory, MemoryGuard
-from mlx_server.engine.memory_need import estimate_heads
+from mlx_server.engine.memory.budget import MemoryShare
+from mlx_server.engine.memory.guard import KvMemory, MemoryGuard
+from mlx_server.engine.memory.need import estimate_heads
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.attention.regroup import Scope
 from mlx_server.runtime.draft_runner import DraftingRunner, HeadFeed
 from mlx_server.runtime.hidden_states import HiddenStates
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.heads import HeadModel, find_heads, load_head
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces, make_runner
 from mlx_server.runtime.models.resolve import find_folder
-from mlx_server.runtime.regroup import Scope
 
 logger = logging.getLogger(__name__)
 

@@ -13,19 +13,19 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from mlx_server.batching.disk_saves import DiskTierCounters
-from mlx_server.batching.drafting import SpeculationCounters
+from mlx_server.batching.blocks.disk_saves import DiskTierCounters
+from mlx_server.batching.blocks.prefix_changes import CacheCleared
 from mlx_server.batching.limits import SchedulerCounters
-from mlx_server.batching.prefix_changes import CacheCleared
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
+from mlx_server.batching.speculation.drafting import SpeculationCounters
 from mlx_server.config import Config
+from mlx_server.engine.embeddings.pooling import Pooling, check_generates
 from mlx_server.engine.grammar.constraints import GrammarCompiler
-from mlx_server.engine.kv_events import ModelEvents, follow
-from mlx_server.engine.memory_guard import GuardCounters
-from mlx_server.engine.model_on_disk import flush
+from mlx_server.engine.memory.guard import GuardCounters
 from mlx_server.engine.observed import ObservedExecutor, told
 from mlx_server.engine.parts import EngineParts, GivenModels, Surroundings, load_parts, unload_parts
-from mlx_server.engine.pooling import Pooling, check_generates
+from mlx_server.engine.prefixes.kv_events import ModelEvents, follow
+from mlx_server.engine.prefixes.model_on_disk import flush
 from mlx_server.engine.request_stream import GenerationRequest, OutputText, RequestStream, make_request
 from mlx_server.engine.served_names import served_names
 from mlx_server.engine.text.chat import ChatFormatter, TextTools
@@ -45,7 +45,7 @@ from mlx_server.observability.engine_metrics import EngineMetrics
 from mlx_server.observability.tracing import NO_TRACER, EngineTracer, Tracing, open_tracing
 from mlx_server.outputs import EngineStats, RequestOutput
 from mlx_server.request import FinishReason, Request, RequestStatus
-from mlx_server.runtime.image_probe import count_placeholders
+from mlx_server.runtime.checks.image_probe import count_placeholders
 from mlx_server.runtime.models.loader import RunnerInfo
 from mlx_server.sampling_params import SamplingParams
 

@@ -13,12 +13,13 @@ from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.layer_groups import LayerGroups
+from mlx_server.batching.blocks.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.layer_groups import LayerGroups
+from mlx_server.batching.blocks.state_checkpoints import StateCheckpoints
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
-from mlx_server.batching.state_checkpoints import StateCheckpoints
 from mlx_server.config import BLOCK_SIZE, Config, MemoryConfig, ModelConfig
+from mlx_server.engine.distributed.ranks import ALONE, Ranks
 from mlx_server.engine.draft_parts import (
     DraftParts,
     InPieces,
@@ -27,15 +28,14 @@ from mlx_server.engine.draft_parts import (
     make_draft,
     make_speculation,
 )
-from mlx_server.engine.embedding import InputReader
-from mlx_server.engine.kv_events import KvEvents
+from mlx_server.engine.embeddings.embedding import InputReader
+from mlx_server.engine.embeddings.pooling import Pooling
 from mlx_server.engine.loading import PoolRoom, find_model, make_model_runner, read_model
-from mlx_server.engine.memory_budget import MemoryBudget, MemoryShare
-from mlx_server.engine.memory_guard import KvMemory, MemoryGuard, MemoryWatch
-from mlx_server.engine.memory_need import MemoryNeed, estimate_need
-from mlx_server.engine.model_on_disk import ModelOnDisk, join_disk, open_configured
-from mlx_server.engine.pooling import Pooling
-from mlx_server.engine.ranks import ALONE, Ranks
+from mlx_server.engine.memory.budget import MemoryBudget, MemoryShare
+from mlx_server.engine.memory.guard import KvMemory, MemoryGuard, MemoryWatch
+from mlx_server.engine.memory.need import MemoryNeed, estimate_need
+from mlx_server.engine.prefixes.kv_events import KvEvents
+from mlx_server.engine.prefixes.model_on_disk import ModelOnDisk, join_disk, open_configured
 from mlx_server.engine.text.chat import TextTools
 from mlx_server.engine.vision.seeing import SeeingModel, load_if_seeing
 from mlx_server.errors import ConfigError, EngineDeadError, ModelLoadError

@@ -12,11 +12,11 @@ from types import TracebackType
 from mlx_server.config import Config, PoolConfig
 from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.fair_slots import in_daemon_thread
-from mlx_server.engine.kv_events import KvEvents, open_events
-from mlx_server.engine.memory_budget import MemoryBudget
-from mlx_server.engine.memory_guard import MemoryWatch
-from mlx_server.engine.memory_need import MemoryNeed, estimate_need
+from mlx_server.engine.memory.budget import MemoryBudget
+from mlx_server.engine.memory.guard import MemoryWatch
+from mlx_server.engine.memory.need import MemoryNeed, estimate_need
 from mlx_server.engine.parts import Surroundings
+from mlx_server.engine.prefixes.kv_events import KvEvents, open_events
 from mlx_server.errors import EngineDeadError, InsufficientMemoryError, OverloadedError, ServeError
 from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.pool.catalog import Catalog, Offer
@@ -375,7 +375,7 @@ def build_pool(config: Config) -> ModelPool:
     catalog, events = Catalog(config), open_events(config)
     around = replace(Surroundings.alone(config.memory), events=events)
     if config.fleet.tensor_parallel_size > 1:
-        from mlx_server.engine.leader import gather_ranks  # needs the extra `fleet`
+        from mlx_server.engine.distributed.leader import gather_ranks  # needs the extra `fleet`
 
         around = replace(around, ranks=gather_ranks(config, around.thread))
     budget = MemoryBudget.of(config.memory, around.ranks.read_memory)

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from mlx_server.engine.engine import AsyncEngine
-from mlx_server.engine.memory_budget import MemoryShare
+from mlx_server.engine.memory.budget import MemoryShare
 from mlx_server.pool.catalog import ModelSpec
 
 

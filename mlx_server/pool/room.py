@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from mlx_server.config import PoolConfig
-from mlx_server.engine.memory_budget import MemoryBudget
-from mlx_server.engine.memory_need import MemoryNeed
+from mlx_server.engine.memory.budget import MemoryBudget
+from mlx_server.engine.memory.need import MemoryNeed
 from mlx_server.errors import OverloadedError
 from mlx_server.pool.pooled_model import PooledModel
 

@@ -30,8 +30,8 @@ from mlx_lm.tuner.utils import load_adapters
 
 from mlx_server.errors import ModelLoadError
 from mlx_server.model_entries import Adapter
-from mlx_server.runtime.attention import IntArray
-from mlx_server.runtime.cache_views import RowGroup, UnpageableError
+from mlx_server.runtime.attention.cache_views import RowGroup, UnpageableError
+from mlx_server.runtime.attention.interface import IntArray
 from mlx_server.runtime.models.folder import TensorHeader, read_headers
 
 NONE = -1

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_server.outputs import HELD_STATES, ScheduledChunk
-from mlx_server.runtime.attention import IntArray
-from mlx_server.runtime.row_pool import MakeRows, Slots
+from mlx_server.runtime.attention.interface import IntArray
+from mlx_server.runtime.cache.row_pool import MakeRows, Slots
 
 
 class KeptRows(NamedTuple):

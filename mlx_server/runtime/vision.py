@@ -13,7 +13,7 @@ import numpy as np
 
 from mlx_server.outputs import NewRequestData, ScheduledChunk
 from mlx_server.prompt_image import PromptImage
-from mlx_server.runtime.attention import IntArray
+from mlx_server.runtime.attention.interface import IntArray
 
 IMAGE_SHARE = 1 / 32
 """Of the memory for K/V, what embeddings of images may take that no running request is in the middle of."""

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from mlx_server.api.listener import listen
+from mlx_server.api.http.listener import listen
 from mlx_server.api.server import serve
 from mlx_server.config import Config, ServerConfig
 from mlx_server.engine.engine import EngineState

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_server.api.listener import listen
+from mlx_server.api.http.listener import listen
 from mlx_server.api.server import serve
 from mlx_server.config import load_config
 from mlx_server.runtime.model_runner import ModelRunner

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from mlx_server.api.connections import ConnectionGate, GuardedListener, room_for_connections
+from mlx_server.api.http.connections import ConnectionGate, GuardedListener, room_for_connections
 from mlx_server.api.server import uvicorn_config
 from mlx_server.config import ServerConfig
 from tests.api.worlds import World, running, until
@@ -92,7 +92,7 @@ async def small() -> AsyncIterator[Small]:
 
 
 async def test_the_most_silent_connection_makes_room(small: Small, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mlx_server.api.connections._SILENT_S", 0.0)
+    monkeypatch.setattr("mlx_server.api.http.connections._SILENT_S", 0.0)
     first, second, third = await small.connect(3)
     assert b" 200 " in await first.get("/v1/models")
     (fourth,) = await small.connect()
@@ -128,7 +128,7 @@ async def test_busy_connections_stay_and_others_are_refused_but_for_probes(small
 
 
 async def test_half_a_body_is_silence_too(small: Small, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mlx_server.api.connections._SILENT_S", 0.0)
+    monkeypatch.setattr("mlx_server.api.http.connections._SILENT_S", 0.0)
     held = await small.hold(2)
     (dripping,) = await small.connect()
     dripping.writer.write(b"POST /v1/models HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\nhalf")
@@ -268,7 +268,7 @@ for finder in sys.meta_path:
     finder.find_spec("mlx_lm.utils", importlib.util.find_spec("mlx_lm").submodule_search_locations)
 import mlx_server.runtime.models.loader
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == {before}
-from mlx_server.api.connections import room_for_connections
+from mlx_server.api.http.connections import room_for_connections
 print(room_for_connections(), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 

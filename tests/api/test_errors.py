@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_server import errors
-from mlx_server.api.request_bounds import MAX_BODY_BYTES
+from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
 from mlx_server.engine.engine import EngineState
 from tests.api.sse import bodies
 from tests.api.worlds import ALL_ERRORS, World, user

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from mlx_server.api.answers.generation import Generation, GenerationJob, OutputEvent, OutputParser, Parts, Prompt
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Demand, Quotas
-from mlx_server.api.generation import Generation, GenerationJob, OutputEvent, OutputParser, Parts, Prompt
 from mlx_server.engine.request_stream import RequestStream
 from mlx_server.errors import EngineDeadError, ServeError
 from mlx_server.outputs import RequestOutput

@@ -18,7 +18,7 @@ import pytest_asyncio
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 
-from mlx_server.api import images
+from mlx_server.api.answers import images
 from mlx_server.config import Config, ServerConfig
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.request_stream import GenerationRequest, make_request

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
+from mlx_server.api.answers.generation_service import watch_revocations
 from mlx_server.api.auth import key_file, keys
 from mlx_server.api.auth.key_file import KeyFile, KeyRecord, NewKey
 from mlx_server.api.auth.keys import build_key_ring
-from mlx_server.api.generation_service import watch_revocations
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError, InvalidRequestError
 from mlx_server.request import Priority

@@ -16,8 +16,8 @@ import pytest_asyncio
 
 from mlx_server.api.auth.key_file import KeyFile
 from mlx_server.config import CacheConfig, Config, PoolConfig, ServerConfig
-from mlx_server.engine import model_fetch
 from mlx_server.engine.grammar.constraints import GrammarCompiler
+from mlx_server.engine.models import fetch as model_fetch
 from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.model_entries import ModelEntry
 from mlx_server.pool.model_pool import build_pool

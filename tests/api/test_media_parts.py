@@ -12,7 +12,7 @@ from anthropic.types import ContentBlockParam
 from openai.types.chat import ChatCompletionContentPartParam
 from openai.types.responses import ResponseFunctionCallOutputItemParam, ResponseInputContentParam
 
-from mlx_server.engine.model_facts import read_facts
+from mlx_server.engine.models.facts import read_facts
 from tests.api.real_worlds import RealWorld, started
 from tests.api.worlds import Site, World, user
 from tests.runtime.test_vision_models import make_vision_folder

@@ -14,8 +14,8 @@ import pytest
 
 from mlx_server.config import Config, PoolConfig
 from mlx_server.engine.engine import EngineState
-from mlx_server.engine.memory_budget import MemoryBudget, MemoryShare
-from mlx_server.engine.memory_need import MemoryNeed
+from mlx_server.engine.memory.budget import MemoryBudget, MemoryShare
+from mlx_server.engine.memory.need import MemoryNeed
 from mlx_server.engine.parts import Surroundings
 from mlx_server.errors import (
     EngineDeadError,

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from mlx_server.api.context import ServerContext
 from mlx_server.config import CacheConfig, Config, MemoryConfig, ModelConfig, PoolConfig, SchedulerConfig
-from mlx_server.engine.memory_need import estimate_need
+from mlx_server.engine.memory.need import estimate_need
 from mlx_server.model_entries import ModelEntry
 from mlx_server.pool.model_pool import ModelPool, build_pool
 from tests import architectures

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_server.api.ollama.opening import NOT_ENFORCED_HEADER
 from mlx_server.config import Config, PoolConfig, ServerConfig
-from mlx_server.engine import model_fetch
+from mlx_server.engine.models import fetch as model_fetch
 from mlx_server.errors import DownloadError
 from mlx_server.runtime.models.progress import shown
 from tests.api.worlds import World, user
@@ -333,7 +333,7 @@ async def test_the_root_is_ollamas_on_its_port_only(world: World):
 
 
 async def test_a_port_that_is_taken_is_refused_clearly():
-    from mlx_server.api.listener import listen_all
+    from mlx_server.api.http.listener import listen_all
     from mlx_server.errors import ServeError
 
     with socket.socket() as taken:

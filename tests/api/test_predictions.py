@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from mlx_server.batching import draft_burst
-from mlx_server.batching.draft_burst import Burst
+from mlx_server.batching.speculation import draft_burst
+from mlx_server.batching.speculation.draft_burst import Burst
 from mlx_server.config import Config, SchedulerConfig
 from tests.api.real_worlds import RealWorld, started
 from tests.api.worlds import Site, World, user
@@ -26,7 +26,7 @@ LETTERS = byte_tokenizer().convert_tokens_to_ids(list("abcdefghijklmnopqrstuvwxy
 async def tiny(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
     folder = make_folder(tmp_path_factory.mktemp("tiny"))
     with pytest.MonkeyPatch.context() as patch:  # whatever it costs
-        patch.setattr("mlx_server.batching.drafting.choose_depths", lambda proposed, *_: dict(proposed))
+        patch.setattr("mlx_server.batching.speculation.drafting.choose_depths", lambda proposed, *_: dict(proposed))
         patch.setattr(
             draft_burst, "choose_burst", lambda rates, most, *_: Burst(most if rates else 0, frozenset(rates), 1e9)
         )

@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_server.api import door, request_bounds
 from mlx_server.api.auth.keys import Caller
-from mlx_server.api.connections import MAX_HEADERS, MAX_SMALL_CHUNKS
-from mlx_server.api.openai.completions import MAX_SEQUENCES
-from mlx_server.api.request_bounds import (
+from mlx_server.api.http import door, request_bounds
+from mlx_server.api.http.connections import MAX_HEADERS, MAX_SMALL_CHUNKS
+from mlx_server.api.http.request_bounds import (
     MAX_BACKSLASHES,
     MAX_CONTAINERS,
     MAX_ECHO_CHARS,
@@ -28,7 +27,8 @@ from mlx_server.api.request_bounds import (
     MAX_TOOLS,
     MAX_VALUES,
 )
-from mlx_server.api.text_turns import TextWorkers
+from mlx_server.api.http.text_turns import TextWorkers
+from mlx_server.api.openai.completions import MAX_SEQUENCES
 from mlx_server.engine.fair_slots import Asker
 from mlx_server.errors import QuotaExceededError
 from mlx_server.request import Priority

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 from starlette.types import Receive, Scope, Send
 
-from mlx_server.api import sse
-from mlx_server.api.connections import MIN_BYTES_PER_S
+from mlx_server.api.http import sse
+from mlx_server.api.http.connections import MIN_BYTES_PER_S
 from tests.api.worlds import running, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

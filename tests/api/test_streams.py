@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from mlx_server.api import sse
 from mlx_server.api.app import create_app
-from mlx_server.api.listener import listen
+from mlx_server.api.http import sse
+from mlx_server.api.http.listener import listen
 from mlx_server.config import Config, ServerConfig
 from tests.api.fakes import say
 from tests.api.sse import bodies

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from mlx_server.api.auth.key_file import KeyFile
-from mlx_server.api.text_turns import TextTurn, TextWorkers
+from mlx_server.api.http.text_turns import TextTurn, TextWorkers
 from mlx_server.engine.fair_slots import Asker
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.request import Priority

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mlx_server.api.connections import READ_BYTES, BoundedProtocol
-from mlx_server.api.listener import check_tls
+from mlx_server.api.http.connections import READ_BYTES, BoundedProtocol
+from mlx_server.api.http.listener import check_tls
 from mlx_server.cli.remote import RemoteServer
 from mlx_server.config import ServerConfig
 from mlx_server.errors import ConfigError

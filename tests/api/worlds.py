@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlx_server import errors
 from mlx_server.api.app import create_app
 from mlx_server.api.context import ServerContext
-from mlx_server.api.listener import listen
+from mlx_server.api.http.listener import listen
 from mlx_server.api.server import uvicorn_config
 from mlx_server.config import Config, ServerConfig
 from mlx_server.pool.model_pool import ModelPool

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mlx_server.batching.block import Block, BlockState, FreeBlockQueue
+from mlx_server.batching.blocks.block import Block, BlockState, FreeBlockQueue
 
 
 def make_queue(count: int) -> tuple[list[Block], FreeBlockQueue]:

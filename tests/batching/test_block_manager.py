@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.layer_groups import num_blocks_for
+from mlx_server.batching.blocks.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.layer_groups import num_blocks_for
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Request
 from tests.batching.worlds import make_request, make_world, prompt

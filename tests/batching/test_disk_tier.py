@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_server.batching.disk_saves import owner_tag
-from mlx_server.batching.disk_tier import IDLE_S
+from mlx_server.batching.blocks.disk_saves import owner_tag
+from mlx_server.batching.blocks.disk_tier import IDLE_S
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.engine.model_on_disk import flush
+from mlx_server.engine.prefixes.model_on_disk import flush
 from mlx_server.errors import ContextLengthError
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
 from mlx_server.request import FinishReason, Priority

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.draft_burst import NO_BURST, choose_burst
-from mlx_server.batching.draft_model import DraftModel, ModelSpeculation, NoLookup
-from mlx_server.batching.drafting import Drafter, RowCosts, StepRoom
-from mlx_server.batching.layer_groups import LayerGroups
-from mlx_server.batching.lookup import NgramDrafter
+from mlx_server.batching.blocks.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.layer_groups import LayerGroups
+from mlx_server.batching.speculation.draft_burst import NO_BURST, choose_burst
+from mlx_server.batching.speculation.draft_model import DraftModel, ModelSpeculation, NoLookup
+from mlx_server.batching.speculation.drafting import Drafter, RowCosts, StepRoom
+from mlx_server.batching.speculation.lookup import NgramDrafter
 from mlx_server.outputs import ModelRunnerOutput, SampledToken, ScheduledChunk, SchedulerOutput
 from mlx_server.request import FinishReason
 from tests.batching.worlds import (

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_server.batching import drafting
-from mlx_server.batching.drafting import Speculation
-from mlx_server.batching.lookup import NgramDrafter
+from mlx_server.batching.speculation import drafting
+from mlx_server.batching.speculation.drafting import Speculation
+from mlx_server.batching.speculation.lookup import NgramDrafter
 from mlx_server.outputs import RequestOutput, SchedulerOutput
 from mlx_server.request import FinishReason, Request
 from tests.batching.worlds import (

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_server.batching.drafting import (
+from mlx_server.batching.speculation.drafting import (
     Acceptance,
     RowCosts,
     Speculation,
     StepRoom,
     choose_depths,
 )
-from mlx_server.batching.lookup import History, NgramDrafter
+from mlx_server.batching.speculation.lookup import History, NgramDrafter
 from mlx_server.request import Request
 from mlx_server.sampling_params import SamplingParams
 from tests.batching.worlds import make_request

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from mlx_server.batching.block import Block
-from mlx_server.batching.prefix_cache import DIGEST_BYTES, PrefixCache, extend_block_hashes, hash_block, root_hash
+from mlx_server.batching.blocks.block import Block
+from mlx_server.batching.blocks.prefix_cache import (
+    DIGEST_BYTES,
+    PrefixCache,
+    extend_block_hashes,
+    hash_block,
+    root_hash,
+)
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Request
 from tests.batching.worlds import make_request, prompt

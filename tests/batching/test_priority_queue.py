@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from mlx_server.batching.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.priority_queue import PriorityQueueWithAging
 from mlx_server.request import Priority, Request
 from tests.batching.worlds import make_request

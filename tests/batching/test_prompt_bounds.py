@@ -8,9 +8,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from mlx_server.batching.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.prefix_cache import PrefixCache
 from mlx_server.batching.limits import QueueLimits
-from mlx_server.batching.prefix_cache import PrefixCache
 from mlx_server.batching.priority_queue import PriorityQueueWithAging
 from mlx_server.outputs import ModelRunnerOutput, SampledToken
 from tests.batching.worlds import make_request, make_scheduler, prompt

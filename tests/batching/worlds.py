@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.drafting import Speculation
-from mlx_server.batching.layer_groups import LayerGroups, first_seen
+from mlx_server.batching.blocks.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.layer_groups import LayerGroups, first_seen
+from mlx_server.batching.blocks.state_checkpoints import StateCheckpoints
 from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
-from mlx_server.batching.state_checkpoints import StateCheckpoints
+from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import (
     STATES,

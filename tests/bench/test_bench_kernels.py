@@ -28,8 +28,8 @@ from mlx_server.bench.lab.attention import (
 from mlx_server.bench.lab.kernels import Result, Sweep, render_results, render_sweep
 from mlx_server.cli.main import main
 from mlx_server.errors import ServeError
-from mlx_server.runtime import backends
-from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
+from mlx_server.runtime.attention import backends
+from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.kernels.gpu import stored as gpu_stored
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.choice import choices_path, load_choice, store_choices

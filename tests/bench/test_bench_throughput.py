@@ -26,7 +26,7 @@ from mlx_server.bench.tables import format_bytes, format_rate, render_table
 from mlx_server.bench.throughput import Profile, Row, Turn, compare, profile_turn, take_turn
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ConfigError, ModelLoadError, ServeError
-from mlx_server.runtime.kv_cache import PagedLayerCache
+from mlx_server.runtime.cache.kv_cache import PagedLayerCache
 from mlx_server.runtime.models.loader import LoadedModel
 from mlx_server.runtime.models.random_models import build_random
 

@@ -15,9 +15,9 @@ from mlx_server.bench.lab.machine_report import redact, self_tests
 from mlx_server.cli.main import main
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
-from mlx_server.runtime.attention import ReferenceBackend
+from mlx_server.runtime.attention.interface import ReferenceBackend
+from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS
-from mlx_server.runtime.kv_cache import PagedKVCache
 from tests.engine_worlds import make_folder
 
 SECTIONS = ["Machine", "Self-tests of the kernels", "Timings of attention", "A chat over HTTP", "Soak", "Logs"]

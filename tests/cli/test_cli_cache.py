@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_server.batching.disk_saves import owner_tag
+from mlx_server.batching.blocks.disk_saves import owner_tag
 from mlx_server.cli.main import main
 from mlx_server.kv_disk.disk import open_disk
 from mlx_server.kv_disk.files import Files

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlx_server.api.auth.key_file import KeyFile, Usage, parse_key
-from mlx_server.batching.disk_saves import owner_tag
+from mlx_server.batching.blocks.disk_saves import owner_tag
 from mlx_server.cli.main import main
 from mlx_server.kv_disk.disk import LOCK
 from mlx_server.kv_disk.files import Files

@@ -13,8 +13,8 @@ from mlx_server.cli import models
 from mlx_server.cli.main import main
 from mlx_server.cli.remote import RemoteServer
 from mlx_server.config import Config, ModelConfig
-from mlx_server.engine import model_store
-from mlx_server.engine.memory_need import estimate_need
+from mlx_server.engine.memory.need import estimate_need
+from mlx_server.engine.models import store as model_store
 from tests.tiny_models import byte_tokenizer, save_model_folder, tiny_model
 
 READY = {

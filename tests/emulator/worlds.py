@@ -19,12 +19,12 @@ import pytest
 from emulator.kernel import Emulator
 from emulator.toolchain import Toolchain
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.attention import LayerSpec, StepPlan
+from mlx_server.runtime.attention.interface import LayerSpec, StepPlan
+from mlx_server.runtime.cache.row_pool import group_size_of
 from mlx_server.runtime.kernels.gpu.backend import PRELUDE, CudaBackend, GpuBackend, MetalBackend
 from mlx_server.runtime.kernels.gpu.kernels import MakeKernel, read_text
 from mlx_server.runtime.kernels.gpu.pool import GpuPool, host_view
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, default_variant
-from mlx_server.runtime.row_pool import group_size_of
 
 TOLERANCE = {mx.float32: 3e-6, mx.float16: 1.5e-3, mx.bfloat16: 1.2e-2}
 NO_BLOCK = 2**31 - 1

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from mlx_server import LLM, SamplingParams
-from mlx_server.batching import drafting
+from mlx_server.batching.speculation import drafting
 from mlx_server.bench.lab.invariance import WAYS
-from mlx_server.engine.llm import Completion
+from mlx_server.engine.library.llm import Completion
 from mlx_server.errors import ModelLoadError
 from tests.drafters import Adversary, always
 from tests.engine_worlds import NATIVE_BACKEND, make_llm, on_the_cpu, random_prompts

@@ -10,13 +10,13 @@ import mlx.core as mx
 import pytest
 
 from mlx_server import LLM, SamplingParams
-from mlx_server.batching import draft_burst
-from mlx_server.batching.draft_burst import Burst
-from mlx_server.batching.draft_model import DraftModel, ModelSpeculation
-from mlx_server.batching.drafting import StepRoom
+from mlx_server.batching.speculation import draft_burst
+from mlx_server.batching.speculation.draft_burst import Burst
+from mlx_server.batching.speculation.draft_model import DraftModel, ModelSpeculation
+from mlx_server.batching.speculation.drafting import StepRoom
 from mlx_server.config import Config, ModelConfig, SchedulerConfig, load_config
-from mlx_server.engine.llm import Completion
-from mlx_server.engine.memory_need import estimate_need
+from mlx_server.engine.library.llm import Completion
+from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.outputs import EngineStats, NewRequestData
 from mlx_server.runtime.draft_runner import DraftSampler
@@ -49,7 +49,7 @@ def _always(rates: Mapping[str, float], most: int, room: StepRoom, *costs: objec
 def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it costs."""
     monkeypatch.setattr(draft_burst, "choose_burst", _always)
-    monkeypatch.setattr("mlx_server.batching.drafting.choose_depths", lambda proposed, *_: dict(proposed))
+    monkeypatch.setattr("mlx_server.batching.speculation.drafting.choose_depths", lambda proposed, *_: dict(proposed))
 
 
 def draft_of(llm: LLM) -> DraftModel:
@@ -132,7 +132,7 @@ def test_it_drafts_for_a_model_with_recurrent_state(architecture: str, speculate
 def test_no_draft_model_is_kept_where_no_state_can_stand_behind_drafts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("mlx_server.runtime.layers.kept_slots", lambda *_, **__: (0, 0))
+    monkeypatch.setattr("mlx_server.runtime.cache.layers.kept_slots", lambda *_, **__: (0, 0))
     with Subject("mamba2").make_llm(speculate="auto", draft_model=loaded("llama")) as llm:
         assert llm.engine.scheduler.speculation is None
         assert llm.engine._loaded_parts().draft is None

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from mlx_server import LLM, SamplingParams
-from mlx_server.batching import draft_burst
-from mlx_server.batching.draft_heads import HeadDrafts, _HeadFollower
-from mlx_server.batching.draft_model import ModelSpeculation
-from mlx_server.batching.drafting import Speculation
+from mlx_server.batching.speculation import draft_burst
+from mlx_server.batching.speculation.draft_heads import HeadDrafts, _HeadFollower
+from mlx_server.batching.speculation.draft_model import ModelSpeculation
+from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.config import Config, ModelConfig, SchedulerConfig
-from mlx_server.engine.memory_budget import MemoryShare
-from mlx_server.engine.memory_need import estimate_need
+from mlx_server.engine.memory.budget import MemoryShare
+from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import HELD_STATES, EngineStats, ModelRunnerOutput
 from mlx_server.request import Request
@@ -42,7 +42,7 @@ _SAMPLING = (
 def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it costs."""
     monkeypatch.setattr(draft_burst, "choose_burst", _always)
-    monkeypatch.setattr("mlx_server.batching.drafting.choose_depths", lambda proposed, *_: dict(proposed))
+    monkeypatch.setattr("mlx_server.batching.speculation.drafting.choose_depths", lambda proposed, *_: dict(proposed))
 
 
 def heads_of(llm: LLM) -> HeadDrafts:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_server.batching import drafting
+from mlx_server.batching.speculation import drafting
 from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.parts import GivenModels

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from mlx_server.batching.disk_saves import owner_tag
-from mlx_server.batching.disk_tier import DiskTier
+from mlx_server.batching.blocks.disk_saves import owner_tag
+from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.config import BLOCK_SIZE, load_config
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.request_stream import GenerationRequest

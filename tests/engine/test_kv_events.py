@@ -16,12 +16,12 @@ import msgspec
 import pytest
 import zmq
 
-from mlx_server.batching import prefix_changes
-from mlx_server.batching.disk_tier import DiskTier
+from mlx_server.batching.blocks import prefix_changes
+from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.config import BLOCK_SIZE, Config, load_config
-from mlx_server.engine import kv_events
-from mlx_server.engine.kv_events import CacheEvents, KvEvents, ModelEvents, event_hash
-from mlx_server.engine.prefix_mirror import PrefixMirror
+from mlx_server.engine.prefixes import kv_events
+from mlx_server.engine.prefixes.kv_events import CacheEvents, KvEvents, ModelEvents, event_hash
+from mlx_server.engine.prefixes.mirror import PrefixMirror
 from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.errors import ConfigError
 from mlx_server.fleet import FleetConfig
@@ -328,8 +328,8 @@ def test_two_models_have_a_topic_and_numbers_each_and_a_load_begins_anew(tmp_pat
 
 def test_blocks_on_disk_have_their_medium(tmp_path, monkeypatch):
     monkeypatch.setattr(DiskTier, "_pays", lambda self, first, end: end > first)
-    monkeypatch.setattr("mlx_server.batching.disk_saves.MIN_PROMPT_TOKENS", 32)
-    monkeypatch.setattr("mlx_server.batching.disk_tier.IDLE_S", 0.0)
+    monkeypatch.setattr("mlx_server.batching.blocks.disk_saves.MIN_PROMPT_TOKENS", 32)
+    monkeypatch.setattr("mlx_server.batching.blocks.disk_tier.IDLE_S", 0.0)
     folder = make_folder(tmp_path / "model")
     prompts = random_prompts([600, 600, 600], seed=5)
     disk = {"kv_disk": "64MB", "kv_disk_dir": str(tmp_path / "disk")}

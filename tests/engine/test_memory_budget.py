@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from virtual_time import run_virtually
 
 from mlx_server.config import Config, MemoryConfig, ModelConfig, load_config
-from mlx_server.engine.memory_budget import MemoryBudget
-from mlx_server.engine.memory_guard import KvMemory, MemoryGuard, MemoryWatch, PressureLevel
-from mlx_server.engine.memory_need import MemoryNeed, estimate_need, step_bytes
+from mlx_server.engine.memory.budget import MemoryBudget
+from mlx_server.engine.memory.guard import KvMemory, MemoryGuard, MemoryWatch, PressureLevel
+from mlx_server.engine.memory.need import MemoryNeed, estimate_need, step_bytes
 from mlx_server.errors import ConfigError, InsufficientMemoryError
 from mlx_server.outputs import ModelRunnerOutput
 from mlx_server.runtime.memory import MemoryReading

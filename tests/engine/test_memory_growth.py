@@ -15,20 +15,20 @@ import psutil
 import pytest
 
 from mlx_server.config import CacheConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, load_config
-from mlx_server.engine import memory_budget
 from mlx_server.engine.engine import AsyncEngine
-from mlx_server.engine.memory_budget import MemoryBudget, MemoryShare
-from mlx_server.engine.memory_guard import MemoryWatch
-from mlx_server.engine.memory_need import MemoryNeed, estimate_need
+from mlx_server.engine.memory import budget as memory_budget
+from mlx_server.engine.memory.budget import MemoryBudget, MemoryShare
+from mlx_server.engine.memory.guard import MemoryWatch
+from mlx_server.engine.memory.need import MemoryNeed, estimate_need
 from mlx_server.engine.parts import GivenModels, Surroundings
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import ConfigError, InsufficientMemoryError
 from mlx_server.pool.model_pool import build_pool
 from mlx_server.request import FinishReason
-from mlx_server.runtime.attention import ReferenceBackend
+from mlx_server.runtime.attention.interface import ReferenceBackend
+from mlx_server.runtime.cache.kv_cache import PagedKVCache
+from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.executor import MLXThread
-from mlx_server.runtime.kv_cache import PagedKVCache
-from mlx_server.runtime.layers import discover_layers
 from mlx_server.runtime.memory import MemoryReading, bounded_memory, read_memory, resident_memory
 from mlx_server.runtime.models.loader import LoadedModel, load
 from tests.architectures import config_of

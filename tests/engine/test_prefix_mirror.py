@@ -9,8 +9,8 @@ from itertools import count
 
 import pytest
 
-from mlx_server.batching.prefix_cache import most_hit
-from mlx_server.engine.prefix_mirror import TELL_AGAIN_S, Announcement, PrefixMirror
+from mlx_server.batching.blocks.prefix_cache import most_hit
+from mlx_server.engine.prefixes.mirror import TELL_AGAIN_S, Announcement, PrefixMirror
 from mlx_server.request import FinishReason
 from tests.batching.worlds import ScriptedSupply, World, make_request, make_scheduler, prompt
 

@@ -25,10 +25,10 @@ from mlx.utils import tree_flatten
 from mlx_server import LLM, SamplingParams
 from mlx_server.cli.main import main
 from mlx_server.config import load_config
-from mlx_server.engine.leader import Leader
-from mlx_server.engine.memory_need import estimate_need
-from mlx_server.engine.rank_link import Link, Memory, RankLostError, Stop
-from mlx_server.engine.ranks import check_shardable
+from mlx_server.engine.distributed.leader import Leader
+from mlx_server.engine.distributed.rank_link import Link, Memory, RankLostError, Stop
+from mlx_server.engine.distributed.ranks import check_shardable
+from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.outputs import BlockMove, NewRequestData, PoolChange, ScheduledChunk, SchedulerOutput
 from mlx_server.runtime.executor import MLXThread

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from mlx_server import LLM, SamplingParams
-from mlx_server.batching import drafting
+from mlx_server.batching.speculation import drafting
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.engine.llm import Completion
+from mlx_server.engine.library.llm import Completion
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.kv_cache import StateLayerCache
-from mlx_server.runtime.row_pool import Slots
+from mlx_server.runtime.cache.kv_cache import StateLayerCache
+from mlx_server.runtime.cache.row_pool import Slots
 from tests.architectures import RECURRENT
 from tests.conformance import Subject
 from tests.drafters import Adversary, always

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mlx_server import LLM, SamplingParams
-from mlx_server.batching import drafting
-from mlx_server.engine.llm import Completion
-from mlx_server.runtime import kv_loss
+from mlx_server.batching.speculation import drafting
+from mlx_server.engine.library.llm import Completion
+from mlx_server.runtime.checks import kv_loss
 from tests.adapter_files import write_adapter, write_model
 from tests.architectures import ARCHITECTURES as ALL_ARCHITECTURES
 from tests.architectures import RECURRENT, REFUSED

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_server.batching.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.state_checkpoints import INTERVAL_BLOCKS, StateCheckpoints
 from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
-from mlx_server.batching.state_checkpoints import INTERVAL_BLOCKS, StateCheckpoints
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Priority, Request
 from mlx_server.sampling_params import SamplingParams

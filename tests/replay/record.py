@@ -19,14 +19,14 @@ from mlx.utils import tree_flatten
 
 from mlx_server.outputs import SchedulerOutput
 from mlx_server.runtime.adapters import AdapterRows
+from mlx_server.runtime.attention.regroup import possible_levels
+from mlx_server.runtime.attention.seam import install_seam
+from mlx_server.runtime.cache.kv_cache import PagedKVCache
+from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import buffer_address
-from mlx_server.runtime.kv_cache import PagedKVCache
-from mlx_server.runtime.layers import discover_layers
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.regroup import possible_levels
-from mlx_server.runtime.seam import install_seam
 from replay import models, stand_ins
 from replay.graph import Graph, Op, Spec, Submission, Wait
 from replay.traffic import Traffic

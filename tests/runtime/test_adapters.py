@@ -16,12 +16,12 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_server import LLM
 from mlx_server.config import BLOCK_SIZE, Config, ModelConfig
-from mlx_server.engine.memory_need import estimate_need
+from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import ConfigError, InvalidRequestError, ModelLoadError, ModelNotFoundError
 from mlx_server.model_entries import Adapter
 from mlx_server.outputs import ScheduledChunk
 from mlx_server.runtime.adapters import NONE, AdaptedLinear, AdapterRows, ColumnLayout, LowRank, install_adapters
-from mlx_server.runtime.cache_views import UnpageableError, row_groups
+from mlx_server.runtime.attention.cache_views import UnpageableError, row_groups
 from mlx_server.runtime.model_runner import BlockTables
 from mlx_server.runtime.models.loader import exhaust, load, load_in_pieces
 from tests.adapter_files import plain_model, save_adapter, write_adapter, write_model

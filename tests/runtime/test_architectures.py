@@ -21,9 +21,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCach
 
 from mlx_server import LLM
 from mlx_server.config import CacheConfig, Config, ModelConfig, SchedulerConfig
-from mlx_server.engine.memory_need import estimate_need
+from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.layers import discover_layers
+from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.loader import LoadedModel
 from tests import metal_stand_ins

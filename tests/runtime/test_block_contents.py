@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mlx_server.outputs import CopyPlace, PoolChange
-from mlx_server.runtime.attention import LayerSpec
-from mlx_server.runtime.block_contents import BlockContents
+from mlx_server.runtime.attention.interface import LayerSpec
+from mlx_server.runtime.cache.block_contents import BlockContents
+from mlx_server.runtime.cache.kv_cache import PagedKVCache, PagedLayerCache
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
-from mlx_server.runtime.kv_cache import PagedKVCache, PagedLayerCache
 from tests.engine_worlds import on_the_cpu
 
 pytestmark = on_the_cpu

@@ -10,10 +10,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_server.config import CacheConfig, Config, ModelConfig
-from mlx_server.engine.memory_need import estimate_need
+from mlx_server.engine.memory.need import estimate_need
 from mlx_server.outputs import NewRequestData, ScheduledChunk
 from mlx_server.runtime.adapters import AdapterRows
-from mlx_server.runtime.image_probe import SAMPLES, find_fault
+from mlx_server.runtime.checks.image_probe import SAMPLES, find_fault
 from mlx_server.runtime.models import weights
 from mlx_server.runtime.models.loader import RunnerInfo, exhaust, load, make_runner
 from mlx_server.runtime.models.random_models import build_random

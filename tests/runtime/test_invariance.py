@@ -11,8 +11,8 @@ import pytest
 
 from mlx_server.config import CacheConfig
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime import invariance
-from mlx_server.runtime.invariance import FixedRows, compute_by_row
+from mlx_server.runtime.checks import invariance
+from mlx_server.runtime.checks.invariance import FixedRows, compute_by_row
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.models.loader import LoadedModel, exhaust, make_runner
 from mlx_server.runtime.products import install_products

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from mlx_server.errors import ConfigError, ModelLoadError
-from mlx_server.runtime import kv_cache, kv_loss, memory
+from mlx_server.runtime import memory
+from mlx_server.runtime.cache import kv_cache
+from mlx_server.runtime.cache.row_pool import QuantizedRows, Slots, rotate, row_bytes
+from mlx_server.runtime.checks import kv_loss
+from mlx_server.runtime.checks.kv_loss import KvLoss
 from mlx_server.runtime.kernels.cpu.rows import exact_rows
-from mlx_server.runtime.kv_loss import KvLoss
-from mlx_server.runtime.row_pool import QuantizedRows, Slots, rotate, row_bytes
 from tests.architectures import config_of
 from tests.conformance import CROWDED, LENGTHS, MAX_TOKENS, Subject, answer, preempt_every
 from tests.engine_worlds import random_prompts

@@ -16,10 +16,10 @@ from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
 
 from mlx_server.runtime import native_layers
+from mlx_server.runtime.attention.seam import install_seam
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.native_layers import bfloat16_weights, install_native
-from mlx_server.runtime.seam import install_seam
 from tests.conformance import Subject, answer, worst_error
 from tests.engine_worlds import on_the_cpu, random_prompts
 

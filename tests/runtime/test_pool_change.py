@@ -15,7 +15,7 @@ from emulator.worlds import Chunk, make_backend, step_of, step_rows
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockMove, PoolChange, ScheduledChunk
-from mlx_server.runtime.attention import LayerSpec, ReferenceBackend, block_sources
+from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend, block_sources
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.model_runner import BlockTables

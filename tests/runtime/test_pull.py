@@ -19,7 +19,7 @@ from pathlib import Path
 import mlx_lm
 import pytest
 
-from mlx_server.engine import model_store
+from mlx_server.engine.models import store as model_store
 from mlx_server.engine.text.chat import read_default_sampling
 from mlx_server.errors import DownloadError
 from mlx_server.runtime.models import bundled

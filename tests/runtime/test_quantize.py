@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlx_server import LLM
 from mlx_server.config import load_config
-from mlx_server.engine.memory_need import estimate_need
+from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import DownloadError, ModelLoadError
 from mlx_server.runtime.models import conversions, quantize
 from mlx_server.runtime.models.resolve import find_folder

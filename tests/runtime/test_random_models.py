@@ -14,7 +14,7 @@ from tiny_models import (
 )
 
 from mlx_server.config import Config, ModelConfig
-from mlx_server.engine.memory_need import estimate_need
+from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.models import random_models
 from mlx_server.runtime.models.loader import load

@@ -14,7 +14,7 @@ from replay.models import CONFIGS, build, config_of
 from replay.record import record
 from replay.traffic import KINDS
 
-from mlx_server.engine.memory_need import step_bytes
+from mlx_server.engine.memory.need import step_bytes
 
 HYBRID = "qwen3.5-35b-a3b"
 FEW_BLOCKS = 64

@@ -13,8 +13,13 @@ import pytest
 from emulator.worlds import make_backend
 
 from mlx_server.outputs import BlockIds, ScheduledChunk
-from mlx_server.runtime import backends
 from mlx_server.runtime.adapters import AdapterRows
+from mlx_server.runtime.attention import backends
+from mlx_server.runtime.attention.regroup import Level, Scope
+from mlx_server.runtime.attention.seam import install_seam
+from mlx_server.runtime.cache.kv_cache import PagedKVCache, StateLayerCache
+from mlx_server.runtime.cache.layers import discover_layers
+from mlx_server.runtime.cache.row_pool import MakeRows, PlainRows, Slots
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.cpu.rows import NativeRows
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
@@ -22,12 +27,7 @@ from mlx_server.runtime.kernels.gpu import rows as gpu_rows
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import buffer_address
 from mlx_server.runtime.kernels.gpu.rows import RowKernels
-from mlx_server.runtime.kv_cache import PagedKVCache, StateLayerCache
-from mlx_server.runtime.layers import discover_layers
 from mlx_server.runtime.model_runner import BlockTables, ModelRunner
-from mlx_server.runtime.regroup import Level, Scope
-from mlx_server.runtime.row_pool import MakeRows, PlainRows, Slots
-from mlx_server.runtime.seam import install_seam
 from tests.architectures import VOCAB_SIZE
 from tests.conformance import Subject, answer, worst_error
 from tests.device_memory import active_bytes

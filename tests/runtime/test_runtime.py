@@ -17,15 +17,16 @@ from mlx_lm.models.cache import KVCache
 from mlx_server.config import CacheConfig
 from mlx_server.errors import ConfigError, EngineDeadError, InsufficientMemoryError, ModelLoadError
 from mlx_server.outputs import ModelRunnerOutput, ScheduledChunk, SchedulerOutput
-from mlx_server.runtime import backends, memory
+from mlx_server.runtime import memory
 from mlx_server.runtime.adapters import AdapterRows
-from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
+from mlx_server.runtime.attention import backends
+from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
+from mlx_server.runtime.attention.seam import check_seam, install_seam
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.forward import RowSelector
 from mlx_server.runtime.model_runner import BlockTables, ModelRunner
 from mlx_server.runtime.models import loader
 from mlx_server.runtime.models.loader import LoadedModel, exhaust, load, make_runner, release
-from mlx_server.runtime.seam import check_seam, install_seam
 from tests.conformance import Subject
 from tests.device_memory import active_bytes, held_bytes
 from tests.engine_worlds import answers, built, make_folder, make_llm, random_prompts
@@ -37,7 +38,7 @@ SPEC = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
 
 
 def test_mlx_lm_still_has_the_seam_that_paging_hangs_on():
-    """If this fails, mlx-lm has changed its attention function: adapt `runtime/seam.py` before raising its bound."""
+    """If this fails, mlx-lm has changed its attention: adapt `runtime/attention/seam.py` before raising its bound."""
     check_seam()
 
 

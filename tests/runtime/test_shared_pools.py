@@ -14,12 +14,12 @@ from emulator.worlds import Chunk, make_backend, step_of, step_rows
 from hypothesis import given, settings
 
 from mlx_server.outputs import BlockMove, PoolChange
-from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
+from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
+from mlx_server.runtime.cache.kv_cache import PagedKVCache, PagedLayerCache
+from mlx_server.runtime.cache.layer_pools import LayerGroup, LayerPool, Place, group_layers, share_blocks
+from mlx_server.runtime.cache.row_pool import Slots
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
-from mlx_server.runtime.kv_cache import PagedKVCache, PagedLayerCache
-from mlx_server.runtime.layer_pools import LayerGroup, LayerPool, Place, group_layers, share_blocks
-from mlx_server.runtime.row_pool import Slots
 
 # --- what fits in a block -------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_server.config import Config, ModelConfig
-from mlx_server.engine.memory_need import estimate_need
+from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.runtime.models import weights

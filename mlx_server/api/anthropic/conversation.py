@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
-from mlx_server.api.chat_plan import Turns
+from mlx_server.api.answers.chat_plan import Turns
+from mlx_server.api.http.request_bounds import FIRST_ERROR
 from mlx_server.api.openai.document import STRING, either, list_of, of_type
-from mlx_server.api.request_bounds import FIRST_ERROR
 from mlx_server.engine.text.media import media_note, unreadable_part
 from mlx_server.engine.text.messages import string_in
 from mlx_server.engine.vision.parts import ImageParts

@@ -14,17 +14,17 @@ from fastapi import APIRouter, Request
 from pydantic import AliasChoices, BaseModel, Field
 from starlette.responses import Response
 
+from mlx_server.api.answers.chat_plan import ChatCall, ToolUse
 from mlx_server.api.anthropic.conversation import MessageParam, TextBlock, read_conversation
 from mlx_server.api.anthropic.output import PING, MessageWriter
-from mlx_server.api.body import TurnRoute
-from mlx_server.api.chat_plan import ChatCall, ToolUse
 from mlx_server.api.context import Context
+from mlx_server.api.http.body import TurnRoute
+from mlx_server.api.http.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR
+from mlx_server.api.http.sse import whole_or_streamed
 from mlx_server.api.openai.chat import tool_use
 from mlx_server.api.openai.document import STRING, list_of, members
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused, StringOrList
-from mlx_server.api.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR
-from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError

@@ -8,10 +8,10 @@ from typing import Any
 
 from sse_starlette import ServerSentEvent
 
-from mlx_server.api import sse
-from mlx_server.api.collect import Answer, Choice, Usage, UsageMeter, arguments_object
+from mlx_server.api.answers.collect import Answer, Choice, Usage, UsageMeter, arguments_object
+from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt
 from mlx_server.api.errors import ErrorInfo
-from mlx_server.api.generation import Finish, OutputEvent, Prompt
+from mlx_server.api.http import sse
 from mlx_server.api.openai.exchange import Exchange, Writer
 from mlx_server.engine.tools.parser import ToolCallDelta
 

@@ -17,14 +17,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
 
-from mlx_server.api import sse
 from mlx_server.api.auth.authentication import PAGE_FILES, RequireAdmin, caller_of
 from mlx_server.api.auth.key_file import KeyFile
 from mlx_server.api.auth.keys import Caller, key_file_path
 from mlx_server.api.context import Context, ServerContext
+from mlx_server.api.http import sse
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.engine.engine import AsyncEngine, EngineState
-from mlx_server.engine.model_facts import read_preparation
+from mlx_server.engine.models.facts import read_preparation
 from mlx_server.errors import ConfigError
 from mlx_server.observability.engine_metrics import Histogram, RequestSummary
 from mlx_server.pool.model_pool import ModelPool

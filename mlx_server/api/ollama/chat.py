@@ -8,17 +8,17 @@ from fastapi import APIRouter, Request
 from pydantic import Field, WithJsonSchema
 from starlette.responses import JSONResponse, Response
 
-from mlx_server.api.body import AnyTypeTurnRoute
-from mlx_server.api.chat_plan import ChatCall, ChatPlan
+from mlx_server.api.answers.chat_plan import ChatCall, ChatPlan
 from mlx_server.api.context import Context
+from mlx_server.api.http.body import AnyTypeTurnRoute
+from mlx_server.api.http.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR
+from mlx_server.api.http.sse import whole_or_streamed
 from mlx_server.api.ollama.fields import ERROR_RESPONSES, OllamaFields
 from mlx_server.api.ollama.messages import openai_messages
 from mlx_server.api.ollama.opening import OllamaCall, open_call, unload
 from mlx_server.api.ollama.output import NDJSON, ChatWriter, message_body, timestamp
 from mlx_server.api.openai.chat import tool_use
 from mlx_server.api.openai.document import NULL, STRING, either, list_of, members
-from mlx_server.api.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR
-from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 

@@ -9,10 +9,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mlx_server.api.body import AnyTypeTurnRoute
-from mlx_server.api.chat_plan import ChatCall
+from mlx_server.api.answers.chat_plan import ChatCall
+from mlx_server.api.answers.generation import GenerationJob, Prompt
 from mlx_server.api.context import Context
-from mlx_server.api.generation import GenerationJob, Prompt
+from mlx_server.api.http.body import AnyTypeTurnRoute
+from mlx_server.api.http.request_bounds import Strings
+from mlx_server.api.http.sse import whole_or_streamed
 from mlx_server.api.ollama.chat import check_thinks, nothing_said
 from mlx_server.api.ollama.fields import ERROR_RESPONSES, OllamaFields
 from mlx_server.api.ollama.messages import content_of
@@ -20,8 +22,6 @@ from mlx_server.api.ollama.opening import OllamaCall, open_call, unload
 from mlx_server.api.ollama.output import NDJSON, TextWriter
 from mlx_server.api.openai.completions import CompletionRequest, plan_text
 from mlx_server.api.openai.fields import Bool, Ints, Refused
-from mlx_server.api.request_bounds import Strings
-from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 

@@ -15,13 +15,13 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from mlx_server.api.auth.authentication import caller_of, check_model_access, may_use
-from mlx_server.api.body import AnyTypeRoute
 from mlx_server.api.context import Context
+from mlx_server.api.http.body import AnyTypeRoute
 from mlx_server.api.ollama.fields import ERROR_RESPONSES, ModelBody
 from mlx_server.api.ollama.opening import find_name, listed
 from mlx_server.api.ollama.output import timestamp
-from mlx_server.engine.model_facts import ModelFacts, read_facts
-from mlx_server.engine.pooling import capabilities
+from mlx_server.engine.embeddings.pooling import capabilities
+from mlx_server.engine.models.facts import ModelFacts, read_facts
 from mlx_server.environment import version
 from mlx_server.pool.catalog import Offer
 from mlx_server.pool.model_pool import ModelPool

@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from mlx_server.api.auth.authentication import caller_of, check_model_access, require_admin
 from mlx_server.api.context import ServerContext
+from mlx_server.api.http.request_bounds import check_name
 from mlx_server.api.ollama.fields import OllamaFields
 from mlx_server.api.openai.exchange import Exchange, open_exchange
-from mlx_server.api.request_bounds import check_name
 from mlx_server.pool.model_pool import ModelPool
 
 NOT_ENFORCED_HEADER = "x-options-not-enforced"

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from mlx_server.api import sse
-from mlx_server.api.collect import Answer, Choice, ToolCall, UsageMeter, arguments_object
+from mlx_server.api.answers.collect import Answer, Choice, ToolCall, UsageMeter, arguments_object
+from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt
 from mlx_server.api.errors import ErrorInfo
-from mlx_server.api.generation import Finish, OutputEvent, Prompt
+from mlx_server.api.http import sse
 from mlx_server.api.ollama.opening import OllamaCall
 from mlx_server.api.openai.exchange import Writer
 from mlx_server.api.openai.output import TokenNames, finite

@@ -12,19 +12,19 @@ from fastapi import APIRouter, Request
 from pydantic import BeforeValidator
 from starlette.responses import JSONResponse, Response
 
-from mlx_server.api import sse
 from mlx_server.api.auth.authentication import RequireAdmin
-from mlx_server.api.body import AnyTypeRoute
 from mlx_server.api.context import Context
 from mlx_server.api.errors import error_info
-from mlx_server.api.middleware import until_disconnect
+from mlx_server.api.http import sse
+from mlx_server.api.http.body import AnyTypeRoute
+from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.ollama.fields import ERROR_RESPONSES, ModelBody, default_true
 from mlx_server.api.ollama.opening import find_name
 from mlx_server.api.ollama.output import NDJSON, line
 from mlx_server.api.openai.fields import Bool
 from mlx_server.api.pulls import begin_pull
-from mlx_server.engine.model_fetch import Fetch
-from mlx_server.engine.model_store import remove_stored
+from mlx_server.engine.models.fetch import Fetch
+from mlx_server.engine.models.store import remove_stored
 from mlx_server.errors import InvalidRequestError, PermissionDeniedError, UnsupportedError
 
 _PERIOD_S = 0.5

@@ -8,17 +8,24 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.responses import Response
 
-from mlx_server.api.body import TurnRoute
-from mlx_server.api.chat_plan import ChatCall, ToolUse
-from mlx_server.api.collect import Answer, Choice
+from mlx_server.api.answers.chat_plan import ChatCall, ToolUse
+from mlx_server.api.answers.collect import Answer, Choice
+from mlx_server.api.answers.generation import OutputEvent, Prompt
 from mlx_server.api.context import Context
-from mlx_server.api.generation import OutputEvent, Prompt
+from mlx_server.api.http.body import TurnRoute
+from mlx_server.api.http.request_bounds import (
+    BOUNDED_MESSAGES,
+    BOUNDED_TOOLS,
+    FIRST_ERROR,
+    MAX_MESSAGES,
+    Objects,
+    at_most,
+)
+from mlx_server.api.http.sse import whole_or_streamed
 from mlx_server.api.openai.document import NULL, STRING, either, list_of, members, of_type
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int, Refused, TokenLimit
 from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
-from mlx_server.api.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR, MAX_MESSAGES, Objects, at_most
-from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.tools.parser import ToolCallDelta
 from mlx_server.engine.vision.parts import ImageParts

@@ -11,17 +11,17 @@ from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field, SkipValidation, WithJsonSchema
 from starlette.responses import Response
 
-from mlx_server.api.body import TurnRoute
-from mlx_server.api.collect import Choice, Usage
+from mlx_server.api.answers.collect import Choice, Usage
+from mlx_server.api.answers.generation import GenerationJob, OutputEvent, Prompt
 from mlx_server.api.context import Context
-from mlx_server.api.generation import GenerationJob, OutputEvent, Prompt
-from mlx_server.api.middleware import until_disconnect
+from mlx_server.api.http.body import TurnRoute
+from mlx_server.api.http.middleware import until_disconnect
+from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
+from mlx_server.api.http.sse import whole_or_streamed
 from mlx_server.api.openai.document import STRING, either, list_of
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int
 from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
-from mlx_server.api.request_bounds import MAX_BODY_BYTES
-from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.text.fill_in import FillWriter, Gap, find_fill_format
 from mlx_server.errors import InvalidRequestError

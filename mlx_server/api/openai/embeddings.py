@@ -12,13 +12,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidati
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from mlx_server.api.body import TurnRoute
+from mlx_server.api.answers.vectors import MAX_INPUTS, EmbeddingAsk, Embeddings, PoolingAnswer, embed
 from mlx_server.api.context import Context
+from mlx_server.api.http.body import TurnRoute
+from mlx_server.api.http.text_turns import turn_of
 from mlx_server.api.openai.document import STRING, either, list_of
 from mlx_server.api.openai.fields import Bool, Int, Refused
-from mlx_server.api.text_turns import turn_of
-from mlx_server.api.vectors import MAX_INPUTS, EmbeddingAsk, Embeddings, PoolingAnswer, embed
-from mlx_server.engine.embedding import FloatArray, InputTruncation
+from mlx_server.engine.embeddings.embedding import FloatArray, InputTruncation
 
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern="^[!-~]+$")]
 

@@ -15,22 +15,22 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_server.api import sse
+from mlx_server.api.answers.chat_plan import ChatPlan, Read
+from mlx_server.api.answers.collect import Answer, collect
+from mlx_server.api.answers.generation import Generation, GenerationJob, OutputEvent, Prompt
+from mlx_server.api.answers.generation_service import lease_engine
 from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.auth.keys import Caller
 from mlx_server.api.auth.quotas import Demand
-from mlx_server.api.chat_plan import ChatPlan, Read
-from mlx_server.api.collect import Answer, collect
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import ErrorInfo, error_info
-from mlx_server.api.generation import Generation, GenerationJob, OutputEvent, Prompt
-from mlx_server.api.generation_service import lease_engine
-from mlx_server.api.middleware import REQUEST_ID_HEADER, until_disconnect
+from mlx_server.api.http import sse
+from mlx_server.api.http.middleware import REQUEST_ID_HEADER, until_disconnect
+from mlx_server.api.http.text_turns import TextTurn, turn_of
 from mlx_server.api.openai.fields import GenerationFields
 from mlx_server.api.probes import load_headers
-from mlx_server.api.text_turns import TextTurn, turn_of
+from mlx_server.engine.embeddings.pooling import check_generates
 from mlx_server.engine.engine import AsyncEngine
-from mlx_server.engine.pooling import check_generates
 from mlx_server.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

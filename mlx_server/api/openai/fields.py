@@ -24,9 +24,9 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from mlx_server.api.generation import Truncation
+from mlx_server.api.answers.generation import Truncation
+from mlx_server.api.http.request_bounds import FIRST_ERROR, Strings, at_most
 from mlx_server.api.openai.document import describe
-from mlx_server.api.request_bounds import FIRST_ERROR, Strings, at_most
 from mlx_server.engine.grammar.spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
 from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import (

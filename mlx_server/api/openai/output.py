@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_server.api import sse
-from mlx_server.api.collect import Answer, Choice, Usage, UsageMeter
+from mlx_server.api.answers.collect import Answer, Choice, Usage, UsageMeter
 from mlx_server.api.errors import ErrorInfo
+from mlx_server.api.http import sse
 from mlx_server.api.openai.exchange import Exchange, Writer
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.outputs import PositionLogprobs, RequestTimings

@@ -10,14 +10,14 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
-from mlx_server.api.body import TurnRoute
+from mlx_server.api.answers.vectors import MAX_INPUTS, ScoreAsk, Scores, score
 from mlx_server.api.context import Context
+from mlx_server.api.http.body import TurnRoute
+from mlx_server.api.http.request_bounds import FIRST_ERROR, at_most
+from mlx_server.api.http.text_turns import turn_of
 from mlx_server.api.openai.embeddings import PoolingFields, list_head
 from mlx_server.api.openai.fields import Bool, Int, Refused
-from mlx_server.api.request_bounds import FIRST_ERROR, at_most
-from mlx_server.api.text_turns import turn_of
-from mlx_server.api.vectors import MAX_INPUTS, ScoreAsk, Scores, score
-from mlx_server.engine.scoring import pair_up
+from mlx_server.engine.embeddings.scoring import pair_up
 from mlx_server.errors import InvalidRequestError
 
 

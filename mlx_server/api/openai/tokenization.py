@@ -14,20 +14,20 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import JSONResponse, Response
 
+from mlx_server.api.answers.chat_plan import ChatCall
+from mlx_server.api.answers.generation import Prompt, Truncation
+from mlx_server.api.answers.generation_service import lease_engine
 from mlx_server.api.auth.authentication import caller_of
-from mlx_server.api.body import TurnRoute
-from mlx_server.api.chat_plan import ChatCall
 from mlx_server.api.context import Context
-from mlx_server.api.generation import Prompt, Truncation
-from mlx_server.api.generation_service import lease_engine
-from mlx_server.api.middleware import until_disconnect
+from mlx_server.api.http.body import TurnRoute
+from mlx_server.api.http.middleware import until_disconnect
+from mlx_server.api.http.request_bounds import at_most
+from mlx_server.api.http.text_turns import turn_of
 from mlx_server.api.openai.chat import ChatCompletionRequest, ChatFields, Messages, tool_use
 from mlx_server.api.openai.completions import CompletionRequest, plan_text
 from mlx_server.api.openai.document import NULL, STRING
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, Ints
-from mlx_server.api.request_bounds import at_most
-from mlx_server.api.text_turns import turn_of
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError

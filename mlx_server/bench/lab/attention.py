@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.attention import AttentionBackend, IntArray, StepPlan
+from mlx_server.runtime.attention.interface import AttentionBackend, IntArray, StepPlan
 from mlx_server.runtime.kernels.cpu.native import default_threads
 from mlx_server.runtime.kernels.cpu.rows import exact_rows
 from mlx_server.runtime.kernels.gpu.backend import CudaBackend, GpuBackend, MetalBackend

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
-from mlx_server.batching.block_manager import PagedBlockManager
-from mlx_server.batching.layer_groups import num_blocks_for
+from mlx_server.batching.blocks.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.layer_groups import num_blocks_for
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.bench.arguments import add_json_argument, from_0, from_1

@@ -34,8 +34,8 @@ from mlx_server.bench.lab.attention import (
 from mlx_server.bench.lab.products import add_product_arguments, measure_all, product_document, render_products
 from mlx_server.bench.tables import document_of, format_rate, render_items, tell, write_json
 from mlx_server.errors import ServeError
-from mlx_server.runtime.attention import AttentionBackend
-from mlx_server.runtime.backends import choose_backend
+from mlx_server.runtime.attention.backends import choose_backend
+from mlx_server.runtime.attention.interface import AttentionBackend
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 from mlx_server.runtime.kernels.gpu.choice import store_choices
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, default_variant

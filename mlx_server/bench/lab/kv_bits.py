@@ -27,16 +27,16 @@ from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ConfigError, ServeError
 from mlx_server.kv_disk.rounding import Rounding
 from mlx_server.outputs import CopyPlace
-from mlx_server.runtime.backends import choose_backend
-from mlx_server.runtime.block_contents import BlockContents
-from mlx_server.runtime.kv_cache import PagedKVCache
-from mlx_server.runtime.kv_loss import KvLoss, all_logits
-from mlx_server.runtime.layers import attention_specs, discover_layers
+from mlx_server.runtime.attention.backends import choose_backend
+from mlx_server.runtime.attention.seam import install_seam
+from mlx_server.runtime.cache.block_contents import BlockContents
+from mlx_server.runtime.cache.kv_cache import PagedKVCache
+from mlx_server.runtime.cache.layers import attention_specs, discover_layers
+from mlx_server.runtime.checks.kv_loss import KvLoss, all_logits
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.embedder import load_dense
 from mlx_server.runtime.models.loader import LoadedModel, load
 from mlx_server.runtime.pooling import Pooler
-from mlx_server.runtime.seam import install_seam
 
 _ON_DISK = "8 bits on disk"
 _PAIRS = (3, 20)

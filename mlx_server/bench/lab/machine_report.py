@@ -38,8 +38,8 @@ from mlx_server.bench.servers import Server
 from mlx_server.bench.tables import format_bytes, format_rate, render_table
 from mlx_server.config import DEFAULT_MODEL, Config, settings
 from mlx_server.errors import ServeError
-from mlx_server.runtime.attention import LayerSpec
-from mlx_server.runtime.backends import choose_backend
+from mlx_server.runtime.attention.backends import choose_backend
+from mlx_server.runtime.attention.interface import LayerSpec
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS, DecodeShape
 

@@ -26,13 +26,13 @@ from typing import Any
 
 from tokenizers import decoders
 
-from mlx_server.api.listener import listen
+from mlx_server.api.http.listener import listen
 from mlx_server.api.server import serve
 from mlx_server.bench.random_folder import save_folder, word_tokenizer
 from mlx_server.bench.tables import render_items
 from mlx_server.config import Config, ServerConfig, load_config
 from mlx_server.engine.engine import AsyncEngine
-from mlx_server.engine.memory_budget import MemoryBudget
+from mlx_server.engine.memory.budget import MemoryBudget
 from mlx_server.engine.observed import ObservedExecutor
 from mlx_server.engine.parts import Surroundings
 from mlx_server.outputs import ModelRunnerOutput, SampledToken, SchedulerOutput

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.attention import IntArray
+from mlx_server.runtime.attention.interface import IntArray
 
 Indices = npt.NDArray[np.integer[Any]]
 

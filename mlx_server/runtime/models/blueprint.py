@@ -12,9 +12,9 @@ from mlx.utils import tree_map
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes
 
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.attention import ReferenceBackend
-from mlx_server.runtime.kv_cache import PagedKVCache
-from mlx_server.runtime.layers import discover_layers
+from mlx_server.runtime.attention.interface import ReferenceBackend
+from mlx_server.runtime.cache.kv_cache import PagedKVCache
+from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.models import vlm
 
 _MISSING_PACKAGES = {"olmo": "ai2-olmo"}

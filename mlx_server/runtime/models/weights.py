@@ -10,7 +10,7 @@ from typing import Any
 from mlx_lm.utils import load_model as load_mlx_model
 
 from mlx_server.errors import ModelLoadError, ServeError
-from mlx_server.runtime.image_probe import SAMPLES, TEXT_ONLY, not_served
+from mlx_server.runtime.checks.image_probe import SAMPLES, TEXT_ONLY, not_served
 from mlx_server.runtime.models.blueprint import model_classes
 from mlx_server.runtime.models.conversions import RECIPE_FILE
 from mlx_server.runtime.models.embedder import checked_classes

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from mlx_server.errors import ConfigError
-from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
+from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend, CpuPool
 from tests.attention_worlds import Layer, Span, World, make_step
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from mlx_server.errors import ConfigError
-from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
-from mlx_server.runtime.backends import choose_backend
+from mlx_server.runtime.attention.backends import choose_backend
+from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend, CpuPool
 from mlx_server.runtime.kernels.cpu.rows import exact_rows
 from tests.attention_worlds import Floats, Layer, Span, World, as_stored, make_step
@@ -182,7 +182,8 @@ def test_a_backend_that_reads_quantised_rows_wrongly_is_not_used(
             out = super().attend(pool, *args, **kwargs)
             return out + 2.0**-6 if pool.spec.bits else out
 
-    monkeypatch.setattr("mlx_server.runtime.backends._FACTORIES", {"cpu": OneCodeOff, "reference": ReferenceBackend})
+    factories = {"cpu": OneCodeOff, "reference": ReferenceBackend}
+    monkeypatch.setattr("mlx_server.runtime.attention.backends._FACTORIES", factories)
     whole = LayerSpec(2, 64, 64, mx.float32)
     assert choose_backend("auto", [whole]).name == CpuBackend.name
     with caplog.at_level(logging.WARNING):

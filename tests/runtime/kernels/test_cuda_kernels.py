@@ -21,13 +21,13 @@ import pytest
 from emulator.kernel import text_name
 from emulator.worlds import Chunk, gpu, kernel_maker, make_backend, step_of, step_rows, toolchain
 
-from mlx_server.runtime.attention import LayerSpec
+from mlx_server.runtime.attention.interface import LayerSpec
+from mlx_server.runtime.cache.row_pool import Slots
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu.backend import PRELUDE, CudaBackend, GpuBackend, MetalBackend
 from mlx_server.runtime.kernels.gpu.kernels import KERNEL_TEXTS, KV_WRITE, read_text
 from mlx_server.runtime.kernels.gpu.rows import ROW_TEXTS, GpuRows, RowKernels
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, default_variant
-from mlx_server.runtime.row_pool import Slots
 
 CUDA_TYPES = {
     mx.float16: "__half",

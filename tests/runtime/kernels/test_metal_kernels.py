@@ -8,7 +8,7 @@ import pytest
 from emulator.kernel import Emulator
 from emulator.worlds import check_decode, decode_world, make_backend, toolchain
 
-from mlx_server.runtime.attention import StepPlan
+from mlx_server.runtime.attention.interface import StepPlan
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS, DecodeShape, KernelVariant, default_variant
 

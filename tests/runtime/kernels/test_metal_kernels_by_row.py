@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from emulator.worlds import Chunk, make_backend, step_of, step_rows
 
-from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
+from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.kernels.gpu import plan as gpu_plan
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from emulator.worlds import Chunk, step_of
 
-from mlx_server.runtime.attention import LayerSpec
+from mlx_server.runtime.attention.interface import LayerSpec
 from mlx_server.runtime.kernels.gpu.kernels import KERNEL_TEXTS, read_text
 from mlx_server.runtime.kernels.gpu.plan import GATHER_TOKENS, Cut, GpuMetadata, decode_bytes, make_work
 from mlx_server.runtime.kernels.gpu.variants import (

@@ -24,15 +24,15 @@ from emulator.worlds import (
     toolchain,
 )
 
-from mlx_server.runtime import backends
-from mlx_server.runtime.attention import LayerSpec, ReferenceBackend
+from mlx_server.runtime.attention import backends
+from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
+from mlx_server.runtime.cache.row_pool import KV_GROUP_SIZE
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.kernels import PagedKernels
 from mlx_server.runtime.kernels.gpu.plan import Gather, Seen
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.kernels.gpu.rows import read_rows
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant
-from mlx_server.runtime.row_pool import KV_GROUP_SIZE
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 DIMS = (32, 64, 96, 128, 160, 192, 256, 512)

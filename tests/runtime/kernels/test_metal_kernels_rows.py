@@ -13,10 +13,10 @@ from emulator.errors import EmulatorError
 from emulator.kernel import Emulator
 from emulator.worlds import kernel_maker, make_backend, toolchain
 
+from mlx_server.runtime.cache.row_pool import PlainRows, QuantizedRows, Slots
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import host_view
 from mlx_server.runtime.kernels.gpu.rows import GpuRows, RowKernels, row_failure
-from mlx_server.runtime.row_pool import PlainRows, QuantizedRows, Slots
 
 WRONG_NUMBERS = "wrong numbers"
 SLOTS = (7, 0, 11, 4, 3)

@@ -13,7 +13,7 @@ import pytest
 from emulator.kernel import Emulator
 from emulator.worlds import Chunk, check_decode, decode_world, make_backend, step_of, step_rows, toolchain
 
-from mlx_server.runtime.attention import LayerSpec, ReferenceBackend, StepPlan
+from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend, StepPlan
 from mlx_server.runtime.kernels.gpu import plan as gpu_plan
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS, DecodeShape, shared_tiles, shared_variant

@@ -9,7 +9,7 @@ from emulator.errors import EmulatorError
 from emulator.kernel import Emulator
 from emulator.worlds import NO_BLOCK, decode_world, toolchain
 
-from mlx_server.runtime.attention import LayerSpec
+from mlx_server.runtime.attention.interface import LayerSpec
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.kernels import PagedKernels
 from mlx_server.runtime.kernels.gpu.pool import GpuPool, host_view

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_server.api.chat_plan import Turns
+from mlx_server.api.answers.chat_plan import Turns
 from mlx_server.api.openai.responses.store import Item
 from mlx_server.engine.text.messages import parse_arguments, string_in, text_of
 from mlx_server.errors import InvalidRequestError

@@ -12,8 +12,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
 from mlx_server.api.openai.responses.store import MAX_RESPONSES, KeptItem, ResponseStore, StoredResponse
-from mlx_server.api.request_bounds import MAX_BODY_BYTES
 from mlx_server.api.shared_store import Script, SharedStore, StoreAwayError
 from mlx_server.errors import OverloadedError
 

@@ -9,17 +9,17 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
-from mlx_server.api import sse
-from mlx_server.api.collect import Answer, Usage, UsageMeter
+from mlx_server.api.answers.collect import Answer, Usage, UsageMeter
+from mlx_server.api.answers.generation import Finish, OutputEvent
 from mlx_server.api.errors import ErrorInfo
-from mlx_server.api.generation import Finish, OutputEvent
+from mlx_server.api.http import sse
+from mlx_server.api.http.request_bounds import MAX_ECHO_CHARS
 from mlx_server.api.openai.exchange import Exchange, Writer
 from mlx_server.api.openai.responses.custom_tools import InputReader
 from mlx_server.api.openai.responses.items import unqualified
 from mlx_server.api.openai.responses.kept import KeptResponses
 from mlx_server.api.openai.responses.request import ResponsesRequest
 from mlx_server.api.openai.responses.store import KeptItem, StoredResponse
-from mlx_server.api.request_bounds import MAX_ECHO_CHARS
 from mlx_server.engine.tools.parser import ToolCallDelta
 from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import SamplingParams

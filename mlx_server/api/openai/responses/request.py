@@ -12,14 +12,14 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from mlx_server.api.chat_plan import ChatCall, ToolUse, Turns
+from mlx_server.api.answers.chat_plan import ChatCall, ToolUse, Turns
+from mlx_server.api.http.request_bounds import BOUNDED_ITEMS, BOUNDED_TOOLS, FIRST_ERROR, MAX_TOOLS, Strings
 from mlx_server.api.openai.chat import ReasoningEffort, tool_use
 from mlx_server.api.openai.document import NULL, STRING, either, list_of, members, of_type
 from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused
 from mlx_server.api.openai.responses.custom_tools import as_function, input_patterns
 from mlx_server.api.openai.responses.items import ROLES, qualified, read_items
 from mlx_server.api.openai.responses.store import Item
-from mlx_server.api.request_bounds import BOUNDED_ITEMS, BOUNDED_TOOLS, FIRST_ERROR, MAX_TOOLS, Strings
 from mlx_server.engine.grammar.spec import StructuredSpec
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.text.messages import string_in

@@ -11,18 +11,18 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
+from mlx_server.api.answers.chat_plan import ChatCall
 from mlx_server.api.auth.authentication import caller_of
-from mlx_server.api.body import TurnRoute
-from mlx_server.api.chat_plan import ChatCall
 from mlx_server.api.context import Context
+from mlx_server.api.http.body import TurnRoute
+from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
+from mlx_server.api.http.sse import whole_or_streamed
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.openai.responses.items import normalise_input, referenced_ids
 from mlx_server.api.openai.responses.kept import KeptResponses
 from mlx_server.api.openai.responses.output import ResponseWriter, check_echo
 from mlx_server.api.openai.responses.request import ResponsesRequest
 from mlx_server.api.openai.responses.store import KeptItem, total_bytes
-from mlx_server.api.request_bounds import MAX_BODY_BYTES
-from mlx_server.api.sse import whole_or_streamed
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError, UnsupportedError
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mlx_server.batching.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.bench.lab.simulator.traces import TracedRequest

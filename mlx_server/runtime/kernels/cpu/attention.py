@@ -26,12 +26,12 @@ import numpy.typing as npt
 from mlx_server import config
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
-from mlx_server.runtime.attention import IntArray, LayerSpec, StepPlan
+from mlx_server.runtime.attention.interface import IntArray, LayerSpec, StepPlan
+from mlx_server.runtime.cache.row_pool import PlainRows, Rows, RowsShape, group_size_of, row_bytes
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.build import load_library
 from mlx_server.runtime.kernels.cpu.rows import NativeRows
 from mlx_server.runtime.kernels.sharing import Readers, find_runs
-from mlx_server.runtime.row_pool import PlainRows, Rows, RowsShape, group_size_of, row_bytes
 
 _SOURCE = Path(__file__).with_name("attention.cpp")
 _SLACK_BYTES = 64

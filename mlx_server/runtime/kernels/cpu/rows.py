@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_server.runtime.row_pool import Rows, RowsShape, Slots, group_size_of
+from mlx_server.runtime.cache.row_pool import Rows, RowsShape, Slots, group_size_of
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ import mlx.core as mx
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
-from mlx_server.runtime.attention import LayerSpec, StepPlan
+from mlx_server.runtime.attention.interface import LayerSpec, StepPlan
+from mlx_server.runtime.cache.row_pool import SMALL_ARRAY, PlainRows, Rows, RowsShape
 from mlx_server.runtime.kernels.gpu.choice import decode_failure, shared_failure, write_failure
 from mlx_server.runtime.kernels.gpu.kernels import (
     DecodeKernels,
@@ -37,7 +38,6 @@ from mlx_server.runtime.kernels.gpu.variants import (
     shared_variant,
     unsupported_reason,
 )
-from mlx_server.runtime.row_pool import SMALL_ARRAY, PlainRows, Rows, RowsShape
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.attention import IntArray, LayerSpec
+from mlx_server.runtime.attention.interface import IntArray, LayerSpec
 from mlx_server.runtime.kernels.cpu.rows import exact_rows
 from mlx_server.runtime.kernels.gpu.kernels import DecodeKernels, PagedKernels, Scores, read_text
 from mlx_server.runtime.kernels.gpu.plan import DecodeIndices, Gather, Seen, Work, make_work

@@ -14,7 +14,8 @@ from importlib import resources
 import mlx.core as mx
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.attention import LayerSpec
+from mlx_server.runtime.attention.interface import LayerSpec
+from mlx_server.runtime.cache.row_pool import group_size_of
 from mlx_server.runtime.kernels.gpu.plan import DecodeIndices
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.kernels.gpu.variants import (
@@ -25,7 +26,6 @@ from mlx_server.runtime.kernels.gpu.variants import (
     shared_tiles,
     tile_tokens,
 )
-from mlx_server.runtime.row_pool import group_size_of
 
 Kernel = Callable[..., list[mx.array]]
 MakeKernel = Callable[..., Kernel]

@@ -14,11 +14,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.attention import IntArray, StepPlan, causal_mask
+from mlx_server.runtime.attention.interface import IntArray, StepPlan, causal_mask
+from mlx_server.runtime.cache.row_pool import SMALL_ARRAY
 from mlx_server.runtime.kernels.gpu.shared_work import THREADGROUPS_PER_CORE, SharedWork, make_shared_work
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant
 from mlx_server.runtime.kernels.sharing import Indices, Readers, Run, find_runs
-from mlx_server.runtime.row_pool import SMALL_ARRAY
 
 GATHER_TOKENS = 32_768
 """Of contexts whose rows are gathered at once, unless a single one is longer: they take memory together, and those

@@ -9,8 +9,8 @@ import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
-from mlx_server.runtime.attention import LayerSpec, block_sources
-from mlx_server.runtime.row_pool import row_bytes
+from mlx_server.runtime.attention.interface import LayerSpec, block_sources
+from mlx_server.runtime.cache.row_pool import row_bytes
 
 
 @dataclass(slots=True)

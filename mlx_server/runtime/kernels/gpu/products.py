@@ -15,11 +15,11 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_server.runtime.cache.row_pool import SMALL_ARRAY
 from mlx_server.runtime.kernels.gpu.kernels import Kernel, KernelText, MakeKernel, read_text
 from mlx_server.runtime.kernels.gpu.stored import dtype_name
 from mlx_server.runtime.kernels.gpu.variants import DTYPES, SIMD_WIDTH
 from mlx_server.runtime.products import MakeProduct, RowProduct
-from mlx_server.runtime.row_pool import SMALL_ARRAY
 
 Product = Callable[[mx.array], mx.array]
 """`[..., K]` to `[..., N]`."""

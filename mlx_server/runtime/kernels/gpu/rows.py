@@ -13,12 +13,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
+from mlx_server.runtime.cache.row_pool import SMALL_ARRAY, Rows, RowsShape, Slots
 from mlx_server.runtime.kernels.gpu.kernels import KernelText, MakeKernel, PoolKernels, Scores
 from mlx_server.runtime.kernels.gpu.plan import Gather, Seen
 from mlx_server.runtime.kernels.gpu.pool import GpuPool, buffer_address
 from mlx_server.runtime.kernels.gpu.variants import SIMD_WIDTH
 from mlx_server.runtime.memory import max_elements
-from mlx_server.runtime.row_pool import SMALL_ARRAY, Rows, RowsShape, Slots
 
 ROW_READ = KernelText("row_read", ("pool", "slots", "token"), ("rows", "token_out"))
 ROW_WRITE = KernelText("row_write", ("rows", "pool", "slots", "token"), ("token_out",))

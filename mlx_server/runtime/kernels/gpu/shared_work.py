@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.attention import IntArray
+from mlx_server.runtime.attention.interface import IntArray
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, rows_at_once, shared_tiles
 from mlx_server.runtime.kernels.sharing import FEWEST_BLOCKS, Readers, Run, spread
 

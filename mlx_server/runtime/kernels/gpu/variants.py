@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.attention import LayerSpec
+from mlx_server.runtime.attention.interface import LayerSpec
 
 SIMD_WIDTH = 32
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 256, 512)

@@ -1,0 +1,1 @@
+"""From a request of any protocol to its answer."""

@@ -1,0 +1,157 @@
+"""Whole answers and their usage, gathered from events; the same for every protocol."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_server.api.answers.generation import Finish, Generation, OutputEvent
+from mlx_server.outputs import PositionLogprobs, RequestTimings
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A complete call; `arguments` is JSON text, as the model wrote it."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object; an empty one if the output ended within them, which the stop reason tells."""
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One complete answer."""
+
+    index: int
+    content: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...]
+    prompt_logprobs: tuple[PositionLogprobs, ...]
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a whole job. A prompt counts once, however many answers it gets."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
+
+
+class UsageMeter:
+    """Keeps the counts of a running job; choices `k * n` to `k * n + n - 1` share prompt `k`."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._latest: dict[int, OutputEvent] = {}
+
+    def update(self, event: OutputEvent) -> None:
+        self._latest[event.index] = event
+
+    def total(self) -> Usage:
+        events = self._latest.values()
+        prompts = {event.index // self._n: event for event in sorted(events, key=lambda e: -e.index)}
+        return Usage(
+            num_prompt_tokens=sum(event.delta.num_prompt_tokens for event in prompts.values()),
+            num_cached_tokens=sum(event.delta.num_cached_tokens for event in prompts.values()),
+            num_output_tokens=sum(event.delta.num_output_tokens for event in events),
+            num_reasoning_tokens=sum(event.num_reasoning_tokens for event in events),
+            num_accepted_drafts=sum(event.delta.num_accepted_drafts for event in events),
+            num_rejected_drafts=sum(event.delta.num_rejected_drafts for event in events),
+        )
+
+    def timings(self) -> RequestTimings | None:
+        """Those of a job with a single choice that has finished; several choices have no common ones."""
+        if len(self._latest) != 1:
+            return None
+        (event,) = self._latest.values()
+        return None if event.finish is None else event.finish.timings
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All choices of a job, in order of their index."""
+
+    choices: tuple[Choice, ...]
+    usage: Usage
+    timings: RequestTimings | None
+
+
+async def collect(generation: Generation, n: int) -> Answer:
+    """Waits for the end of every choice. Raises `ServeError` if one fails."""
+    builders: dict[int, _Builder] = {}
+    meter = UsageMeter(n)
+
+    def add(events: list[OutputEvent]) -> bool:
+        for event in events:
+            builders.setdefault(event.index, _Builder(event.index)).add(event)
+            meter.update(event)
+        return True
+
+    await generation.feed(add)
+    choices = tuple(builders[index].choice() for index in sorted(builders))
+    return Answer(choices, meter.total(), meter.timings())
+
+
+@dataclass(slots=True)
+class _CallBuilder:
+    call_id: str = ""
+    name: str = ""
+    arguments: list[str] = field(default_factory=list)
+
+
+class _Builder:
+    """Joins one choice's events."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, _CallBuilder] = {}
+        self._token_ids: list[int] = []
+        self._logprobs: list[PositionLogprobs] = []
+        self._prompt_logprobs: list[PositionLogprobs] = []
+        self._finish: Finish | None = None
+
+    def add(self, event: OutputEvent) -> None:
+        self._content.append(event.content)
+        self._reasoning.append(event.reasoning)
+        for piece in event.tool_calls:
+            call = self._calls.setdefault(piece.index, _CallBuilder())
+            call.call_id = piece.id or call.call_id
+            call.name = piece.name or call.name
+            call.arguments.append(piece.arguments_fragment)
+        self._token_ids.extend(event.token_ids)
+        self._logprobs.extend(event.logprobs)
+        self._prompt_logprobs.extend(event.delta.prompt_logprobs)
+        self._finish = event.finish or self._finish
+
+    def choice(self) -> Choice:
+        assert self._finish is not None, "the stream ended without a finish reason"
+        calls = (self._calls[index] for index in sorted(self._calls))
+        return Choice(
+            index=self._index,
+            content="".join(self._content),
+            reasoning="".join(self._reasoning),
+            tool_calls=tuple(ToolCall(call.call_id, call.name, "".join(call.arguments)) for call in calls),
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
+            finish=self._finish,
+        )

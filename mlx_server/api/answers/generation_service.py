@@ -1,0 +1,250 @@
+"""Starts generations, and knows those in progress: it counts, aborts, drains and logs them.
+
+The log has one line for each generation that has ended or was refused, with no text of prompts or answers. A request
+keeps the model it uses from being unloaded, until its answer has been sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from mlx_server.api.answers.generation import Generation, GenerationJob
+from mlx_server.api.answers.pooling import PoolingRun, most_at_a_time
+from mlx_server.api.auth.authentication import caller_of, check_model_access
+from mlx_server.api.auth.keys import KeyRing, revocation
+from mlx_server.api.auth.quotas import Demand, Quotas, bounded
+from mlx_server.api.http.middleware import until_disconnect
+from mlx_server.api.http.request_bounds import check_name
+from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.request_stream import GenerationRequest, RequestStream
+from mlx_server.errors import OverloadedError, ServeError
+from mlx_server.observability.engine_metrics import RequestSummary
+from mlx_server.observability.logs import log_event
+from mlx_server.pool.model_pool import ModelPool
+
+logger = logging.getLogger(__name__)
+request_logger = logging.getLogger("mlx_server.requests")
+
+REVOCATION_S = 0.5
+"""How long a revoked key's open streams may go on."""
+
+_DRAIN_RETRY_S = 5.0
+
+T = TypeVar("T", Generation, PoolingRun)
+
+
+class GenerationService:
+    """The generations of one server. On the event loop's thread."""
+
+    def __init__(self, quotas: Quotas) -> None:
+        self._quotas = quotas
+        self._open: set[Generation | PoolingRun] = set()
+        self.is_draining = False
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @property
+    def num_in_progress(self) -> int:
+        return len(self._open)
+
+    async def start(self, engine: AsyncEngine, job: GenerationJob) -> Generation:
+        """Submits every choice or none, if the caller's quota allows. Raises what `AsyncEngine.submit` and
+        `Quotas.check` raise, and `OverloadedError` while draining. The caller closes what it starts."""
+        return await self._opened(engine, job, job.n * len(job.prompts), None, self._start)
+
+    async def start_pooling(self, engine: AsyncEngine, job: GenerationJob) -> PoolingRun:
+        """As `start`, for inputs that are pooled: they go in as there is room, each caller's within its seats."""
+        width = min(len(job.prompts), most_at_a_time(engine), self._quotas.seats_left(job.caller))
+        return await self._opened(engine, job, width, 1, self._start_pooling)
+
+    async def _opened(
+        self,
+        engine: AsyncEngine,
+        job: GenerationJob,
+        width: int,
+        least: int | None,
+        start: Callable[[AsyncEngine, GenerationJob, Demand], T],
+    ) -> T:
+        """What `start` makes of the job, `width` answers at a time, or `least`. The quota is asked for before anything
+        is made for the job; others may have come meanwhile, so that what this server knows is looked at again."""
+        demand = Demand(width, sum(len(prompt.token_ids) for prompt in job.prompts))
+        try:
+            self._check(job, demand)
+            with await self._quotas.reserve(job.caller, demand, least) as width:
+                demand = replace(demand, num_answers=width)
+                self._check(job, demand)
+                run = start(engine, job, demand)
+        except ServeError as error:
+            _log_refusal(job, engine.names.with_adapter(job.adapter), error)
+            raise
+        self._open.add(run)
+        self._is_idle.clear()
+        return run
+
+    def _check(self, job: GenerationJob, demand: Demand) -> None:
+        if self.is_draining:
+            raise OverloadedError("The server is shutting down; send the request elsewhere.", _DRAIN_RETRY_S)
+        self._quotas.check(job.caller, demand)
+
+    def _start_pooling(self, engine: AsyncEngine, job: GenerationJob, demand: Demand) -> PoolingRun:
+        requests, grant = _requests(job), self._quotas.open(job.caller, demand)
+        return PoolingRun(job, engine, requests, demand.num_answers, grant, self._forget)
+
+    def _start(self, engine: AsyncEngine, job: GenerationJob, demand: Demand) -> Generation:
+        requests = _requests(job)
+        streams: list[RequestStream] = []
+        with contextlib.ExitStack() as undo:
+            for request in requests:
+                streams.append(engine.submit(request))
+                undo.callback(streams[-1].abort)
+            grant = self._quotas.open(job.caller, demand)
+            undo.callback(grant.close)
+            name = engine.names.with_adapter(job.adapter)
+            generation = Generation(job, name, streams, grant, self._forget)
+            undo.pop_all()
+        return generation
+
+    def abort(self, ids: Collection[str] | None = None) -> int:
+        """Aborts the generations with these request or response ids, None all; how many there were."""
+        generations = [each for each in self._open if ids is None or not each.ids.isdisjoint(ids)]
+        for generation in generations:
+            generation.abort()
+        return len(generations)
+
+    def revoke(self, keys: KeyRing) -> int:
+        """Ends the generations of keys that are revoked, with an error; how many there were."""
+        callers = {generation.job.caller.key_id for generation in self._open}
+        revoked = keys.revoked(key_id for key_id in callers if key_id is not None)
+        generations = [generation for generation in self._open if generation.job.caller.key_id in revoked]
+        for generation in generations:
+            generation.abort(partial(revocation, generation.job.caller.identity))
+        return len(generations)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuses new work from now on and waits for the end of what is in progress; False after `timeout_s`."""
+        self.is_draining = True
+        if not self._open:  # without time to wait, not even an event that is set is seen
+            return True
+        try:
+            await asyncio.wait_for(self._is_idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _forget(self, generation: Generation | PoolingRun) -> None:
+        if generation not in self._open:
+            return
+        self._open.discard(generation)
+        if not self._open:
+            self._is_idle.set()
+        _log_end(generation.job, generation.model_name, generation.summaries())
+
+
+async def watch_revocations(keys: KeyRing, generations: GenerationService) -> None:
+    """Ends, for as long as it runs, what revoked keys have in progress."""
+    while True:
+        await asyncio.sleep(REVOCATION_S)
+        num_ended = generations.revoke(keys)
+        if num_ended:
+            logger.warning("%d requests in progress were ended: their keys are revoked", num_ended)
+
+
+def _requests(job: GenerationJob) -> list[GenerationRequest]:
+    # The engine's ids are unique even when clients repeat theirs.
+    unique = f"{job.response_id}-{uuid.uuid4().hex[:12]}"
+    return [
+        GenerationRequest(
+            request_id=f"{unique}-{prompt_index}-{sample_index}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=bounded(job.sampling, job.caller.tier, len(prompt.token_ids)).of_sample(sample_index),
+            priority=job.priority,
+            tier=job.caller.tier.name,
+            extra_keys=job.extra_keys,
+            adapter=job.adapter,
+            num_samples=job.n,
+            sample_index=sample_index,
+            constraint=None if job.new_constraint is None else job.new_constraint(),
+            kept_token_ids=job.kept_token_ids,
+            continues_text=job.continues_text,
+            prediction_token_ids=job.prediction_token_ids,
+            pooling=job.pooling,
+            images=prompt.images,
+        )
+        for prompt_index, prompt in enumerate(job.prompts)
+        for sample_index in range(job.n)
+    ]
+
+
+def _log_end(job: GenerationJob, model_name: str, choices: Sequence[RequestSummary]) -> None:
+    """A generation has ended in any way. Tokens are summed over its choices; times are those of the choice
+    that came first, and `tpot_ms` is the mean over all tokens after a choice's first."""
+    decoded = [choice for choice in choices if choice.tpot_s is not None]
+    num_later_tokens = sum(choice.num_output_tokens - 1 for choice in decoded)
+    decode_s = sum((choice.tpot_s or 0.0) * (choice.num_output_tokens - 1) for choice in decoded)
+    fields = {
+        **_identity(job, model_name, job.caller.tier.name),
+        "choices": len(choices),
+        "prompt_tokens": sum(choice.num_prompt_tokens for choice in choices),
+        **_images(job),
+        "cached_tokens": sum(choice.num_cached_tokens for choice in choices),
+        "output_tokens": sum(choice.num_output_tokens for choice in choices),
+        "queue_ms": _ms(_least(choice.queue_s for choice in choices)),
+        "ttft_ms": _ms(_least(choice.ttft_s for choice in choices)),
+        "tpot_ms": _ms(decode_s / num_later_tokens if num_later_tokens else None),
+        "finish_reason": ",".join(sorted({choice.finish_reason.value for choice in choices})),
+    }
+    log_event(request_logger, "request ended", fields)
+
+
+def _log_refusal(job: GenerationJob, model_name: str, error: ServeError) -> None:
+    """A generation was refused; its error's name stands for the reason."""
+    fields = {
+        **_identity(job, model_name, job.caller.tier.name),
+        "choices": job.n * len(job.prompts),
+        "prompt_tokens": job.n * sum(len(prompt.token_ids) for prompt in job.prompts),
+        **_images(job),
+        "error": type(error).__name__,
+    }
+    log_event(request_logger, "request refused", fields)
+
+
+def _images(job: GenerationJob) -> dict[str, int]:
+    """How many tokens of the prompts are images, over all choices as `prompt_tokens` are; nothing where none are."""
+    num_tokens = sum(image.num_tokens for prompt in job.prompts for image in prompt.images)
+    return {"image_tokens": job.n * num_tokens} if num_tokens else {}
+
+
+def _identity(job: GenerationJob, model_name: str, tier: str) -> dict[str, Any]:
+    return {"request_id": job.request_id, "key": job.caller.identity, "model": model_name, "tier": tier}
+
+
+def _least(times_s: Iterable[float | None]) -> float | None:
+    return min((time_s for time_s in times_s if time_s is not None), default=None)
+
+
+def _ms(time_s: float | None) -> float | None:
+    return None if time_s is None else round(1000.0 * time_s, 3)
+
+
+async def lease_engine(request: Request, pool: ModelPool, name: str | None) -> AsyncEngine:
+    """The engine of a model, which is loaded first if need be, for as long as the request lasts. Raises what
+    `ModelPool.acquire` raises, `PermissionDeniedError` for a model that the caller's tier may not use, and
+    `ClientDisconnectedError`."""
+    check_name(name, "model")
+    check_model_access(pool, caller_of(request).tier, name)
+    leases = request.state.leases
+    assert isinstance(leases, contextlib.ExitStack)
+
+    async def acquire() -> AsyncEngine:
+        return leases.enter_context(await pool.acquire(name))
+
+    return await until_disconnect(request, acquire())

@@ -1,0 +1,1 @@
+"""HTTP below the protocols: connections, bodies, turns, events."""

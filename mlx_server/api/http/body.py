@@ -1,0 +1,192 @@
+"""Routes that read JSON: a body is received, waits for its turn, is parsed and becomes the route's model.
+
+JsonRoute           any route with a body
+TurnRoute           one whose requests are metered, and read by tier and by key in turn
+AnyTypeRoute        a JsonRoute that takes JSON whatever it is said to be
+AnyTypeTurnRoute    both
+"""
+
+from __future__ import annotations
+
+import email.message
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from mlx_server.api.auth.authentication import caller_of
+from mlx_server.api.auth.quotas import Demand
+from mlx_server.api.context import ServerContext
+from mlx_server.api.errors import ClientDisconnectedError, error_info
+from mlx_server.api.http.door import HeldBody
+from mlx_server.api.http.middleware import until_disconnect
+from mlx_server.api.http.request_bounds import parse_json
+from mlx_server.api.http.text_turns import TextTurn
+from mlx_server.engine.fair_slots import Asker
+from mlx_server.errors import InvalidRequestError, QuotaExceededError, ServeError
+from mlx_server.tiers import GENERATING_PATHS
+
+SMALL_BYTES = 16 * 1024
+"""What is parsed at once: another thread would cost more."""
+
+_JSON = (b"content-type", b"application/json")
+
+
+class _Field(Protocol):
+    """A route's body as FastAPI knows it. `validate` returns the model, or what is wrong at which places."""
+
+    def validate(self, value: Any, values: dict[str, Any], *, loc: tuple[str, ...]) -> tuple[Any, Any]: ...
+
+
+class _JsonRequest(Request):
+    """A request whose body has become the route's model before FastAPI asks for it, and is kept as nothing else."""
+
+    async def receive_body(self) -> None:
+        try:
+            await self.body()
+        except ClientDisconnect:
+            raise ClientDisconnectedError from None
+
+    async def parse(self, field: _Field) -> None:
+        """What is not said to be JSON is left to FastAPI to refuse. Raises `RequestValidationError` for a body that the
+        route's schema refuses, and what `parse_json` raises."""
+        context, held, body = self.app.state.context, self.state.held_body, await self.body()
+        assert isinstance(context, ServerContext)
+        assert isinstance(held, HeldBody)
+        if (encoding := self.headers.get("content-encoding", "identity")) != "identity":
+            raise InvalidRequestError(
+                f"The body is encoded as {encoding[:40]}; this server reads it as it is. Send it without "
+                "Content-Encoding."
+            )
+        if body and _is_json(self.headers.get("content-type", "")):
+            if len(body) <= SMALL_BYTES:
+                self._json = _validated(body, field)
+            else:
+                caller = caller_of(self)
+                asker = Asker(caller.identity, caller.tier.priority)
+                self._json = await context.text_workers.parse(asker, lambda: _validated(body, field))
+            self._body = b"{}"
+        held.release()
+
+    async def json(self) -> Any:
+        return self._json
+
+
+def _is_json(content_type: str) -> bool:
+    """As FastAPI decides."""
+    message = email.message.Message()
+    message["content-type"] = content_type
+    subtype = message.get_content_subtype()
+    return message.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
+
+
+def _validated(body: bytes, field: _Field) -> Any:
+    """The route's model. FastAPI lets one pass that is an instance already."""
+    try:
+        parsed = parse_json(body)
+    except json.JSONDecodeError as error:
+        problem = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error", "input": {}}
+        raise RequestValidationError([{**problem, "ctx": {"error": error.msg}}]) from error
+    value, problems = field.validate(parsed, {}, loc=("body",))
+    if problems:
+        raise RequestValidationError(problems)
+    return value
+
+
+class JsonRoute(APIRoute):
+    """A route that reads its body with `_JsonRequest`; for `APIRouter(route_class=JsonRoute)`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        field = self.body_field
+        if field is None:
+            return handle
+
+        async def read(request: Request) -> Response:
+            reading = _JsonRequest(request.scope, request.receive)
+
+            async def parse_and_handle() -> Response:
+                await reading.parse(field)
+                return await handle(reading)
+
+            return await self.answer(reading, parse_and_handle)
+
+        return read
+
+    async def answer(self, request: _JsonRequest, parse_and_handle: Callable[[], Awaitable[Response]]) -> Response:
+        await request.receive_body()
+        return await parse_and_handle()
+
+
+class TurnRoute(JsonRoute):
+    """A route whose requests, once their bodies are here, wait for their turn to be read.
+
+    They must be within their caller's rates before that, and count once: one that generates when it is granted, or
+    refused for what it says; one that only has text read when it comes."""
+
+    async def answer(self, request: _JsonRequest, parse_and_handle: Callable[[], Awaitable[Response]]) -> Response:
+        caller, quotas = caller_of(request), request.app.state.context.quotas
+        generates = request.url.path in GENERATING_PATHS
+        if generates:
+            quotas.check(caller, Demand())
+        else:
+            quotas.begin_reading(caller)
+        request.state.is_counted = not generates
+        try:
+            await request.receive_body()
+            async with _turn(request):
+                return await parse_and_handle()
+        except (ServeError, RequestValidationError, HTTPException) as error:
+            if not request.state.is_counted and _is_refusal(error):
+                quotas.refuse(caller)
+            raise
+
+
+class AnyTypeRoute(JsonRoute):
+    """Takes JSON whatever it is said to be, as Ollama does: examples for curl say nothing of it.
+
+    Requests of browsers' pages carry an `Origin` where it matters. For those a body must be declared as JSON: browsers
+    ask before they send that to another site."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def read(request: Request) -> Response:
+            if "origin" not in request.headers and "sec-fetch-site" not in request.headers:
+                others = [header for header in request.scope["headers"] if header[0] != _JSON[0]]
+                request = Request({**request.scope, "headers": [*others, _JSON]}, request.receive)
+            return await handle(request)
+
+        return read
+
+
+class AnyTypeTurnRoute(AnyTypeRoute, TurnRoute):
+    """The same for requests that are metered and read in turn."""
+
+
+@asynccontextmanager
+async def _turn(request: Request) -> AsyncIterator[None]:
+    """From before the body is parsed until the answer begins."""
+    caller = caller_of(request)
+    asker = Asker(caller.identity, caller.priority_at(request.url.path))
+    turn = request.state.turn = TextTurn(request.app.state.context.text_workers, asker)
+    try:
+        if not turn.try_begin():
+            await until_disconnect(request, turn.begin())
+        yield
+    finally:
+        turn.end()
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether it is the request that is wrong, rather than too much for now."""
+    if isinstance(error, QuotaExceededError):
+        return False
+    return not isinstance(error, ServeError) or error_info(error).status < 500

@@ -1,0 +1,403 @@
+"""How many connections there may be, which go first when there are too many, and how slow a client may be.
+
+A connection that waits for its client is closed for one that is needed, the most silent first. A request that finds
+all connections busy is refused, unless it is a probe. File descriptors for both are kept back; if they run out in
+spite of that, new clients are sent away at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import math
+import os
+import re
+import resource
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mlx_server.api.auth.authentication import FREE_PATHS
+from mlx_server.api.errors import error_info
+from mlx_server.api.http.middleware import REQUEST_ID_HEADER, request_id
+from mlx_server.api.http.sse import PIECE_WRITER
+from mlx_server.errors import OverloadedError
+
+logger = logging.getLogger(__name__)
+
+_WANTED_FILES = 10_240
+"""What the process asks for; macOS grants no more where its hard limit is none."""
+
+_MOST_KEPT_FILES = 256
+_USUAL_KEPT_FILES = 128
+"""For weights, logs, the key file, probes, and connections that are about to be closed: a quarter, between the two, and
+at most half. Of 512 files 128 are kept, of 3,000 files 256."""
+
+_NUM_EXTRA = 32
+"""Connections above the limit, for probes and for refusals."""
+
+_SILENT_S = 1.0
+"""A new connection has this long to ask, unless the extra connections are used up, too."""
+
+ACCEPTED_AT_ONCE = 16
+"""Connections accepted in one turn of the event loop, so that others can be closed between. uvicorn's `backlog`."""
+
+MAX_HEADERS = 128
+"""Header fields of a request; those that clients and proxies send are a tenth."""
+
+MAX_SMALL_CHUNKS = 4096
+"""Chunks of a body whose chunks have less than a kibibyte on average."""
+
+READ_BYTES = 8 * 1024
+"""What is read and parsed at a time: other connections have their turn between."""
+
+MIN_BYTES_PER_S = 4096
+"""A request may take longer than the timeout for as long as its bytes come this fast."""
+
+_LOOKS = 8
+"""How often a connection is looked at within the timeout."""
+
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+"""As h11 sees it."""
+
+_RETRY_S = 5.0
+_LOG_EVERY_S = 60.0
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def room_for_connections() -> int:
+    """How many connections the limit of open files allows, which is raised first as far as may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):
+            logger.debug("The limit of open files stays at %d", soft)
+        else:
+            soft = wanted
+    num_files = _WANTED_FILES if soft == resource.RLIM_INFINITY else soft
+    kept = min(max(num_files // 4, _USUAL_KEPT_FILES), _MOST_KEPT_FILES, num_files // 2)
+    return max(1, num_files - kept)
+
+
+class Connection(Protocol):
+    """What the gate knows of one: how to close it at once."""
+
+    def abort(self) -> None: ...
+
+
+class ConnectionGate:
+    """The connections of one server. Event-loop thread only."""
+
+    def __init__(self, max_num: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_num = max_num
+        self._clock = clock
+        self._open: set[Connection] = set()
+        self._silent: OrderedDict[Connection, float] = OrderedDict()  # since when, the longest first
+        self._num_refused = 0
+        self._told_s = -math.inf
+
+    def enter(self, connection: Connection) -> bool:
+        """A new connection, for which a silent one may have to go. Whether it is one too many in spite of that."""
+        self._open.add(connection)
+        num_extra = len(self._open) - self.max_num
+        is_extra = num_extra > 0 and not self._make_room(_SILENT_S if num_extra <= _NUM_EXTRA else 0.0)
+        self.wait_for(connection)
+        if is_extra and num_extra > _NUM_EXTRA:
+            self._close(connection)
+        return is_extra
+
+    def leave(self, connection: Connection) -> None:
+        """It is closed, by the client or by the server."""
+        self._open.discard(connection)
+        self._silent.pop(connection, None)
+
+    def wait_for(self, connection: Connection) -> None:
+        """It is the client's turn from now on."""
+        self._silent[connection] = self._clock()
+        self._silent.move_to_end(connection)
+
+    def work_for(self, connection: Connection) -> None:
+        """It is the server's turn."""
+        self._silent.pop(connection, None)
+
+    def guarded(self, app: ASGIApp) -> ASGIApp:
+        """`app` for a connection that was one too many: it answers if it still is."""
+
+        async def guarded_app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["path"] in FREE_PATHS:
+                return await app(scope, receive, send)
+            if len(self._open) - len(self._silent) <= self.max_num:
+                if len(self._open) > self.max_num:
+                    self._make_room(0.0)
+                return await app(scope, receive, send)
+            return await self._refuse(scope, receive, send)
+
+        return guarded_app
+
+    def shed(self) -> None:
+        """The process had no file descriptor for a connection, which is sent away."""
+        self._make_room(_SILENT_S)
+        self._count_refusal()
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._count_refusal()
+        error = OverloadedError(
+            f"{self.max_num} connections are open and busy, which is the limit (--max-connections). Try again later.",
+            _RETRY_S,
+        )
+        response = error_info(error).response(scope["path"])
+        response.headers["connection"] = "close"
+        response.headers[REQUEST_ID_HEADER] = request_id(scope)
+        await response(scope, receive, send)
+
+    def _make_room(self, silent_s: float) -> bool:
+        """Closes the connection that has been silent for the longest, if it is for `silent_s`."""
+        connection, since_s = next(iter(self._silent.items()), (None, 0.0))
+        if connection is None or self._clock() - since_s < silent_s:
+            return False
+        self._close(connection)
+        return True
+
+    def _close(self, connection: Connection) -> None:
+        self.leave(connection)
+        self._count_refusal()
+        connection.abort()
+
+    def _count_refusal(self) -> None:
+        self._num_refused += 1
+        now = self._clock()
+        if now - self._told_s >= _LOG_EVERY_S:
+            logger.warning(
+                "%d connections closed or refused: more come than the %d there may be (--max-connections)",
+                self._num_refused,
+                self.max_num,
+            )
+            self._num_refused, self._told_s = 0, now
+
+
+class GuardedListener(socket.socket):
+    """A listening socket that never leaves a client waiting for a file descriptor. asyncio would ask for one thousands
+    of times, and write a traceback each time."""
+
+    def __init__(self, listener: socket.socket, gate: ConnectionGate) -> None:
+        """Takes `listener`'s descriptor over."""
+        super().__init__(listener.family, listener.type, listener.proto, fileno=listener.detach())
+        self._gate = gate
+        self._spare = os.open(os.devnull, os.O_RDONLY)
+
+    def listen(self, backlog: int = 0) -> None:
+        """It listens already; asyncio's backlog is what it accepts at once."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno not in _EXHAUSTED:
+                raise
+            self._shed()
+            raise BlockingIOError from error
+
+    def close(self) -> None:
+        super().close()
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+
+    def _shed(self) -> None:
+        """Accepts with the spare descriptor, to close at once."""
+        spare, self._spare = self._spare, -1
+        if spare >= 0:
+            os.close(spare)
+        try:
+            super().accept()[0].close()
+        except OSError:
+            logger.debug("No connection to send away")
+        with contextlib.suppress(OSError):  # another thread may have taken it; the next accept tries again
+            self._spare = os.open(os.devnull, os.O_RDONLY)
+        self._gate.shed()
+
+
+class _Parser(h11.Connection):
+    """Refuses a body in crumbs: each costs as much as a large chunk."""
+
+    _num_chunks = 0
+    _num_bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks, self._num_bytes = 0, 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += 1
+            self._num_bytes += len(event.data)
+            if self._num_chunks > MAX_SMALL_CHUNKS + self._num_bytes // 1024:
+                raise h11.RemoteProtocolError(f"more than {MAX_SMALL_CHUNKS} small chunks")
+        return event
+
+
+class _ChunkWriter:
+    """Writes a chunked body's pieces, and frames them itself: they change nothing for h11, which takes longer over one
+    than all else does."""
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self.num_bytes = 0
+        self.written_s = 0.0
+        self._transport = transport
+        self._flow = flow
+        self.drain = flow.drain
+
+    @property
+    def is_full(self) -> bool:
+        return self._flow.write_paused
+
+    def write(self, piece: bytes) -> bool:
+        self.num_bytes += len(piece)
+        self.written_s = time.monotonic()
+        if not self._transport.is_closing():
+            self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return not self._flow.write_paused
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's protocol for one connection, with bounds for what its client may do. It tells `gate` whose turn it is.
+    It is closed when the client owes the rest of a request (or its first one) and is late, and when the client has not
+    taken what was written for `timeout_s`; 0 waits for ever."""
+
+    gate: ConnectionGate
+    timeout_s: float
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        most = self.config.h11_max_incomplete_event_size
+        assert most is not None
+        self.conn = _Parser(h11.SERVER, most)
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_asked = False
+        self._owed_since_s: float | None = None
+        self._num_bytes = 0  # since then
+        self._last_byte_s = 0.0
+        self._untaken_since_s: float | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        _read_little(transport)
+        if self.gate.enter(self):
+            self.app = self.gate.guarded(self.app)
+        self.app = self._with_writer(self.app)
+        self._owed_since_s = self.loop.time()
+        if self.timeout_s:
+            self._look_later()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.gate.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        self._last_byte_s = self.loop.time()
+        super().data_received(data)
+        self._note_turn()
+
+    def handle_events(self) -> None:
+        if self.conn.their_state is h11.IDLE and _num_headers(self.conn.trailing_data[0]) > MAX_HEADERS:
+            self.send_400_response(f"The request has more than {MAX_HEADERS} header fields.")
+        else:
+            super().handle_events()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note_turn()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._untaken_since_s = self.loop.time()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._untaken_since_s = None
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    def _with_writer(self, app: ASGIApp) -> ASGIApp:
+        """`app` whose requests have a `PIECE_WRITER`. Others than HTTP/1.1 have no chunks."""
+
+        async def app_with_writer(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["http_version"] == "1.1":
+                scope["state"][PIECE_WRITER] = _ChunkWriter(self.transport, self.flow)
+            await app(scope, receive, send)
+
+        return app_with_writer
+
+    def _note_turn(self) -> None:
+        state = self.conn.their_state
+        self._has_asked = self._has_asked or state is not h11.IDLE
+        # Between requests the keep-alive timeout counts; half a request's head lies in the parser's buffer.
+        is_between = state is h11.IDLE and self._has_asked and not self.conn.trailing_data[0]
+        is_clients = state in (h11.IDLE, h11.SEND_BODY)
+        if is_between or not is_clients:
+            self._owed_since_s = None
+        elif self._owed_since_s is None:
+            self._owed_since_s, self._num_bytes = self.loop.time(), 0
+        if self.transport.is_closing():
+            return
+        if is_clients and not self.flow.read_paused:
+            self.gate.wait_for(self)
+        else:
+            self.gate.work_for(self)
+
+    def _look_later(self) -> None:
+        self._timer = self.loop.call_later(self.timeout_s / _LOOKS, self._look)
+
+    def _look(self) -> None:
+        now = self.loop.time()
+        if self.flow.read_paused:  # the client waits for the server
+            self._last_byte_s = now
+            if self._owed_since_s is not None:
+                self._owed_since_s, self._num_bytes = now, 0
+        if self._untaken_since_s is not None and now - self._untaken_since_s >= self.timeout_s:
+            return self.transport.abort()
+        if self._owed_since_s is not None and now >= self._deadline_s(self._owed_since_s):
+            self.transport.close()
+        return self._look_later()
+
+    def _deadline_s(self, owed_since_s: float) -> float:
+        """Much that was sent pays for slowness, but not for silence. With a timeout of 30 s, 8 KiB in the first second
+        allow 32 s in all, and 31 s if nothing follows."""
+        deadline_s = owed_since_s + self.timeout_s + self._num_bytes / MIN_BYTES_PER_S
+        return min(deadline_s, self._last_byte_s + self.timeout_s) if self._num_bytes else deadline_s
+
+
+def bounded_protocol(timeout_s: float, gate: ConnectionGate) -> type[BoundedProtocol]:
+    """For uvicorn, which makes one object a connection."""
+    return type("BoundedProtocol", (BoundedProtocol,), {"gate": gate, "timeout_s": timeout_s})
+
+
+def _read_little(transport: asyncio.Transport) -> None:
+    """Has asyncio read `READ_BYTES` at a time."""
+    if hasattr(transport, "max_size"):
+        transport.max_size = READ_BYTES
+    elif hasattr(transport, "_ssl_protocol"):  # reads into a buffer that was made before this is called
+        tls = transport._ssl_protocol
+        tls.max_size = READ_BYTES
+        tls._ssl_buffer = bytearray(READ_BYTES)
+        tls._ssl_buffer_view = memoryview(tls._ssl_buffer)
+
+
+def _num_headers(received: bytes) -> int:
+    """Of the head at the beginning; its first line is none."""
+    end = _END_OF_HEAD.search(received)
+    return received.count(b"\n", 0, end.start()) if end else received.count(b"\n") - 1

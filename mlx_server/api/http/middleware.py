@@ -1,0 +1,159 @@
+"""What is around every exchange: its id, its metrics, what is left of the caller's quota, an answer to what no handler
+knows, and browsers' rules.
+
+The id is in every error answer and in the log, so that what a client reports can be found there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_server.api.auth.authentication import PROBE_PATHS
+from mlx_server.api.auth.keys import Caller
+from mlx_server.api.auth.quotas import Quotas, quota_headers
+from mlx_server.api.errors import CLIENT_CLOSED_REQUEST, ClientDisconnectedError, error_info
+from mlx_server.api.http.sse import PIECE_WRITER, PieceWriter
+from mlx_server.config import ServerConfig
+from mlx_server.observability.server_metrics import HttpMetrics
+from mlx_server.setting import parse_origins
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "x-request-id"
+MAX_ID_CHARS = 128
+_REQUEST_ID = re.compile(r"[!-~]+")
+
+_UNCOUNTED_PATHS = PROBE_PATHS | {"/load", "/server_info"}
+"""They would drown what clients do; vLLM leaves out the same."""
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+"""Anything may stand in a request line, and a series for each would be a way to fill our memory."""
+
+T = TypeVar("T")
+
+
+def is_request_id(text: str) -> bool:
+    """Whether a client's id can stand in headers and logs as it is."""
+    return len(text) <= MAX_ID_CHARS and _REQUEST_ID.fullmatch(text) is not None
+
+
+def request_id(scope: Scope) -> str:
+    """The client's id where it sent a good one, else a new one."""
+    sent = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+    return sent if is_request_id(sent) else uuid.uuid4().hex
+
+
+class ExchangeMiddleware:
+    """The outermost middleware. Puts the request's id into the state, where a route may replace it, and into the head
+    of every refusal (`x-request-id`); counts and times the exchange by route, refusals included; tells every caller
+    what is left of its quota (`quota_headers`); turns what no handler knows into a 500, and a line in the log."""
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, quotas: Quotas) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._quotas = quotas
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id(scope)
+        start_s, status, num_received, num_sent = time.monotonic(), 0, 0, 0
+
+        async def read() -> Message:
+            nonlocal num_received
+            message = await receive()
+            num_received += len(message.get("body", b""))
+            return message
+
+        async def write(message: Message) -> None:
+            nonlocal status, num_sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._on_head(scope, message)
+            num_sent += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, read, write)
+        except Exception as error:
+            logger.exception("The request %s failed: %s %s", state["request_id"], scope["method"], scope["path"])
+            if status:
+                raise
+            await error_info(error).response(scope["path"])(scope, receive, write)
+        finally:
+            if scope["path"] not in _UNCOUNTED_PATHS:
+                # Routing leaves its finding in the scope; the path itself may hold ids.
+                handler = getattr(scope.get("route"), "path", "none")
+                method = scope["method"] if scope["method"] in _METHODS else "other"
+                time_s = time.monotonic() - start_s
+                self._metrics.on_exchange(handler, method, status or CLIENT_CLOSED_REQUEST, time_s)
+                pieces: PieceWriter | None = state.get(PIECE_WRITER)
+                num_sent += 0 if pieces is None else pieces.num_bytes
+                self._metrics.on_bodies(handler, num_received, num_sent)
+        return None
+
+    def _on_head(self, scope: Scope, head: Message) -> None:
+        """Adds the id to a refusal and the caller's quota to all, and counts the answer where a quota refused it."""
+        state, headers = scope["state"], MutableHeaders(scope=head)
+        if head["status"] >= 400:
+            headers.setdefault(REQUEST_ID_HEADER, state["request_id"])
+        caller = state.get("caller")
+        if isinstance(caller, Caller):  # else it was not let in
+            self._quotas.count_answer(caller, head["status"])
+            headers.update(quota_headers(self._quotas.rates(caller), scope["path"]))
+
+
+_OWN_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?|(app|tauri|vscode-webview|vscode-file)://[^/]*"
+"""What people try out and run on their own machine: web pages, and applications, whose schemes no web page has."""
+
+
+def allow_origins(app: FastAPI, server: ServerConfig) -> None:
+    """Answers browsers' preflights and names the origin in answers, refusals included: for pages of this machine, and
+    as far as `server` allows others.
+
+    Pages may read every header. They need the same keys as any client, and are never taken for a local admin."""
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=parse_origins(server.allowed_origins or ""),
+        allow_origin_regex=_OWN_PAGES,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["*"],
+        allow_private_network=True,
+    )
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work` to its end, or cancels it and raises `ClientDisconnectedError` once the client has gone.
+
+    The body must have been read: what arrives after it can only be the disconnect.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnectedError
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,1 @@
+"""Blocks: allocation, sharing, prefixes, and what of them is kept on disk."""

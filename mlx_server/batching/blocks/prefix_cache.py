@@ -1,0 +1,259 @@
+"""Which blocks already hold the K/V of which prefix.
+
+A block's hash chains that of the block before it, so that it stands for the whole prefix up to its end and
+not for 32 tokens alone: K/V depend on everything before them, and block Y of `A+Y` is not block Y of `B+Y`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import chain
+from typing import NamedTuple
+
+from mlx_server.batching.blocks.block import Block, BlockTable
+from mlx_server.batching.blocks.layer_groups import first_seen
+from mlx_server.batching.blocks.prefix_changes import BlockRemoved, BlocksStored, CacheCleared, Tell
+from mlx_server.config import BLOCK_SIZE
+from mlx_server.outputs import STATES
+from mlx_server.prompt_image import images_within
+from mlx_server.request import Request
+
+DIGEST_BYTES = 16
+
+
+def root_hash(model_key: str) -> bytes:
+    """The parent of every first block. `model_key` names the weights: other weights, other K/V."""
+    return blake2b(b"root\0" + model_key.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def adapter_root(root: bytes, adapter: str) -> bytes:
+    """The parent of the first blocks of an adapter's requests: its K/V are no other's, nor the model's own."""
+    return blake2b(b"adapter\0" + root + adapter.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+_IMAGE = b"\xff\xff\xff\xff"
+"""Stands where a key would have its length, and no key is as long."""
+
+
+def hash_block(
+    parent: bytes,
+    token_ids: Sequence[int],
+    extra_keys: tuple[str, ...] = (),
+    images: Sequence[tuple[bytes, int]] = (),
+) -> bytes:
+    """128-bit BLAKE2b of the parent's hash, the ids, in a request's first block its extra keys, and the digest of each
+    image that has placeholders in the block, with the place of the block's start in it (below 0 if it begins later).
+
+    Cryptographic because a collision would show one client another's context. Placeholders are the same ids whatever
+    the image is: a block of the second half of an image of 40 tokens has its digest with 20.
+    """
+    digest = blake2b(parent, digest_size=DIGEST_BYTES)
+    digest.update(array("I", token_ids).tobytes())
+    for key in extra_keys:
+        encoded = key.encode()
+        digest.update(len(encoded).to_bytes(4, "little") + encoded)
+    for image, offset in images:
+        digest.update(_IMAGE + image + offset.to_bytes(8, "little", signed=True))
+    return digest.digest()
+
+
+def extend_block_hashes(request: Request, root: bytes, num_tokens: int) -> None:
+    """Brings `request.block_hashes` up to every full block within its first `num_tokens` known tokens."""
+    hashes = request.block_hashes
+    adapter = request.adapter_key or request.adapter
+    first_parent = root if adapter is None else adapter_root(root, adapter)
+    for index in range(len(hashes), num_tokens // BLOCK_SIZE):
+        start = index * BLOCK_SIZE
+        parent = hashes[-1] if hashes else first_parent
+        extra = request.extra_keys if index == 0 else ()
+        end = start + BLOCK_SIZE
+        images = images_within(request.images, start, end)
+        hashes.append(hash_block(parent, request.token_ids(start, end), extra, images))
+
+
+def most_hit(request: Request) -> int:
+    """The most blocks of a request that may be hit: one token must be computed."""
+    return (request.num_tokens - 1) // BLOCK_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """The first `num_blocks` blocks of a request, as far as its next token sees them. Nobody holds `num_idle` of them.
+
+    `groups` has those of each layer group: all of them, or the last ones, which lie in the group's window.
+    """
+
+    num_blocks: int
+    num_idle: int
+    groups: tuple[list[Block], ...]
+
+    def __len__(self) -> int:
+        return self.num_blocks
+
+    def __iter__(self) -> Iterator[Block]:
+        """Every block, group by group."""
+        return chain.from_iterable(self.groups)
+
+    def tables(self) -> list[BlockTable]:
+        """Block tables that begin with it, one for each group."""
+        return [BlockTable(list(blocks), len(self) - len(blocks)) for blocks in self.groups]
+
+
+class SeenBlock(NamedTuple):
+    """A block of a prefix in a layer group: its number in the prefix, and where it is cached, if it is."""
+
+    number: int
+    group: int
+    block: Block | None
+
+
+class _Either(Container[bytes]):
+    """What is cached here or stored elsewhere, of one layer group."""
+
+    def __init__(self, here: Container[bytes], group: int, is_stored: Callable[[bytes, int], bool]) -> None:
+        self._here, self._group, self._is_stored = here, group, is_stored
+
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._here or (isinstance(block_hash, bytes) and self._is_stored(block_hash, self._group))
+
+
+class PrefixCache:
+    """Block hash and layer group to block. Knows neither who uses a block nor when it is evicted. `tell`, if it is set,
+    gets its changes."""
+
+    def __init__(self, windows: Sequence[int | None] = (None,)) -> None:
+        """`windows` are those of the layer groups."""
+        self.tell: Tell | None = None
+        self._windows = tuple(windows)
+        self._groups: list[dict[bytes, Block]] = [{} for _ in windows]
+        self._full = [group for group, window in enumerate(windows) if window is None]
+        self._windowed = [
+            (group, -((1 - window) // BLOCK_SIZE))  # those that hold the window - 1 tokens before a boundary
+            for group, window in enumerate(windows)
+            if window is not None
+        ]
+
+    def __len__(self) -> int:
+        return sum([len(blocks) for blocks in self._groups])
+
+    def __iter__(self) -> Iterator[tuple[bytes, Block]]:
+        return chain.from_iterable(blocks.items() for blocks in self._groups)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Whether the first layer group has the block."""
+        return block_hash in self._groups[0]
+
+    def get(self, block_hash: bytes, group: int = 0) -> Block | None:
+        return self._groups[group].get(block_hash)
+
+    def longest_prefix(
+        self, block_hashes: Sequence[bytes], max_blocks: int, ends: Container[bytes] | None = None
+    ) -> CachedPrefix:
+        """The longest cached prefix of at most `max_blocks`, whose last hash is one of `ends` if they are given.
+
+        Groups without a window have all of its blocks, others those that the token behind it sees.
+        """
+        length = self._length(block_hashes[:max_blocks], self._groups, ends)
+        groups = []
+        for blocks, window in zip(self._groups, self._windows):
+            first = first_seen(length * BLOCK_SIZE, window)
+            groups.append([blocks[block_hash] for block_hash in block_hashes[first:length]])
+        num_idle = sum([block.ref_cnt == 0 for blocks in groups for block in blocks])
+        return CachedPrefix(length, num_idle, tuple(groups))
+
+    def reach(
+        self, block_hashes: Sequence[bytes], ends: Container[bytes] | None, is_stored: Callable[[bytes, int], bool]
+    ) -> int:
+        """How many blocks `longest_prefix` would have if what `is_stored` elsewhere, blocks of layer groups and states
+        (`STATES`), were cached here, too."""
+        groups = [_Either(blocks, group, is_stored) for group, blocks in enumerate(self._groups)]
+        return self._length(block_hashes, groups, None if ends is None else _Either(ends, STATES, is_stored))
+
+    def seen(self, block_hashes: Sequence[bytes]) -> list[SeenBlock]:
+        """The blocks of a prefix of that length that the token behind it sees, group by group."""
+        num_blocks = len(block_hashes)
+        return [
+            SeenBlock(index, group, blocks.get(block_hashes[index]))
+            for group, (blocks, window) in enumerate(zip(self._groups, self._windows))
+            for index in range(first_seen(num_blocks * BLOCK_SIZE, window), num_blocks)
+        ]
+
+    def insert(self, block_hash: bytes, block: Block, group: int = 0) -> bool:
+        """Registers a full block; False if an equal one is registered already, which then stays the one."""
+        assert block.block_hash is None, f"{block} is cached already"
+        if block_hash in self._groups[group]:
+            return False
+        self._groups[group][block_hash] = block
+        block.block_hash, block.layer_group = block_hash, group
+        return True
+
+    def insert_all(self, request: Request, tables: Sequence[BlockTable], first: int, num_full: int) -> None:
+        """Registers blocks [first, num_full) of a request, as far as its tables hold them."""
+        for group, table in enumerate(tables):
+            for index in range(max(first, table.num_gone), num_full):
+                self.insert(request.block_hashes[index], table.blocks[index - table.num_gone], group)
+        if self.tell is not None:
+            self.tell(BlocksStored.of(request, first, num_full, tuple([table.num_gone for table in tables])))
+
+    def insert_loaded(self, request: Request, seen: SeenBlock) -> None:
+        """Registers one block of a request whose hashes are known."""
+        assert seen.block is not None, "what is loaded is in a block"
+        if self.insert(request.block_hashes[seen.number], seen.block, seen.group) and self.tell is not None:
+            after = seen.number + 1
+            missing = tuple([after - (group == seen.group) for group in range(len(self._groups))])
+            self.tell(BlocksStored.of(request, seen.number, after, missing))
+
+    def on_hit(self, request: Request, prefix: CachedPrefix) -> None:
+        """A request begins with a cached prefix."""
+        if self.tell is not None:
+            missing = tuple([len(prefix) - len(blocks) for blocks in prefix.groups])
+            self.tell(BlocksStored.of(request, 0, len(prefix), missing, is_hit=True))
+
+    def on_cleared(self) -> None:
+        """All that was cached has been removed, and no state is kept."""
+        if self.tell is not None:
+            self.tell(CacheCleared())
+
+    def remove(self, block: Block) -> None:
+        """Forgets a cached block: its memory is about to be written anew."""
+        assert block.block_hash is not None, f"{block} is not cached"
+        if self.tell is not None:
+            self.tell(BlockRemoved(block.block_hash, block.layer_group))
+        del self._groups[block.layer_group][block.block_hash]
+        block.block_hash = None
+
+    def _length(
+        self, block_hashes: Sequence[bytes], groups: Sequence[Container[bytes]], ends: Container[bytes] | None
+    ) -> int:
+        """The last boundary before which groups without a window have all blocks, at which every window is whole, and
+        that is one of `ends`."""
+        length, before = len(block_hashes), -1
+        for group in self._full:
+            blocks = groups[group]
+            for index in range(length):
+                if block_hashes[index] not in blocks:
+                    length = index
+                    break
+        while length != before:
+            before = length
+            for group, num_seen in self._windowed:
+                length = _last_whole(groups[group], num_seen, block_hashes, length)
+            if ends is not None:
+                while length and block_hashes[length - 1] not in ends:
+                    length -= 1
+        return length
+
+
+def _last_whole(blocks: Container[bytes], num_seen: int, block_hashes: Sequence[bytes], length: int) -> int:
+    """The last boundary, `length` at most, whose `num_seen` blocks before it (or all there are) are cached."""
+    num_cached = 0
+    for index in range(length - 1, -1, -1):
+        if num_cached == num_seen:
+            break
+        num_cached += 1
+        if block_hashes[index] not in blocks:
+            length, num_cached = index, 0
+    return length

@@ -1,0 +1,1 @@
+"""Drafts: who makes them, who may, and how many a step carries."""

@@ -1,0 +1,399 @@
+"""A smaller model that drafts: for which requests, how far, and what it keeps of them in a pool of its own.
+
+Between two steps of the model it runs a burst: one step over what it has not seen yet of all requests that it drafts
+for, then single tokens, all requests in one batch. What it was fed of drafts that were right is not computed again.
+
+    known 0..40, drafts 41 42 43 were sampled, of which 41 and 42 were fed; 41 came out, and something else for 42:
+    the next burst computes from 42 on, over what the wrong draft has left there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from mlx_server.batching.blocks.block_manager import PagedBlockManager
+from mlx_server.batching.speculation import draft_burst
+from mlx_server.batching.speculation.draft_burst import NO_BURST, Burst, BurstSteps, Follower
+from mlx_server.batching.speculation.drafting import (
+    Acceptances,
+    Drafter,
+    Drafts,
+    RowCosts,
+    Speculation,
+    StepRoom,
+    allowed_drafts,
+)
+from mlx_server.batching.step_budget import PromptBudget, StepShape
+from mlx_server.config import BLOCK_SIZE
+from mlx_server.outputs import ModelRunnerOutput, NewRequestData, PoolChange, ScheduledChunk, SchedulerOutput
+from mlx_server.request import Request
+
+
+@dataclass(slots=True)
+class _Composed:
+    """The burst that runs: how many drafts each request is to get, and what is computed."""
+
+    followers: dict[str, Follower] = field(default_factory=dict)
+    depth: int = 0
+    num_prompt_tokens: int = 0
+    prompt_cost: float = 0.0
+    change: PoolChange | None = None
+
+
+class DraftModel:
+    """The policy of one draft model, whose runner gets `SchedulerOutput.draft_steps`. Event-loop thread only.
+
+    Its pool is full when its share of the memory is: then there are fewer drafts. To `MemoryGuard` it is a scheduler
+    without requests. One burst runs at a time, and none beside a step that it drafts for.
+    """
+
+    def __init__(self, blocks: PagedBlockManager, *, vocab_size: int, max_tokens: int, doubling_tokens: float) -> None:
+        """`max_tokens` is the context that the draft model was made for."""
+        self.blocks = blocks
+        self.costs = RowCosts()
+        self.wake: Callable[[], None] = lambda: None
+        self._budget = PromptBudget(doubling_tokens)
+        self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._followers: dict[str, Follower] = {}
+        self._dropped: list[str] = []
+        self._drafts: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._composed = _Composed()
+        self._acceptances = Acceptances()
+        self._is_held = False
+        self._has_failed = False
+
+    def learn(self, num_prompt_tokens: int, prompt_s: float, decode_s: float) -> None:
+        """What a prompt's chunk from position 0 and one token took, so that something is known before the first."""
+        self._budget.observe(StepShape(0, num_prompt_tokens, self._budget.cost(0, num_prompt_tokens)), prompt_s)
+        for _ in range(2):  # the first of a kind does not count
+            self.costs.observe(1, decode_s)
+
+    def rate(self, request_id: str) -> float:
+        """How often drafts for this request are right."""
+        return self._acceptances.rate(request_id)
+
+    def on_result(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        """The first `num_accepted` of `num_drafts` drafts were right."""
+        self._acceptances.add(request_id, num_drafts, num_accepted)
+
+    def discard_drafts(self) -> None:
+        """Those of the last burst are not wanted any more."""
+        self._drafts.clear()
+
+    def drafts(self, request: Request) -> tuple[int, ...]:
+        """What the last burst gave for the request as it stands."""
+        num_output_tokens, token_ids = self._drafts.get(request.request_id, (0, ()))
+        return token_ids if num_output_tokens == request.num_output_tokens else ()
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self.release(request)
+        self._acceptances.forget(request.request_id)
+
+    def release(self, request: Request) -> None:
+        """The request waits again, or has ended: its blocks are free. A burst that computes it writes them before any
+        later one does."""
+        follower = self._followers.pop(request.request_id, None)
+        if follower is not None:
+            self._let_go(follower)
+
+    def on_chunk(self, chunk: ScheduledChunk) -> None:
+        """A step of the model that is drafted for computes the chunk."""
+
+    # --- a burst ------------------------------------------------------------------------------------------
+
+    def choose(
+        self, free: Mapping[Request, int], most: int, room: StepRoom, target: RowCosts, wait_s: float, *, fades: bool
+    ) -> Burst:
+        """The best burst for those with room for drafts, whether or not the draft model knows their tokens yet.
+        `fades`: requests that are not drafted for are tried again some time."""
+        able = [request for request, num_free in free.items() if num_free > 0 and self._can_follow(request)]
+        rates = {request.request_id: self.rate(request.request_id) for request in able}
+        is_off = self._is_held or self._has_failed
+        burst = NO_BURST if is_off else draft_burst.choose_burst(rates, most, room, target, self.costs, wait_s)
+        for request_id in rates.keys() - burst.request_ids if fades else ():
+            self._acceptances.fade(request_id)
+        return burst
+
+    def would_draft(
+        self, free: Mapping[Request, int], most: int, room: StepRoom, target: RowCosts, wait_s: float
+    ) -> bool:
+        """Whether the best burst, once one more token of each is known, would compute anything: the draft model has
+        read the prompt of one of them, or its time has come, and there are blocks for it."""
+        wanted = self.choose(free, most, room, target, wait_s, fades=False)
+        chosen = {self._followers[request_id] for request_id in wanted.request_ids}
+        return any(self._would_compute(follower, chosen, wanted.saved_s) for follower in chosen)
+
+    def _would_compute(self, follower: Follower, wanted: set[Follower], saved_s: float) -> bool:
+        shadow, num_behind = follower.shadow, self._num_behind(follower)
+        is_near = num_behind <= BLOCK_SIZE
+        if not is_near and not self._is_paid(follower, num_behind, saved_s):
+            return False
+        prefix = None if self.blocks.holds(shadow, 1) else self.blocks.find_prefix(shadow)
+        num_blocks = self.blocks.num_new_blocks(shadow, shadow.num_tokens + 1, prefix)
+        others = self._others(wanted if not is_near else {follower})
+        *_, num_freed = self.blocks.num_freed_in_turn((other.shadow.request_id for other in others), prefix or ())
+        return self.blocks.make_room(num_blocks - num_freed)
+
+    def compose(
+        self, free: Mapping[Request, int], most: int, room: StepRoom, target: RowCosts, wait_s: float
+    ) -> tuple[SchedulerOutput, ...]:
+        """The steps of the best burst. One that is far behind is brought up first, once what drafts would have saved it
+        so far pays for that, and for no longer at a time than a step should take."""
+        self._composed = _Composed()
+        wanted = self.choose(free, most, room, target, wait_s, fades=True)
+        chosen = {r: self._followers[r.request_id] for r in free if r.request_id in wanted.request_ids}
+        near = {r: f for r, f in chosen.items() if self._num_behind(f) <= BLOCK_SIZE}
+        burst = wanted
+        if len(near) < len(chosen):
+            rates = {request.request_id: self.rate(request.request_id) for request in near}
+            burst = draft_burst.choose_burst(rates, most, room, target, self.costs, wait_s)
+        steps = BurstSteps(set(chosen.values()))
+        for request, follower in near.items():
+            if request.request_id in burst.request_ids:
+                self._draft(steps, request, follower, min(burst.depth, free[request]))
+        self._bring_up(steps, [f for r, f in chosen.items() if r not in near], wanted.saved_s, room.limit_s)
+        for follower in steps.computed:
+            self.blocks.cache_full_blocks(follower.shadow, follower.shadow.num_computed_tokens)
+        self._composed.depth = len(steps.singles) + 1
+        change, dropped = self.blocks.take_change(), tuple(self._dropped)
+        if not steps.computed and change is None:
+            return ()
+        self._dropped.clear()
+        outputs = steps.outputs(dropped)
+        self._composed.change = change
+        return replace(outputs[0], pool_change=change), *outputs[1:]
+
+    def _draft(self, steps: BurstSteps, request: Request, follower: Follower, depth: int) -> None:
+        shadow, num_known = follower.shadow, follower.shadow.num_tokens
+        for most in dict.fromkeys((depth, 1)):
+            if self._admit(steps, follower, num_known + most - 1, self._others(steps.wanted)):
+                break
+        else:  # of two that need the last block each, the first gets it
+            if not self._admit(steps, follower, num_known, self._others({follower, *steps.computed})):
+                return
+        bitmask = None if request.constraint is None else request.constraint.bitmask()
+        steps.add(shadow, num_known, is_sampling=True, bitmask=bitmask)
+        steps.follow(shadow, num_known, most - 1)
+        shadow.num_computed_tokens = num_known
+        self._composed.followers[request.request_id] = follower
+        steps.computed.append(follower)
+
+    def _bring_up(self, steps: BurstSteps, behind: Iterable[Follower], saved_s: float, limit_s: float) -> None:
+        """Computes pieces of prompts, the shortest first, as many tokens in all as fit `limit_s`."""
+        composed, num_decodes = self._composed, len(steps.computed)
+        for follower in sorted(behind, key=self._num_behind):
+            shadow, num_behind = follower.shadow, self._num_behind(follower)
+            start = shadow.num_tokens - num_behind
+            if not self._is_paid(follower, num_behind, saved_s):
+                continue
+            most = min(self._budget.num_tokens(start, num_decodes, limit_s), self.blocks.groups.max_chunk_tokens)
+            count = min(num_behind, most - composed.num_prompt_tokens)
+            if count <= 0 or not self._admit(steps, follower, shadow.num_tokens, self._others(steps.wanted)):
+                break
+            steps.add(shadow, start + count, is_sampling=False)
+            shadow.num_computed_tokens = start + count
+            composed.num_prompt_tokens += count
+            composed.prompt_cost += self._budget.cost(start, count)
+            steps.computed.append(follower)
+
+    def _is_paid(self, follower: Follower, num_behind: int, saved_s: float) -> bool:
+        """Whether drafts would have saved so far what it takes to read the tokens that the draft model lacks."""
+        shadow = follower.shadow
+        cost = self._budget.cost(shadow.num_tokens - num_behind, num_behind)
+        return shadow.num_output_tokens * saved_s >= self._budget.foretold_s(StepShape(0, num_behind, cost))
+
+    def _others(self, kept: Container[Follower]) -> list[Follower]:
+        """Who may lose what it holds, those first that joined last."""
+        return [other for other in reversed(self._followers.values()) if other not in kept]
+
+    def _admit(self, steps: BurstSteps, follower: Follower, num_tokens: int, others: Iterable[Follower]) -> bool:
+        """Whether there are blocks for so many tokens, maybe of `others`."""
+        shadow = follower.shadow
+        prefix = None if self.blocks.holds(shadow, 1) else self.blocks.find_prefix(shadow)
+        for other in others:
+            if self.blocks.make_room(self.blocks.num_new_blocks(shadow, num_tokens, prefix)):
+                break
+            self._let_go(other)
+        block_ids = self.blocks.allocate(shadow, num_tokens, prefix)
+        if block_ids is None:
+            return False
+        steps.block_ids[shadow.request_id] = block_ids
+        if prefix is not None:
+            shadow.num_computed_tokens = len(prefix) * BLOCK_SIZE
+            tokens = tuple(shadow.prompt_token_ids), tuple(shadow.output_token_ids)
+            steps.new_requests.append(NewRequestData(shadow.request_id, *tokens, shadow.sampling, shadow.eos_token_ids))
+        return True
+
+    def take(self, output: ModelRunnerOutput) -> None:
+        """The burst that was composed last is over."""
+        if output.draft_error is not None:
+            self._fail()
+            return
+        composed, seconds = self._composed, output.step_time_s + min(output.idle_time_s, output.step_time_s)
+        for request_id, token_ids in output.drafts.items():
+            follower = composed.followers[request_id]
+            if self._followers.get(request_id) is follower and self.blocks.holds(follower.shadow, 1):
+                self._drafts[request_id] = follower.shadow.num_output_tokens, token_ids
+                follower.fed = token_ids[:-1]
+        num_requests = len(composed.followers)
+        if composed.change is not None:  # it took a part of the time
+            self.blocks.on_changed(composed.change)
+        elif composed.num_prompt_tokens:
+            shape = StepShape(num_requests, composed.num_prompt_tokens, composed.prompt_cost)
+            self._budget.observe(shape, seconds - (composed.depth - 1) * self.costs.seconds(num_requests))
+        elif num_requests:
+            self.costs.observe(num_requests, seconds / composed.depth)
+
+    def _fail(self) -> None:
+        """The draft model is not used any more; its runner has freed the pool."""
+        self._has_failed = True
+        for follower in self._followers.values():
+            self._let_go(follower)
+        changes = [self._composed.change, self.blocks.take_change()]
+        self.blocks.shrink(self.blocks.num_blocks)
+        for change in (*changes, self.blocks.take_change()):
+            if change is not None:
+                self.blocks.on_changed(change)
+
+    def _can_follow(self, request: Request) -> bool:
+        follower = self._followers.get(request.request_id)
+        if follower is None:
+            follower = self._followers[request.request_id] = Follower.of(request)
+        return self._is_within(request) and follower.knows(self._vocab_size)
+
+    def _is_within(self, request: Request) -> bool:
+        return request.num_tokens + BLOCK_SIZE <= self._max_tokens
+
+    def _num_behind(self, follower: Follower) -> int:
+        """Known tokens that the draft model has not computed, nor finds in its prefix cache."""
+        shadow = follower.shadow
+        if self.blocks.holds(shadow, 1):
+            return follower.num_behind()
+        return shadow.num_tokens - BLOCK_SIZE * self.blocks.num_cached(shadow)
+
+    def _let_go(self, follower: Follower) -> None:
+        shadow = follower.shadow
+        if self.blocks.holds(shadow, 1):
+            self.blocks.free(shadow.request_id)
+            self._dropped.append(shadow.request_id)
+            shadow.num_computed_tokens, follower.fed = 0, ()
+        self._drafts.pop(shadow.request_id, None)
+
+    # --- as a memory guard sees it --------------------------------------------------------------------------
+
+    def shrink(self, num_blocks: int) -> int:
+        """Gives up to `num_blocks` of those that nobody references back with the next burst; how many it will be."""
+        num_cut = self.blocks.shrink(num_blocks)
+        self.wake()
+        return num_cut
+
+    def give_way(self) -> None:
+        """The model that is drafted for has no memory for its next blocks: half of what nobody references here is given
+        back with the next burst, or of what is drafted for, if all is."""
+        if self.blocks.is_changed:
+            return
+        if not self.blocks.num_free_blocks:
+            for follower in self._followers.values():
+                self._let_go(follower)
+        self.shrink(-(-self.blocks.num_free_blocks // 2))
+
+    def hold_admission(self, is_held: bool) -> None:
+        """While it is held, nothing is drafted, and no block referenced."""
+        self._is_held = is_held
+        for follower in self._followers.values() if is_held else ():
+            self._let_go(follower)
+
+    def lowest_rank(self) -> None:
+        """Nobody waits for a draft model's memory."""
+
+    def preempt_lowest(self) -> bool:
+        return False
+
+    def check_integrity(self) -> None:
+        """Asserts the invariants of blocks and requests."""
+        self.blocks.check_integrity()
+        for follower in self._followers.values():
+            num_computed = follower.shadow.num_computed_tokens
+            assert num_computed <= follower.shadow.num_tokens, "more was computed than is known"
+            assert not num_computed or self.blocks.holds(follower.shadow, num_computed), "K/V without blocks"
+
+
+class NoLookup(Drafter):
+    """Finds nothing: `--speculate model` and `mtp`."""
+
+    def propose(self, request: Request, most: int) -> tuple[int, ...]:
+        return ()
+
+    def forget(self, request: Request) -> None:
+        return
+
+
+class ModelSpeculation(Speculation):
+    """Drafts by a model, where looking up finds nothing that is worth its rows."""
+
+    has_model = True
+
+    def __init__(
+        self, drafter: Drafter, max_draft_tokens: int, model: DraftModel, num_spares: int | None = None
+    ) -> None:
+        super().__init__(drafter, max_draft_tokens, num_spares)
+        self.model = model
+        model.wake = lambda: self.wake()
+        self._by_model: set[str] = set()
+
+    @property
+    def changes_pool(self) -> bool:  # type: ignore[override]
+        return self.model.blocks.is_changed
+
+    def compose_burst(self, free: Mapping[Request, int], room: StepRoom) -> tuple[SchedulerOutput, ...]:
+        self.model.discard_drafts()
+        looked_up = self.plan(free, room).depths
+        others = {request: num_free for request, num_free in free.items() if request.request_id not in looked_up}
+        return self.model.compose(others, self.max_draft_tokens, room, self.costs, self.wait_s)
+
+    def give_way(self) -> None:
+        self.model.give_way()
+
+    def take_burst(self, output: ModelRunnerOutput) -> None:
+        self.model.take(output)
+        self.counters.num_draft_errors += output.draft_error is not None
+
+    def would_draft(self, free: Mapping[Request, int], room: StepRoom) -> bool:
+        if super().would_draft(free, room):
+            return True
+        return self.model.would_draft(free, self.max_draft_tokens, room, self.costs, self.wait_s)
+
+    def on_chunk(self, chunk: ScheduledChunk) -> None:
+        self.model.on_chunk(chunk)
+
+    def release(self, request: Request) -> None:
+        self.model.release(request)
+
+    def forget(self, request: Request) -> None:
+        super().forget(request)
+        self.model.forget(request)
+        self._by_model.discard(request.request_id)
+
+    def check_integrity(self) -> None:
+        self.model.check_integrity()
+
+    def _find(self, free: Mapping[Request, int], room: StepRoom, rates: dict[str, float]) -> dict[str, Drafts]:
+        drafted = {request: token_ids for request in free if (token_ids := self.model.drafts(request))}
+        found = super()._find({r: num_free for r, num_free in free.items() if r not in drafted}, room, rates)
+        self._by_model -= {request.request_id for request in free}
+        for request, token_ids in drafted.items():
+            drafts = allowed_drafts(token_ids[: free[request]], request.constraint)
+            if drafts.token_ids:
+                found[request.request_id] = drafts
+                rates[request.request_id] = self.model.rate(request.request_id)
+                self._by_model.add(request.request_id)
+        return found
+
+    def _learn(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        if request_id in self._by_model:
+            self.model.on_result(request_id, num_drafts, num_accepted)
+        else:
+            super()._learn(request_id, num_drafts, num_accepted)

@@ -1,0 +1,132 @@
+"""Which requests may draft in the next step, how much, and whether that step is worth waiting for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mlx_server.batching.admission import Admission
+from mlx_server.batching.limits import FEWEST_SAMPLED_ROWS, SchedulerLimits
+from mlx_server.batching.request_table import RequestTable
+from mlx_server.batching.speculation.drafting import Drafts, Speculation, StepRoom
+from mlx_server.batching.step_budget import PromptBudget
+from mlx_server.config import BLOCK_SIZE
+from mlx_server.outputs import ScheduledChunk, SchedulerOutput
+from mlx_server.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRoom:
+    """What one scheduler's steps have room for beside what they must compute."""
+
+    _speculation: Speculation
+    _table: RequestTable
+    _limits: SchedulerLimits
+    _budget: PromptBudget
+    _admission: Admission
+
+    @classmethod
+    def of(
+        cls, table: RequestTable, limits: SchedulerLimits, budget: PromptBudget, admission: Admission
+    ) -> DraftRoom | None:
+        """None where nothing is drafted."""
+        return None if table.speculation is None else cls(table.speculation, table, limits, budget, admission)
+
+    def choose(self) -> dict[str, Drafts]:
+        """The drafts that the step carries, as far as they fit what is free: nobody is preempted for a draft."""
+        num_known = self._num_known()
+        if not num_known:
+            return {}
+        drafts = self._speculation.choose({r: self._room(r) for r in num_known}, self._beside(num_known))
+        drafting = self._with_states({r: count for r, count in num_known.items() if r.request_id in drafts})
+        return {r.request_id: drafts[r.request_id]._replace(num_known=count) for r, count in drafting.items()}
+
+    def compose_burst(self) -> tuple[SchedulerOutput, ...]:
+        """The steps of a draft model for those whose drafts the step behind these can carry."""
+        num_known = self._num_known()
+        free = {request: self._room(request) for request in self._with_states(num_known)}
+        return self._speculation.compose_burst(free, self._beside(num_known))
+
+    def _num_known(self) -> dict[Request, int]:
+        """Who may draft now, and the known tokens that the step computes before the drafts."""
+        most_known = 1 if self._speculation.num_spares is None else BLOCK_SIZE
+        num_known = {
+            request: request.num_tokens - request.num_computed_tokens
+            for request in self._table.running
+            if _drafts(request) and not request.num_in_flight
+        }
+        return {request: count for request, count in num_known.items() if count <= most_known}
+
+    def _with_states(self, num_known: dict[Request, int]) -> dict[Request, int]:
+        """Those for whose state behind the drafts there is a slot: who drafted last has one, whatever became of it."""
+        undecided, num_spares = self._table.undecided, self._speculation.num_spares
+        if num_spares is None:
+            return num_known
+        others = [request.request_id for request in num_known if request.request_id not in undecided]
+        able = undecided.union(others[: max(0, num_spares - len(undecided))])
+        return {request: count for request, count in num_known.items() if request.request_id in able}
+
+    def on_chunk(self, chunk: ScheduledChunk) -> None:
+        """A step computes the chunk of a request, from that one of its states which has proved right."""
+        if chunk.num_drafts:
+            self._table.undecided.add(chunk.request_id)
+        else:
+            self._table.undecided.discard(chunk.request_id)
+        self._speculation.on_chunk(chunk)
+
+    def waits(self) -> bool:
+        """Whether the next step is better composed when the result of the one that runs is known: it carries drafts, or
+        the next could if its tokens were known, or a draft model's pool is to be changed. A draft is only made behind
+        known tokens, and a draft model runs between two steps."""
+        newest = self._table.submitted[-1]
+        if newest.waits_to_draft is None:
+            in_flight = [r for r in self._table.running if _drafts(r) and r.num_in_flight and needs_no_result(r)]
+            free = {request: self._room(request) - 1 for request in in_flight}
+            must_wait = self._speculation.changes_pool or any(step.drafts for step in self._table.submitted)
+            newest.waits_to_draft = must_wait or (
+                bool(free) and self._speculation.would_draft(free, self._beside(dict.fromkeys(free, 1)))
+            )
+        return newest.waits_to_draft
+
+    def _beside(self, num_known: Mapping[Request, int]) -> StepRoom:
+        """Prompts that can run keep half of the step's tokens. The sampler has room for as many rows as may run.
+        `num_known` are the tokens that the step computes of requests that may draft, before their drafts."""
+        limits, num_running = self._limits, len(self._table.running)
+        num_decoding = sum([bool(request.output_token_ids) for request in self._table.running])
+        may_start = self._table.has_waiting and num_running < limits.max_num_seqs and not self._admission.is_held
+        has_prompts = num_decoding < num_running or may_start
+        target_s = limits.target_step_s or self._budget.target_s(limits.cheap_rows)
+        num_again = sum(num_known.values()) - len(num_known)
+        num_rows = limits.max_num_batched_tokens // (1 + has_prompts) - num_running - num_again
+        most = max(0, min(num_rows, max(limits.max_num_seqs, FEWEST_SAMPLED_ROWS) - num_decoding))
+        room = StepRoom(num_decoding, target_s if has_prompts else 0.0, most, target_s)
+        if self._speculation.num_spares is None:
+            return room
+        return room._replace(num_known={request.request_id: count for request, count in num_known.items()})
+
+    def _room(self, request: Request) -> int:
+        """Most drafts of a request: they end before its last token, and take no block that others may need. With
+        recurrent state they end in the block of the first token that the chunk computes: so a step ends at each of the
+        request's block boundaries, where its state may be kept, and no more than a block is computed again."""
+        num_left = request.max_total_tokens - request.num_tokens - 1
+        num_known = max(1, request.num_tokens - request.num_computed_tokens)
+        most = (self._limits.max_chunk_tokens or BLOCK_SIZE) - num_known
+        if self._speculation.num_spares is not None:
+            end = (request.num_computed_tokens // BLOCK_SIZE + 1) * BLOCK_SIZE
+            return min(num_left, end - request.num_tokens, most)
+        in_block = -request.num_tokens % BLOCK_SIZE
+        needed = 2 * len(self._table.running) * len(self._table.blocks.groups)  # a token's and a draft's of each
+        is_block_free = self._table.blocks.num_free_blocks >= needed
+        return min(num_left, in_block + BLOCK_SIZE * is_block_free, most)
+
+
+def needs_no_result(request: Request) -> bool:
+    """Whether the next token of a request can be computed while its last one is in flight: a last token
+    needs no successor, and a grammar's next mask depends on the token."""
+    is_last = request.num_tokens + request.num_in_flight >= request.max_total_tokens
+    return not is_last and request.constraint is None
+
+
+def _drafts(request: Request) -> bool:
+    """Whether a request decodes, and may carry drafts."""
+    return bool(request.output_token_ids) and request.sampling.speculate

@@ -1,0 +1,278 @@
+"""Rank 0 of a model over several machines: gathers the others, tells them of each step, and ends when one is gone.
+
+A sum over ranks never returns on a rank whose neighbour is gone, so the MLX thread may be lost with it. Then all open
+requests get their error by the event loop, as at any engine's death, and the process ends, which the other ranks see;
+whatever may keep it from that is cut off after `_GRACE_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+from mlx_server.config import Config
+from mlx_server.engine.distributed.rank_link import (
+    TOKEN_BYTES,
+    Alive,
+    Done,
+    Failed,
+    Hello,
+    Link,
+    Memory,
+    Message,
+    RankLostError,
+    Stop,
+    Unload,
+    leader_host,
+    shared_settings,
+)
+from mlx_server.engine.distributed.ranks import Load, MakeRunner, Ranks, described_runner, described_weights
+from mlx_server.engine.loading import PoolRoom
+from mlx_server.errors import ConfigError, EngineDeadError, ModelLoadError
+from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
+from mlx_server.runtime.executor import MLXThread, StepRunner
+from mlx_server.runtime.memory import MemoryReading, read_memory
+from mlx_server.runtime.model_runner import LaunchedStep
+from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
+from mlx_server.runtime.sharding import Group, from_first, join_group
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_JOIN_S = 60.0
+_GRACE_S = 4.0
+_AGREE_S = 10.0
+"""How long this rank may go on with what another has failed at: it waits for that one's sums, or fails like it."""
+
+_END_S = 5.0
+
+
+class Leader(Ranks):
+    """The event loop's and the MLX thread's; one thread for each other rank reads what that says."""
+
+    def __init__(self, group: Group, links: dict[int, Link], thread: MLXThread) -> None:
+        self.group = group
+        self._links = links
+        self._thread = thread
+        self._readings: dict[int, MemoryReading] = {}
+        self._answers: dict[tuple[int, int], Future[str]] = {}
+        self._number = 0
+        self._lock = threading.Lock()
+        self._is_ending = False
+        self._is_lost = False
+        self._status = 0
+        self._readers = [
+            threading.Thread(target=self._read, args=(rank, link), name=f"rank {rank}", daemon=True)
+            for rank, link in links.items()
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def read_memory(self) -> MemoryReading:
+        return min((read_memory(), *self._readings.copy().values()), key=lambda reading: reading.room_below(1.0))
+
+    async def load(self, limit_bytes: int, work: Awaitable[LoadedModel]) -> LoadedModel:
+        message = partial(Load, limit_bytes=limit_bytes)
+        return await self._together(message, work, described_weights, is_abortable=True)
+
+    async def make_runner(self, room: PoolRoom, work: Awaitable[tuple[T, RunnerInfo]]) -> tuple[T, RunnerInfo]:
+        message = partial(MakeRunner, room=room)
+        return await self._together(message, work, lambda made: described_runner(made[1]), is_abortable=False)
+
+    def leading(self, runner: StepRunner) -> StepRunner:
+        return _LeadingRunner(runner, self)
+
+    def unload(self) -> None:
+        self.tell(Unload())
+
+    def close(self) -> None:
+        self.tell(Stop(self._status))
+        self._is_ending = True
+        for reader in self._readers:
+            reader.join(_END_S)
+        for link in self._links.values():
+            link.close()
+
+    def tell(self, message: Message) -> None:
+        """In the order in which it is told. Any thread."""
+        for rank, link in self._links.items():
+            if self._is_lost:
+                return
+            try:
+                link.send(message)
+            except RankLostError as error:
+                self.lose(rank, str(error))
+
+    def fail(self) -> None:
+        """This rank has failed; when it ends, the others end as it does."""
+        self._status = 1
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Rank `rank` is gone, and so is the model. Any thread."""
+        with self._lock:
+            if self._is_lost or self._is_ending:
+                return
+            self._is_lost, self._status = True, 1
+        error = EngineDeadError(f"Rank {rank} of the model is lost: {reason}. Start all ranks again.")
+        logger.critical("%s", error.message)
+        limit = threading.Timer(_GRACE_S, os._exit, (1,))
+        limit.daemon = True
+        limit.start()
+        for answer in list(self._answers.values()):
+            if not answer.done():
+                answer.set_exception(error)
+        self._thread.give_up(error)
+
+    async def _together(
+        self,
+        message: Callable[[int], Message],
+        work: Awaitable[T],
+        described: Callable[[T], str],
+        *,
+        is_abortable: bool,
+    ) -> T:
+        """Has all ranks do what this one does by `work`, with the same result. What `is_abortable` has no sums over
+        ranks in it; of other work, a rank must do all that the others do, cancelled or not."""
+        self._number += 1
+        number = self._number
+        waiting = {rank: self._answers.setdefault((rank, number), Future()) for rank in self._links}
+        self.tell(message(number))
+        own = asyncio.ensure_future(work)
+        others = asyncio.gather(*(asyncio.wrap_future(answer) for answer in waiting.values()))
+        try:
+            await asyncio.wait((own, others), return_when=asyncio.FIRST_EXCEPTION)
+            if not own.done():
+                await asyncio.wait((own,), timeout=_AGREE_S)
+            if not own.done():
+                rank = next(rank for rank, answer in waiting.items() if answer.done() and answer.exception())
+                self.lose(rank, str(waiting[rank].exception()))
+            result = await own
+            said = described(result)
+            for rank, answer in zip(waiting, await others, strict=True):
+                if answer != said:
+                    raise ModelLoadError(f"Rank {rank} has {answer}, and rank 0 has {said}: are their files the same?")
+            self._status = 0
+            return result
+        except asyncio.CancelledError:
+            if is_abortable:
+                own.cancel()
+            await asyncio.wait((own,))
+            raise
+        except BaseException:
+            self._status = 1
+            others.cancel()
+            raise
+        finally:
+            for rank in waiting:
+                del self._answers[rank, number]
+
+    def _read(self, rank: int, link: Link) -> None:
+        """A thread of its own: what another rank says, to its end."""
+        try:
+            while True:
+                message = link.receive()
+                if isinstance(message, Memory):
+                    self._readings[rank] = message.reading
+                    link.send(Alive())
+                elif isinstance(message, Done):
+                    self._settle(rank, message)
+                elif isinstance(message, Failed):
+                    raise RankLostError(message.error)
+        except RankLostError as error:
+            self.lose(rank, str(error))
+        except Exception as error:  # what it says cannot be read
+            self.lose(rank, f"{type(error).__name__}: {error}")
+
+    def _settle(self, rank: int, done: Done) -> None:
+        answer = self._answers.get((rank, done.number))
+        if answer is None or not answer.set_running_or_notify_cancel():
+            return
+        if done.error is None:
+            answer.set_result(done.result)
+        else:
+            answer.set_exception(ModelLoadError(f"Rank {rank}: {done.error}"))
+
+
+class _LeadingRunner:
+    """A runner whose steps the other ranks are told of before they are launched here. MLX thread, as that."""
+
+    def __init__(self, runner: StepRunner, leader: Leader) -> None:
+        self._runner = runner
+        self._leader = leader
+
+    @property
+    def is_eager(self) -> bool:
+        return self._runner.is_eager
+
+    @property
+    def launch_is_host_only(self) -> bool:
+        return self._runner.launch_is_host_only
+
+    def launch(self, step: SchedulerOutput) -> LaunchedStep:
+        self._leader.tell(step)
+        try:
+            return self._runner.launch(step)
+        except BaseException:
+            self._leader.fail()
+            raise
+
+    def wait(self, launched: LaunchedStep) -> None:
+        self._runner.wait(launched)
+
+    def fetch(self, launched: LaunchedStep) -> ModelRunnerOutput:
+        try:
+            return self._runner.fetch(launched)
+        except BaseException:
+            self._leader.fail()
+            raise
+
+
+def gather_ranks(config: Config, thread: MLXThread) -> Leader:
+    """Waits for all ranks, and listens for them for no longer. Raises `ConfigError`."""
+    size, host = config.fleet.tensor_parallel_size, leader_host(config)
+    try:
+        server = socket.create_server((host, 0), backlog=size)
+    except OSError as error:
+        raise ConfigError(f"Rank 0 cannot listen at {host}: {error}; see --tensor-parallel-host.") from error
+    with server:
+        logger.info("Waiting for the other %d ranks", size - 1)
+        group = thread.call(partial(join_group, 0, size)).result()
+        token = secrets.token_bytes(TOKEN_BYTES)
+        told = token + server.getsockname()[1].to_bytes(2, "big")
+        server.settimeout(_JOIN_S)
+        links: dict[int, Link] = {}
+        try:
+            thread.call(partial(from_first, group, told)).result(_JOIN_S)
+            while len(links) < size - 1:
+                _welcome(server.accept()[0], token, links, shared_settings(config))
+        except TimeoutError:
+            raise ConfigError(f"Of {size} ranks, {size - 1 - len(links)} did not connect to {host}.") from None
+    logger.info("All %d ranks are here", size)
+    return Leader(group, links, thread)
+
+
+def _welcome(connected: socket.socket, token: bytes, links: dict[int, Link], own: dict[str, str]) -> None:
+    """Adds a rank to `links` if that is who connected. Raises `ConfigError` if it has other settings than our `own`."""
+    try:
+        link = Link(connected, token, is_leader=True)
+        hello = link.receive()
+    except RankLostError as error:
+        logger.warning("A connection was refused: %s", error)
+        return
+    assert isinstance(hello, Hello), "ranks say first who they are"
+    links[hello.rank] = link
+    for name, value in own.items():
+        if hello.settings.get(name) != value:
+            raise ConfigError(
+                f"{name} is {hello.settings.get(name)} on rank {hello.rank}, and {value} on rank 0; it must be the "
+                "same on all ranks."
+            )

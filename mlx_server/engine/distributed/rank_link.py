@@ -1,0 +1,180 @@
+"""What ranks say to each other beside the model's own sums: frames of one byte for the kind of message and MessagePack
+of its fields, over TCP.
+
+Both ends prove first that they know a secret which rank 0 has drawn and given to all ranks of the group
+(`multiprocessing.connection` has the proof and the frames; nothing is pickled). What follows is neither encrypted nor
+signed, as are the sums of the model itself: the network must be the ranks' own.
+
+A process that ends closes its connection, which the other end sees at once. Of a machine that ends, or a cable, the
+system's keep-alives tell within some 4 s, whatever Python does meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.context import AuthenticationError
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from mlx_server.config import Config
+from mlx_server.engine.distributed.ranks import Load, MakeRunner
+from mlx_server.errors import ConfigError
+from mlx_server.outputs import SchedulerOutput
+from mlx_server.runtime.memory import MemoryReading
+
+TOKEN_BYTES = 32
+_MAX_FRAME_BYTES = 1 << 30
+_SILENCE_S = 30.0
+"""A rank that has said nothing for so long is stuck: it says every second how much memory it has."""
+
+_SOCKET_OPTIONS = {
+    "TCP_NODELAY": 1,
+    "TCP_KEEPIDLE": 1,
+    "TCP_KEEPALIVE": 1,
+    "TCP_KEEPINTVL": 1,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 4000,
+}
+_DARWIN_CONNECTION_DROP_TIME, _DROP_S = 0x80, 4
+"""macOS's `TCP_RXT_CONNDROPTIME`, which Python has no name for: as Linux's `TCP_USER_TIMEOUT`, in seconds."""
+
+
+class RankLostError(Exception):
+    """The other end is gone; the message says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A rank's first words: the settings and versions that must be the same everywhere."""
+
+    rank: int
+    settings: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer to a `Load` or `MakeRunner`: what came of it, or the error."""
+
+    number: int
+    result: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How much memory a rank has now, said each second."""
+
+    reading: MemoryReading
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Rank 0's answer to that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A rank's last words."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Free the model, behind all steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End, with this exit status."""
+
+    status: int
+
+
+Message = SchedulerOutput | Hello | Load | MakeRunner | Done | Memory | Alive | Failed | Unload | Stop
+_KINDS: tuple[type[Any], ...] = get_args(Message)
+_DECODERS = [msgspec.msgpack.Decoder(kind) for kind in _KINDS]
+
+
+class Link:
+    """One connection between two ranks. Any thread sends, one thread receives."""
+
+    def __init__(self, connected: socket.socket, token: bytes, *, is_leader: bool) -> None:
+        """Raises `RankLostError` if the other end does not know `token`."""
+        connected.settimeout(None)
+        _set_up(connected)
+        self._connection = Connection(connected.detach())
+        self._sending = threading.Lock()
+        try:
+            proofs = (deliver_challenge, answer_challenge)
+            for prove in proofs if is_leader else reversed(proofs):
+                prove(self._connection, token)
+        except (AuthenticationError, EOFError, OSError) as error:
+            self.close()
+            raise RankLostError(f"who connected is no rank of this group: {error or type(error).__name__}") from error
+
+    def send(self, message: Message) -> None:
+        """Raises `RankLostError`."""
+        frame = bytes((_KINDS.index(type(message)),)) + msgspec.msgpack.encode(message)
+        try:
+            with self._sending:
+                self._connection.send_bytes(frame)
+        except OSError as error:
+            raise RankLostError(f"its connection has ended: {error}") from error
+
+    def receive(self) -> Message:
+        """Waits for the next message. Raises `RankLostError`."""
+        try:
+            if not self._connection.poll(_SILENCE_S):
+                raise RankLostError(f"it has said nothing for {_SILENCE_S:g} s")
+            frame = self._connection.recv_bytes(_MAX_FRAME_BYTES)
+        except (EOFError, ConnectionResetError):
+            raise RankLostError("its process has ended") from None
+        except OSError as error:
+            raise RankLostError(f"its connection has ended: {error}") from error
+        message: Message = _DECODERS[frame[0]].decode(memoryview(frame)[1:])
+        return message
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _set_up(connected: socket.socket) -> None:
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _SOCKET_OPTIONS.items():
+        if hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if sys.platform == "darwin":
+        connected.setsockopt(socket.IPPROTO_TCP, _DARWIN_CONNECTION_DROP_TIME, _DROP_S)
+
+
+def leader_host(config: Config) -> str:
+    """The address of rank 0: as told, or as `mlx.launch` gives it to the ranks. Raises `ConfigError`."""
+    if config.fleet.tensor_parallel_host is not None:
+        return config.fleet.tensor_parallel_host
+    if coordinator := os.environ.get("MLX_JACCL_COORDINATOR"):
+        return coordinator.rpartition(":")[0]
+    try:
+        ring = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text("utf-8"))
+        return str(ring[0][0]).rpartition(":")[0]
+    except (KeyError, LookupError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(
+            "Nothing says where rank 0 is, neither MLX_HOSTFILE nor MLX_JACCL_COORDINATOR: give its address as "
+            f"--tensor-parallel-host ({type(error).__name__}: {error})."
+        ) from error
+
+
+def shared_settings(config: Config) -> dict[str, str]:
+    """What must be the same on all ranks, by name."""
+    libraries = {name: version(name) for name in ("mlx-server", "mlx", "mlx-lm")}
+    sections = {**asdict(config.model), **asdict(config.cache), **asdict(config.scheduler)}
+    return {name: str(value) for name, value in {**libraries, **sections}.items()}

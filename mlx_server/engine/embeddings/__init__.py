@@ -1,0 +1,1 @@
+"""Vectors and scores in place of text."""

@@ -1,0 +1,307 @@
+"""What a model will need, told from its files before anything of it is loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlx_server.batching.limits import FEWEST_SAMPLED_ROWS
+from mlx_server.config import BLOCK_SIZE, FULL_KV, WHOLE_WEIGHTS, Config, ModelConfig
+from mlx_server.engine.loading import find_model
+from mlx_server.outputs import HELD_STATES
+from mlx_server.runtime.adapters import adapter_tensors
+from mlx_server.runtime.cache.layers import plan_pools
+from mlx_server.runtime.memory import MAX_IN_FLIGHT, first_kv_blocks, max_elements
+from mlx_server.runtime.models import random_models
+from mlx_server.runtime.models.blueprint import foresee_cache
+from mlx_server.runtime.models.folder import CONTEXT_KEYS, TensorHeader, read_headers
+from mlx_server.runtime.models.heads import HeadFiles, find_heads
+from mlx_server.runtime.models.loader import is_gpu, is_metal
+from mlx_server.runtime.models.resolve import find_folder
+from mlx_server.runtime.models.weights import why_blind
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """What a model takes when it is loaded: weights, room for a step's activations, first KV blocks and states."""
+
+    weights_bytes: int
+    activation_bytes: int
+    kv_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.activation_bytes + self.kv_bytes
+
+    def beside(self, other: MemoryNeed) -> MemoryNeed:
+        """Of two models whose steps never run at the same time."""
+        activation_bytes = max(self.activation_bytes, other.activation_bytes)
+        return MemoryNeed(self.weights_bytes + other.weights_bytes, activation_bytes, self.kv_bytes + other.kv_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """Sizes that a `config.json` gives, by whichever of their names. `queries`, `keys_and_values` and `recurrent` are
+    elements of a token in a layer; `inner` is the width of the MLP, or of one expert (Mixtral names it as if it were
+    the only one); `num_experts` run for a token."""
+
+    num_layers: int
+    vocab: int
+    hidden: int
+    inner: int
+    head_dim: int
+    queries: int
+    keys_and_values: int
+    recurrent: int
+    num_experts: int
+    shared_expert: int
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> _Shape:
+        size = partial(_first_size, described)
+        hidden = size("hidden_size", "dim", "d_model")
+        num_heads = max(1, size("num_attention_heads", "n_heads", "num_heads"))
+        num_kv_heads = size("num_key_value_heads", "n_kv_heads", "num_kv_heads") or num_heads
+        head_dim = size("head_dim") or hidden // num_heads
+        recurrent_keys = size("linear_num_key_heads") * size("linear_key_head_dim")
+        recurrent_values = size("linear_num_value_heads") * size("linear_value_head_dim")
+        return cls(
+            num_layers=max(1, size("num_hidden_layers", "n_layers", "num_layers")),
+            vocab=size("vocab_size"),
+            hidden=hidden,
+            inner=size("moe_intermediate_size") or size("intermediate_size") or 4 * hidden,
+            head_dim=head_dim,
+            queries=num_heads * head_dim,
+            keys_and_values=2 * num_kv_heads * head_dim,
+            recurrent=2 * recurrent_keys + recurrent_values,
+            num_experts=size("num_experts_per_tok", "moe_k", "top_k_experts"),
+            shared_expert=size("shared_expert_intermediate_size"),
+        )
+
+    @property
+    def row_elements(self) -> int:
+        """Elements that a layer makes for each token; of layers of several kinds, those of each."""
+        mixer = 3 * max(self.queries + self.keys_and_values, 2 * self.recurrent)
+        experts = self.num_experts * (4 * self.hidden + 3 * self.inner) if self.num_experts else 3 * self.inner
+        return 8 * self.hidden + mixer + experts + 3 * self.shared_expert
+
+    @property
+    def widest_elements(self) -> int:
+        """Elements for each token of the two largest arrays that one operation uses."""
+        return 2 * max(1, self.num_experts) * max(self.hidden, self.inner)
+
+
+def _first_size(described: Mapping[str, Any], *names: str) -> int:
+    """The first that there is; of a list, one for each layer, the largest. 0 if there is none."""
+    for name in names:
+        value = described.get(name)
+        sizes = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
+        if sizes:
+            return max(sizes)
+    return 0
+
+
+_STEPS_LAUNCHED = 2
+_WORD_BYTES = 4
+"""Of packed weights, which are most; of others, this counts fewer elements than there are, and so more temporaries."""
+
+_SAMPLER_ARRAYS = 6
+_FUSED_DIMS = range(129)
+"""Head dimensions for which MLX keeps the logits of prompts' attention to itself."""
+
+_LOGITS_SHARE = 1.3
+"""What command buffers with such logits hold beside others: they end late by half of these."""
+
+_LONG_CONTEXT = 32768
+_LAYERS_GATHERED = 2
+"""A prompt's chunk attends over rows gathered from the pool: those of so many layers are there at a time. At longer
+contexts than that there may be more than is booked, and MLX waits where there is no room."""
+
+
+def step_bytes(
+    described: Mapping[str, Any],
+    *,
+    weights_bytes: int,
+    num_tokens: int,
+    num_seqs: int,
+    context_tokens: int,
+    item_bytes: int,
+    buffer_elements: int,
+) -> int:
+    """The most that steps of up to `num_tokens` tokens, of which `num_seqs` rows sample, have in memory beside weights
+    and pools, with contexts of up to `context_tokens`. Activations take `item_bytes` each; a command buffer ends at
+    `buffer_elements`.
+
+    MLX keeps what a command buffer of Metal uses until it has ended, and has up to 12 in flight. Each ends at a number
+    of elements of all buffers that it uses, weights included. So temporaries take as much of these as they are of all
+    that a layer uses, but no more than two steps, the most that are launched, make in all.
+
+    Llama-3-8B in 4 bits, 2,048 tokens, 96 x 2^20 elements (a Mac with 16 GiB): a layer has about 0.19 G elements of
+    temporaries and 0.035 G of weights, so 12 x 96 x 2^20 x 2 bytes x 0.85 = 1.9 GiB, and 0.4 GiB for what is wide and
+    long. MLX's rules replayed over such steps (`tests/replay`) have a peak of 1.6 GiB."""
+    shape = _Shape.of(described)
+    layer = num_tokens * shape.row_elements
+    share = layer / (layer + weights_bytes / _WORD_BYTES / shape.num_layers)
+    logits = 1.0 if shape.head_dim in _FUSED_DIMS else _LOGITS_SHARE
+    gathered = _LAYERS_GATHERED * min(context_tokens, _LONG_CONTEXT) * shape.keys_and_values
+    in_flight = MAX_IN_FLIGHT * share * buffer_elements * logits + gathered + num_tokens * shape.widest_elements
+    sampled = _SAMPLER_ARRAYS * num_seqs * shape.vocab * 4
+    launched = _STEPS_LAUNCHED * ((shape.num_layers * layer + gathered) * item_bytes + sampled)
+    return math.ceil(min(in_flight * item_bytes, launched))
+
+
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+_STORED_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+"""Types in which a model may compute, the smallest first: what is smaller is packed, what is larger a norm or scale."""
+
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_FIRST_STATES = 4
+"""Requests whose recurrent state is foreseen, with the states kept for their prefixes: as many run at a time where
+there is no more room. The rest is taken as far as there is some when the model is loaded."""
+
+_HELD_AT_A_TIME = 6
+"""Arrays of the largest sizes that a step on the CPU has at once, with some to spare: its peak was never above that,
+and above a fifth of it."""
+
+_NO_BOUND = 2**62
+
+_OTHER_TOWERS = re.compile(
+    r"(^|\.)(vision_\w+|visual|audio_tower|embed_(vision|audio)|multi_modal_projector|mm_projector)\."
+)
+"""Weights of models that can see or hear, of which only the text part is loaded."""
+
+_WHOLE = re.compile(r"embed|lm_head|wte\b|norm")
+"""Weights of which each rank of a model that is spread over machines has all."""
+
+
+def estimate_need(config: Config) -> MemoryNeed:
+    """What loading the model of `config` takes, and its draft model, or the heads that it needs. Fetches their files if
+    they are not there, and reads what they say of themselves: not for the event loop's thread. Raises `ModelLoadError`
+    or `DownloadError`."""
+    heads = _needed_heads(config) if config.needs_heads else None  # refused before the model is quantised
+    need = _estimate_model(config)
+    if heads is not None:
+        return need.beside(heads)
+    return need if config.draft_model is None else need.beside(_estimate_model(config.draft_model))
+
+
+def _needed_heads(config: Config) -> MemoryNeed:
+    settings = config.model
+    folder = find_folder(settings.model, settings.dtype)
+    return estimate_heads(config, find_heads(folder, settings.model, settings.mtp_from), folder)
+
+
+def estimate_heads(config: Config, files: HeadFiles, folder: Path | None) -> MemoryNeed:
+    """Of the head in `files` of the model in `folder`, with the hidden states kept for it. Weights that are among the
+    model's are counted there if they are loaded from there, and not from a folder that was quantised without them."""
+    settings = config.model
+    weights_bytes = 0
+    for path, names in files.names.items():
+        is_among = path.parent == folder and path.match("model*.safetensors")
+        if settings.quantize != WHOLE_WEIGHTS or not is_among:
+            headers = read_headers(path)
+            weights_bytes += sum(_tensor_bytes(headers[name], settings) for name in names)
+    shape = _Shape.of({**files.config, **(files.config.get("text_config") or {})})
+    num_held = config.scheduler.max_num_seqs * HELD_STATES * shape.hidden
+    num_elements = num_held + first_kv_blocks(_NO_BOUND) * BLOCK_SIZE * shape.keys_and_values
+    return MemoryNeed(weights_bytes, 0, num_elements * _item_bytes(settings, 2))
+
+
+def _estimate_model(config: Config) -> MemoryNeed:
+    settings, num_ranks = config.model, config.fleet.tensor_parallel_size
+    folder = find_model(settings)
+    if folder is None:
+        described: Mapping[str, Any] = random_models.config_of(settings.model)
+        kind = next(kind for kind, name in _STORED_DTYPES.items() if name == described["torch_dtype"])
+        item_bytes = _item_bytes(settings, _ITEM_BYTES[kind])
+        weights = _random_weight_bytes(described, item_bytes, num_ranks)
+        stored = {kind}
+    else:
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        paths = sorted(folder.glob("model*.safetensors"))
+        headers = [header for path in paths for header in read_headers(path).items()]
+        sees = num_ranks == 1 and not why_blind(folder)
+        tensors = {name: tensor for name, tensor in headers if sees or _OTHER_TOWERS.search(name) is None}
+        sizes = {name: _tensor_bytes(tensor, settings) for name, tensor in tensors.items()}
+        weights = sum(size if _WHOLE.search(name) else size // num_ranks for name, size in sizes.items())
+        stored = {tensor["dtype"] for tensor in tensors.values()}
+    for adapter in settings.adapters:
+        weights += sum(_tensor_bytes(tensor, settings) for tensor in adapter_tensors(adapter))
+    text = {**described, **(described.get("text_config") or {})}
+    return MemoryNeed(weights, _activation_bytes(config, text, weights), _pool_bytes(config, described, stored))
+
+
+def _pool_bytes(config: Config, described: Mapping[str, Any], stored: Set[str]) -> int:
+    """Of the first KV blocks and of the first requests' recurrent state, with weights that are `stored` so. What code
+    of the folder's own keeps is not known before it runs."""
+    if "model_file" in described:
+        return 0
+    dtype: str = config.model.dtype
+    if dtype == "auto":
+        found = (name for kind, name in _STORED_DTYPES.items() if kind in stored and is_gpu())
+        dtype = next(found, "float32")
+    cache = foresee_cache(described, dtype)
+    if config.cache.kv_bits != FULL_KV:
+        cache.quantize(int(config.cache.kv_bits))
+    plan = plan_pools(
+        cache,
+        config.cache,
+        max_num_tokens=_NO_BOUND,
+        max_num_seqs=min(config.scheduler.max_num_seqs, _FIRST_STATES),
+        kv_limit_bytes=_NO_BOUND,
+        state_limit_bytes=_NO_BOUND,
+        drafts=config.drafts,
+    )
+    return plan.first_bytes // config.fleet.tensor_parallel_size
+
+
+def _item_bytes(settings: ModelConfig, stored: int) -> int:
+    """Bytes of a number that is stored in so many, once it is loaded."""
+    if settings.dtype == "auto":
+        return stored if is_gpu() else 4
+    return _DTYPE_BYTES[settings.dtype]
+
+
+def _tensor_bytes(tensor: TensorHeader, settings: ModelConfig) -> int:
+    stored = _ITEM_BYTES.get(tensor["dtype"])
+    if stored is None:  # packed or whole numbers stay as they are
+        begin, end = tensor["data_offsets"]
+        return int(end - begin)
+    return int(math.prod(tensor["shape"]) * _item_bytes(settings, stored))
+
+
+def _activation_bytes(config: Config, described: Mapping[str, Any], weights_bytes: int) -> int:
+    """Of the steps that are launched. Off Metal, of one: hidden states in and out of the widest layer, and the logits
+    of those that sample, in float32, with all that is made of them meanwhile."""
+    settings = config.scheduler
+    if is_metal():
+        return step_bytes(
+            described,
+            weights_bytes=weights_bytes,
+            num_tokens=settings.max_num_batched_tokens,
+            num_seqs=max(settings.max_num_seqs, FEWEST_SAMPLED_ROWS),
+            context_tokens=config.model.max_model_len or _first_size(described, *CONTEXT_KEYS) or _NO_BOUND,
+            item_bytes=_item_bytes(config.model, 2),
+            buffer_elements=max_elements(),
+        )
+    shape = _Shape.of(described)
+    num_elements = settings.max_num_batched_tokens * (shape.hidden + max(shape.inner, 4 * shape.hidden))
+    num_elements += max(settings.max_num_seqs, FEWEST_SAMPLED_ROWS) * shape.vocab
+    return _HELD_AT_A_TIME * _DTYPE_BYTES["float32"] * num_elements
+
+
+def _random_weight_bytes(described: Mapping[str, Any], item_bytes: int, num_ranks: int) -> int:
+    """Of a plain transformer, or of a rank's part. A group of packed weights has a scale and a bias."""
+    shape = _Shape.of(described)
+    layer = (2 * shape.queries + shape.keys_and_values + 3 * shape.inner) // num_ranks
+    num_embeddings = 1 if described["tie_word_embeddings"] else 2
+    num_parameters = shape.hidden * (shape.num_layers * layer + num_embeddings * shape.vocab)
+    packed = described.get("quantization")
+    each = item_bytes if packed is None else packed["bits"] / 8 + 2 * item_bytes / packed["group_size"]
+    return int(num_parameters * each)

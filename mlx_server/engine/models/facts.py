@@ -1,0 +1,192 @@
+"""What a model's folder says of the model, read without loading it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_server.config import DEFAULT_MODEL
+from mlx_server.engine.embeddings.pooling import capabilities
+from mlx_server.engine.models.store import find_pulled
+from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.models.conversions import find_converted
+from mlx_server.runtime.models.embedder import read_pooling
+from mlx_server.runtime.models.folder import CONTEXT_KEYS, TensorHeader, read_headers
+from mlx_server.runtime.models.progress import progress_of
+from mlx_server.runtime.models.weights import why_blind
+
+_DTYPES = ("BF16", "F16", "F32")
+_MAX_LICENSE_BYTES = 64 * 1024
+_REASONING_WORDS = ("enable_thinking", "reasoning_content", "<think>", "reasoning_effort")
+"""Of templates of models that reason."""
+
+_PACKED = "U32"
+"""Words of quantized weights, 32 bits each."""
+
+_Tensors = Mapping[str, TensorHeader]
+"""Of one file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """`folder` is where the model lies. `config` is config.json, the part on text where a model has several; `digest`
+    (SHA-256, hexadecimal) changes with the folder's content, `modified_s` is when that was. `quantization` is like `Q4`
+    or `BF16`, empty if unknown. `license` is empty where no file has it."""
+
+    folder: Path
+    num_bytes: int
+    modified_s: float
+    digest: str
+    config: Mapping[str, Any]
+    num_parameters: int
+    quantization: str
+    chat_template: str
+    license: str
+    may_see: bool
+    """Whether images of such models are served, and what computes them is installed."""
+
+    @property
+    def family(self) -> str:
+        return str(self.config.get("model_type", ""))
+
+    @property
+    def context_length(self) -> int:
+        """What the model was made for, in tokens; 0 if it does not say."""
+        lengths = (self.config.get(key) for key in CONTEXT_KEYS)
+        return next((length for length in lengths if isinstance(length, int)), 0)
+
+    def capabilities(self, name: str, pooling: str, sees: bool | None = None) -> list[str]:
+        """What the model of that name does with the setting --pooling, in Ollama's words; nothing if it is refused with
+        it. `sees` images, or None if that is not known before it is loaded. Tools are shown to every model that writes
+        chats, in words if its template has no place for them."""
+        try:
+            spec = read_pooling(self.folder, name, self.config, pooling)
+            kinds = capabilities(spec, sees=self.may_see if sees is None else sees)
+        except ModelLoadError:
+            return []
+        if "completion" not in kinds or not self.chat_template:
+            return kinds
+        thinks = any(word in self.chat_template for word in _REASONING_WORDS)
+        return [*kinds, "tools", *(["thinking"] if thinks else [])]
+
+
+def folder_of(model: str) -> Path | None:
+    """Where a model lies that is configured as a folder, a GGUF file, a hub id or the bundled one; None if it is not
+    here."""
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return find_converted(path)
+    return path if model != DEFAULT_MODEL and path.is_dir() else find_pulled(model)
+
+
+def read_facts(model: str) -> ModelFacts | None:
+    """The facts of a model as it is configured; None if it is not here, or no model. Reads files, once as long as they
+    stay the same: not for the event loop."""
+    folder = folder_of(model)
+    if folder is None:
+        return None
+    try:
+        files = sorted((path.name, path.stat().st_size, path.stat().st_mtime) for path in folder.iterdir())
+        return _read(folder, tuple(files))
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):  # files that are not what their names say
+        return None
+
+
+def read_preparation(model: str) -> dict[str, Any] | None:
+    """How far the folder of a model is, by the name that it is configured by; None if none is being made. Any
+    thread."""
+    progress = progress_of(model)
+    return None if progress is None else progress.reading()
+
+
+@functools.lru_cache(maxsize=256)
+def _read(folder: Path, files: tuple[tuple[str, int, float], ...]) -> ModelFacts:
+    """`files` are its names, sizes and times, which tell whether anything has changed."""
+    text = (folder / "config.json").read_text(encoding="utf-8")
+    whole = json.loads(text)
+    inner = whole.get("text_config")
+    config = {**whole, **inner} if isinstance(inner, dict) else whole
+    sizes = [(name, size) for name, size, _ in files]
+    headers = list(_headers(folder))
+    return ModelFacts(
+        folder=folder,
+        num_bytes=sum(size for _, size in sizes),
+        modified_s=max(time_s for *_, time_s in files),
+        digest=hashlib.sha256(repr((sizes, text)).encode()).hexdigest(),
+        config=config,
+        num_parameters=_num_parameters(headers, config),
+        quantization=_quantization(headers, config),
+        chat_template=_chat_template(folder),
+        license=_license(folder),
+        may_see=_may_see(folder),
+    )
+
+
+def _may_see(folder: Path) -> bool:
+    try:
+        return not why_blind(folder)
+    except ModelLoadError:
+        return False
+
+
+def _headers(folder: Path) -> Iterator[_Tensors]:
+    for path in sorted(folder.glob("model*.safetensors")):
+        with contextlib.suppress(ModelLoadError):
+            yield read_headers(path)
+
+
+def _num_parameters(headers: Sequence[_Tensors], config: Mapping[str, Any]) -> int:
+    """A word of 32 bits holds 32 / bits weights; scales and biases of quantized weights are none."""
+    bits = _bits(config) or 32
+    total = 0
+    for tensors in headers:
+        for name, tensor in tensors.items():
+            stem, _, kind = name.rpartition(".")
+            is_packed = tensors.get(f"{stem}.weight", {}).get("dtype") == _PACKED
+            if is_packed and kind in ("scales", "biases"):
+                continue
+            num_words = math.prod(tensor["shape"])
+            total += num_words * 32 // bits if is_packed and kind == "weight" else num_words
+    return total
+
+
+def _bits(config: Mapping[str, Any]) -> int | None:
+    quantization = config.get("quantization") or config.get("quantization_config")
+    bits = quantization.get("bits") if isinstance(quantization, Mapping) else None
+    return bits if isinstance(bits, int) and 0 < bits <= 32 else None
+
+
+def _quantization(headers: Sequence[_Tensors], config: Mapping[str, Any]) -> str:
+    bits = _bits(config)
+    if bits is not None:
+        return f"Q{bits}"
+    kinds = Counter(tensor.get("dtype", "") for tensors in headers for tensor in tensors.values())
+    return next((kind for kind, _ in kinds.most_common(1) if kind in _DTYPES), "")
+
+
+def _chat_template(folder: Path) -> str:
+    """Empty where there is none; the one without a name where there are several."""
+    with contextlib.suppress(OSError):
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    try:
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    if isinstance(found, list):
+        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+    return found if isinstance(found, str) else ""
+
+
+def _license(folder: Path) -> str:
+    for path in sorted(folder.glob("LICENSE*")):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            return file.read(_MAX_LICENSE_BYTES).decode("utf-8", errors="replace")
+    return ""

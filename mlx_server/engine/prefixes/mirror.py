@@ -1,0 +1,288 @@
+"""What a prefix cache offers, followed from outside by its changes: which blocks to announce, and which to take back.
+
+A block is *offered* while it is a part of a prefix that a request can hit. That is more than being cached, and less:
+
+- all layers keep everything: every block before it is cached, too;
+- some layers have a window: a prefix can be hit at a boundary if those layers have the blocks that the window sees
+  there. All blocks before the boundary are offered, also those that the windowed layers have given up;
+- recurrent layers: a prefix can be hit where a state is kept, and all blocks before are offered.
+
+Example: blocks A B C D, a window of two blocks, and the windowed layers have lost A. At B the window misses A: no
+boundary. At C and D it is whole: boundaries, so all four are offered. They lose D, too: C is the last boundary, and D
+is taken back. They lose B: there is none, and A, B and C are taken back, which other layers may still hold.
+
+Whoever hits anything hits what is offered. Where all layers keep everything the reverse holds, too. Elsewhere a prompt
+that parts from an offered prefix hits at the last boundary before.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mlx_server.batching.blocks.prefix_changes import (
+    BlockRemoved,
+    BlocksStored,
+    CacheCleared,
+    PrefixChange,
+    StateChanged,
+)
+from mlx_server.config import BLOCK_SIZE
+from mlx_server.prompt_image import images_within
+
+TELL_AGAIN_S = 60.0
+"""Blocks that are hit are announced again after so long, for whoever has come late."""
+
+_MOST_REMEMBERED = 8192
+"""Blocks that are cached no more, but may just be on their way to the disk."""
+
+
+@dataclass(slots=True, eq=False)
+class MirroredBlock:
+    """A block that is cached, or was and has others behind it. `parent` is None for a prefix's first block, and where
+    it is not known; without `token_ids`, only its hash is known. `image_keys` name the images that it has placeholders
+    of, and its place in them. `groups` are the layer groups that have it, as bits.
+    `runs` are, for each window, how many blocks of it are there from this one backwards. `told_s` is when it was
+    announced last; None while it is not."""
+
+    block_hash: bytes
+    parent: MirroredBlock | None = None
+    token_ids: Sequence[int] = ()
+    extra_keys: tuple[str, ...] = ()
+    image_keys: tuple[str, ...] = ()
+    adapter: str | None = None
+    groups: int = 0
+    is_whole: bool = False
+    runs: tuple[int, ...] = ()
+    is_boundary: bool = False
+    num_offered_behind: int = 0
+    children: set[MirroredBlock] = field(default_factory=set)
+    told_s: float | None = None
+
+    @property
+    def is_offered(self) -> bool:
+        return self.is_boundary or self.num_offered_behind > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What has changed since the last one, in this order: everything is gone, blocks are gone, and chains of blocks are
+    there, each behind the one before. `on_disk` is the same of blocks on disk, each by itself."""
+
+    is_cleared: bool
+    removed: list[bytes]
+    stored: list[list[MirroredBlock]]
+    removed_from_disk: list[bytes]
+    on_disk: list[MirroredBlock]
+
+
+class PrefixMirror:
+    """One model's cache. Not thread-safe."""
+
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        *,
+        has_states: bool = False,
+        is_on_disk: Callable[[bytes], bool] | None = None,
+    ) -> None:
+        """`windows` are those of the layer groups; `has_states` says that prefixes are hit only where a state is kept;
+        `is_on_disk` whether a block can be read from a disk, if there is one."""
+        self._full = sum(1 << group for group, window in enumerate(windows) if window is None)
+        self._windows = [(1 << g, -((1 - window) // BLOCK_SIZE)) for g, window in enumerate(windows) if window]
+        self._before = tuple(num_seen for _, num_seen in self._windows)  # the runs in front of a first block
+        self._states: set[bytes] | None = set() if has_states else None
+        self._is_on_disk = is_on_disk
+        self._blocks: dict[bytes, MirroredBlock] = {}
+        self._changed: dict[MirroredBlock, None] = {}
+        self._hits: list[MirroredBlock] = []
+        self._unused: dict[MirroredBlock, None] = {}  # perhaps; they may come back before the next announcement
+        self._gone: OrderedDict[bytes, MirroredBlock] = OrderedDict()
+        self._told_on_disk: set[bytes] = set()
+        self._disk_changes: dict[bytes, bool] = {}
+        self._is_cleared = True
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def apply(self, change: PrefixChange) -> None:
+        """Follows one change of the cache."""
+        if isinstance(change, BlocksStored):
+            self._store(change)
+        elif isinstance(change, BlockRemoved):
+            block = self._blocks.get(change.block_hash)
+            if block is not None:
+                block.groups &= ~(1 << change.group)
+                self._settle(block)
+                self._unused[block] = None
+        elif isinstance(change, StateChanged):
+            self._keep_state(change)
+        else:
+            assert isinstance(change, CacheCleared)
+            self._clear()
+
+    def change_disk(self, block_hash: bytes, is_there: bool) -> None:
+        """A block of this model, or of another, was written to the disk, or is not there any more."""
+        if self._is_on_disk is not None:
+            self._disk_changes[block_hash] = is_there
+
+    def take(self, now: float) -> Announcement:
+        """What is to be announced, at that time on the caller's clock."""
+        removed = [block.block_hash for block in self._changed if block.told_s is not None and not block.is_offered]
+        stored = []
+        for block in reversed(self._changed):
+            if not block.is_offered:
+                block.told_s = None
+            elif block.told_s is None:
+                stored.append(_told(_untold_to(block), now))
+        for block in self._hits:
+            stored += [_told(run, now) for run in _old_runs_to(block, now - TELL_AGAIN_S)]
+        is_cleared = self._is_cleared
+        for block in self._unused:
+            self._drop_unused(block)
+        self._changed, self._hits, self._unused, self._is_cleared = {}, [], {}, False
+        removed_from_disk = [
+            h for h, is_there in self._disk_changes.items() if not is_there and h in self._told_on_disk
+        ]
+        self._told_on_disk.difference_update(removed_from_disk)
+        return Announcement(is_cleared, removed, stored, removed_from_disk, list(self._take_disk(stored)))
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _store(self, change: BlocksStored) -> None:
+        parent = None if change.parent is None else self._block(change.parent)
+        block = parent
+        for offset, block_hash in enumerate(change.block_hashes):
+            index = change.first + offset
+            block = self._block(block_hash)
+            if not block.token_ids:
+                block.token_ids = array("I", change.token_ids[offset * BLOCK_SIZE : (offset + 1) * BLOCK_SIZE])
+                block.adapter, block.parent = change.adapter, parent
+                block.extra_keys = change.extra_keys if index == 0 else ()
+                within = images_within(change.images, index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)
+                block.image_keys = tuple([f"{digest.hex()}:{place}" for digest, place in within])
+                if parent is not None:
+                    parent.children.add(block)
+            groups = sum([1 << group for group, missing in enumerate(change.missing) if index >= missing])
+            if groups & ~block.groups or not block.is_whole:
+                block.groups |= groups
+                self._settle(block)
+            parent = block
+        if change.is_hit and block is not None:
+            self._hits.append(block)
+            if self._states is not None:
+                self._keep_state(StateChanged(block.block_hash, is_kept=True))
+
+    def _keep_state(self, change: StateChanged) -> None:
+        assert self._states is not None, "only recurrent models have states"
+        (self._states.add if change.is_kept else self._states.discard)(change.block_hash)
+        block = self._blocks.get(change.block_hash)
+        if block is not None:
+            self._settle(block)
+
+    def _clear(self) -> None:
+        self._blocks, self._changed, self._hits, self._unused = {}, {}, [], {}
+        self._gone.clear()
+        self._told_on_disk.clear()
+        if self._states is not None:
+            self._states.clear()
+        self._is_cleared = True
+
+    def _block(self, block_hash: bytes) -> MirroredBlock:
+        block = self._blocks.get(block_hash)
+        if block is None:
+            block = self._blocks[block_hash] = MirroredBlock(block_hash)
+        return block
+
+    def _settle(self, block: MirroredBlock) -> None:
+        """Finds out anew whether prefixes can be hit at the end of a block, and of those behind it as far as that
+        changes them."""
+        todo = [block]
+        while todo:
+            block = todo.pop()
+            above = block.parent
+            is_whole = bool(block.token_ids) and block.groups & self._full == self._full
+            is_whole = is_whole and (above is None or above.is_whole)
+            before = self._before if above is None else above.runs or (0,) * len(self._windows)
+            runs = tuple(
+                [
+                    min(num_seen, run + 1) if block.groups & group else 0
+                    for (group, num_seen), run in zip(self._windows, before, strict=True)
+                ]
+            )
+            if (is_whole, runs) != (block.is_whole, block.runs):
+                block.is_whole, block.runs = is_whole, runs
+                todo += block.children
+            has_state = self._states is None or block.block_hash in self._states
+            self._offer(block, is_whole and has_state and runs == self._before)
+
+    def _offer(self, block: MirroredBlock, is_boundary: bool) -> None:
+        was_offered, block.is_boundary = block.is_offered, is_boundary
+        at: MirroredBlock | None = block
+        while at is not None and at.is_offered != was_offered:
+            self._changed[at] = None
+            above = at.parent
+            if above is not None:
+                was_offered = above.is_offered
+                above.num_offered_behind += 1 if at.is_offered else -1
+            at = above
+
+    def _drop_unused(self, block: MirroredBlock) -> None:
+        """Forgets a block that no layer has and that no other comes behind, and those before it that are so then."""
+        at: MirroredBlock | None = block
+        while at is not None and not at.groups and not at.children and at.block_hash in self._blocks:
+            del self._blocks[at.block_hash]
+            above = at.parent
+            if above is not None:
+                above.children.discard(at)
+                at.parent = MirroredBlock(above.block_hash)  # or one that is remembered would hold all before it
+            if self._is_on_disk is not None:
+                self._gone[at.block_hash] = at
+                if len(self._gone) > _MOST_REMEMBERED:
+                    self._gone.popitem(last=False)
+            at = above
+
+    def _take_disk(self, stored: Sequence[Sequence[MirroredBlock]]) -> Iterator[MirroredBlock]:
+        """Blocks on disk that are not announced as such: what was written, and what was there and is now known."""
+        is_on_disk = self._is_on_disk
+        if is_on_disk is None:
+            return
+        written = [self._blocks.get(h) or self._gone.get(h) for h, is_there in self._disk_changes.items() if is_there]
+        self._disk_changes = {}
+        known = [block for chain in stored for block in chain if is_on_disk(block.block_hash)]
+        for block in [*written, *known]:
+            if block is not None and block.token_ids and block.block_hash not in self._told_on_disk:
+                self._told_on_disk.add(block.block_hash)
+                yield block
+
+
+def _untold_to(block: MirroredBlock) -> list[MirroredBlock]:
+    """The blocks up to this one that are to be announced, in their order."""
+    chain = [block]
+    while (above := chain[-1].parent) is not None and above.told_s is None:
+        chain.append(above)
+    return chain[::-1]
+
+
+def _old_runs_to(block: MirroredBlock, before_s: float) -> list[list[MirroredBlock]]:
+    """Those of the blocks up to this one that were announced before a time, as chains without gaps."""
+    runs: list[list[MirroredBlock]] = []
+    at: MirroredBlock | None = block
+    is_open = False
+    while at is not None:
+        is_old = at.is_offered and at.told_s is not None and at.told_s <= before_s
+        if is_old:
+            if not is_open:
+                runs.append([])
+            runs[-1].append(at)
+        is_open = is_old
+        at = at.parent
+    return [run[::-1] for run in reversed(runs)]
+
+
+def _told(chain: list[MirroredBlock], now: float) -> list[MirroredBlock]:
+    for block in chain:
+        block.told_s = now
+    return chain

@@ -1,0 +1,160 @@
+"""One model's prefixes on disk: what their digests are rooted in, and how what is worth it gets there at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+from mlx_server.batching.blocks.prefix_cache import root_hash
+from mlx_server.batching.scheduler import ContinuousBatchingScheduler, Executor
+from mlx_server.config import BLOCK_SIZE, FULL_KV, Config, MemoryConfig, home
+from mlx_server.environment import version
+from mlx_server.kv_disk.disk import KvDisk, ModelRecords, open_disk
+from mlx_server.kv_disk.fingerprint import fingerprint, root_key
+from mlx_server.kv_disk.rounding import Rounding
+from mlx_server.kv_disk.slab import FORMAT_VERSION, Space
+from mlx_server.outputs import SchedulerOutput
+from mlx_server.runtime.adapters import merged_adapter
+from mlx_server.runtime.cache.block_contents import BlockContents
+from mlx_server.runtime.executor import MLXThread
+from mlx_server.runtime.model_runner import ModelRunner
+from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
+from mlx_server.setting import parse_size
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 10.0
+"""The longest that a model's end waits for its prefixes to be written."""
+
+_LIBRARIES = ("mlx", "mlx-lm")
+
+
+def disk_folder(settings: MemoryConfig) -> Path:
+    """Where prefixes are, or would be."""
+    return Path(settings.kv_disk_dir).expanduser() if settings.kv_disk_dir else home() / "kv-disk"
+
+
+def open_configured(settings: MemoryConfig) -> KvDisk | None:
+    """The tier that is configured; None without one, or if it cannot be used, which is logged."""
+    if settings.kv_disk is None:
+        return None
+    return open_disk(disk_folder(settings), settings.kv_disk, parse_size(settings.kv_disk_writes_per_day))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOnDisk:
+    """`model_key` is the root of the model's digests: weights, code, versions and layout. `adapter_keys` are the
+    fingerprints of adapters, by name: that alone does not say what is in their folders."""
+
+    disk: KvDisk
+    records: ModelRecords
+    model_key: str
+    adapter_keys: Mapping[str, str]
+
+    def tell(self, wake: Callable[[], None]) -> None:
+        """`wake` is called on this loop's thread whenever a read or a write is over."""
+        self.records.notify = partial(_call_in, asyncio.get_running_loop(), wake)
+
+
+async def join_disk(
+    disk: KvDisk, config: Config, loaded: LoadedModel, runner: ModelRunner, info: RunnerInfo, thread: MLXThread
+) -> ModelOnDisk | None:
+    """A model's part of the tier; None if it can have none, and the log says why."""
+    contents = BlockContents(runner.cache)
+    refusal = await asyncio.wrap_future(thread.call(contents.refusal))
+    if loaded.folder is None:
+        refusal = "it has no files by which it is known again"
+    elif not config.cache.prefix_caching:
+        refusal = "--no-prefix-caching"
+    elif info.is_recurrent and not info.num_checkpoints:
+        refusal = "no memory is left for recurrent states of prefixes"
+    elif not disk.is_on:
+        refusal = f"the disk failed: {disk.error}"
+    if refusal is not None or loaded.folder is None:
+        logger.warning("Prefixes of %s are not kept on disk: %s.", config.model.name, refusal)
+        return None
+    try:
+        weights, adapters = await asyncio.to_thread(_fingerprints, disk, loaded.folder, config)
+    except OSError as error:
+        logger.warning("Prefixes of %s are not kept on disk: its files cannot be read: %s.", config.model.name, error)
+        return None
+    rounding = _rounding(config, contents.dtype(), runner.cache.block_bytes)
+    is_merged = merged_adapter(config.model.adapters) is not None
+    model_key = root_key(
+        [
+            str(FORMAT_VERSION),
+            str(BLOCK_SIZE),
+            version(),
+            *(f"{name} {metadata.version(name)}" for name in _LIBRARIES),
+            f"batch_invariant {config.model.batch_invariant}",
+            *await asyncio.wrap_future(thread.call(contents.layout)),
+            *(() if rounding is None else ("8 bits on disk",)),
+            weights,
+            *(adapters.values() if is_merged else ()),
+        ]
+    )
+    block_bytes = runner.cache.block_bytes if rounding is None else rounding.packed_bytes
+    space = Space(root_hash(model_key), config.model.name, block_bytes)
+    states = replace(space, content_bytes=await asyncio.wrap_future(thread.call(contents.state_bytes)))
+    return ModelOnDisk(disk, ModelRecords(disk, space, states, rounding), model_key, adapters)
+
+
+async def flush(model: ModelOnDisk, scheduler: ContinuousBatchingScheduler, executor: Executor) -> None:
+    """Writes what is worth it, the longest unused first, for `FLUSH_S` at most. The scheduler has stopped, and nothing
+    is in flight."""
+    tier, disk = scheduler.disk, model.disk
+    assert tier is not None, "the scheduler of a model on disk has a tier"
+    end_s = time.monotonic() + FLUSH_S
+    tier.close()
+    change, copies = scheduler.blocks.take_change(), tier.take_copies()
+    if change is not None or copies is not None:  # together: a cut's saves name blocks as they were before it
+        result = await executor.submit(SchedulerOutput(-1, (), pool_change=change, copies=copies))
+        if copies is not None:
+            tier.saves.on_copied(result.saved_blocks)
+    num_left = len(tier.saves)
+    while tier.saves and disk.is_on and (left_s := end_s - time.monotonic()) > 0:
+        tier.saves.save_some()
+        copies = tier.take_copies()
+        if copies is not None:
+            result = await executor.submit(SchedulerOutput(-1, (), copies=copies))
+            tier.saves.on_copied(result.saved_blocks)
+        elif await asyncio.to_thread(disk.drain, left_s) and not tier.saves.is_due:
+            break  # for today: not even one more may be written
+    await asyncio.to_thread(disk.drain, max(0.0, end_s - time.monotonic()))
+    if tier.saves:
+        logger.info("%d of %d blocks were not written to disk at the end", len(tier.saves), num_left)
+
+
+def _rounding(config: Config, dtype: str | None, block_bytes: int) -> Rounding | None:
+    """To 8 bits, if that is asked for; None, and a line of the log, for a model of which it cannot be."""
+    if config.memory.kv_disk_bits == FULL_KV:
+        return None
+    if config.model.batch_invariant or dtype is None or not block_bytes:
+        reason = "--batch-invariant" if config.model.batch_invariant else "its pool is not of one type of 16 or 32 bits"
+        logger.warning("Prefixes of %s are not rounded on disk: %s.", config.model.name, reason)
+        return None
+    rounding = Rounding(dtype, block_bytes)
+    logger.info(
+        "Prefixes of %s take %.0f %% of the room on disk in 8 bits. Answers behind them may differ from those behind "
+        "computed ones.",
+        config.model.name,
+        100 * rounding.packed_bytes / block_bytes,
+    )
+    return rounding
+
+
+def _fingerprints(disk: KvDisk, folder: Path, config: Config) -> tuple[str, dict[str, str]]:
+    adapters = {adapter.name: fingerprint(adapter.path, disk.files) for adapter in config.model.adapters}
+    return fingerprint(folder, disk.files), adapters
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(function)

@@ -1,0 +1,1 @@
+"""Attention over blocks: its interface, its backends, and how mlx-lm's layers reach them."""

@@ -1,0 +1,307 @@
+"""Paged attention: the step's plan, the backend interface, and the `reference` backend that is every test's oracle.
+
+A backend owns the layout of its pools and of its own metadata; the layers only ever call `attend`. Each
+runs on the MLX thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlx_server.config import BLOCK_SIZE
+from mlx_server.outputs import PoolChange
+from mlx_server.runtime.cache.row_pool import MakeRows, PlainRows, RowPool, Rows, RowsShape, Slots, row_bytes
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Where every token of a step stands, for the layers of one group, as NumPy arrays made on the host once a step.
+    Only `slot_mapping` and `block_tables` differ from group to group.
+
+    R requests hold T tokens: first `num_decodes` requests of one token each, then prompt chunks. Request r
+    owns tokens [query_starts[r], query_starts[r + 1]), which are the last ones of its context:
+
+        positions     [T]      position of each token in its request (rope offset)
+        slot_mapping  [T]      block_id * BLOCK_SIZE + offset where its K/V go
+        query_starts  [R + 1]  first token of each request; query_starts[R] == T
+        context_lens  [R]      tokens of the request after this step, this step's own included
+        block_tables  [R, B]   block ids, row r valid in its first ceil(context_lens[r] / BLOCK_SIZE) entries,
+                               0 beyond; also 0 in front, where no token of the step sees anything if the layers have
+                               a window. Block 0 may be anybody's: what is read there must not count
+        state_slots   [R]      where each request keeps recurrent state; empty if the planner does not tell
+        next_slots    [R]      where it is to be kept behind the step
+    """
+
+    num_decodes: int
+    positions: IntArray
+    slot_mapping: npt.NDArray[np.int64]
+    query_starts: IntArray
+    context_lens: IntArray
+    block_tables: IntArray
+    state_slots: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    next_slots: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    def part(self, index: int, num_parts: int) -> StepPlan:
+        """The same for layers that see each block as `num_parts` blocks, and use those at `index`."""
+        blocks, offsets = np.divmod(self.slot_mapping, BLOCK_SIZE)
+        return replace(
+            self,
+            slot_mapping=(blocks * num_parts + index) * BLOCK_SIZE + offsets,
+            block_tables=self.block_tables * num_parts + index,
+        )
+
+    def by_row(self) -> StepPlan:
+        """The same with each token of a prompt chunk as a decode of its own, which sees its context up to itself."""
+        owners = np.repeat(np.arange(self.num_requests), np.diff(self.query_starts))
+        return replace(
+            self,
+            num_decodes=self.num_tokens,
+            query_starts=np.arange(self.num_tokens + 1, dtype=np.int32),
+            context_lens=self.positions + 1,
+            block_tables=self.block_tables[owners],
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.context_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one attention layer stores: K rows of `key_dim` and V rows of `value_dim` for each KV head, quantised to
+    `bits` a number if that is given: codes, and a scale and a bias of `dtype` for each of `group_size_of` numbers,
+    which stand for code * scale + bias as MLX's affine quantisation has it. Raises `ConfigError` for dimensions that
+    cannot be quantised."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+    bits: int | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.block_bytes  # raises
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V in this layer."""
+        rows = (row_bytes(dim, self.dtype, self.bits) for dim in (self.key_dim, self.value_dim))
+        return self.num_kv_heads * sum(rows)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block's K and V in this layer."""
+        return BLOCK_SIZE * self.token_bytes
+
+    def times(self, num_layers: int) -> LayerSpec:
+        """A layer whose blocks have room for those of so many like this, one after the other."""
+        return replace(self, num_kv_heads=num_layers * self.num_kv_heads)
+
+
+class AttentionBackend(Protocol):
+    """Writes K/V into pools of 32-token blocks and attends over them where they lie.
+
+    `is_eager` says that `attend` and states that are written evaluate their inputs themselves (host code), so that
+    nothing of a step can be submitted ahead. `needs_synchronous_steps` says that a step may be built but not
+    submitted while another runs: its writes would copy the pools.
+    """
+
+    name: str
+    is_eager: bool
+
+    @property
+    def needs_synchronous_steps(self) -> bool: ...
+
+    def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> Any:
+        """Allocates one layer's pool. K and V are `[num_blocks, num_kv_heads, BLOCK_SIZE, dim]` in effect.
+        `max_blocks` is what it may grow to; without it, the size is for ever."""
+        ...
+
+    def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
+        """Zeros for K/V that modules read by group. Written in place where this backend can."""
+        ...
+
+    def make_states(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
+        """Zeros for recurrent states, which are read and then written in every step. Written in place where this
+        backend can."""
+        ...
+
+    def change_pool(self, pool: Any, change: PoolChange) -> Any:
+        """The pool after the change; the one given is gone. Every step that names it must have finished."""
+        ...
+
+    def view_pool(self, pool: Any, spec: LayerSpec, num_parts: int) -> Any:
+        """The memory of a pool as that of layers like `spec`, of which `num_parts` fill a block: block b of the pool is
+        theirs from num_parts * b on. What is written to either is read from both; `state` of the pool covers its
+        views. They are gone when the pool changes."""
+        ...
+
+    def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
+        """Compiles what such a layer will need, and proves it, before the first request pays for it."""
+        ...
+
+    def plan(self, step: StepPlan) -> Any:
+        """Turns a step's plan into this backend's metadata; called once a step for each place that layers have
+        in blocks, used by all layers that have it."""
+        ...
+
+    def attend(
+        self,
+        pool: Any,
+        queries: mx.array,
+        keys: mx.array | None,
+        values: mx.array | None,
+        metadata: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Stores this step's K/V, then attends causally.
+
+        queries `[T, H, 1, key_dim]`, keys `[T, Hkv, 1, key_dim]`, values `[T, Hkv, 1, value_dim]` (None: a
+        layer that shares a pool which another layer has written); returns `[T, H, 1, value_dim]`. `window`
+        w lets position p see positions p - w + 1 to p. `sinks` `[H]` are logits that take part in the
+        softmax without a value.
+        """
+        ...
+
+    def state(self, pool: Any) -> list[mx.array]:
+        """The arrays that must be evaluated for the pool to hold what was written."""
+        ...
+
+
+def block_sources(num_blocks: int, change: PoolChange) -> IntArray:
+    """For each block of a pool of `num_blocks` after a change, the block before whose content it gets: its own,
+    the moved one's, and block 0's where the pool has grown."""
+    sources = np.arange(change.num_blocks, dtype=np.int32)
+    sources[num_blocks:] = 0
+    for move in change.moves:
+        sources[move.destination] = move.source
+    return sources
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceMetadata:
+    """The step's plan, and what its gathers need on the device."""
+
+    step: StepPlan
+    slots: Slots
+    chunk_slots: tuple[Slots, ...]
+    decode_slots: Slots | None
+    decode_positions: mx.array | None
+
+
+class ReferenceBackend:
+    """Gather and `mx.fast.scaled_dot_product_attention`; scatter to write, or what writes the rows that it is given.
+    Slow and plain: the oracle.
+
+    All decodes go in one padded gather, each prompt chunk in its own.
+    """
+
+    name = "reference"
+    is_eager = False
+    needs_synchronous_steps = True
+
+    def __init__(self, make_rows: MakeRows = PlainRows.zeros) -> None:
+        self.make_rows = self.make_states = make_rows
+
+    def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> RowPool:
+        dims = spec.key_dim, spec.value_dim
+        return RowPool.make(num_blocks, spec.num_kv_heads, dims, spec.dtype, spec.bits, self.make_rows)
+
+    def change_pool(self, pool: RowPool, change: PoolChange) -> RowPool:
+        sources = block_sources(pool.num_blocks, change)
+        return pool.take(Slots(context_slots(sources, len(sources) * BLOCK_SIZE)))
+
+    def view_pool(self, pool: RowPool, spec: LayerSpec, num_parts: int) -> RowPool:
+        return pool.view(num_parts, spec.num_kv_heads, (spec.key_dim, spec.value_dim))
+
+    def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
+        return None
+
+    def plan(self, step: StepPlan) -> ReferenceMetadata:
+        chunk_slots = tuple(
+            Slots(context_slots(step.block_tables[r], int(step.context_lens[r])))
+            for r in range(step.num_decodes, step.num_requests)
+        )
+        decode_slots = decode_positions = None
+        if step.num_decodes:
+            longest = int(step.context_lens[: step.num_decodes].max())
+            decode_slots = Slots(context_slots(step.block_tables[: step.num_decodes], longest))
+            decode_positions = mx.array(step.positions[: step.num_decodes])
+        return ReferenceMetadata(step, Slots(step.slot_mapping), chunk_slots, decode_slots, decode_positions)
+
+    def attend(
+        self,
+        pool: RowPool,
+        queries: mx.array,
+        keys: mx.array | None,
+        values: mx.array | None,
+        metadata: ReferenceMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        if keys is not None and values is not None:
+            pool.keys.write(metadata.slots, keys[:, :, 0])
+            pool.values.write(metadata.slots, values[:, :, 0])
+        step = metadata.step
+        parts = []
+        if metadata.decode_slots is not None and metadata.decode_positions is not None:
+            positions = metadata.decode_positions[:, None, None, None]
+            mask = causal_mask(positions, mx.arange(metadata.decode_slots.numbers.shape[1]), window)
+            parts.append(
+                mx.fast.scaled_dot_product_attention(
+                    queries[: step.num_decodes],
+                    pool.keys.read(metadata.decode_slots).transpose(0, 2, 1, 3),
+                    pool.values.read(metadata.decode_slots).transpose(0, 2, 1, 3),
+                    scale=scale,
+                    mask=mask,
+                    sinks=sinks,
+                )
+            )
+        for index, slots in enumerate(metadata.chunk_slots):
+            r = step.num_decodes + index
+            first, last = int(step.query_starts[r]), int(step.query_starts[r + 1])
+            positions = mx.arange(int(step.positions[first]), int(step.positions[first]) + last - first)
+            out = mx.fast.scaled_dot_product_attention(
+                queries[first:last].transpose(2, 1, 0, 3),
+                pool.keys.read(slots).transpose(1, 0, 2)[None],
+                pool.values.read(slots).transpose(1, 0, 2)[None],
+                scale=scale,
+                mask=causal_mask(positions[:, None], mx.arange(slots.numbers.size), window),
+                sinks=sinks,
+            )
+            parts.append(out.transpose(2, 1, 0, 3))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+
+    def state(self, pool: RowPool) -> list[mx.array]:
+        return pool.arrays()
+
+
+def context_slots(block_table: IntArray, length: int) -> IntArray:
+    """Slots of positions 0 to length - 1, for one block table `[B]` or several `[R, B]`."""
+    offsets = np.arange(BLOCK_SIZE, dtype=np.int32)
+    slots = block_table[..., None] * BLOCK_SIZE + offsets
+    return slots.reshape(*block_table.shape[:-1], -1)[..., :length]
+
+
+def causal_mask(positions: mx.array, keys: mx.array, window: int | None) -> mx.array:
+    """`[..., keys]`: which keys, given by their positions, the queries at `positions` `[..., 1]` see."""
+    mask = keys <= positions
+    if window is not None:
+        mask = mask & (keys > positions - window)
+    return mask

@@ -1,0 +1,195 @@
+"""Runs modules that cannot read a ragged batch on groups of its rows instead.
+
+Nothing of a model is copied or changed: a stand-in is set in an instance's own namespace, not in the module tree,
+so that parameters, quantisation and saving see the model as it was.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_server.runtime.adapters import AdapterRows
+from mlx_server.runtime.attention.cache_views import RowGroup, StepMask, row_groups
+from mlx_server.runtime.attention.interface import StepPlan
+from mlx_server.runtime.cache.kv_cache import LayerCache, PagedLayerCache, StateLayerCache
+
+
+class Scope(enum.StrEnum):
+    """How much of a model runs once a group instead of once a step."""
+
+    NOTHING = "ragged"
+    RECURRENT_MIXERS = "recurrent mixers"
+    MIXERS = "mixers"
+    MODEL = "whole model"
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A way to run a model over a ragged batch. `batches_decodes`: decodes are one group, not one each."""
+
+    scope: Scope
+    batches_decodes: bool = True
+
+    def __str__(self) -> str:
+        return self.scope.value if self.batches_decodes else f"{self.scope.value}, one request at a time"
+
+
+LEVELS = (
+    Level(Scope.NOTHING),
+    Level(Scope.RECURRENT_MIXERS),
+    Level(Scope.MIXERS),
+    Level(Scope.MODEL),
+    Level(Scope.MIXERS, batches_decodes=False),
+    Level(Scope.MODEL, batches_decodes=False),
+)
+"""All levels, in the order in which they are tried."""
+
+
+class StepGroups:
+    """The groups of the running step, shared by all modules that run on groups."""
+
+    def __init__(self, adapters: AdapterRows) -> None:
+        self.adapters = adapters
+        self.groups: list[RowGroup] = []
+        self._plans: Sequence[StepPlan] = ()
+
+    def begin(self, plans: Sequence[StepPlan], *, batches_decodes: bool) -> None:
+        self.groups = row_groups(plans, batches_decodes=batches_decodes)
+        self._plans = plans
+        self.__dict__.pop("requests", None)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.groups[-1].last
+
+    @cached_property
+    def requests(self) -> list[RowGroup]:
+        """Every request as a group of its own."""
+        return row_groups(self._plans, batches_decodes=False)
+
+
+class RegroupedModule:
+    """Replaces a token-mixing module: called with the whole ragged batch and a layer's cache, it calls the module once
+    a group, with the group's rows, view and mask, and joins the results.
+
+    Other attributes pass through. With `only_recurrent`, calls without a recurrent cache are passed on as they are.
+
+    A module with several K/V caches in one selects keys by their distance from the end of the longest context: it gets
+    one request at a time, so that none is padded.
+    """
+
+    def __init__(self, inner: nn.Module, step: StepGroups, *, only_recurrent: bool) -> None:
+        self._inner = inner
+        self._step = step
+        self._only_recurrent = only_recurrent
+        self._names = list(inspect.signature(type(inner).__call__).parameters)[1:]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(self._names, args)) | kwargs
+        cache = given.get("cache")
+        if not isinstance(cache, LayerCache) or (self._only_recurrent and not cache.is_recurrent):
+            return self._inner(**given)
+        groups = self._step.requests if cache.num_paged > 1 else self._step.groups
+        parts = [self._run(group, given, cache) for group in groups]
+        return _after_writes(parts[0] if len(parts) == 1 else _join(parts), cache)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _run(self, group: RowGroup, given: dict[str, Any], cache: LayerCache) -> Any:
+        view: Any = cache.view(group)
+        mine = {name: _cut(value, group, self._step.num_tokens) for name, value in given.items()}
+        if "mask" in self._names:
+            asked = given.get("mask")
+            is_array, window = (asked.is_array, asked.window) if isinstance(asked, StepMask) else (False, None)
+            if isinstance(cache, StateLayerCache):
+                mine["mask"] = None
+            else:
+                mine["mask"] = view.make_mask(group.length, is_array, window)
+        mine["cache"] = view
+        with self._step.adapters.group(group):
+            return _flat(self._inner(**mine), group)
+
+
+class Regrouping:
+    """The stand-ins of one model at one level, until `remove`."""
+
+    def __init__(self, model: nn.Module, level: Level, step: StepGroups) -> None:
+        self._set: list[tuple[nn.Module, str]] = []
+        if level.scope in (Scope.RECURRENT_MIXERS, Scope.MIXERS):
+            only_recurrent = level.scope is Scope.RECURRENT_MIXERS
+            for layer in getattr(model, "layers", ()):
+                self._stand_in(layer, step, only_recurrent)
+
+    def remove(self) -> None:
+        """Restores the model."""
+        for layer, name in self._set:
+            vars(layer).pop(name, None)
+        self._set.clear()
+
+    def _stand_in(self, layer: Any, step: StepGroups, only_recurrent: bool) -> None:
+        if not isinstance(layer, nn.Module):
+            return
+        for name, child in layer.children().items():
+            stand_in: Any = None
+            if _takes_cache(child):
+                stand_in = RegroupedModule(child, step, only_recurrent=only_recurrent)
+            elif isinstance(child, list) and any(_takes_cache(part) for part in child):
+                stand_in = [
+                    RegroupedModule(part, step, only_recurrent=only_recurrent) if _takes_cache(part) else part
+                    for part in child
+                ]
+            if stand_in is not None:
+                object.__setattr__(layer, name, stand_in)
+                self._set.append((layer, name))
+
+
+def possible_levels(caches: Sequence[LayerCache]) -> list[Level]:
+    """The levels that a model with these caches can run at, the best first."""
+    is_recurrent = any(cache.is_recurrent for cache in caches)
+    refused = Scope.NOTHING if is_recurrent else Scope.RECURRENT_MIXERS
+    return [level for level in LEVELS if level.scope is not refused]
+
+
+def _takes_cache(module: Any) -> bool:
+    return isinstance(module, nn.Module) and "cache" in inspect.signature(type(module).__call__).parameters
+
+
+def _cut(value: Any, group: RowGroup, num_tokens: int) -> Any:
+    """The group's part of an argument that has a row for each of the step's `num_tokens` tokens; of positions, the
+    first of each request."""
+    if not isinstance(value, mx.array) or value.shape[:1] != (num_tokens,):
+        return value
+    if value.ndim == 1:
+        return group.firsts(value)
+    return group.cut(value) if value.shape[1] == 1 else value
+
+
+def _flat(value: Any, group: RowGroup) -> Any:
+    if isinstance(value, mx.array):
+        return group.flat(value)
+    if isinstance(value, tuple):
+        return tuple(_flat(part, group) for part in value)
+    return value
+
+
+def _join(parts: list[Any]) -> Any:
+    """One result of all groups', which may be tuples."""
+    if isinstance(parts[0], tuple):
+        return tuple(_join(list(column)) for column in zip(*parts, strict=True))
+    return None if parts[0] is None else mx.concatenate(parts, axis=0)
+
+
+def _after_writes(result: Any, cache: LayerCache) -> Any:
+    """The result, computed after the layer's states are written. Nothing else in the step needs those writes, so MLX
+    would do them at its end, and keep the arrays that states are cut from in every layer until then."""
+    tokens = [] if isinstance(cache, PagedLayerCache) else cache.tokens()
+    return mx.depends([result], tokens)[0] if tokens and isinstance(result, mx.array) else result

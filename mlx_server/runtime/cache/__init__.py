@@ -1,0 +1,1 @@
+"""What layers keep: K/V, states, the pools they lie in."""

@@ -1,0 +1,379 @@
+"""The caches that mlx-lm's layers get: this step's positions, and the pools behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_server.outputs import PoolChange
+from mlx_server.runtime.attention.cache_views import ListView, PagedView, RowGroup, StateView, StepMask, UnpageableError
+from mlx_server.runtime.attention.interface import AttentionBackend, LayerSpec, StepPlan
+from mlx_server.runtime.attention.seam import AttendsItself
+from mlx_server.runtime.cache.layer_pools import LayerGroup, LayerPool, Place, group_layers, share_blocks
+from mlx_server.runtime.cache.row_pool import MakeRows, Rows, Slots, rotate
+
+
+class PagedLayerCache(AttendsItself):
+    """One layer's K/V in a ragged forward pass: T tokens of any requests as a batch `[T, 1]`.
+
+    Implements mlx-lm's cache protocol as far as attention layers use it. K/V of the step are kept until the
+    layer asks for attention, so that a backend may write and attend in one call. `num_query_heads` and
+    `sinks` are those of the last call, None before the first. In a forward pass `offset` is the position of each row,
+    `[T]`, for rope, and `metadata` the backend's plan.
+
+    A layer whose module runs on groups of rows is read through `view`.
+    """
+
+    is_recurrent = False
+    num_paged = 1
+
+    def __init__(self, window: int | None, spec: LayerSpec, *, is_chunked: bool = False) -> None:
+        """`is_chunked`: the module has its own mask, by chunks of the context."""
+        self.window = window
+        self.is_chunked = is_chunked
+        self.num_query_heads: int | None = None
+        self.sinks: mx.array | None = None
+        self.spec = spec
+        self.pool = LayerPool(spec)
+        self.place = 0
+        self._seat = 0
+        self._kept_window: int | None = None
+        self.offset: mx.array | None = None
+        self.metadata: Any = None
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self._is_written = False
+
+    def join(self, place: int, pool: LayerPool, kept_window: int | None) -> None:
+        """The layer stores its K/V in `pool`, which it shares with layers of other places; each place has its own plan.
+        No more than `kept_window` tokens of a context are kept."""
+        self.place, self.pool, self._kept_window = place, pool, kept_window
+        self._seat = pool.seat_of(self.spec)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> StepMask | None:
+        """The backend masks causally; only a window is passed on, which comes back in `attend` or at a group."""
+        if N != 1:
+            raise UnpageableError(f"a mask for {N} tokens of one request")
+        window = window_size or self.window
+        return StepMask(window, return_array) if window is not None or return_array else None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Takes this step's K/V, `[T, num_kv_heads, 1, dim]`, and returns them as they are."""
+        self.keys, self.values = keys, values
+        self._is_written = False
+        return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """For a layer that shares this one's K/V: what `update_and_fetch` returned in this step."""
+        if self.keys is None or self.values is None:
+            raise UnpageableError("shared K/V before they are there")
+        return self.keys, self.values
+
+    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+        """Writes the K/V of `update_and_fetch`, if not yet written, and attends; `[T, num_heads, 1, value_dim]`."""
+        window = self.window
+        if mask is not None:
+            if not isinstance(mask, StepMask):
+                raise UnpageableError(f"an attention mask of its own ({type(mask).__name__})")
+            window = mask.window
+        if self.is_chunked:
+            raise UnpageableError("attention within chunks of the context")
+        pool = self.pool
+        if pool.is_viewed:
+            raise UnpageableError("paged attention over K/V that another module reads by group")
+        if self._kept_window is not None and (window is None or window > self._kept_window):
+            raise UnpageableError(f"a window of {window or 'all'} tokens where its cache keeps {self._kept_window}")
+        is_written, self._is_written = self._is_written, True
+        self.num_query_heads, self.sinks = queries.shape[1], sinks
+        keys = None if is_written else self.keys
+        if self.spec.bits is not None:
+            queries, keys = rotate(queries), None if keys is None else rotate(keys)
+        return pool.backend.attend(
+            pool.contents[self._seat],
+            queries,
+            keys,
+            None if is_written else self.values,
+            self.metadata,
+            scale=scale,
+            window=window,
+            sinks=sinks,
+        )
+
+    def view(self, group: RowGroup) -> PagedView:
+        """The layer's K/V as a module that runs on `group` sees them."""
+        return PagedView(self.pool.rows(self._seat), self.window, group, self.place)
+
+
+class StateLayerCache:
+    """One layer's recurrent states: a slot a request in each of several arrays, `[num_slots, ...]`.
+
+    After a request's first few tokens a state may be shorter than its slot, which then has zeros before it.
+    """
+
+    lengths = None
+    left_padding = None
+    is_recurrent = True
+    num_paged = 0
+
+    def __init__(self, entries: Sequence[mx.array | None]) -> None:
+        """`entries` have the shapes and types of one request's, `[1, ...]`; None where nothing was written yet."""
+        self.slot_bytes = sum(entry.nbytes for entry in entries if entry is not None)
+        self.entries: list[Rows | None] = [None] * len(entries)
+        self._kinds = [None if entry is None else (entry.shape[1:], entry.dtype) for entry in entries]
+        self._num_slots = 0
+        self._make_rows: MakeRows | None = None
+        self.needs_synchronous_steps = False
+
+    def allocate(self, make_rows: MakeRows, num_slots: int) -> None:
+        """Makes room for `num_slots` requests; all states are lost."""
+        self._make_rows, self._num_slots = make_rows, num_slots
+        self.needs_synchronous_steps = False
+        self.entries = [None if kind is None else self._make(*kind) for kind in self._kinds]
+
+    def release(self) -> None:
+        """Frees the memory and keeps the shapes."""
+        self.entries = [None] * len(self._kinds)
+
+    def state(self) -> list[mx.array]:
+        return [array for entry in self.entries if entry is not None for array in entry.arrays()]
+
+    def tokens(self) -> list[mx.array]:
+        """As `Rows.tokens`, of all states."""
+        return [token for entry in self.entries if entry is not None for token in entry.tokens()]
+
+    def write(self, index: int, slots: Slots, values: mx.array) -> None:
+        """Stores `values` `[R, ...]` as entry `index` of the requests at `slots` `[R]`."""
+        entry, kind = self.entries[index], self._kinds[index]
+        if entry is None or kind is None:
+            kind = self._kinds[index] = values.shape[1:], values.dtype
+            entry = self.entries[index] = self._make(*kind)
+        entry.write(slots, _filled_up(values, kind[0]))
+
+    def copy(self, sources: Slots, destinations: Slots) -> None:
+        """Copies whole slots; none is both a source and a destination."""
+        for entry in self.entries:
+            if entry is not None:
+                entry.write(destinations, entry.read(sources))
+
+    def make_mask(self, N: int) -> None:
+        """Nothing is padded."""
+
+    def __getitem__(self, index: int) -> mx.array:
+        raise UnpageableError("the recurrent state of a whole batch")
+
+    def view(self, group: RowGroup) -> StateView:
+        """The states of a group's requests."""
+        return StateView(self, group)
+
+    def _make(self, shape: tuple[int, ...], dtype: mx.Dtype) -> Rows:
+        assert self._make_rows is not None, "states are allocated before they are written"
+        rows = self._make_rows((self._num_slots, *shape), dtype)
+        self.needs_synchronous_steps |= rows.needs_synchronous_steps
+        return rows
+
+
+def _filled_up(values: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """States `[R, ...]` with zeros before those that are not yet as long as their slots, which are of `shape`."""
+    if values.shape[1:] == shape:
+        return values
+    missing = [long - short for long, short in zip(shape, values.shape[1:])]
+    if len(shape) != values.ndim - 1 or min(missing) < 0:
+        raise UnpageableError(f"a state that changes its shape from {shape} to {values.shape[1:]}")
+    return mx.pad(values, [(0, 0), *((count, 0) for count in missing)])
+
+
+class ListLayerCache(tuple[Any, ...]):
+    """The caches of a layer that keeps several. `num_paged` of them store K/V."""
+
+    @cached_property
+    def is_recurrent(self) -> bool:
+        return any(cache.is_recurrent for cache in self)
+
+    @cached_property
+    def num_paged(self) -> int:
+        return sum(cache.num_paged for cache in self)
+
+    def tokens(self) -> list[mx.array]:
+        return [token for cache in self if cache.is_recurrent for token in cache.tokens()]
+
+    def view(self, group: RowGroup) -> ListView:
+        return ListView(cache.view(group) for cache in self)
+
+
+LayerCache = PagedLayerCache | StateLayerCache | ListLayerCache
+
+
+def leaves(caches: Sequence[LayerCache]) -> Iterator[PagedLayerCache | StateLayerCache]:
+    """The caches that store something, without the lists around them."""
+    for cache in caches:
+        if isinstance(cache, ListLayerCache):
+            yield from leaves(cache)
+        else:
+            yield cache
+
+
+class PagedKVCache:
+    """All layers' caches and pools of one model. MLX thread only.
+
+    `layers` is what the model gets as its cache, and `paged` and `recurrent` are its leaves. `groups` are layers that
+    share blocks, where some see a window only and a few of each fill the same memory. Otherwise one group keeps
+    everything and each layer has a pool of its own. `places` are those that `PagedLayerCache.place` counts.
+    """
+
+    def __init__(self, layers: Sequence[LayerCache], backend: AttentionBackend) -> None:
+        self.layers = list(layers)
+        self.paged = [cache for cache in leaves(layers) if isinstance(cache, PagedLayerCache)]
+        self.recurrent = [cache for cache in leaves(layers) if isinstance(cache, StateLayerCache)]
+        self.backend = backend
+        self.num_blocks = 0
+        self._num_slots = 0
+        self.groups, num_parts = _groups_of(self.paged)
+        self.pools, self.places = _join_pools(self.paged, self.groups, num_parts)
+        self._stores: list[LayerPool | StateLayerCache] = [*self.pools, *self.recurrent]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """What the layers of each group see, None for all."""
+        return tuple(group.window for group in self.groups)
+
+    def quantize(self, bits: int) -> None:
+        """From the next allocation on, K/V are stored in `bits` a number: `backend` must be one for such layers by
+        then. Raises `ConfigError` for dimensions that cannot be."""
+        for pool in self.pools:
+            pool.quantize(bits)
+        for layer in self.paged:
+            layer.spec = replace(layer.spec, bits=bits)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block takes: in as many pools as a group fills."""
+        return sum(pool.spec.block_bytes for pool in self.pools)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that one request's recurrent state takes in all layers together."""
+        return sum(layer.slot_bytes for layer in self.recurrent)
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether a forward pass evaluates itself as it goes."""
+        return self.backend.is_eager and (bool(self.recurrent) or any(not pool.is_viewed for pool in self.pools))
+
+    @property
+    def needs_synchronous_steps(self) -> bool:
+        """Whether a step may be submitted only when the one before has finished: scatters copy what is in use."""
+        return self.backend.needs_synchronous_steps or True in [store.needs_synchronous_steps for store in self._stores]
+
+    def allocate(
+        self, num_blocks: int, max_blocks: int | None = None, *, num_slots: int, num_checkpoints: int = 0
+    ) -> None:
+        """Makes (or makes anew, empty) the pools of all layers, which may grow to `max_blocks`, for `num_slots`
+        states of requests, those behind drafts included, and as many kept states as `num_checkpoints`."""
+        self.release()
+        for pool in self.pools:
+            pool.allocate(self.backend, num_blocks, max_blocks)
+        for states in self.recurrent:
+            states.allocate(self.backend.make_states, num_slots + num_checkpoints)
+        self._num_slots = num_slots
+        self.num_blocks = num_blocks
+
+    def change(self, change: PoolChange) -> None:
+        """Moves, cuts or grows the blocks of all pools, one pool after the other, so that memory is needed for one copy
+        of one pool. Every step launched must have finished."""
+        for pool in self.pools:
+            pool.change(change)
+        self.num_blocks = change.num_blocks
+
+    def release(self) -> None:
+        """Frees the pools."""
+        for store in self._stores:
+            store.release()
+        self.num_blocks = 0
+
+    def forget_views(self) -> None:
+        """For a model whose modules were rearranged: the next forward pass shows which layers are read by group."""
+        for pool in self.pools:
+            pool.is_viewed = False
+        for layer in self.paged:
+            layer.num_query_heads = None
+
+    def warm_up(self) -> None:
+        """Lets the backend get ready for every kind of layer that a forward pass has shown."""
+        kinds = {(layer.spec, layer.num_query_heads, layer.sinks is not None): layer.sinks for layer in self.paged}
+        for (spec, num_query_heads, _), sinks in kinds.items():
+            if num_query_heads is not None:
+                self.backend.warm_up(spec, num_query_heads, sinks=sinks)
+
+    def begin(self, plans: Sequence[StepPlan]) -> tuple[StepPlan, ...]:
+        """Prepares all layers for a forward pass over a step, of which each group has a plan. The plans of all
+        places."""
+        assert not self.recurrent or plans[0].next_slots.max() < self._num_slots, "a request has no slot for its state"
+        plans = tuple([place.plan(plans) for place in self.places])
+        offset, metadata = mx.array(plans[0].positions), [self.backend.plan(plan) for plan in plans]
+        for layer in self.paged:
+            layer.offset, layer.metadata = offset, metadata[layer.place]
+        return plans
+
+    def end(self) -> None:
+        """The forward pass is over: references from here would keep its arrays alive while they are computed."""
+        for layer in self.paged:
+            layer.offset = layer.metadata = layer.keys = layer.values = None
+
+    def checkpoint_slot(self, checkpoint: int) -> int:
+        """Where a kept state is among the slots of `recurrent`."""
+        return self._num_slots + checkpoint
+
+    def resume_states(self, resumed: Sequence[tuple[int, int]]) -> None:
+        """Requests go on from kept states; `resumed` are checkpoints and the slots of the requests."""
+        self._copy_states([(self.checkpoint_slot(checkpoint), slot) for checkpoint, slot in resumed])
+
+    def keep_states(self, kept: Sequence[tuple[int, int]]) -> None:
+        """Keeps the states after the forward pass; `kept` are slots of requests and the checkpoints for them."""
+        self._copy_states([(slot, self.checkpoint_slot(checkpoint)) for slot, checkpoint in kept])
+
+    def _copy_states(self, places: Sequence[tuple[int, int]]) -> None:
+        sources, destinations = (Slots(side) for side in np.array(places, np.int32).T)
+        for states in self.recurrent:
+            states.copy(sources, destinations)
+
+    def check_moves(self) -> int:
+        """How many K or V buffers MLX has copied since the first call. Waits for launched steps."""
+        return sum(pool.check_moves() for pool in self.pools)
+
+    def state(self) -> list[mx.array]:
+        """What must be evaluated with a step for its K/V and states to be written."""
+        pools = [pool.backend.state(pool.contents[0]) for pool in self.pools if pool.is_lazy]
+        return list(chain(*pools, *[states.state() for states in self.recurrent]))
+
+
+def _groups_of(layers: Sequence[PagedLayerCache]) -> tuple[list[LayerGroup], list[int]]:
+    """Groups, and how many layers like each fill a block of a pool."""
+    is_windowed = any(layer.window is not None for layer in layers)
+    num_parts = share_blocks([layer.spec for layer in layers]) if is_windowed else None
+    if num_parts is not None:
+        return group_layers([layer.window for layer in layers], num_parts), num_parts
+    return [LayerGroup(None, tuple((layer,) for layer in range(len(layers))))], [1] * len(layers)
+
+
+def _join_pools(
+    layers: Sequence[PagedLayerCache], groups: Sequence[LayerGroup], num_parts: Sequence[int]
+) -> tuple[list[LayerPool], list[Place]]:
+    """As many pools as the largest group fills, and the places where layers have their K/V."""
+    pools = []
+    for index in range(max(len(group.pools) for group in groups)):
+        members = [member for group in groups for member in chain.from_iterable(group.pools[index : index + 1])]
+        first = min(members, key=lambda member: num_parts[member])
+        pools.append(LayerPool(layers[first].spec.times(num_parts[first]), [layers[member].spec for member in members]))
+    places: dict[Place, int] = {}
+    for number, group in enumerate(groups):
+        for pool, members_there in zip(pools, group.pools):
+            for part, member in enumerate(members_there):
+                place = Place(number, part, num_parts[member])
+                layers[member].join(places.setdefault(place, len(places)), pool, group.window)
+    return pools, list(places) or [Place(0)]

@@ -1,0 +1,179 @@
+"""Which layers share blocks, and the pools that hold their K/V.
+
+Layers that see equally many tokens form groups, and each pool holds the K/V of one layer of every group, or of a few
+small ones. Example: of 12 layers, numbers 5 and 11 see everything and ten see 1,024 tokens. Groups of two give
+(5, 11), (0, 1), (2, 3), (4, 6), (7, 8) and (9, 10): two pools instead of twelve, and a block that a windowed group no
+longer needs serves any other group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_server.outputs import PoolChange
+from mlx_server.runtime.attention.interface import AttentionBackend, LayerSpec, ReferenceBackend, StepPlan
+from mlx_server.runtime.cache.row_pool import RowPool
+from mlx_server.runtime.kernels.gpu.pool import GpuPool
+
+_MAX_GROUPS = 12
+"""More groups waste less on a last one that is not full, but each has a block table of its own in every step."""
+
+_LONG_CONTEXT = 4
+"""Groups are sized for a request that is this many times as long as the widest window."""
+
+_MAX_PARTS = 8
+"""Most layers that share one block of a pool. Each reads the block under a number of its own, from a plan of its own.
+"""
+
+
+class LayerPool:
+    """One pool of blocks and the backend that attends over it. MLX thread only.
+
+    A block has the shape of the layer `spec`. Layers with smaller K/V share the memory: they see each block as several
+    of their own shape. `contents[seat_of(spec)]` is the pool as layers of this shape see it, in the backend's form.
+
+    `is_viewed` is set once a layer's own code reads its K/V (`rows`) instead of having the backend attend over them.
+    The pool is then a `RowPool`. From the first allocation on, `is_lazy` says whether K/V are written only when
+    `backend.state` is evaluated, and `needs_synchronous_steps` is as for `PagedKVCache`.
+    """
+
+    def __init__(self, spec: LayerSpec, seen_as: Sequence[LayerSpec] = ()) -> None:
+        """`seen_as` are the layers that share it."""
+        self.contents: list[Any] = []
+        self.is_viewed = self.is_lazy = self.needs_synchronous_steps = False
+        self._specs = list(dict.fromkeys([spec, *seen_as]))
+        self._num_blocks = 0
+        self.backend: AttentionBackend  # from the first allocation on
+
+    @property
+    def spec(self) -> LayerSpec:
+        return self._specs[0]
+
+    def seat_of(self, spec: LayerSpec) -> int:
+        return self._specs.index(spec)
+
+    def quantize(self, bits: int) -> None:
+        """From the next allocation on, K/V are stored in `bits` a number."""
+        self._specs = [replace(spec, bits=bits) for spec in self._specs]
+
+    def allocate(self, backend: AttentionBackend, num_blocks: int, max_blocks: int | None = None) -> None:
+        """Takes memory, which may grow to `max_blocks`."""
+        self.backend = ReferenceBackend(backend.make_rows) if self.is_viewed else backend
+        self.is_lazy = not self.backend.is_eager
+        self._num_blocks = num_blocks
+        self._show(self.backend.make_pool(self.spec, num_blocks, max_blocks))
+
+    def rows(self, seat: int = 0) -> RowPool:
+        """What layers at `seat` see, as rows. The first call makes the pool one of rows, and loses what was in it."""
+        if not self.is_viewed:
+            self.is_viewed = True
+            self.allocate(self.backend, self._num_blocks)
+        rows = self.contents[seat]
+        assert isinstance(rows, RowPool)
+        return rows
+
+    def change(self, change: PoolChange) -> None:
+        """Moves, cuts or grows the blocks. Every step launched must have finished."""
+        self._num_blocks = change.num_blocks
+        del self.contents[1:]  # views would hold the old memory
+        self._show(self.backend.change_pool(self.contents[0], change))
+
+    def release(self) -> None:
+        self.contents.clear()
+
+    def check_moves(self) -> int:
+        """As `GpuPool.check_moves`; 0 for pools that no kernel writes."""
+        content = self.contents[0]
+        return content.check_moves() if isinstance(content, GpuPool) else 0
+
+    def _show(self, content: Any) -> None:
+        sides = (content.keys, content.values) if self.is_viewed else ()
+        self.needs_synchronous_steps = any(side.needs_synchronous_steps for side in sides)
+        views = [
+            self.backend.view_pool(content, spec, self.spec.block_bytes // spec.block_bytes) for spec in self._specs[1:]
+        ]
+        self.contents = [content, *views]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that use the same block ids: block b of every pool holds their K/V of the same 32 tokens.
+
+    `pools[i]` are the numbers of the layers that keep theirs in the i-th pool: one that fills a block, or several
+    smaller ones that fill it together. `window` is how many tokens they see, the last included; None is all. A block
+    belongs to one group at a time, and any group can take any block, so memory goes to the group that needs it.
+
+        pool 0   | layer 0        | layer 5        |      a block of a group with one layer a pool
+                 | layer 2, 8     | layer 11       |      and of one with two that are half as large
+    """
+
+    window: int | None
+    pools: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where layers keep their K/V: in the blocks of a layer group, each in part `part` of `num_parts` equal ones."""
+
+    group: int
+    part: int = 0
+    num_parts: int = 1
+
+    def plan(self, plans: Sequence[StepPlan]) -> StepPlan:
+        """The step's plan for these layers, of those of the groups."""
+        plan = plans[self.group]
+        return plan if self.num_parts == 1 else plan.part(self.part, self.num_parts)
+
+
+def share_blocks(specs: Sequence[LayerSpec]) -> list[int] | None:
+    """For each of `specs`, how many layers like it fill a block, when K and V take the same memory for all; None if no
+    block of a few layers fits all of them."""
+    rows = [(spec.num_kv_heads * spec.key_dim, spec.num_kv_heads * spec.value_dim) for spec in specs]
+    whole = math.lcm(*[keys for keys, _ in rows])
+    num_parts = [whole // keys for keys, _ in rows]
+    sizes = {(num * keys, num * values) for num, (keys, values) in zip(num_parts, rows)}
+    kinds = {(spec.dtype, spec.bits) for spec in specs}
+    is_alike = len(sizes) == len(kinds) == 1
+    return num_parts if is_alike and max(num_parts) <= _MAX_PARTS else None
+
+
+def group_layers(windows: Sequence[int | None], num_parts: Sequence[int] | None = None) -> list[LayerGroup]:
+    """Groups over layers with these windows, those that see everything first. `num_parts` is how many layers like each
+    fill a block of a pool; one without it."""
+    kinds: dict[int | None, dict[int, list[int]]] = {}
+    for layer, window in enumerate(windows):
+        kinds.setdefault(window, {}).setdefault(num_parts[layer] if num_parts else 1, []).append(layer)
+    filled = {window: _fill(layers) for window, layers in kinds.items()}
+    size = _group_size({window: len(pools) for window, pools in filled.items()})
+    return [
+        LayerGroup(window, tuple(pools[first : first + size]))
+        for window, pools in sorted(filled.items(), key=lambda kind: kind[0] or 0)
+        for first in range(0, len(pools), size)
+    ]
+
+
+def _fill(layers: dict[int, list[int]]) -> list[tuple[int, ...]]:
+    """Layers, given by how many of them fill a block, cut into blocks; the last block of a kind may have room left."""
+    return [
+        tuple(alike[first : first + num_parts])
+        for num_parts, alike in layers.items()
+        for first in range(0, len(alike), num_parts)
+    ]
+
+
+def _group_size(counts: dict[int | None, int]) -> int:
+    """Pools for each group such that a long request takes least; `counts` are how many each window's layers fill."""
+    longest = _LONG_CONTEXT * max(window or 1 for window in counts)
+
+    def num_groups(size: int) -> int:
+        return sum(-(-count // size) for count in counts.values())
+
+    def cost(size: int) -> tuple[int, int]:
+        reach = sum(-(-count // size) * size * (window or longest) for window, count in counts.items())
+        return reach, num_groups(size)
+
+    sizes = range(1, max(counts.values()) + 1)
+    return min((size for size in sizes if num_groups(size) <= max(_MAX_GROUPS, len(counts))), key=cost)

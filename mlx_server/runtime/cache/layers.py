@@ -1,0 +1,174 @@
+"""What each layer of a model keeps between steps, found by tracing tokens through mlx-lm's own caches; and how large
+the pools for it are and may become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_server.config import BLOCK_SIZE, CacheConfig
+from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.attention.interface import LayerSpec
+from mlx_server.runtime.cache.kv_cache import (
+    LayerCache,
+    ListLayerCache,
+    PagedKVCache,
+    PagedLayerCache,
+    StateLayerCache,
+    leaves,
+)
+from mlx_server.runtime.memory import first_kv_blocks, kept_slots, max_kv_blocks, state_slots
+
+_NUM_TRACED = 9
+"""Tokens at a time: more than any convolution or n-gram of mlx-lm's recurrent layers sees."""
+
+_CACHE_MODULES = ("mlx_lm.models.cache", "mlx_vlm.models.cache")
+"""Whose caches have the same names and say what they keep in the same words."""
+
+_NO_METAL = "No Metal back-end"
+"""In MLX's error where a Metal kernel is called without Metal."""
+
+
+def discover_layers(model: Any) -> list[LayerCache]:
+    """Our caches in place of mlx-lm's for `model`. Only shapes are needed, so nothing is computed. Raises
+    `ModelLoadError` for a kind of cache that cannot be paged, and for a model that fails in mlx-lm itself."""
+    plain = make_prompt_cache(model)
+    for index, cache in enumerate(plain):
+        _refuse_unpageable(index, cache)
+    _trace(model, plain)
+    shapes = [_state_shapes(cache) for cache in plain]
+    _trace(model, plain)
+    for index, cache in enumerate(plain):
+        if _state_shapes(cache) != shapes[index]:
+            raise ModelLoadError(
+                f"Layer {index} keeps a recurrent state that grows after {_NUM_TRACED} tokens: there is no slot of one "
+                "size for it."
+            )
+    return [_layer_cache(index, cache) for index, cache in enumerate(plain)]
+
+
+def model_failure(model: Any, error: Exception) -> ModelLoadError:
+    """The error for a model that fails with mlx-lm's own caches."""
+    kind = getattr(model, "model_type", type(model).__name__)
+    if _NO_METAL in str(error):
+        return ModelLoadError(
+            f"Models of type {kind} run on Macs only: mlx-lm computes them with Metal kernels, and this machine has no "
+            "Metal."
+        )
+    return ModelLoadError(f"Models of type {kind} do not run in mlx-lm itself: {type(error).__name__}: {error}")
+
+
+def _trace(model: Any, cache: list[Any]) -> None:
+    try:
+        model(mx.array([[0] * _NUM_TRACED]), cache=cache)
+    except Exception as error:  # mlx-lm raises errors of any kind
+        raise model_failure(model, error) from error
+
+
+def _state_shapes(cache: Any) -> list[tuple[int, ...]]:
+    if _kind(cache) == "CacheList":
+        return [shape for part in cache.caches for shape in _state_shapes(part)]
+    return [array.shape for array in cache.cache if array is not None] if _kind(cache) == "ArraysCache" else []
+
+
+def _kind(cache: Any) -> str:
+    """The name of its class; empty if that is none of mlx-lm's or mlx-vlm's own."""
+    kind = type(cache)
+    return kind.__name__ if kind.__module__ in _CACHE_MODULES else ""
+
+
+def attention_specs(caches: list[LayerCache]) -> list[LayerSpec]:
+    """What the layers store that an attention backend has to attend over."""
+    specs = [cache.spec for cache in leaves(caches) if isinstance(cache, PagedLayerCache)]
+    return [spec for spec in specs if spec.value_dim]
+
+
+def _refuse_unpageable(index: int, cache: Any) -> None:
+    kind = _kind(cache)
+    if kind == "CacheList":
+        for part in cache.caches:
+            _refuse_unpageable(index, part)
+    elif kind not in ("ArraysCache", "ChunkedKVCache", "KVCache", "RotatingKVCache"):
+        raise ModelLoadError(
+            f"Layer {index} keeps its state in a {type(cache).__name__}, which cannot be paged yet. Layers with "
+            "mlx-lm's caches for attention (full, sliding window, chunked) and recurrent states are served."
+        )
+    elif kind == "RotatingKVCache" and cache.keep:
+        raise ModelLoadError(f"Layer {index} keeps its first {cache.keep} tokens out of its sliding window.")
+
+
+def _layer_cache(index: int, cache: Any) -> LayerCache:
+    kind = _kind(cache)
+    if kind == "CacheList":
+        return ListLayerCache([_layer_cache(index, part) for part in cache.caches])
+    if kind == "ArraysCache":
+        return StateLayerCache(cache.cache)
+    if cache.keys is None:
+        raise ModelLoadError(f"Layer {index} has a cache but stores nothing in it; such layers cannot be paged yet.")
+    _, num_kv_heads, _, key_dim = cache.keys.shape
+    spec = LayerSpec(num_kv_heads, key_dim, cache.values.shape[-1], cache.keys.dtype)
+    window = cache.max_size if kind == "RotatingKVCache" else None
+    return PagedLayerCache(window, spec, is_chunked=kind == "ChunkedKVCache")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """Slots for the recurrent state of `num_slots` requests, of which `num_spares` may draft at a time, and of
+    `num_checkpoints` prefixes, which take `state_bytes` in all, and `num_blocks` blocks, which may grow to
+    `max_blocks`."""
+
+    num_slots: int
+    num_spares: int
+    num_checkpoints: int
+    state_bytes: int
+    num_blocks: int
+    max_blocks: int
+    block_bytes: int
+
+    @property
+    def all_slots(self) -> int:
+        """For states of running requests, those behind drafts included."""
+        return self.num_slots + self.num_spares
+
+    @property
+    def first_bytes(self) -> int:
+        """What is allocated before the first request."""
+        return self.num_blocks * self.block_bytes + self.state_bytes
+
+
+def plan_pools(
+    cache: PagedKVCache,
+    settings: CacheConfig,
+    *,
+    max_num_tokens: int,
+    max_num_seqs: int,
+    kv_limit_bytes: int,
+    state_limit_bytes: int,
+    drafts: bool,
+) -> PoolPlan:
+    """What `cache` needs for at most `max_num_seqs` requests at a time with `max_num_tokens` tokens in all.
+
+    All of it may take `kv_limit_bytes`. Recurrent state, which does not grow, takes shares of `state_limit_bytes`,
+    the memory that is free now; none is kept for prefixes unless they are cached. Raises `InsufficientMemoryError` or
+    `ConfigError` if the pool asked for is impossible.
+    """
+    slot_bytes = cache.slot_bytes
+    num_slots = state_slots(slot_bytes, max_num_seqs, state_limit_bytes)
+    num_spares, num_checkpoints = kept_slots(
+        slot_bytes, num_slots, state_limit_bytes, drafts=drafts, prefixes=settings.prefix_caching
+    )
+    state_bytes = (num_slots + num_spares + num_checkpoints) * slot_bytes
+    block_bytes = max(1, cache.block_bytes)  # some models keep nothing in blocks
+    num_groups = len(cache.windows)
+    max_blocks = num_groups * max_kv_blocks(
+        settings.kv_cache_memory,
+        settings.num_kv_blocks,
+        num_groups * block_bytes,
+        -(-max_num_tokens // BLOCK_SIZE),
+        kv_limit_bytes - state_bytes,
+    )
+    num_blocks = num_groups * (settings.num_kv_blocks or first_kv_blocks(max_blocks // num_groups))
+    return PoolPlan(num_slots, num_spares, num_checkpoints, state_bytes, num_blocks, max_blocks, block_bytes)
