@@ -333,3 +333,24 @@ def test_pools_are_booked_by_the_rank_that_has_least_room():
     assert answered.wait(END_S)
     assert leader.read_memory() == reading
     leader.close()
+
+
+def test_a_rank_that_stops_when_it_is_told_to_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("mlx_server.engine.distributed.leader._GRACE_S", 3600.0)  # else this process ended with it
+
+    def work(link: Link) -> None:
+        assert isinstance(link.receive(), Stop)
+
+    leader = Leader(SimpleNamespace(), {1: linked(work)}, MLXThread())
+    tell = leader.tell
+
+    def tell_and_see_it_go(message: Any) -> None:
+        tell(message)
+        for reader in leader._readers:
+            reader.join(END_S)
+
+    monkeypatch.setattr(leader, "tell", tell_and_see_it_go)
+    leader.close()
+    assert caplog.messages == []

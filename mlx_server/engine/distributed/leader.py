@@ -95,8 +95,9 @@ class Leader(Ranks):
         self.tell(Unload())
 
     def close(self) -> None:
+        with self._lock:
+            self._is_ending = True  # first: a rank that is told to stop is gone at once, and then it is not lost
         self.tell(Stop(self._status))
-        self._is_ending = True
         for reader in self._readers:
             reader.join(_END_S)
         for link in self._links.values():
