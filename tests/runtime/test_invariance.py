@@ -48,6 +48,7 @@ def _product(change: Callable[[mx.array], mx.array], calls: list[int]) -> Callab
         (lambda x: x, None),
         (lambda x: x + (len(x) < 16), [48]),
         (lambda x: x + len(x), [16, 16, 16]),
+        (lambda x: x + (mx.arange(len(x)) % 16 >= 6)[:, None] * (len(x) > 8), [8] * 5),
     ],
 )
 def test_rows_are_padded_or_cut_only_where_the_product_needs_it(

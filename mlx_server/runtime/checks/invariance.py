@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -26,11 +26,11 @@ from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 from mlx_server.runtime.model_runner import BlockTables, ModelRunner
 from mlx_server.runtime.products import RowProduct, install_products
 
-_ROWS = 16
-"""Of a block. Fewer are padded to it."""
+_BLOCKS = (16, 8, 4)
+"""Numbers of rows that may be computed at a time, the best first. Fewer are padded to it."""
 
-_FEW = (*range(1, _ROWS), 17, 24, 31, 33)
-_WHOLE = (2 * _ROWS, 3 * _ROWS, 5 * _ROWS, 16 * _ROWS)
+_FEW = (*range(1, 16), 17, 24, 31, 33)
+_WHOLE = (32, 48, 80, 256)
 """Numbers of rows that are tried, some of whole blocks."""
 
 _MOST = max(_WHOLE)
@@ -45,21 +45,30 @@ class FixedRows:
     are. A `MakeProduct`.
 
     MLX and the BLAS below it take other kernels for few rows than for many, which sum in other orders. With one number
-    of rows, a row's bits do not depend on its place. So rows are computed in blocks of 16, the last one padded, where
-    need be each block by itself: of a layer of 576 x 192 on OpenBLAS, 16 and 512 rows have the same bits, and 1 to 6
-    have others, so that 5 rows are computed as 16, and 40 as 48 in one product.
+    of rows, a row's bits do not depend on its place, unless several kernels share these rows. So rows are computed in
+    blocks, the last one padded, where need be each block by itself: of a layer of 576 x 192 on OpenBLAS with AVX-512,
+    16 and 512 rows have the same bits, and 1 to 6 have others, so that 5 rows are computed as 16, and 40 as 48 in one
+    product. With its kernels for Zen, 16 rows are 6 of one kernel and 10 of another, and 8 are of one, so that 40 rows
+    are computed as 5 products.
 
     Which of it a shape needs is tried once. Raises `ModelLoadError` where even blocks are not enough.
     """
 
     def __init__(self) -> None:
-        self._rules: dict[Any, Callable[[Product, mx.array], mx.array] | None] = {}
+        self._rules: dict[Any, _Rule] = {}
 
     def __call__(self, layer: Any) -> RowProduct | None:
         own, kind = _own_product(layer)
         if kind not in self._rules:
             self._rules[kind] = _find_rule(own, kind)
         return partial(_by_rule, self._rules[kind], own)
+
+
+class _Rule(NamedTuple):
+    """How many rows are computed at a time."""
+
+    multiple: int
+    most: int
 
 
 def _own_product(layer: Any) -> tuple[Product, tuple[Any, ...]]:
@@ -80,41 +89,42 @@ def _own_product(layer: Any) -> tuple[Product, tuple[Any, ...]]:
     return product, (inputs, weight.shape[0], layer.scales.dtype, group_size, bits, mode)
 
 
-def _by_rule(rule: Callable[[Product, mx.array], mx.array] | None, own: Product, x: mx.array) -> mx.array | None:
+def _by_rule(rule: _Rule, own: Product, x: mx.array) -> mx.array | None:
     """In pieces of no more rows than were tried; None to leave them to MLX."""
     rows = x.reshape(-1, x.shape[-1])
-    if rule is None and len(rows) <= _MOST:
+    if rule.multiple == 1 and len(rows) <= rule.most:
         return None
-    padded = mx.pad(rows, [(0, -len(rows) % _ROWS), (0, 0)]) if rule is not None and len(rows) % _ROWS else rows
-    pieces = [(rule or _at_once)(own, padded[first : first + _MOST]) for first in range(0, len(padded), _MOST)]
-    y = (pieces[0] if len(pieces) == 1 else mx.concatenate(pieces))[: len(rows)]
+    missing = -len(rows) % rule.multiple
+    y = _in_pieces(own, mx.pad(rows, [(0, missing), (0, 0)]) if missing else rows, rule.most)[: len(rows)]
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _at_once(own: Product, x: mx.array) -> mx.array:
-    return own(x)
+def _in_pieces(own: Product, x: mx.array, most: int) -> mx.array:
+    pieces = [own(x[first : first + most]) for first in range(0, len(x), most)]
+    return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
 
 
-def _in_blocks(own: Product, x: mx.array) -> mx.array:
-    return mx.concatenate([own(x[first : first + _ROWS]) for first in range(0, len(x), _ROWS)])
-
-
-def _find_rule(own: Product, kind: tuple[Any, ...]) -> Callable[[Product, mx.array], mx.array] | None:
-    """The cheapest way that gives the bits of blocks; None if any number of rows does."""
+def _find_rule(own: Product, kind: tuple[Any, ...]) -> _Rule:
+    """The cheapest one that gives the bits of blocks."""
     inputs, _, dtype = kind[:3]
     if not mx.issubdtype(dtype, mx.floating):  # scales of other formats than the affine one are codes
         dtype = mx.bfloat16
-    x = mx.random.normal((max(_WHOLE), inputs), key=mx.random.key(0)).astype(dtype)
-    wanted = _in_blocks(own, x)
-    moved = mx.concatenate([x[_ROWS // 2 : _ROWS], x[_ROWS : 3 * _ROWS // 2]])
-    if not _equal(own(moved)[: _ROWS // 2], wanted[_ROWS // 2 : _ROWS]):
+    x = mx.random.normal((_MOST, inputs), key=mx.random.key(0)).astype(dtype)
+    block = next((block for block in _BLOCKS if _is_the_same_at_all_places(own, x[:block])), None)
+    if block is None:
         raise ModelLoadError(
             f"Products of {inputs} x {kind[1]} numbers give a row other bits at another place here, so that "
             f"--batch-invariant cannot be kept; {_REMEDY}."
         )
+    wanted = _in_pieces(own, x, block)
     if not all(_equal(own(x[:count]), wanted[:count]) for count in _WHOLE):
-        return _in_blocks
-    return None if all(_equal(own(x[:count]), wanted[:count]) for count in _FEW) else _at_once
+        return _Rule(block, block)
+    return _Rule(1 if all(_equal(own(x[:count]), wanted[:count]) for count in _FEW) else block, _MOST)
+
+
+def _is_the_same_at_all_places(own: Product, x: mx.array) -> bool:
+    y = own(x)
+    return all(_equal(own(mx.roll(x, by, 0)), mx.roll(y, by, 0)) for by in range(1, len(x)))
 
 
 def _equal(a: mx.array, b: mx.array) -> bool:
