@@ -44,6 +44,10 @@ BLOCK_SIZE = 32
 """Tokens in a KV block; the attention kernels are written for it."""
 
 FULL_KV: Final = "full"
+FEWER_KV: Final = ("8", "k8v4", "4")
+"""Forms of K and V in fewer bits, from the most to the fewest."""
+
+AUTO_KV: Final = "auto"
 WHOLE_WEIGHTS: Final = "none"
 
 DEFAULT_MODEL = "smollm2"
@@ -110,9 +114,10 @@ class CacheConfig:
         "auto", "the most that the KV pool may grow to: `auto`, bytes, or like 4GiB or 512MB"
     )
     num_kv_blocks: int | None = _setting(None, "exact number of KV blocks, all at start; no kv_cache_memory", ge=8)
-    kv_bits: Annotated[Literal["full", "8", "4"], UNQUOTED] = _setting(
+    kv_bits: Annotated[Literal["full", "8", "k8v4", "4", "auto"], UNQUOTED] = _setting(
         FULL_KV,
-        "bits a number of K and V: as many as the model computes in, or fewer for less memory and slower attention",
+        "bits a number of K and V: as many as the model computes in, or fewer for less memory and slower attention; "
+        "`k8v4`: 8 of K and 4 of V; `auto`: the fewest that lose little, by a measurement at load",
     )
     prefix_caching: bool = _setting(True, "reuse the blocks of shared prompt prefixes")
     isolation: Literal["none", "tier", "key"] = _setting(

@@ -13,9 +13,11 @@ import numpy.typing as npt
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention.interface import AttentionBackend, LayerSpec, StepPlan
-from mlx_server.runtime.cache.row_pool import group_size_of
+from mlx_server.runtime.cache.row_pool import KvBits, group_size_of, side_bits
 
 Floats = npt.NDArray[Any]
+EIGHT, EIGHT_FOUR, FOUR = KvBits(8, 8), KvBits(8, 4), KvBits(4, 4)
+ALL_BITS = EIGHT, EIGHT_FOUR, FOUR
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Layer:
     value_dim: int
     window: int | None = None
     has_sinks: bool = False
-    bits: int | None = None
+    bits: KvBits | None = None
 
     @property
     def spec(self) -> LayerSpec:
@@ -104,7 +106,8 @@ class World:
         """The second step in float64, over K/V as MLX stores them in the layer's bits."""
         outs = []
         for (queries, keys, values), span in zip(self.rows, self.spans, strict=True):
-            stored = queries, as_stored(keys, self.layer.bits), as_stored(values, self.layer.bits)
+            key_bits, value_bits = side_bits(self.layer.bits)
+            stored = queries, as_stored(keys, key_bits), as_stored(values, value_bits)
             rows = [x[:, :, 0].astype(np.float64) for x in stored]
             outs.append(attention_in_float64(*rows, span, self.layer, self.sinks))
         return np.concatenate(outs)[:, :, None]

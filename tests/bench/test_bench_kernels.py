@@ -397,7 +397,7 @@ def test_quantised_rows_are_measured_beside_whole_ones(
     assert rows == [(case, "4x2x32", bits) for bits in ("full", "8", "4") for case in cases]
 
     results = json.loads(path.read_text())["results"]
-    assert [result["kv_bits"] for result in results] == [None, None, 8, 8, 4, 4]
+    assert [result["kv_bits"] for result in results] == [None, None, "8", "8", "4", "4"]
     tokens = 3 * 2 * 4 * 32 * 4  # queries and results
     assert [result["required_bytes"] - tokens for result in results[::2]] == [
         3 * 40 * 2 * 2 * row for row in (32 * 4, 32 + 8, 16 + 8)

@@ -22,13 +22,14 @@ def test_a_table_of_a_text(bundled_model: Path, tmp_path: Path, capsys: pytest.C
     assert [row[:2] for row in cells] == [
         [name, stored]
         for name in ("as it is", "keys x 8")
-        for stored in ("whole", "8 bits", "4 bits", "8 bits on disk")
+        for stored in ("whole", "8 bits", "8 and 4 bits", "4 bits", "8 bits on disk")
     ]
     nats = [float(row[3]) for row in cells]
-    assert nats[0] == nats[4] == 0.0
-    assert max(nats[1], nats[3]) < nats[2]
-    assert nats[3] < nats[6]
-    assert float(cells[4][2]) == pytest.approx(float(cells[0][2]), rel=1e-3)
+    assert nats[0] == nats[5] == 0.0
+    assert max(nats[1], nats[4]) < nats[2] < nats[3]
+    assert nats[3] < nats[8]
+    assert nats[7] < nats[8]
+    assert float(cells[5][2]) == pytest.approx(float(cells[0][2]), rel=1e-3)
 
 
 def test_scaled_keys_leave_the_model_as_it_is(tmp_path: Path) -> None:

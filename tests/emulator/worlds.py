@@ -20,7 +20,7 @@ from emulator.kernel import Emulator
 from emulator.toolchain import Toolchain
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention.interface import LayerSpec, StepPlan
-from mlx_server.runtime.cache.row_pool import group_size_of
+from mlx_server.runtime.cache.row_pool import group_size_of, side_bits
 from mlx_server.runtime.kernels.gpu.backend import PRELUDE, CudaBackend, GpuBackend, MetalBackend
 from mlx_server.runtime.kernels.gpu.kernels import MakeKernel, read_text
 from mlx_server.runtime.kernels.gpu.pool import GpuPool, host_view
@@ -107,10 +107,10 @@ def decode_world(
         slots = np.arange(length)
         is_owned[table[slots // BLOCK_SIZE], slots % BLOCK_SIZE] = True
     stored = []
-    for array, dim in ((pool.keys, shape.key_dim), (pool.values, shape.value_dim)):
+    for array, dim, bits in zip((pool.keys, pool.values), (shape.key_dim, shape.value_dim), side_bits(shape.bits)):
         rows = rng.standard_normal((num_blocks, shape.num_kv_heads, BLOCK_SIZE, dim), np.float32)
         rows[~is_owned[:, None].repeat(shape.num_kv_heads, 1)] = np.nan
-        stored.append(_fill(array, _typed(rows, shape.dtype), shape.bits))
+        stored.append(_fill(array, _typed(rows, shape.dtype), bits))
     counts = counts or [1] * len(lengths)
     spans = [np.arange(length - count, length) for length, count in zip(lengths, counts)]
     positions = np.maximum(np.concatenate(spans), 0).astype(np.int32)

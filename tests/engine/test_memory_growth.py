@@ -273,7 +273,7 @@ def test_what_a_step_takes_is_foreseen_by_its_tokens_and_rows(num_seqs, num_toke
 # What is foreseen of pools is held against every architecture's in test_architectures.
 
 
-@pytest.mark.parametrize(("bits", "share"), [("8", 10 / 32), ("4", 6 / 32)])
+@pytest.mark.parametrize(("bits", "share"), [("8", 10 / 32), ("k8v4", 8 / 32), ("4", 6 / 32), ("auto", 1)])
 def test_fewer_bits_and_no_prefixes_are_foreseen(tmp_path, bits, share):
     """Of 32 bits a number; a scale and a bias of 32 bits for 32 numbers are two more each."""
     described = config_of("qwen3_5")

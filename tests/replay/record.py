@@ -23,6 +23,7 @@ from mlx_server.runtime.attention.regroup import possible_levels
 from mlx_server.runtime.attention.seam import install_seam
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.cache.layers import discover_layers
+from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import buffer_address
@@ -60,7 +61,7 @@ def record(
 def _make_runner(model: Any, vocab_size: int, num_blocks: int, kv_bits: int | None) -> ModelRunner:
     cache = PagedKVCache(discover_layers(model), MetalBackend(num_cores=_NUM_CORES))
     if kv_bits is not None:
-        cache.quantize(kv_bits)
+        cache.quantize(KvBits(kv_bits, kv_bits))
     runner = ModelRunner(model, cache, vocab_size, AdapterRows())
     runner.forward.use(possible_levels(cache.layers)[0], selects_rows=True)
     with (

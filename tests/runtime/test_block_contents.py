@@ -10,7 +10,9 @@ from mlx_server.outputs import CopyPlace, PoolChange
 from mlx_server.runtime.attention.interface import LayerSpec
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.cache.kv_cache import PagedKVCache, PagedLayerCache
+from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
+from tests.attention_worlds import EIGHT_FOUR
 from tests.engine_worlds import on_the_cpu
 
 pytestmark = on_the_cpu
@@ -55,8 +57,8 @@ def stored(cache: PagedKVCache, block_id: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("bits", [None, 8])
-def test_a_gpus_blocks_go_out_and_come_back(dtype: mx.Dtype, bits: int | None) -> None:
+@pytest.mark.parametrize("bits", [None, EIGHT_FOUR], ids=str)
+def test_a_gpus_blocks_go_out_and_come_back(dtype: mx.Dtype, bits: KvBits | None) -> None:
     specs = [LayerSpec(2, 64, 64, dtype, bits), LayerSpec(1, 128, 64, dtype, bits)]
     cache = PagedKVCache([PagedLayerCache(None, spec) for spec in specs], GpuLikeBackend())  # type: ignore[arg-type]
     cache.allocate(6, num_slots=1)

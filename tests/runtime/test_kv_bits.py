@@ -1,4 +1,5 @@
-"""K/V in 8 or 4 bits: less memory, bounded errors, and answers that still depend on nothing but the prompt."""
+"""K/V in 8 or 4 bits, or K in 8 and V in 4: less memory, bounded errors, and answers that still depend on nothing but
+the prompt."""
 
 from __future__ import annotations
 
@@ -9,10 +10,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_server.config import FEWER_KV
 from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.runtime import memory
+from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.cache import kv_cache
-from mlx_server.runtime.cache.row_pool import QuantizedRows, Slots, rotate, row_bytes
+from mlx_server.runtime.cache.block_contents import BlockContents
+from mlx_server.runtime.cache.kv_cache import PagedKVCache, PagedLayerCache
+from mlx_server.runtime.cache.row_pool import KvBits, QuantizedRows, Slots, rotate, row_bytes
 from mlx_server.runtime.checks import kv_loss
 from mlx_server.runtime.checks.kv_loss import KvLoss
 from mlx_server.runtime.kernels.cpu.rows import exact_rows
@@ -59,13 +64,14 @@ def first_errors(subject: Subject, bits: str) -> float:
 @pytest.mark.parametrize("architecture", KINDS)
 def test_errors_are_bounded_and_grow_with_fewer_bits(architecture: str) -> None:
     subject = wide(architecture)
-    full, eight, four = (first_errors(subject, bits) for bits in ("full", "8", "4"))
+    full, eight, mixed, four = (first_errors(subject, bits) for bits in ("full", "8", "k8v4", "4"))
     assert full < 1e-5 < eight < 0.05
+    assert eight < mixed
     assert eight < four < 0.8
 
 
 @pytest.mark.parametrize("architecture", KINDS)
-@pytest.mark.parametrize("bits", ["8", "4"])
+@pytest.mark.parametrize("bits", ["8", "k8v4", "4"])
 def test_answers_do_not_depend_on_who_else_runs(architecture: str, bits: str) -> None:
     """Chunks apart: a chunk sees its own K/V as the pool has them, so where it is cut changes nothing."""
     subject = wide(architecture)
@@ -85,7 +91,7 @@ def test_answers_do_not_depend_on_who_else_runs(architecture: str, bits: str) ->
 
 def test_a_block_takes_what_its_bits_take() -> None:
     sizes = {}
-    for bits in ("full", "8", "4"):
+    for bits in ("full", "8", "k8v4", "4"):
         with wide("qwen3").make_llm(kv_bits=bits) as llm:
             sizes[bits] = llm.info.block_bytes
             pools = [layer.pool.contents[0] for layer in llm.engine._parts.runner.cache.paged]
@@ -93,6 +99,7 @@ def test_a_block_takes_what_its_bits_take() -> None:
             assert held == llm.info.num_blocks * llm.info.block_bytes
     # A scale and a bias of float32 for 32 numbers.
     assert sizes["8"] / sizes["full"] == (64 + 16) / 256
+    assert sizes["k8v4"] / sizes["full"] == (48 + 16) / 256
     assert sizes["4"] / sizes["full"] == (32 + 16) / 256
     assert row_bytes(128, mx.float16, 8) / row_bytes(128, mx.float16, None) == (128 + 16) / 256
     assert row_bytes(128, mx.float16, 4) / row_bytes(128, mx.float16, None) == (64 + 16) / 256
@@ -128,16 +135,18 @@ def test_what_cannot_be_quantised_is_refused_with_the_remedy() -> None:
         Subject("llama").make_llm(kv_bits="8")
 
 
-@pytest.mark.parametrize("bits", ["8", "4"])
-def test_they_are_read_by_the_backend_that_reads_whole_ones(bits: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("bits", "words"), [("8", "8 bits"), ("k8v4", "8 and 4 bits"), ("4", "4 bits")])
+def test_they_are_read_by_the_backend_that_reads_whole_ones(
+    bits: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     subject = wide("qwen3")
     with subject.make_llm() as llm:
         name = llm.info.backend
     assert name != "reference"
     with caplog.at_level(logging.INFO), subject.make_llm(kv_bits=bits) as llm:
         assert llm.info.backend == name
-    share = {"8": 31, "4": 19}[bits]
-    assert f"K/V of {bits} bits take {share} % of the memory and are read by the {name} backend" in caplog.text
+    share = {"8": 31, "k8v4": 25, "4": 19}[bits]
+    assert f"K/V of {words} take {share} % of the memory and are read by the {name} backend" in caplog.text
     with subject.make_llm(kv_bits=bits, attention_backend="reference") as llm:
         assert llm.info.backend == "reference"
 
@@ -195,7 +204,9 @@ def test_what_loses_too_much_is_refused_and_what_loses_much_is_told(
     assert "This model answers worse: with K/V of 8 bits" in caplog.text
     assert "Better: --kv-bits full." in caplog.text
     monkeypatch.setattr(kv_loss, "_MOST_DIVERGENCE", 1e-9)
-    with pytest.raises(ModelLoadError, match=r"lose too much: with K/V of 4 bits .* Start it with --kv-bits 8 or full"):
+    with pytest.raises(
+        ModelLoadError, match=r"lose too much: with K/V of 4 bits .* with --kv-bits k8v4, 8 or full"
+    ):
         subject.make_llm(kv_bits="4")
 
 
@@ -205,3 +216,43 @@ def test_the_loss_of_the_same_logits_is_none() -> None:
     worse = KvLoss.of(logits, -logits)
     assert worse.agreement == 0.0
     assert worse.divergence > 0.1
+
+
+@pytest.mark.parametrize(
+    ("most", "chosen", "tried"),
+    [(10.0, "4 bits", ["4 bits"]), (0.003, "8 bits", ["4 bits", "8 and 4 bits", "8 bits"]), (0.0, None, None)],
+)
+def test_auto_takes_the_fewest_bits_that_lose_little(
+    most: float,
+    chosen: str | None,
+    tried: list[str] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(kv_loss, "_TOLD_DIVERGENCE", most)
+    prompts = random_prompts((70, 33), seed=4)
+    subject = wide("qwen3")
+    with caplog.at_level(logging.INFO), subject.make_llm(kv_bits="auto") as llm:
+        got, backend = [c.token_ids for c in answer(llm, prompts, [8, 8]).completions], llm.info.backend
+    measured = re.findall(r"On fixed tokens, with K/V of (.*?) its", caplog.text)
+    assert measured == (tried or ["4 bits", "8 and 4 bits", "8 bits"])
+    assert re.findall(r"K/V of (.*?) take", caplog.text) == ([chosen] if chosen else [])
+    assert ("K/V stay whole" in caplog.text) == (chosen is None)
+    with subject.make_llm(kv_bits=chosen.removesuffix(" bits") if chosen else "full") as llm:
+        assert llm.info.backend == backend
+        assert [c.token_ids for c in answer(llm, prompts, [8, 8]).completions] == got
+
+
+def test_auto_leaves_whole_what_cannot_be_quantised(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), Subject("llama").make_llm(kv_bits="auto") as llm:
+        assert len(answer(llm, random_prompts((40,)), [4]).completions[0].token_ids) == 4
+    assert "K/V stay whole: --kv-bits needs head dimensions that are multiples of 32; one is 16." in caplog.text
+
+
+def test_blocks_of_other_bits_are_other_blocks_on_disk() -> None:
+    layouts = []
+    for bits in (None, *map(KvBits.of, FEWER_KV), KvBits(4, 8)):
+        cache = PagedKVCache([PagedLayerCache(None, LayerSpec(2, 64, 64, mx.float32, bits))], ReferenceBackend())
+        cache.allocate(2, num_slots=1)
+        layouts.append(tuple(BlockContents(cache).layout()))
+    assert len(set(layouts)) == len(layouts)

@@ -18,7 +18,7 @@ import numpy as np
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention.interface import AttentionBackend, IntArray, StepPlan
 from mlx_server.runtime.kernels.cpu.native import default_threads
-from mlx_server.runtime.kernels.cpu.rows import exact_rows
+from mlx_server.runtime.kernels.cpu.rows import exact_kv
 from mlx_server.runtime.kernels.gpu.backend import CudaBackend, GpuBackend, MetalBackend
 from mlx_server.runtime.kernels.gpu.plan import decode_bytes
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, check_variant, default_variant
@@ -132,11 +132,7 @@ def _random_rows(case: Case, layer: int) -> tuple[mx.array, mx.array]:
     shape = case.shape
     rows = (case.num_sequences, shape.num_kv_heads, case.context)
     if shape.bits is not None:
-        rng = np.random.default_rng(layer)
-        keys, values = (
-            exact_rows(rng, (*rows, dim), shape.dtype, shape.bits) for dim in (shape.key_dim, shape.value_dim)
-        )
-        return keys, values
+        return exact_kv(np.random.default_rng(layer), rows, shape.spec)
     keys = _random(2 * layer + 1, (*rows, shape.key_dim), shape.dtype)
     return keys, _random(2 * layer + 2, (*rows, shape.value_dim), shape.dtype)
 

@@ -33,9 +33,11 @@ from mlx_server.bench.lab.attention import (
 )
 from mlx_server.bench.lab.products import add_product_arguments, measure_all, product_document, render_products
 from mlx_server.bench.tables import document_of, format_rate, render_items, tell, write_json
+from mlx_server.config import FEWER_KV, FULL_KV
 from mlx_server.errors import ServeError
 from mlx_server.runtime.attention.backends import choose_backend
 from mlx_server.runtime.attention.interface import AttentionBackend
+from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 from mlx_server.runtime.kernels.gpu.choice import store_choices
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, default_variant
@@ -43,7 +45,7 @@ from mlx_server.runtime.kernels.timing import median_times
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
-_KV_BITS = {"full": None, "8": 8, "4": 4}
+_KV_BITS = {FULL_KV: None} | {bits: KvBits.of(bits) for bits in FEWER_KV}
 _DEFAULTS = {"batch": [1, 16], "context": [1024, 4096], "rows": [1, 2, 4, 8, 16, 32, 64], "repeat": 10}
 _QUICK_DEFAULTS = {"batch": [4], "context": [512], "rows": [1, 8], "repeat": 3}
 _NUM_SHOWN = 10
@@ -255,7 +257,7 @@ class Sweep:
 def describe_shape(shape: DecodeShape) -> str:
     """Like `16 heads on 8 of 128, float16`, or `..., float16 in 8 bits`."""
     dims = f"{shape.key_dim}" if shape.key_dim == shape.value_dim else f"{shape.key_dim}/{shape.value_dim}"
-    stored = "" if shape.bits is None else f" in {shape.bits} bits"
+    stored = "" if shape.bits is None else f" in {shape.bits.words}"
     return f"{shape.num_query_heads} heads on {shape.num_kv_heads} of {dims}, {dtype_name(shape)}{stored}"
 
 
@@ -346,7 +348,7 @@ def _case_document(case: Case) -> dict[str, Any]:
         **document_of(shape, "num_query_heads", "num_kv_heads"),
         "head_dim": shape.key_dim,
         "dtype": dtype_name(shape),
-        "kv_bits": shape.bits,
+        "kv_bits": None if shape.bits is None else str(shape.bits),
         **document_of(case, "num_sequences", "num_queries", "context", "required_bytes"),
     }
 

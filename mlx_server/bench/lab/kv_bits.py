@@ -22,7 +22,7 @@ import numpy as np
 
 from mlx_server.bench.arguments import from_1
 from mlx_server.bench.tables import render_table
-from mlx_server.config import BLOCK_SIZE, DEFAULT_MODEL
+from mlx_server.config import BLOCK_SIZE, DEFAULT_MODEL, FEWER_KV
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ConfigError, ServeError
 from mlx_server.kv_disk.rounding import Rounding
@@ -32,6 +32,7 @@ from mlx_server.runtime.attention.seam import install_seam
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.cache.layers import attention_specs, discover_layers
+from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.checks.kv_loss import KvLoss, all_logits
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.embedder import load_dense
@@ -39,6 +40,7 @@ from mlx_server.runtime.models.loader import LoadedModel, load
 from mlx_server.runtime.pooling import Pooler
 
 _ON_DISK = "8 bits on disk"
+_FEWER = [(bits.words, bits) for bits in map(KvBits.of, FEWER_KV)]
 _PAIRS = (3, 20)
 """Of a head's rotary pairs, those that are made larger."""
 
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(loaded: LoadedModel, token_ids: Sequence[int], name: str) -> Iterator[tuple[str, ...]]:
     wanted: mx.array | None = None
-    for stored, bits in (("whole", None), ("8 bits", 8), ("4 bits", 4), (_ON_DISK, None)):
+    for stored, bits in (("whole", None), *_FEWER, (_ON_DISK, None)):
         runner = _make_runner(loaded, bits)
         try:
             token_bytes = runner.cache.block_bytes // BLOCK_SIZE
@@ -97,7 +99,7 @@ def _round(contents: BlockContents, rounding: Rounding, blocks: list[CopyPlace])
     contents.write([(place, rounding.unpack(one)) for place, one in zip(blocks, packed) if one is not None])
 
 
-def _make_runner(loaded: LoadedModel, bits: int | None) -> ModelRunner:
+def _make_runner(loaded: LoadedModel, bits: KvBits | None) -> ModelRunner:
     install_seam()
     layers = discover_layers(loaded.model)
     cache = PagedKVCache(layers, choose_backend("auto", attention_specs(layers)))

@@ -36,10 +36,11 @@ from mlx_server.bench.lab.kernels import measure_case, render_results
 from mlx_server.bench.lab.soak import SoakResult, memory_before_and_after, soak
 from mlx_server.bench.servers import Server
 from mlx_server.bench.tables import format_bytes, format_rate, render_table
-from mlx_server.config import DEFAULT_MODEL, Config, settings
+from mlx_server.config import DEFAULT_MODEL, FEWER_KV, Config, settings
 from mlx_server.errors import ServeError
 from mlx_server.runtime.attention.backends import choose_backend
 from mlx_server.runtime.attention.interface import LayerSpec
+from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS, DecodeShape
 
@@ -159,7 +160,7 @@ def self_tests() -> Finding:
             )
         elif not is_cpu:
             reason = f"the {backend.name} backend is used on a GPU"
-        name = f"{spec.dtype} {spec.key_dim}" + ("" if spec.bits is None else f" in {spec.bits} bits")
+        name = f"{spec.dtype} {spec.key_dim}" + ("" if spec.bits is None else f" in {spec.bits.words}")
         rows.append((name.removeprefix("mlx.core."), backend.name, reason or "passed"))
         if reason is not None:
             problems.append(f"{name}: {reason}")
@@ -171,8 +172,8 @@ def _specs(is_cpu: bool) -> Iterable[LayerSpec]:
     for dtype in dtypes:
         for dim in HEAD_DIMS:
             yield LayerSpec(_NUM_KV_HEADS, dim, dim, dtype)
-        for bits in (8, 4):
-            yield LayerSpec(_NUM_KV_HEADS, 128, 128, dtype, bits)
+        for bits in FEWER_KV:
+            yield LayerSpec(_NUM_KV_HEADS, 128, 128, dtype, KvBits.of(bits))
 
 
 def _timings() -> Finding:

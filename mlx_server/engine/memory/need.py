@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_server.batching.limits import FEWEST_SAMPLED_ROWS
-from mlx_server.config import BLOCK_SIZE, FULL_KV, WHOLE_WEIGHTS, Config, ModelConfig
+from mlx_server.config import BLOCK_SIZE, FEWER_KV, WHOLE_WEIGHTS, Config, ModelConfig
 from mlx_server.engine.loading import find_model
 from mlx_server.outputs import HELD_STATES
 from mlx_server.runtime.adapters import adapter_tensors
 from mlx_server.runtime.cache.layers import plan_pools
+from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.memory import MAX_IN_FLIGHT, first_kv_blocks, max_elements
 from mlx_server.runtime.models import random_models
 from mlx_server.runtime.models.blueprint import foresee_cache
@@ -247,8 +248,8 @@ def _pool_bytes(config: Config, described: Mapping[str, Any], stored: Set[str]) 
         found = (name for kind, name in _STORED_DTYPES.items() if kind in stored and is_gpu())
         dtype = next(found, "float32")
     cache = foresee_cache(described, dtype)
-    if config.cache.kv_bits != FULL_KV:
-        cache.quantize(int(config.cache.kv_bits))
+    if config.cache.kv_bits in FEWER_KV:  # what `auto` chooses is not known yet
+        cache.quantize(KvBits.of(config.cache.kv_bits))
     plan = plan_pools(
         cache,
         config.cache,

@@ -20,7 +20,7 @@ from mlx_server.runtime.attention.interface import (
     causal_mask,
 )
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
-from mlx_server.runtime.kernels.cpu.rows import exact_rows
+from mlx_server.runtime.kernels.cpu.rows import exact_kv, exact_rows
 from mlx_server.runtime.kernels.gpu.backend import CudaBackend, MetalBackend
 from mlx_server.runtime.kernels.gpu.choice import load_choice
 
@@ -101,8 +101,7 @@ def _self_test(backend: AttentionBackend, spec: LayerSpec) -> float:
     tables = _shuffled_tables(ends, rng)
     pool = backend.make_pool(spec, int(tables.max()) + 1)
     num_heads = 2 * spec.num_kv_heads
-    keys = [exact_rows(rng, (end, spec.num_kv_heads, 1, spec.key_dim), spec.dtype, spec.bits) for end in ends]
-    values = [exact_rows(rng, (end, spec.num_kv_heads, 1, spec.value_dim), spec.dtype, spec.bits) for end in ends]
+    keys, values = zip(*[exact_kv(rng, (end, spec.num_kv_heads, 1), spec) for end in ends])
     queries = [exact_rows(rng, (end, num_heads, 1, spec.key_dim), spec.dtype, None) for end in ends]
     sinks = exact_rows(rng, (num_heads,), spec.dtype, None)
     scale = spec.key_dim**-0.5

@@ -15,7 +15,17 @@ import numpy.typing as npt
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
-from mlx_server.runtime.cache.row_pool import MakeRows, PlainRows, RowPool, Rows, RowsShape, Slots, row_bytes
+from mlx_server.runtime.cache.row_pool import (
+    KvBits,
+    MakeRows,
+    PlainRows,
+    RowPool,
+    Rows,
+    RowsShape,
+    Slots,
+    row_bytes,
+    side_bits,
+)
 
 IntArray = npt.NDArray[np.int32]
 
@@ -80,7 +90,7 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """What one attention layer stores: K rows of `key_dim` and V rows of `value_dim` for each KV head, quantised to
-    `bits` a number if that is given: codes, and a scale and a bias of `dtype` for each of `group_size_of` numbers,
+    `bits` if they are given: codes, and a scale and a bias of `dtype` for each of `group_size_of` numbers,
     which stand for code * scale + bias as MLX's affine quantisation has it. Raises `ConfigError` for dimensions that
     cannot be quantised."""
 
@@ -88,7 +98,7 @@ class LayerSpec:
     key_dim: int
     value_dim: int
     dtype: mx.Dtype
-    bits: int | None = None
+    bits: KvBits | None = None
 
     def __post_init__(self) -> None:
         _ = self.block_bytes  # raises
@@ -96,8 +106,13 @@ class LayerSpec:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's K and V in this layer."""
-        rows = (row_bytes(dim, self.dtype, self.bits) for dim in (self.key_dim, self.value_dim))
-        return self.num_kv_heads * sum(rows)
+        return self.num_kv_heads * sum(self.row_bytes)
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of one token's K, and V, of one head."""
+        keys, values = side_bits(self.bits)
+        return row_bytes(self.key_dim, self.dtype, keys), row_bytes(self.value_dim, self.dtype, values)
 
     @property
     def block_bytes(self) -> int:

@@ -16,7 +16,7 @@ from mlx_server.runtime.attention.cache_views import ListView, PagedView, RowGro
 from mlx_server.runtime.attention.interface import AttentionBackend, LayerSpec, StepPlan
 from mlx_server.runtime.attention.seam import AttendsItself
 from mlx_server.runtime.cache.layer_pools import LayerGroup, LayerPool, Place, group_layers, share_blocks
-from mlx_server.runtime.cache.row_pool import MakeRows, Rows, Slots, rotate
+from mlx_server.runtime.cache.row_pool import KvBits, MakeRows, Rows, Slots, rotate
 
 
 class PagedLayerCache(AttendsItself):
@@ -242,8 +242,8 @@ class PagedKVCache:
         """What the layers of each group see, None for all."""
         return tuple(group.window for group in self.groups)
 
-    def quantize(self, bits: int) -> None:
-        """From the next allocation on, K/V are stored in `bits` a number: `backend` must be one for such layers by
+    def quantize(self, bits: KvBits | None) -> None:
+        """From the next allocation on, K/V are stored in `bits`, or whole: `backend` must be one for such layers by
         then. Raises `ConfigError` for dimensions that cannot be."""
         for pool in self.pools:
             pool.quantize(bits)

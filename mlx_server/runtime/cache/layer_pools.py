@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention.interface import AttentionBackend, LayerSpec, ReferenceBackend, StepPlan
-from mlx_server.runtime.cache.row_pool import RowPool
+from mlx_server.runtime.cache.row_pool import KvBits, RowPool
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 
 _MAX_GROUPS = 12
@@ -55,8 +55,8 @@ class LayerPool:
     def seat_of(self, spec: LayerSpec) -> int:
         return self._specs.index(spec)
 
-    def quantize(self, bits: int) -> None:
-        """From the next allocation on, K/V are stored in `bits` a number."""
+    def quantize(self, bits: KvBits | None) -> None:
+        """From the next allocation on, K/V are stored in `bits`, or whole."""
         self._specs = [replace(spec, bits=bits) for spec in self._specs]
 
     def allocate(self, backend: AttentionBackend, num_blocks: int, max_blocks: int | None = None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -47,6 +47,33 @@ class Slots:
 
 KV_GROUP_SIZE = 32
 """Numbers of a quantised row that share a scale and a bias."""
+
+
+class KvBits(NamedTuple):
+    """Bits of a number of K, and of V. As text what `--kv-bits` takes: `8`, `k8v4`."""
+
+    keys: int
+    values: int
+
+    @classmethod
+    def of(cls, text: str) -> KvBits:
+        """Raises `ValueError` for what is no such text."""
+        keys, _, values = text.removeprefix("k").partition("v")
+        return cls(int(keys), int(values or keys))
+
+    def __str__(self) -> str:
+        return str(self.keys) if self.keys == self.values else f"k{self.keys}v{self.values}"
+
+    @property
+    def words(self) -> str:
+        """For people: `8 bits`, `8 and 4 bits`."""
+        return f"{' and '.join(map(str, dict.fromkeys(self)))} bits"
+
+
+def side_bits(bits: KvBits | None) -> tuple[int | None, int | None]:
+    """Those of K and of V; None for whole numbers."""
+    return bits or (None, None)
+
 
 RowsShape = tuple[int, ...]
 """Slots, and what is in each: of K/V, heads and dimensions."""
@@ -218,11 +245,12 @@ class RowPool:
         num_heads: int,
         dims: tuple[int, int],
         dtype: mx.Dtype,
-        bits: int | None,
+        bits: KvBits | None,
         make: MakeRows = PlainRows.zeros,
     ) -> RowPool:
-        """Zeros, with K and V of these dimensions; `bits` a number, or all of them, in rows that `make` makes."""
-        keys, values = (_zeros((num_blocks * BLOCK_SIZE, num_heads, dim), dtype, bits, make) for dim in dims)
+        """Zeros, with K and V of these dimensions, whole or in `bits`, in rows that `make` makes."""
+        slots = num_blocks * BLOCK_SIZE
+        keys, values = (_zeros((slots, num_heads, dim), dtype, n, make) for dim, n in zip(dims, side_bits(bits)))
         return cls(keys, values, num_blocks)
 
     def take(self, slots: Slots) -> RowPool:

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_server.config import BLOCK_SIZE
-from mlx_server.errors import ModelLoadError
+from mlx_server.config import AUTO_KV, BLOCK_SIZE, FEWER_KV, FULL_KV
+from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.outputs import CopyPlace, ScheduledChunk
 from mlx_server.runtime.adapters import NONE
 from mlx_server.runtime.attention.backends import choose_backend
 from mlx_server.runtime.cache.layers import attention_specs
+from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.model_runner import BlockTables, ModelRunner
 
 logger = logging.getLogger(__name__)
 
 _NUM_TOKENS = 4 * BLOCK_SIZE
-_SAFER_BITS = 8
 _TOLD_DIVERGENCE, _MOST_DIVERGENCE = 0.1, 0.5
 """Nats from which K/V in fewer bits are warned of, and refused. SmolLM2-135M has 0.06 with 4 bits; where answers were
 no longer of use, it was 1."""
@@ -75,31 +75,81 @@ def all_logits(
     return mx.concatenate(parts[1:])
 
 
-def quantize_kv(runner: ModelRunner, vocab_size: int, bits: int, backend: str) -> None:
-    """Stores K/V in fewer bits from now on, with `backend`, or `auto`, where that reads them. Logs what that costs,
-    measured on fixed tokens; raises `ModelLoadError` where it leaves too little of the model. MLX thread."""
-    cache, token_ids = runner.cache, fixed_tokens(vocab_size)
-    whole_bytes, wanted = cache.block_bytes, all_logits(runner, token_ids)
-    cache.quantize(bits)
-    cache.backend = choose_backend(backend, attention_specs(cache.layers))
-    loss = KvLoss.of(wanted, all_logits(runner, token_ids))
-    measured = (
-        f"with K/V of {bits} bits its distributions are {loss.divergence:.2g} nats from those with whole K/V, and "
-        f"{loss.agreement:.0%} of the most likely tokens are the same"
-    )
-    remedy = "--kv-bits full" if bits == _SAFER_BITS else f"--kv-bits {_SAFER_BITS} or full"
+def quantize_kv(runner: ModelRunner, vocab_size: int, kv_bits: str, backend: str) -> None:
+    """Stores K/V in fewer bits from now on, with `backend`, or `auto`, where that reads them: as `kv_bits` says, or for
+    `auto` in the fewest that lose so little that nobody is warned; where none do, they stay whole. Logs what that
+    costs, measured on fixed tokens. Raises `ModelLoadError` where what was asked for leaves too little of the model.
+    MLX thread."""
+    measuring = _Measuring(runner, vocab_size, backend)
+    if kv_bits == AUTO_KV:
+        _choose(measuring)
+        return
+    bits = KvBits.of(kv_bits)
+    loss = measuring.store(bits)
+    measured, better = _measured(bits, loss), FEWER_KV[: FEWER_KV.index(kv_bits)]
+    remedy = f"--kv-bits {', '.join((*reversed(better), FULL_KV)[:-1])} or {FULL_KV}" if better else "--kv-bits full"
     if not loss.divergence <= _MOST_DIVERGENCE:
         raise ModelLoadError(
             f"Keys or values of this model lose too much: {measured}; up to {_MOST_DIVERGENCE} nats are served. "
             f"Start it with {remedy}."
         )
-    logger.info(
-        "K/V of %d bits take %.0f %% of the memory and are read by the %s backend.",
-        bits,
-        100 * cache.block_bytes / max(1, whole_bytes),
-        cache.backend.name,
-    )
+    measuring.log_memory(bits)
     if loss.divergence > _TOLD_DIVERGENCE:
         logger.warning("This model answers worse: %s. Better: %s.", measured, remedy)
     else:
         logger.info("On fixed tokens, %s.", measured)
+
+
+class _Measuring:
+    """What K/V in fewer bits change, beside whole ones, of which `whole_bytes` are a block's."""
+
+    def __init__(self, runner: ModelRunner, vocab_size: int, backend: str) -> None:
+        self._runner, self._backend = runner, backend
+        self._token_ids = fixed_tokens(vocab_size)
+        self._wanted = all_logits(runner, self._token_ids)
+        self._whole_bytes, self._whole_backend = runner.cache.block_bytes, runner.cache.backend
+
+    def store(self, bits: KvBits) -> KvLoss:
+        """K/V are stored so from now on. Raises `ConfigError` where they cannot be."""
+        cache = self._runner.cache
+        cache.quantize(bits)
+        cache.backend = choose_backend(self._backend, attention_specs(cache.layers))
+        return KvLoss.of(self._wanted, all_logits(self._runner, self._token_ids))
+
+    def store_whole(self) -> None:
+        cache = self._runner.cache
+        cache.quantize(None)
+        cache.backend = self._whole_backend
+
+    def log_memory(self, bits: KvBits) -> None:
+        cache = self._runner.cache
+        share = 100 * cache.block_bytes / max(1, self._whole_bytes)
+        logger.info(
+            "K/V of %s take %.0f %% of the memory and are read by the %s backend.",
+            bits.words,
+            share,
+            cache.backend.name,
+        )
+
+
+def _choose(measuring: _Measuring) -> None:
+    reason = "all fewer bits lose more"
+    for bits in map(KvBits.of, reversed(FEWER_KV)):
+        try:
+            loss = measuring.store(bits)
+        except ConfigError as error:
+            reason = str(error)
+            break
+        logger.info("On fixed tokens, %s.", _measured(bits, loss))
+        if loss.divergence <= _TOLD_DIVERGENCE:
+            measuring.log_memory(bits)
+            return
+    measuring.store_whole()
+    logger.info("K/V stay whole: %s", reason)
+
+
+def _measured(bits: KvBits, loss: KvLoss) -> str:
+    return (
+        f"with K/V of {bits.words} its distributions are {loss.divergence:.2g} nats from those with whole K/V, and "
+        f"{loss.agreement:.0%} of the most likely tokens are the same"
+    )

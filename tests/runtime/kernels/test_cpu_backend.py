@@ -19,7 +19,7 @@ import pytest
 from mlx_server.errors import ConfigError
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend, CpuPool
-from tests.attention_worlds import Layer, Span, World, make_step
+from tests.attention_worlds import FOUR, Layer, Span, World, make_step
 
 TOLERANCE = 3e-6
 
@@ -269,7 +269,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads() -> None:
         Layer(8, 1, 128, 64, window=300, has_sinks=True),
         Layer(4, 2, 32, 32, window=50),
         Layer(3, 3, 33, 24, has_sinks=True),
-        Layer(6, 2, 64, 64, bits=4),
+        Layer(6, 2, 64, 64, bits=FOUR),
     ],
 )
 def test_a_row_has_the_same_bits_in_any_chunk_beside_any_others(layer: Layer, threads: int) -> None:

@@ -16,9 +16,10 @@ import pytest
 from mlx_server.errors import ConfigError
 from mlx_server.runtime.attention.backends import choose_backend
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
+from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend, CpuPool
 from mlx_server.runtime.kernels.cpu.rows import exact_rows
-from tests.attention_worlds import Floats, Layer, Span, World, as_stored, make_step
+from tests.attention_worlds import ALL_BITS, EIGHT, FOUR, Floats, Layer, Span, World, as_stored, make_step
 
 TOLERANCE = 5e-6
 DIMS = (32, 64, 96, 128, 192, 256)
@@ -41,7 +42,7 @@ def attend(cpu: CpuBackend, world: World) -> Floats:
     return world.attend(cpu, poisoned_pool(cpu, world.layer, world.num_blocks))
 
 
-def random_layer(rng: np.random.Generator, bits: int) -> Layer:
+def random_layer(rng: np.random.Generator, bits: KvBits) -> Layer:
     num_kv_heads = int(rng.integers(1, 4))
     return Layer(
         num_heads=num_kv_heads * int(rng.integers(1, 17)),
@@ -54,9 +55,9 @@ def random_layer(rng: np.random.Generator, bits: int) -> Layer:
     )
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", ALL_BITS, ids=str)
 @pytest.mark.parametrize("seed", range(15))
-def test_random_mixed_steps_match_float64_over_what_mlx_stores(cpu: CpuBackend, seed: int, bits: int) -> None:
+def test_random_mixed_steps_match_float64_over_what_mlx_stores(cpu: CpuBackend, seed: int, bits: KvBits) -> None:
     rng = np.random.default_rng(seed)
     decodes = [Span(end - 1, end) for end in rng.integers(1, 400, size=rng.integers(0, 8)).tolist()]
     chunks = [Span(start, start + int(rng.integers(2, 120))) for start in rng.choice([0, 31, 32, 170], size=2).tolist()]
@@ -64,16 +65,16 @@ def test_random_mixed_steps_match_float64_over_what_mlx_stores(cpu: CpuBackend, 
     np.testing.assert_allclose(attend(cpu, world), world.expected(), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", ALL_BITS, ids=str)
 @pytest.mark.parametrize("seed", range(4))
-def test_agrees_with_reference_through_the_same_interface(cpu: CpuBackend, seed: int, bits: int) -> None:
+def test_agrees_with_reference_through_the_same_interface(cpu: CpuBackend, seed: int, bits: KvBits) -> None:
     rng = np.random.default_rng(50 + seed)
     world, reference = World(random_layer(rng, bits), MIXED, seed), ReferenceBackend()
     wanted = world.attend(reference, reference.make_pool(world.layer.spec, world.num_blocks))
     np.testing.assert_allclose(attend(cpu, world), wanted, rtol=0, atol=2 * TOLERANCE)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", ALL_BITS, ids=str)
 @pytest.mark.parametrize(
     "rows",
     [
@@ -87,26 +88,26 @@ def test_agrees_with_reference_through_the_same_interface(cpu: CpuBackend, seed:
     ],
     ids=["zero", "constant", "tiny", "positive", "negative", "one far out", "of all sizes"],
 )
-def test_rows_come_back_as_from_mlx(cpu: CpuBackend, rows: Floats, bits: int) -> None:
+def test_rows_come_back_as_from_mlx(cpu: CpuBackend, rows: Floats, bits: KvBits) -> None:
     """In a window of one token each output is that token's V. MLX rounds once more between product and sum."""
     world = World(Layer(1, 1, 64, 64, window=1, bits=bits), [Span(0, 40)])
     world.rows[0][2] = rows.astype(np.float32)
-    differences = np.abs(attend(cpu, world) - as_stored(world.rows[0][2], bits)).max(axis=-1)
+    differences = np.abs(attend(cpu, world) - as_stored(world.rows[0][2], bits.values)).max(axis=-1)
     assert (differences <= np.abs(world.rows[0][2]).max(axis=-1) * 2.0**-23).all()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_rows_that_lose_nothing_come_back_to_the_bit(cpu: CpuBackend, bits: int) -> None:
+@pytest.mark.parametrize("bits", ALL_BITS, ids=str)
+def test_rows_that_lose_nothing_come_back_to_the_bit(cpu: CpuBackend, bits: KvBits) -> None:
     layer = Layer(2, 2, 96, 128, window=1, bits=bits)
     world = World(layer, [Span(0, 70)])
-    rows = exact_rows(np.random.default_rng(0), (70, 2, 1, 128), mx.float32, bits)
+    rows = exact_rows(np.random.default_rng(0), (70, 2, 1, 128), mx.float32, bits.values)
     world.rows[0][2] = np.array(rows)
-    assert len(np.unique(world.rows[0][2])) > 2**bits
+    assert len(np.unique(world.rows[0][2])) > 2**bits.values
     np.testing.assert_array_equal(attend(cpu, world), world.rows[0][2])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_chunk_sees_itself_as_the_pool_has_it(cpu: CpuBackend, bits: int) -> None:
+@pytest.mark.parametrize("bits", ALL_BITS, ids=str)
+def test_a_chunk_sees_itself_as_the_pool_has_it(cpu: CpuBackend, bits: KvBits) -> None:
     """So where a prompt is cut changes nothing."""
     layer = Layer(6, 2, 64, 96, bits=bits)
     world = World(layer, [Span(0, 100)])
@@ -119,8 +120,8 @@ def test_a_chunk_sees_itself_as_the_pool_has_it(cpu: CpuBackend, bits: int) -> N
     np.testing.assert_allclose(np.concatenate(outs), whole, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_tokens_written_side_by_side_share_no_byte(bits: int) -> None:
+@pytest.mark.parametrize("bits", ALL_BITS, ids=str)
+def test_tokens_written_side_by_side_share_no_byte(bits: KvBits) -> None:
     layer = Layer(2, 2, 64, 64, bits=bits)
     world = World(layer, [Span(0, 1500), Span(0, 700)])
     pools = []
@@ -134,14 +135,14 @@ def test_tokens_written_side_by_side_share_no_byte(bits: int) -> None:
 
 
 def test_pools_of_every_kind_share_one_backend(cpu: CpuBackend) -> None:
-    worlds = [World(Layer(4, 2, 64, 64, bits=bits), MIXED) for bits in (None, 8, 4, None, 4)]
+    worlds = [World(Layer(4, 2, 64, 64, bits=bits), MIXED) for bits in (None, *ALL_BITS, None, FOUR)]
     pools = [cpu.make_pool(world.layer.spec, world.num_blocks) for world in worlds]
     for world, pool in zip(worlds, pools, strict=True):
         np.testing.assert_allclose(world.attend(cpu, pool), world.expected(), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_layer_that_shares_a_pool_writes_nothing(cpu: CpuBackend, bits: int) -> None:
+@pytest.mark.parametrize("bits", ALL_BITS, ids=str)
+def test_a_layer_that_shares_a_pool_writes_nothing(cpu: CpuBackend, bits: KvBits) -> None:
     world = World(Layer(4, 2, 64, 64, bits=bits), [Span(69, 70), Span(10, 50)])
     pool = poisoned_pool(cpu, world.layer, world.num_blocks)
     wanted = world.attend(cpu, pool)
@@ -153,23 +154,23 @@ def test_a_layer_that_shares_a_pool_writes_nothing(cpu: CpuBackend, bits: int) -
     np.testing.assert_array_equal(pool.values, before[1])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_pool_takes_what_its_spec_says(cpu: CpuBackend, bits: int) -> None:
+@pytest.mark.parametrize("bits", ALL_BITS, ids=str)
+def test_a_pool_takes_what_its_spec_says(cpu: CpuBackend, bits: KvBits) -> None:
     spec = Layer(4, 2, 96, 128, bits=bits).spec
     pool = cpu.make_pool(spec, 10)
     assert pool.keys.nbytes + pool.values.nbytes == 10 * spec.block_bytes
     # 96 and 128 numbers in groups of 32, a scale and a bias of 4 bytes each.
-    assert spec.block_bytes == 32 * 2 * ((96 + 128) * bits // 8 + 8 * (3 + 4))
+    assert spec.block_bytes == 32 * 2 * ((96 * bits.keys + 128 * bits.values) // 8 + 8 * (3 + 4))
 
 
 def test_dimensions_that_cannot_be_quantised_are_refused() -> None:
     with pytest.raises(ConfigError, match="multiples of 32; one is 80"):
-        LayerSpec(2, 80, 64, mx.float32, bits=8)
+        LayerSpec(2, 80, 64, mx.float32, bits=EIGHT)
 
 
 def test_quantised_layers_get_the_backend_that_whole_ones_get() -> None:
     whole = LayerSpec(2, 64, 64, mx.float32)
-    for bits in (8, 4):
+    for bits in ALL_BITS:
         assert choose_backend("auto", [replace(whole, bits=bits)]).name == choose_backend("auto", [whole]).name
 
 
@@ -187,9 +188,9 @@ def test_a_backend_that_reads_quantised_rows_wrongly_is_not_used(
     whole = LayerSpec(2, 64, 64, mx.float32)
     assert choose_backend("auto", [whole]).name == CpuBackend.name
     with caplog.at_level(logging.WARNING):
-        assert choose_backend("auto", [replace(whole, bits=8)]).name == "reference"
+        assert choose_backend("auto", [replace(whole, bits=EIGHT)]).name == "reference"
     assert caplog.messages == [
         "The cpu attention backend is not used: its self-test is off by 1.6e-02 with 64 head dimensions."
     ]
     with pytest.raises(ConfigError, match="--attention-backend cpu cannot be used here: its self-test is off by"):
-        choose_backend("cpu", [replace(whole, bits=8)])
+        choose_backend("cpu", [replace(whole, bits=EIGHT)])

@@ -8,9 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.cpu import attention as cpu_attention
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
-from tests.attention_worlds import Layer, Span, World
+from tests.attention_worlds import EIGHT_FOUR, Layer, Span, World
 
 TOLERANCE = 3e-6
 DECODES = [Span(end - 1, end) for end in (700, 640, 900, 513, 512)]
@@ -41,10 +42,10 @@ def attend(world: World, threads: int = 2) -> np.ndarray:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("bits", [None, EIGHT_FOUR], ids=str)
 @pytest.mark.parametrize("spans", [DECODES, MIXED], ids=["decodes", "mixed"])
 def test_shared_reads_give_the_bits_of_reads_apart(
-    spans: list[Span], bits: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
+    spans: list[Span], bits: KvBits | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = Layer(6, 2, 64, 96, has_sinks=True, bits=bits)
     world = alike(layer, spans, num_shared=18, apart=[2])

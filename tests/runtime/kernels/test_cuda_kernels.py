@@ -28,6 +28,7 @@ from mlx_server.runtime.kernels.gpu.backend import PRELUDE, CudaBackend, GpuBack
 from mlx_server.runtime.kernels.gpu.kernels import KERNEL_TEXTS, KV_WRITE, read_text
 from mlx_server.runtime.kernels.gpu.rows import ROW_TEXTS, GpuRows, RowKernels
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, default_variant
+from tests.attention_worlds import EIGHT, EIGHT_FOUR, FOUR
 
 CUDA_TYPES = {
     mx.float16: "__half",
@@ -170,11 +171,11 @@ def compile_cuda(source: str, folder: Path) -> str | None:
         (LayerSpec(8, 128, 128, mx.float16), 32, None, False),
         (LayerSpec(8, 64, 64, mx.bfloat16), 64, 32, True),
         (LayerSpec(2, 80, 96, mx.float32), 2, 32, True),
-        (LayerSpec(8, 128, 128, mx.float16, 8), 32, None, False),
+        (LayerSpec(8, 128, 128, mx.float16, EIGHT), 32, None, False),
         (LayerSpec(2, 512, 512, mx.bfloat16), 16, 32, False),
         (LayerSpec(2, 112, 160, mx.float16), 8, 32, False),
         (LayerSpec(2, 32, 32, mx.bfloat16), 8, None, True),
-        (LayerSpec(2, 64, 96, mx.bfloat16, 4), 6, 32, True),
+        (LayerSpec(2, 64, 96, mx.bfloat16, FOUR), 6, 32, True),
     ],
     ids=str,
 )
@@ -228,7 +229,7 @@ def test_each_launch_of_other_types_or_sizes_has_a_name_of_its_own() -> None:
     """CUDA kernels are cached by name and template arguments, not by their inputs' types."""
     sources: dict[str, str] = {}
     for dtype in (mx.float16, mx.bfloat16, mx.float32):
-        for has_sinks, bits in ((False, None), (True, None), (False, 8), (False, 4)):
+        for has_sinks, bits in ((False, None), (True, None), (False, EIGHT), (False, EIGHT_FOUR), (False, FOUR)):
             for name, text in recorded(LayerSpec(2, 64, 128, dtype, bits), 6, 32, has_sinks).functions.items():
                 assert sources.setdefault(name, text) == text
 

@@ -16,10 +16,12 @@ from emulator.worlds import Chunk, gpu, kernel_maker, make_backend, step_of, ste
 
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
+from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu import plan as gpu_plan
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import GpuPool, buffer_address
 from mlx_server.runtime.kernels.gpu.variants import DTYPES, HEAD_DIMS, DecodeShape, KernelVariant
+from tests.attention_worlds import EIGHT
 from tests.device_memory import active_bytes
 
 SPEC = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
@@ -184,8 +186,8 @@ def handles_of(recorder: Recorder) -> list[tuple[int, int]]:
     return [(pool.shape[0], buffer_address(pool)) for pool in pools]
 
 
-@pytest.mark.parametrize("bits", [None, 8])
-def test_kernels_get_one_block_of_a_pool_and_reach_all_of_it(bits: int | None) -> None:
+@pytest.mark.parametrize("bits", [None, EIGHT], ids=str)
+def test_kernels_get_one_block_of_a_pool_and_reach_all_of_it(bits: KvBits | None) -> None:
     """MLX counts an input's elements toward the end of a command buffer. A pool's own layers, those of another shape,
     and what was moved: all in the same memory."""
     recorder = Recorder()

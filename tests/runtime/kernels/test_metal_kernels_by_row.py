@@ -10,15 +10,17 @@ import pytest
 from emulator.worlds import Chunk, make_backend, step_of, step_rows
 
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
+from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu import plan as gpu_plan
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
+from tests.attention_worlds import FOUR
 
 NUM_HEADS = 6
 TABLE = (3, 7, 1, 0)
 LENGTH = 100
 
 
-def spec_of(bits: int | None) -> LayerSpec:
+def spec_of(bits: KvBits | None) -> LayerSpec:
     return LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32, bits=bits)
 
 
@@ -51,9 +53,9 @@ def attend(backend: GpuBackend, spec: LayerSpec, cuts: list[int], others: int, w
     return np.concatenate(outs)
 
 
-@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("bits", [None, FOUR], ids=str)
 @pytest.mark.parametrize("window", [None, 45])
-def test_a_row_has_the_same_bits_in_any_chunk_beside_any_others(bits: int | None, window: int | None) -> None:
+def test_a_row_has_the_same_bits_in_any_chunk_beside_any_others(bits: KvBits | None, window: int | None) -> None:
     backend, spec = by_row(), spec_of(bits)
     wanted = attend(backend, spec, [0, LENGTH], 0, window)
     np.testing.assert_array_equal(attend(backend, spec, [0, 33, 34, 90, 99, LENGTH], 3, window), wanted)

@@ -14,9 +14,11 @@ from emulator.kernel import Emulator
 from emulator.worlds import Chunk, check_decode, decode_world, make_backend, step_of, step_rows, toolchain
 
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend, StepPlan
+from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu import plan as gpu_plan
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS, DecodeShape, shared_tiles, shared_variant
+from tests.attention_worlds import EIGHT, EIGHT_FOUR, FOUR
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 DRAFTED = {"contexts": [40, 70, 33, 300], "counts": [1, 2, 5, 9]}
@@ -62,8 +64,10 @@ def test_sinks_count_once_and_scores_are_capped(softcap: float | None) -> None:
         check_decode(backend, decode_world(backend, shape_of(2, 80), **world), softcap=softcap, has_sinks=True)
 
 
-@pytest.mark.parametrize(("bits", "dtype"), [(8, mx.float16), (4, mx.bfloat16)], ids=str)
-def test_fewer_bits(bits: int, dtype: mx.Dtype) -> None:
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [(EIGHT, mx.float16), (FOUR, mx.bfloat16), (EIGHT_FOUR, mx.float32)], ids=str
+)
+def test_fewer_bits(bits: KvBits, dtype: mx.Dtype) -> None:
     backend = make_backend()
     shape = shape_of(4, 64, dtype, value_dim=96, bits=bits)
     check_decode(backend, decode_world(backend, shape, **TREE))
@@ -77,8 +81,8 @@ def test_one_kv_head_for_more_query_heads_than_a_threadgroup_takes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-@pytest.mark.parametrize(("dim", "bits"), [(64, None), (80, None), (96, 8)])
-def test_no_races_and_no_misaligned_vectors(dim: int, bits: int | None, dtype: mx.Dtype) -> None:
+@pytest.mark.parametrize(("dim", "bits"), [(64, None), (80, None), (96, EIGHT_FOUR)])
+def test_no_races_and_no_misaligned_vectors(dim: int, bits: KvBits | None, dtype: mx.Dtype) -> None:
     backend = MetalBackend(Emulator(toolchain(), check_races=True).metal_kernel, num_cores=4)
     check_decode(backend, decode_world(backend, shape_of(3, dim, dtype, bits=bits), **TREE), has_sinks=True)
 

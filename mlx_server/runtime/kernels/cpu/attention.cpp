@@ -487,9 +487,10 @@ void attend(Engine& engine, const Call& call) {
   std::lock_guard<std::mutex> lock(engine.mutex);
   if (engine.attention == nullptr) engine.attention = std::make_shared<Room>(engine.threads.count());
   Room& room = *static_cast<Room*>(engine.attention.get());
-  switch (call.pool.bits) {
-    case 8: return run_over<QuantizedRows<8>>(engine, room, call);
-    case 4: return run_over<QuantizedRows<4>>(engine, room, call);
+  switch (call.pool.key_bits << 8 | call.pool.value_bits) {
+    case 0x808: return run_over<QuantizedRows<8, 8>>(engine, room, call);
+    case 0x804: return run_over<QuantizedRows<8, 4>>(engine, room, call);
+    case 0x404: return run_over<QuantizedRows<4, 4>>(engine, room, call);
     default: return run_over<WholeRows>(engine, room, call);
   }
 }

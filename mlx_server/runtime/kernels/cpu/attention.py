@@ -27,7 +27,7 @@ from mlx_server import config
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention.interface import IntArray, LayerSpec, StepPlan
-from mlx_server.runtime.cache.row_pool import PlainRows, Rows, RowsShape, group_size_of, row_bytes
+from mlx_server.runtime.cache.row_pool import PlainRows, Rows, RowsShape, group_size_of, side_bits
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.build import load_library
 from mlx_server.runtime.kernels.cpu.rows import NativeRows
@@ -39,8 +39,8 @@ _SLACK_BYTES = 64
 
 # `struct Pool` and `struct Call` of call.h. The latter: queries, keys and values with 2 strides each, sinks and output,
 # the pool, heads and window, the scale, 5 index arrays, 3 counts.
-_POOL = struct.Struct("=8q")
-_CALL = struct.Struct("=11q64s2qd8q")
+_POOL = struct.Struct("=9q")
+_CALL = struct.Struct("=11q72s2qd8q")
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class CpuBackend:
         max_blocks = max_blocks or num_blocks
         rows = max_blocks * spec.num_kv_heads * BLOCK_SIZE
         dtype = np.float32 if spec.bits is None else np.uint8
-        sizes = [rows * row_bytes(dim, spec.dtype, spec.bits) for dim in (spec.key_dim, spec.value_dim)]
+        sizes = [rows * num_bytes for num_bytes in spec.row_bytes]
         memory = self._map(sizes[0]), self._map(sizes[1])
         keys, values = (
             np.frombuffer(_buffer(one, size), dtype, size // np.dtype(dtype).itemsize)
@@ -291,7 +291,8 @@ def _sharing(starts: IntArray, lengths: IntArray, tables: IntArray) -> IntArray:
 def _fields(spec: LayerSpec, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> bytes:
     dims = spec.key_dim, spec.value_dim
     groups = (0, 0) if spec.bits is None else tuple(group_size_of(dim) for dim in dims)
-    return _POOL.pack(_address(keys), _address(values), spec.num_kv_heads, *dims, spec.bits or 0, *groups)
+    bits = [count or 0 for count in side_bits(spec.bits)]
+    return _POOL.pack(_address(keys), _address(values), spec.num_kv_heads, *dims, *bits, *groups)
 
 
 def _address(array: npt.NDArray[Any]) -> int:

@@ -4,11 +4,11 @@
 
 #include <cstdint>
 
-// One layer's memory, in the layout of pool.h. `bits` 0 is whole floats; else so many numbers of a row share a scale as
+// One layer's memory, in the layout of pool.h. Bits 0 are whole floats; else so many numbers of a row share a scale as
 // a group has.
 struct Pool {
   void *keys, *values;
-  int64_t num_kv_heads, key_dim, value_dim, bits, key_group, value_group;
+  int64_t num_kv_heads, key_dim, value_dim, key_bits, value_bits, key_group, value_group;
 };
 
 // Rows of this step's tokens, one a head. Strides are in floats.

@@ -1,7 +1,7 @@
-// K and V in 8 or 4 bits a number: a run has its numbers' codes, then the scales, then the biases of its groups.
+// K and V in 8 or 4 bits a number, each in its own: a run has its numbers' codes, then the scales, then the biases of its groups.
 //
-//     K codes   [key_dim / 32][4 * bits][32]    a row of bytes has a number of each of 32 tokens
-//     V codes   [value_dim / 32][32][4 * bits]  a row of bytes has 32 numbers of one token
+//     K codes   [key_dim / 32][4 * key_bits][32]      a row of bytes has a number of each of 32 tokens
+//     V codes   [value_dim / 32][32][4 * value_bits]  a row of bytes has 32 numbers of one token
 //     scales    [groups][32] floats, a token each; biases the same
 //
 // A number is code * scale + bias. Of 4 bits, numbers i and i + 16 of each 32 share byte i, low bits first; tokens
@@ -58,32 +58,34 @@ Affine quantize(const float* numbers, int64_t count, uint8_t* rows) {
   return affine;
 }
 
-template <int kBits>
+template <int kKeyBits, int kValueBits>
 class QuantizedRows {
  public:
   static constexpr double kReadNs = 0.05;  // a number, most of it for widening
   static constexpr int64_t kRoom = kPanel * kBlock;
 
   explicit QuantizedRows(const Pool& pool)
-      : pool_(pool), keys_(pool.keys, pool.key_dim, pool.key_group), values_(pool.values, pool.value_dim, pool.value_group) {}
+      : pool_(pool),
+        keys_(pool.keys, pool.key_dim, pool.key_group, kKeyBytes),
+        values_(pool.values, pool.value_dim, pool.value_group, kValueBytes) {}
 
   void write(int64_t block, int64_t offset, int64_t head, const float* key, const float* value) const {
-    uint8_t rows[kMaxGroup / kPanel * kBytes];
+    uint8_t rows[kMaxGroup / kPanel * std::max(kKeyBytes, kValueBytes)];
     const Run k = keys_.run(index(block, head));
     for (int64_t d = 0, g = offset; d < pool_.key_dim; d += pool_.key_group, g += kBlock) {
-      const Affine affine = quantize<kBits>(key + d, pool_.key_group, rows);
+      const Affine affine = quantize<kKeyBits>(key + d, pool_.key_group, rows);
       k.scales[g] = affine.scale;
       k.biases[g] = affine.bias;
-      uint8_t* column = k.codes + d / kPanel * kBytes * kBlock + offset;
-      for (int64_t b = 0; b < pool_.key_group / kPanel * kBytes; ++b) column[b * kBlock] = rows[b];
+      uint8_t* column = k.codes + d / kPanel * kKeyBytes * kBlock + offset;
+      for (int64_t b = 0; b < pool_.key_group / kPanel * kKeyBytes; ++b) column[b * kBlock] = rows[b];
     }
     const Run v = values_.run(index(block, head));
     for (int64_t d = 0, g = offset; d < pool_.value_dim; d += pool_.value_group, g += kBlock) {
-      const Affine affine = quantize<kBits>(value + d, pool_.value_group, rows);
+      const Affine affine = quantize<kValueBits>(value + d, pool_.value_group, rows);
       v.scales[g] = affine.scale;
       v.biases[g] = affine.bias;
       for (int64_t p = 0; p < pool_.value_group / kPanel; ++p) {
-        std::memcpy(v.codes + ((d / kPanel + p) * kBlock + offset) * kBytes, rows + p * kBytes, kBytes);
+        std::memcpy(v.codes + ((d / kPanel + p) * kBlock + offset) * kValueBytes, rows + p * kValueBytes, kValueBytes);
       }
     }
   }
@@ -93,21 +95,21 @@ class QuantizedRows {
     const Run run = keys_.run(index(block, head)), later = values_.run(index(block, head));
     for (int64_t d = 0; d < count; d += kPanel) {
       if (first + d < pool_.value_dim) fetch_group(later, first + d, pool_.value_group);
-      const uint8_t* ahead = later.codes + (first + d) * kBytes;
+      const uint8_t* ahead = later.codes + (first + d) * kValueBytes;
       const int64_t group = (first + d) / pool_.key_group * kBlock;
       Floats scales[kVectors], biases[kVectors];
       for (int v = 0; v < kVectors; ++v) {
         scales[v] = load(run.scales + group + v * kLanes);
         biases[v] = load(run.biases + group + v * kLanes);
       }
-      const uint8_t* codes = run.codes + (first + d) / kPanel * kBytes * kBlock;
+      const uint8_t* codes = run.codes + (first + d) / kPanel * kKeyBytes * kBlock;
       float* rows = room + d * kBlock;
-      for (int b = 0; b < kBytes; ++b, codes += kBlock, ahead += kBlock) {
+      for (int b = 0; b < kKeyBytes; ++b, codes += kBlock, ahead += kBlock * kValueBytes / kKeyBytes) {
         __builtin_prefetch(ahead);
         UNROLL for (int v = 0; v < kVectors; ++v) {
           const Bytes bytes = load_bytes(codes + v * kLanes);
-          UNROLL for (int n = 0; n < kPanel / kBytes; ++n) {
-            store(rows + (b + n * kBytes) * kBlock + v * kLanes, widen(part(bytes, n)) * scales[v] + biases[v]);
+          UNROLL for (int n = 0; n < kPanel / kKeyBytes; ++n) {
+            store(rows + (b + n * kKeyBytes) * kBlock + v * kLanes, widen(part<kKeyBits>(bytes, n)) * scales[v] + biases[v]);
           }
         }
       }
@@ -120,14 +122,14 @@ class QuantizedRows {
     const Run run = values_.run(index(block, head));
     const Run next = keys_.run(index(later, head));
     if (column < pool_.key_dim) fetch_group(next, column, pool_.key_group);
-    const uint8_t* ahead = next.codes + column * kBytes;
+    const uint8_t* ahead = next.codes + column * kKeyBytes;
     const int64_t group = column / pool_.value_group * kBlock;
-    const uint8_t* codes = run.codes + column / kPanel * kBytes * kBlock;
-    for (int64_t token = 0; token < tokens; ++token, codes += kBytes, ahead += kBytes) {
+    const uint8_t* codes = run.codes + column / kPanel * kValueBytes * kBlock;
+    for (int64_t token = 0; token < tokens; ++token, codes += kValueBytes, ahead += kKeyBytes) {
       __builtin_prefetch(ahead);
       const Floats scale = fill(run.scales[group + token]), bias = fill(run.biases[group + token]);
       UNROLL for (int v = 0; v < kVectors; ++v) {
-        const Bytes bytes = part(load_bytes(codes + v * kLanes % kBytes), v * kLanes / kBytes);
+        const Bytes bytes = part<kValueBits>(load_bytes(codes + v * kLanes % kValueBytes), v * kLanes / kValueBytes);
         store(room + token * kPanel + v * kLanes, widen(bytes) * scale + bias);
       }
     }
@@ -139,7 +141,7 @@ class QuantizedRows {
   const float* values_ahead(int64_t, int64_t, int64_t, float* room) const { return room; }
 
  private:
-  static constexpr int kBytes = 4 * kBits, kMaxGroup = 64, kLineBytes = 64;
+  static constexpr int kKeyBytes = 4 * kKeyBits, kValueBytes = 4 * kValueBits, kMaxGroup = 64, kLineBytes = 64;
 
   struct Run {
     uint8_t* codes;
@@ -149,8 +151,8 @@ class QuantizedRows {
   // All runs of K or of V.
   class Runs {
    public:
-    Runs(void* memory, int64_t dim, int64_t group)
-        : memory_(static_cast<uint8_t*>(memory)), codes_(dim * kBytes), scales_(dim / group * kBlock) {}
+    Runs(void* memory, int64_t dim, int64_t group, int64_t bytes)
+        : memory_(static_cast<uint8_t*>(memory)), codes_(dim * bytes), scales_(dim / group * kBlock) {}
 
     Run run(int64_t index) const {
       uint8_t* codes = memory_ + index * (codes_ + 2 * scales_ * int64_t(sizeof(float)));
@@ -164,6 +166,7 @@ class QuantizedRows {
   };
 
   // The n-th number of each byte, of two at most.
+  template <int kBits>
   static Bytes part(Bytes bytes, int n) {
     if (kBits == 8) return bytes;
     return n == 0 ? bytes & 15 : bytes >> kBits;

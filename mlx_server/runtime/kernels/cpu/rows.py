@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_server.runtime.cache.row_pool import Rows, RowsShape, Slots, group_size_of
+from mlx_server.runtime.attention.interface import LayerSpec
+from mlx_server.runtime.cache.row_pool import Rows, RowsShape, Slots, group_size_of, side_bits
 
 
 @dataclass(slots=True)
@@ -67,6 +68,15 @@ class NativeRows:
 
     def tokens(self) -> list[mx.array]:
         return [self._memory.token]
+
+
+def exact_kv(rng: np.random.Generator, places: tuple[int, ...], spec: LayerSpec) -> tuple[mx.array, mx.array]:
+    """K and V `[*places, dim]` as `exact_rows` are, for layers like `spec`."""
+    keys, values = side_bits(spec.bits)
+    return (
+        exact_rows(rng, (*places, spec.key_dim), spec.dtype, keys),
+        exact_rows(rng, (*places, spec.value_dim), spec.dtype, values),
+    )
 
 
 def exact_rows(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype, bits: int | None) -> mx.array:

@@ -285,7 +285,7 @@ class GpuBackend:
         if spec not in self._write_failures:
             failure = write_failure(self._kernels, spec)
             if failure is not None and spec.bits is not None:
-                raise RuntimeError(f"K/V of {spec.bits} bits cannot be written in place: {failure}")
+                raise RuntimeError(f"K/V of {spec.bits.words} cannot be written in place: {failure}")
             self._write_failures[spec] = failure
             if failure is not None:
                 logger.warning("%s cannot write K/V in place, so steps are not submitted ahead: %s", self.name, failure)

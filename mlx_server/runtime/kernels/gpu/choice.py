@@ -17,7 +17,8 @@ import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention.interface import IntArray, LayerSpec
-from mlx_server.runtime.kernels.cpu.rows import exact_rows
+from mlx_server.runtime.cache.row_pool import KvBits
+from mlx_server.runtime.kernels.cpu.rows import exact_kv, exact_rows
 from mlx_server.runtime.kernels.gpu.kernels import DecodeKernels, PagedKernels, Scores, read_text
 from mlx_server.runtime.kernels.gpu.plan import DecodeIndices, Gather, Seen, Work, make_work
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
@@ -63,9 +64,8 @@ def _parse(entry: Mapping[str, Any]) -> tuple[DecodeShape, KernelVariant]:
     """Raises for what no backend could launch."""
     dtypes = {dtype_name(dtype): dtype for dtype in DTYPES}
     sizes, cut = ({name: whole_number(value) for name, value in entry[part].items()} for part in ("shape", "variant"))
-    bits, tokens = (
-        None if entry[name] is None else whole_number(entry[name]) for name in ("kv_bits", "partition_tokens")
-    )
+    bits = None if entry["kv_bits"] is None else KvBits.of(entry["kv_bits"])
+    tokens = None if entry["partition_tokens"] is None else whole_number(entry["partition_tokens"])
     shape = DecodeShape(**sizes, dtype=dtypes[entry["dtype"]], bits=bits)
     variant = KernelVariant(**cut, partition_tokens=tokens)
     reason = unsupported_reason(shape)
@@ -81,7 +81,7 @@ def _document(shape: DecodeShape, variant: KernelVariant) -> dict[str, Any]:
     return {
         "shape": {name: getattr(shape, name) for name in _SIZES},
         "dtype": dtype_name(shape.dtype),
-        "kv_bits": shape.bits,
+        "kv_bits": None if shape.bits is None else str(shape.bits),
         "variant": cut,
         "partition_tokens": tokens,
     }
@@ -112,9 +112,7 @@ def write_failure(kernels: PagedKernels, spec: LayerSpec) -> str | None:
     try:
         for step in range(_STEPS):
             rng, places = np.random.default_rng(step), (BLOCK_SIZE, spec.num_kv_heads, 1)
-            keys, values = (
-                exact_rows(rng, (*places, dim), spec.dtype, spec.bits) for dim in (spec.key_dim, spec.value_dim)
-            )
+            keys, values = exact_kv(rng, places, spec)
             writer.write(pool, keys, values, slots)
             (found,) = read_rows(writer, pool, gather)
             mx.async_eval(found.keys, found.values, pool.memory.token)  # type: ignore[no-untyped-call]
@@ -194,6 +192,6 @@ def _random_pool(kernels: PagedKernels, shape: DecodeShape, num_blocks: int) -> 
         blocks = num_blocks, shape.num_kv_heads, BLOCK_SIZE
         return GpuPool.of(shape.spec, *(exact_rows(rng, (*blocks, dim), shape.dtype, None) for dim in dims))
     pool, num_tokens = GpuPool.make(shape.spec, num_blocks), num_blocks * BLOCK_SIZE
-    keys, values = (exact_rows(rng, (num_tokens, shape.num_kv_heads, 1, dim), shape.dtype, shape.bits) for dim in dims)
+    keys, values = exact_kv(rng, (num_tokens, shape.num_kv_heads, 1), shape.spec)
     kernels.of_pool(shape.spec).write(pool, keys, values, mx.arange(num_tokens, dtype=mx.int32))
     return pool

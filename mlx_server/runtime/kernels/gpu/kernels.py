@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention.interface import LayerSpec
-from mlx_server.runtime.cache.row_pool import group_size_of
+from mlx_server.runtime.cache.row_pool import group_size_of, side_bits
 from mlx_server.runtime.kernels.gpu.plan import DecodeIndices
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.kernels.gpu.variants import (
@@ -265,13 +265,15 @@ def _head_sizes(shape: DecodeShape, variant: KernelVariant) -> dict[str, int | b
 
 
 def _row_sizes(spec: LayerSpec) -> dict[str, int | bool]:
-    """How K and V rows lie in a block; BITS 0 is whole rows."""
+    """How K and V rows lie in a block; bits 0 are whole rows."""
+    key_bits, value_bits = side_bits(spec.bits)
     groups = [dim if spec.bits is None else group_size_of(dim) for dim in (spec.key_dim, spec.value_dim)]
     return {
         "KEY_DIM": spec.key_dim,
         "VALUE_DIM": spec.value_dim,
         "BLOCK": BLOCK_SIZE,
-        "BITS": spec.bits or 0,
+        "KEY_BITS": key_bits or 0,
+        "VALUE_BITS": value_bits or 0,
         "KEY_GROUP": groups[0],
         "VALUE_GROUP": groups[1],
     }

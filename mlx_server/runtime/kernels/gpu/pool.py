@@ -10,7 +10,6 @@ import numpy as np
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention.interface import LayerSpec, block_sources
-from mlx_server.runtime.cache.row_pool import row_bytes
 
 
 @dataclass(slots=True)
@@ -56,8 +55,7 @@ class GpuPool:
     def make(cls, spec: LayerSpec, num_blocks: int) -> GpuPool:
         """Allocates and zeroes; the arrays exist when it returns."""
         dtype = spec.dtype if spec.bits is None else mx.uint32
-        shapes = (_shape(spec, num_blocks, dim) for dim in (spec.key_dim, spec.value_dim))
-        return cls.of(spec, *(mx.zeros(shape, dtype) for shape in shapes))
+        return cls.of(spec, *(mx.zeros(shape, dtype) for shape in _shapes(spec, num_blocks)))
 
     @classmethod
     def of(cls, spec: LayerSpec, keys: mx.array, values: mx.array) -> GpuPool:
@@ -68,11 +66,11 @@ class GpuPool:
 
     @property
     def keys(self) -> mx.array:
-        return self._shaped(self.memory.keys, self.spec.key_dim)
+        return self._shaped(self.memory.keys, 0)
 
     @property
     def values(self) -> mx.array:
-        return self._shaped(self.memory.values, self.spec.value_dim)
+        return self._shaped(self.memory.values, 1)
 
     def scatter(self) -> None:
         """From now on MLX writes here."""
@@ -116,17 +114,19 @@ class GpuPool:
         self._addresses = now
         return self._num_moves
 
-    def _shaped(self, array: mx.array, dim: int) -> mx.array:
-        """No copy: the arrays of a pool are contiguous."""
+    def _shaped(self, array: mx.array, side: int) -> mx.array:
+        """Of K, which is 0, or V, 1. No copy: the arrays of a pool are contiguous."""
         if self.num_parts == 1:
             return array
-        return array.reshape(_shape(self.spec, self.num_parts * array.shape[0], dim))
+        return array.reshape(_shapes(self.spec, self.num_parts * array.shape[0])[side])
 
 
-def _shape(spec: LayerSpec, num_blocks: int, dim: int) -> tuple[int, ...]:
+def _shapes(spec: LayerSpec, num_blocks: int) -> list[tuple[int, ...]]:
+    """Of K and of V."""
+    runs = num_blocks, spec.num_kv_heads
     if spec.bits is None:
-        return num_blocks, spec.num_kv_heads, BLOCK_SIZE, dim
-    return num_blocks, spec.num_kv_heads, BLOCK_SIZE * row_bytes(dim, spec.dtype, spec.bits) // mx.uint32.size
+        return [(*runs, BLOCK_SIZE, dim) for dim in (spec.key_dim, spec.value_dim)]
+    return [(*runs, BLOCK_SIZE * num_bytes // mx.uint32.size) for num_bytes in spec.row_bytes]
 
 
 def _head(array: mx.array) -> mx.array:

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention.interface import LayerSpec
+from mlx_server.runtime.cache.row_pool import KvBits
 
 SIMD_WIDTH = 32
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 256, 512)
@@ -29,7 +30,7 @@ class DecodeShape:
     key_dim: int
     value_dim: int
     dtype: mx.Dtype
-    bits: int | None = None
+    bits: KvBits | None = None
 
     @classmethod
     def of(cls, spec: LayerSpec, num_query_heads: int) -> DecodeShape:
