@@ -9,10 +9,11 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError
 
 from mlx_server.cli.main import main
 from mlx_server.errors import DownloadError
@@ -39,7 +40,11 @@ class Hub(ThreadingHTTPServer):
         self.cut_after: int | None = None
         """Bytes of a large file after which a connection breaks off, once for each request while it is set."""
         self.spoilt: set[str] = set()
+        self.digests: dict[str, str] = {}
+        """Told in place of true ones."""
         self.knows_ranges = True
+        self.most_at_once = 2**40
+        """Bytes that one answer may have; more are a 400."""
         self.on_get: Any = None
         self.asked: list[tuple[str, str | None]] = []
         """Large files and the ranges that were asked for."""
@@ -74,7 +79,7 @@ class _Answers(BaseHTTPRequestHandler):
         described: dict[str, Any] = {key: name, "size": len(content)}
         described["oid"] = described["blobId"] = hashlib.sha1(content).hexdigest()
         if name in WEIGHTS:
-            digest = hashlib.sha256(content).hexdigest()
+            digest = self.server.digests.get(name, hashlib.sha256(content).hexdigest())
             described["lfs"] = {"sha256": digest, "oid": digest, "size": len(content), "pointerSize": 130}
         return described
 
@@ -92,8 +97,12 @@ class _Answers(BaseHTTPRequestHandler):
             content = bytes(len(content))
         span = self.headers.get("Range")
         if span is not None and self.server.knows_ranges:
-            first = int(re.findall(r"\d+", span)[0])
-        self.send_response(206 if first else 200)
+            first, last = map(int, re.findall(r"\d+", span))
+            content = content[: last + 1]
+        if self.command == "GET" and is_large and len(content) - first > self.server.most_at_once:
+            self.send_error(400)
+            return
+        self.send_response(200 if span is None or not self.server.knows_ranges else 206)
         self.send_header("Content-Length", str(len(content) - first))
         self.send_header("ETag", f'"{digest}"')
         self.send_header("X-Repo-Commit", COMMIT)
@@ -179,8 +188,97 @@ def test_a_connection_that_breaks_off_is_taken_up_where_it_was(hub: Hub) -> None
     hub.cut_after = 2 * 2**20
     check_whole(hub, resolve_model(NAME))
     spans = [span for name, span in hub.asked if name == WEIGHTS[0]]
-    assert spans == ["bytes=0-", f"bytes={2 * 2**20}-", f"bytes={4 * 2**20}-"]
+    assert spans == [f"bytes={start * 2**20}-{NUM_BYTES - 1}" for start in (0, 2, 4)]
     assert hub.num_sent == 2 * NUM_BYTES
+
+
+def test_files_beyond_what_one_answer_may_have_come_in_parts_and_go_on(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of more than 50 GB, which the hub's client refuses without another protocol."""
+    hub.most_at_once = 2 * 2**20
+    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", 3 * 2**20)
+    monkeypatch.setattr(hub_fetch, "_MOST_AT_ONCE", 2 * 2**20)
+    hub.cut_after = 2**20
+    hub.on_get = lambda: setattr(hub, "cut_after", 0 if len(hub.asked) > 2 else 2**20)
+    with pytest.raises(DownloadError, match="it goes on there"):
+        resolve_model(NAME)
+    hub.cut_after = hub.on_get = None
+    asked = len(hub.asked)
+    check_whole(hub, resolve_model(NAME))
+    assert hub.num_sent == 2 * NUM_BYTES, "no byte came twice"
+    assert len(hub.asked) > asked
+
+
+def test_what_the_hub_does_not_send_so_is_left_to_its_client(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.most_at_once = 0
+    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", NUM_BYTES - 1)
+    left = []
+    monkeypatch.setattr(hub_fetch, "_linked", lambda repo, patterns: left.append(repo) or Path("of the client"))
+    assert hub_fetch.fetch_snapshot(NAME, NAME, ["*.safetensors"]) == Path("of the client")
+    assert left == [NAME]
+    assert list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete")) == []
+    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", NUM_BYTES)
+    with pytest.raises(HfHubHTTPError):
+        hub_fetch.fetch_snapshot(NAME, NAME, ["*.safetensors"])
+
+
+@pytest.mark.full
+def test_a_file_of_more_than_50_gb_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse one, of which only the end is fetched; its digest is that of its length, since SHA-256 takes minutes."""
+    num_bytes, rest = constants.MAX_HTTP_DOWNLOAD_SIZE + 12345, 2**20
+
+    class Length:
+        def __init__(self) -> None:
+            self.length = 0
+
+        def update(self, piece: bytes) -> None:
+            self.length += len(piece)
+
+        def hexdigest(self) -> str:
+            return f"{self.length:064x}"
+
+    class Answer:
+        status_code = 206
+
+        def __enter__(self) -> Answer:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def iter_bytes(self, size: int) -> Iterator[bytes]:
+            yield bytes(rest)
+
+    class Session:
+        asked: ClassVar[list[str]] = []
+
+        def stream(self, method: str, url: str, headers: dict[str, str], **options: Any) -> Answer:
+            self.asked.append(headers["Range"])
+            return Answer()
+
+    monkeypatch.setattr(hub_fetch.hashlib, "sha256", Length)
+    monkeypatch.setattr(hub_fetch, "get_session", Session)
+    monkeypatch.setattr(hub_fetch, "hf_raise_for_status", lambda answer: None)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    file = hub_fetch._File("big.gguf", num_bytes, f"{num_bytes:064x}", True)
+    blobs = hub_fetch._blobs(NAME)
+    blobs.mkdir(parents=True)
+    with (blobs / f"{file.etag}.incomplete").open("wb") as part:
+        part.truncate(num_bytes - rest)
+    reports: list[tuple[int, bool]] = []
+    hub_fetch._Downloads(NAME, [file], lambda count, was_kept=False: reports.append((count, was_kept))).run()
+    assert Session.asked == [f"bytes={num_bytes - rest}-{num_bytes - 1}"]
+    assert (blobs / file.etag).stat().st_size == num_bytes
+    assert sum(count for count, was_kept in reports if not was_kept) == rest
+
+
+@pytest.mark.parametrize("sha256", ["../../outside", "", "A" * 64])
+def test_no_digest_leads_out_of_the_cache(hub: Hub, sha256: str) -> None:
+    """It names a file there, and whoever answers for the hub may say anything."""
+    hub.digests = {WEIGHTS[0]: sha256}
+    assert [file.is_large for file in hub_fetch._listed(NAME, WEIGHTS)] == [False, True]
+    assert hub_fetch._listed(NAME, WEIGHTS)[0].etag == "none"
 
 
 def test_a_later_run_goes_on_and_counts_what_was_kept(hub: Hub) -> None:

@@ -204,9 +204,7 @@ def test_what_loses_too_much_is_refused_and_what_loses_much_is_told(
     assert "This model answers worse: with K/V of 8 bits" in caplog.text
     assert "Better: --kv-bits full." in caplog.text
     monkeypatch.setattr(kv_loss, "_MOST_DIVERGENCE", 1e-9)
-    with pytest.raises(
-        ModelLoadError, match=r"lose too much: with K/V of 4 bits .* with --kv-bits k8v4, 8 or full"
-    ):
+    with pytest.raises(ModelLoadError, match=r"lose too much: with K/V of 4 bits .* with --kv-bits k8v4, 8 or full"):
         subject.make_llm(kv_bits="4")
 
 

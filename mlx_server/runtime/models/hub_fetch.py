@@ -4,6 +4,9 @@ The hub's client keeps nothing of a file whose download was broken off, and comp
 SHA-256 the hub tells (those in LFS: weights, large tokenizers) are fetched here and put where the client looks for
 them. It fetches the rest, and links all of them into a snapshot.
 
+What the hub sends files from has no more than 50 GB for one answer, so no more than a part of that is asked for at a
+time. Of files above some 400 GB it sends nothing: these are left to the hub's client, which has another protocol.
+
     blobs/<sha256>              complete, with that digest
     blobs/<sha256>.incomplete   what is there of it: the next run goes on behind that
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import queue
+import re
 import shutil
 import threading
 import time
@@ -40,12 +44,14 @@ _MAX_FAILURES = 5
 """In a row, without a byte between them."""
 _PAUSE_S = 1.0
 _PIECE_BYTES = 2**20
+_MOST_AT_ONCE = 8 * 2**30
 _PARTIAL, _BUSY, _SERVER_ERROR = 206, 429, 500
+_DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """Of the hub. `etag` is its name in the cache: its SHA-256 if it `is_large`, else git's digest."""
+    """Of the hub. `etag` is its name in the cache: its SHA-256 if it `is_large`, else git's digest, or `none`."""
 
     name: str
     num_bytes: int
@@ -85,10 +91,11 @@ def _listed(repo: str, patterns: Sequence[str]) -> list[_File]:
         return []
     files = []
     for file in filter_repo_objects(found, allow_patterns=list(patterns), key=lambda file: file.rfilename):
-        num_bytes = file.size or 0
-        is_large = file.lfs is not None and num_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE
-        etag = file.blob_id if file.lfs is None else file.lfs.sha256
-        files.append(_File(file.rfilename, num_bytes, etag or file.rfilename, is_large))
+        etag = (file.blob_id if file.lfs is None else file.lfs.sha256) or ""
+        if _DIGEST.fullmatch(etag) is None:  # it becomes a name of a file
+            etag = "none"
+        is_large = bool(file.size) and file.lfs is not None and etag != "none"
+        files.append(_File(file.rfilename, file.size or 0, etag, is_large))
     return files
 
 
@@ -202,7 +209,13 @@ class _Downloads:
                 return
             with incomplete.open("a+b") as target:
                 part = _Part(file, target, self._tell)
-                self._complete(part)
+                try:
+                    self._complete(part)
+                except HfHubHTTPError:
+                    if part.num_bytes or file.num_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE:
+                        raise
+                    incomplete.unlink()
+                    return  # left to the hub's client
                 is_whole = part.num_bytes == file.num_bytes
                 if part.num_bytes >= file.num_bytes and part.digest.hexdigest() != file.etag:
                     incomplete.unlink()
@@ -241,7 +254,8 @@ class _Downloads:
 
     def _receive(self, part: _Part) -> None:
         """Adds what comes over one connection."""
-        headers = {**self._headers, "Range": f"bytes={part.num_bytes}-", "Accept-Encoding": "identity"}
+        last = min(part.file.num_bytes, part.num_bytes + _MOST_AT_ONCE) - 1
+        headers = {**self._headers, "Range": f"bytes={part.num_bytes}-{last}", "Accept-Encoding": "identity"}
         url = huggingface_hub.hf_hub_url(self._repo, part.file.name)
         with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=_READ_S) as answer:
             if answer.status_code == _BUSY or answer.status_code >= _SERVER_ERROR:
