@@ -194,6 +194,47 @@ async def test_chats_are_kept_in_the_browser_and_settings_are_sent(world: World,
     await guest.until(f"{titles} === 'Second'")
 
 
+FILL = """new Promise((done, fail) => {
+    const request = indexedDB.open("mlx-serve", 1);
+    request.onsuccess = () => {
+        const change = request.result.transaction("chats", "readwrite");
+        const turns = (size) => [{ role: "user", content: "x".repeat(size) }];
+        for (let n = 0; n < COUNT; n++) {
+            change.objectStore("chats").put({ id: `${n}`, title: `${n}`, changed: n, turns: turns(SIZE) });
+        }
+        change.oncomplete = () => done(request.result.close());
+        change.onerror = () => fail(change.error);
+    };
+})"""
+KEPT = """new Promise((done) => {
+    const request = indexedDB.open("mlx-serve", 1);
+    request.onsuccess = () => {
+        const all = request.result.transaction("chats").objectStore("chats").getAll();
+        all.onsuccess = () => {
+            request.result.close();
+            done(all.result.sort((a, b) => b.changed - a.changed).map((chat) => chat.title));
+        };
+    };
+})"""
+
+
+@pytest.mark.parametrize(("count", "size", "num_left"), [(120, 9, 99), (9, 12_000_000, 4)])
+async def test_a_browser_keeps_so_many_chats_and_the_latest(
+    world: World, guest: Page, count: int, size: int, num_left: int
+) -> None:
+    await guest.evaluate(FILL.replace("COUNT", str(count)).replace("SIZE", str(size)))
+    await guest.evaluate("localStorage.setItem('mlx-serve-settings', '{not ours')")
+    await guest.reload()
+    await guest.until(f"document.getElementById('chats').options.length >= {count}")
+    await guest.until("document.getElementById('model').value === 'fake'")
+    await guest.evaluate("document.getElementById('new-chat').click()")
+    await say_on(guest, "The latest")
+    await answered(guest, 2)
+    left = ["The latest", *(str(number) for number in range(count - 1, count - 1 - num_left, -1))]
+    assert await guest.evaluate(KEPT) == left
+    assert await guest.evaluate("document.getElementById('chats').options.length") == len(left)
+
+
 async def test_an_answer_can_be_stopped_and_its_part_stays(world: World, guest: Page) -> None:
     world.engine.script, world.engine.pause_after = say("one two three four five six"), 4
     await say_on(guest, "Count")

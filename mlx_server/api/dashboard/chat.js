@@ -6,6 +6,8 @@ import { showMarkdown } from "./markdown.js";
 const SETTINGS = ["system", "temperature", "top_p", "max_tokens", "seed"];
 const SETTINGS_KEY = "mlx-serve-settings";
 const MAX_TITLE = 40;
+const MAX_CHATS = 100; // that are kept, and their letters, images' included: beyond that the oldest go
+const MAX_LETTERS = 50e6;
 
 // --- models that may be asked for ---------------------------------------------------------------------------
 
@@ -71,8 +73,21 @@ async function keep(one) {
   one.changed = Date.now();
   one.title = one.turns[0].content.slice(0, MAX_TITLE).replace(/\s+/g, " ") || "Image";
   if (!chats.includes(one)) chats.unshift(one);
+  const isKept = (await kept("readwrite", (store) => store.put(one))) !== undefined;
+  if (!isKept && await opened) $("chat-note").textContent = "The browser has no room to keep this chat.";
+  await forgetOldest(one);
   listChats();
-  await kept("readwrite", (store) => store.put(one));
+}
+
+const letters = ({ turns }) => turns.reduce((sum, { content, reasoning = "", images = [] }) =>
+  sum + content.length + reasoning.length + images.reduce((all, url) => all + url.length, 0), 0);
+
+async function forgetOldest(latest) {
+  let room = MAX_LETTERS - letters(latest);
+  const others = chats.filter((one) => one !== latest).sort((one, other) => other.changed - one.changed);
+  const gone = others.filter((one, index) => (room -= letters(one)) < 0 || index >= MAX_CHATS - 1);
+  chats = chats.filter((one) => !gone.includes(one));
+  for (const one of gone) await kept("readwrite", (store) => store.delete(one.id));
 }
 
 function listChats() {
@@ -122,7 +137,14 @@ async function restore() {
 // --- settings -----------------------------------------------------------------------------------------------
 
 const field = (name) => $(`setting-${name}`);
-const saved = JSON.parse(localStorage.getItem(SETTINGS_KEY) ?? "{}");
+const saved = savedSettings();
+function savedSettings() {
+  try {
+    return JSON.parse(localStorage.getItem(SETTINGS_KEY)) ?? {};
+  } catch {
+    return {}; // another page of this address has written there
+  }
+}
 for (const name of SETTINGS) {
   field(name).value = saved[name] ?? "";
   field(name).addEventListener("change", () => {
