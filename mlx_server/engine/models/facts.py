@@ -25,6 +25,8 @@ from mlx_server.runtime.models.weights import why_blind
 
 _DTYPES = ("BF16", "F16", "F32")
 _MAX_LICENSE_BYTES = 64 * 1024
+_NO_CONTEXT = 2**31
+"""Tokens from which a length says that there is no limit."""
 _REASONING_WORDS = ("enable_thinking", "reasoning_content", "<think>", "reasoning_effort")
 """Of templates of models that reason."""
 
@@ -61,7 +63,7 @@ class ModelFacts:
     def context_length(self) -> int:
         """What the model was made for, in tokens; 0 if it does not say."""
         lengths = (self.config.get(key) for key in CONTEXT_KEYS)
-        return next((length for length in lengths if isinstance(length, int)), 0)
+        return next((length for length in lengths if type(length) is int and 0 < length < _NO_CONTEXT), 0)
 
     def capabilities(self, name: str, pooling: str, sees: bool | None = None) -> list[str]:
         """What the model of that name does with the setting --pooling, in Ollama's words; nothing if it is refused with
@@ -96,7 +98,14 @@ def read_facts(model: str) -> ModelFacts | None:
     try:
         files = sorted((path.name, path.stat().st_size, path.stat().st_mtime) for path in folder.iterdir())
         return _read(folder, tuple(files))
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):  # files that are not what their names say
+    except (
+        OSError,
+        ValueError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ):  # files that are not what their names say
         return None
 
 

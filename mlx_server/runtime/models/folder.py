@@ -63,12 +63,31 @@ def _read(path: Path) -> _Header:
             length = int.from_bytes(file.read(8), "little")
             if length > _MAX_BYTES:
                 raise ValueError("no header")
-            tensors = dict(json.loads(file.read(length)))
+            tensors = dict(_parsed(file.read(length)))
         tensors.pop("__metadata__", None)
+        if not all(map(_is_tensor, tensors.values())):
+            raise ValueError("no tensors")
         end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ModelLoadError(f"{path} is no safetensors file, or a broken one; fetch it again.") from error
     return _Header(tensors, 8 + length + end)
+
+
+def _is_tensor(found: Any) -> bool:
+    """Whether the header of a file that anybody may have written describes a tensor."""
+    if not isinstance(found, dict) or not isinstance(found.get("dtype"), str):
+        return False
+    shape, span = found.get("shape"), found.get("data_offsets")
+    are_lists = isinstance(shape, list) and isinstance(span, list) and len(span) == 2
+    return are_lists and all(type(number) is int and number >= 0 for number in (*shape, *span))
+
+
+def _parsed(text: str | bytes) -> Any:
+    """Raises `ValueError` for what is no JSON, or nested so deeply that nobody can read it."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
@@ -76,7 +95,7 @@ def read_model_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = _parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"Cannot read {path}: {error}. Pull the model again.") from error
     if not isinstance(content, dict):
@@ -95,7 +114,7 @@ def missing_parts(folder: Path) -> list[str]:
 
 def _config_faults(folder: Path) -> list[str]:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = _parsed((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return ["config.json"]
     except (OSError, ValueError) as error:
@@ -147,7 +166,7 @@ def is_whole_file(path: Path) -> bool:
 def _indexed_files(folder: Path) -> list[str]:
     """The shards that the index names; none when the weights are in one file."""
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        index = _parsed((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
         return sorted(set(index["weight_map"].values()))
     except FileNotFoundError:
         return []
@@ -178,7 +197,7 @@ def damaged_files(folder: Path) -> list[str]:
     """The names of files that differ from the manifest; the manifest's own name if that cannot be read. Only files that
     were written since are read as a whole."""
     try:
-        files = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        files = _parsed((folder / _MANIFEST).read_text(encoding="utf-8"))
         return [name for name, mark in files.items() if not _is_as_marked(folder / name, mark)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return [_MANIFEST]
