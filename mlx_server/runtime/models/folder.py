@@ -78,8 +78,9 @@ def _is_tensor(found: Any) -> bool:
     if not isinstance(found, dict) or not isinstance(found.get("dtype"), str):
         return False
     shape, span = found.get("shape"), found.get("data_offsets")
-    are_lists = isinstance(shape, list) and isinstance(span, list) and len(span) == 2
-    return are_lists and all(type(number) is int and number >= 0 for number in (*shape, *span))
+    if not isinstance(shape, list) or not isinstance(span, list) or len(span) != 2:
+        return False
+    return all(type(number) is int and number >= 0 for number in (*shape, *span))
 
 
 def _parsed(text: str | bytes) -> Any:
