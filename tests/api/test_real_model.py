@@ -207,6 +207,41 @@ async def test_a_forced_call_names_the_tool(real: RealWorld):
     assert chunks[-1].finish_reason == "tool_calls"
 
 
+@pytest.mark.full
+async def test_twenty_four_forced_calls_are_valid(real: RealWorld):
+    """Of three tools, at a temperature, with the open strings that clients' schemas have."""
+    tools = [TOOL, *(json.loads(json.dumps(TOOL)) for _ in range(2))]
+    search, book = (tool["function"] for tool in tools[1:])
+    search |= {"name": "search", "description": "Searches the web"}
+    search["parameters"]["properties"] |= {"words": {"type": "array", "items": {"type": "string"}, "maxItems": 3}}
+    book |= {"name": "book", "description": "Books a room"}
+    book["parameters"]["properties"] |= {"nights": {"type": "integer"}, "view": {"enum": ["sea", "street", None]}}
+    book["parameters"]["required"] += ["nights", "view"]
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    asked = [{"type": "function", "function": {"name": name}} for name in schemas]
+
+    async def ask(seed: int) -> None:
+        answer = await real.openai.chat.completions.create(
+            model="smollm2",
+            messages=user("I go to Rome for three nights. What now?"),
+            tools=tools,
+            tool_choice=("required", *asked)[seed % 4],  # type: ignore[arg-type,call-overload]
+            parallel_tool_calls=False,
+            max_tokens=300,
+            temperature=0.7,
+            seed=seed,
+        )
+        (choice,) = answer.choices
+        (call,) = choice.message.tool_calls or ()
+        assert choice.finish_reason == "tool_calls"
+        jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+        if seed % 4:
+            assert call.function.name == list(schemas)[seed % 4 - 1]
+
+    found = await asyncio.gather(*map(ask, range(24)), return_exceptions=True)
+    assert [error for error in found if error is not None] == []
+
+
 async def test_a_client_that_leaves_gives_its_blocks_back(real: RealWorld):
     stream = await real.openai.chat.completions.create(
         model="smollm2", messages=QUESTION, stream=True, extra_body={"ignore_eos": True}
