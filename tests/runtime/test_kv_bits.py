@@ -113,7 +113,7 @@ def test_quantised_pools_grow(architecture: str, monkeypatch: pytest.MonkeyPatch
     prompts = random_prompts((50, 90))
     answers = []
     for settings in ({"num_kv_blocks": None, "kv_cache_memory": "1MB"}, {}):
-        with subject.make_llm(kv_bits="8", **settings) as llm:
+        with subject.make_llm(kv_bits="k8v4", **settings) as llm:
             answers.append([c.token_ids for c in answer(llm, prompts, (40, 8)).completions])
             assert (llm.stats().num_pool_growths > 0) == bool(settings)
     assert answers[0] == answers[1]

@@ -86,8 +86,9 @@ def quantize_kv(runner: ModelRunner, vocab_size: int, kv_bits: str, backend: str
         return
     bits = KvBits.of(kv_bits)
     loss = measuring.store(bits)
-    measured, better = _measured(bits, loss), FEWER_KV[: FEWER_KV.index(kv_bits)]
-    remedy = f"--kv-bits {', '.join((*reversed(better), FULL_KV)[:-1])} or {FULL_KV}" if better else "--kv-bits full"
+    measured = _measured(bits, loss)
+    better = ", ".join(reversed(FEWER_KV[: FEWER_KV.index(kv_bits)]))
+    remedy = f"--kv-bits {better} or {FULL_KV}" if better else f"--kv-bits {FULL_KV}"
     if not loss.divergence <= _MOST_DIVERGENCE:
         raise ModelLoadError(
             f"Keys or values of this model lose too much: {measured}; up to {_MOST_DIVERGENCE} nats are served. "
