@@ -196,6 +196,24 @@ def test_windows_states_and_latent_attention_go_on_after_a_restart(tmp_path, arc
     run(world)
 
 
+def test_blocks_of_few_bits_go_on_and_are_not_those_of_other_bits(tmp_path):
+    config = {**config_of("qwen3"), "head_dim": 64}
+    folder = save_model_folder(build_random(config, 0), config, tmp_path / "model", byte_tokenizer())
+    (prompt,) = random_prompts([300])
+
+    async def world() -> None:
+        async with serving(folder, tmp_path / "disk", kv_bits="k8v4", max_model_len=512) as engine:
+            engine.scheduler.disk.saves.min_prompt_tokens = BLOCK_SIZE
+            wanted, _ = await answer(engine, prompt)
+        for bits, num_cached in (("8", 0), ("4", 0), ("k8v4", 288)):
+            async with serving(folder, tmp_path / "disk", kv_bits=bits, max_model_len=512) as engine:
+                got, last = await answer(engine, prompt)
+                assert last.num_cached_tokens == num_cached, bits
+        assert got == wanted
+
+    run(world)
+
+
 def test_streams_go_on_while_a_prefix_is_loaded(tmp_path):
     """And who leaves in the middle leaves nothing behind."""
     folder = make_folder(tmp_path / "model")
