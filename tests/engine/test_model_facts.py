@@ -35,6 +35,13 @@ def test_a_config_that_is_none_is_no_model_or_says_nothing(config: str, tmp_path
     assert facts is None or (facts.family, facts.context_length, facts.quantization) == ("", 0, "F32")
 
 
+@pytest.mark.parametrize("inner", ["abc", [1], -1, True])
+def test_a_text_part_that_is_none_is_named(inner: object, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "m", json.dumps({**LLAMA, "text_config": inner}), {"x": TENSOR})
+    with pytest.raises(ModelLoadError, match=r"lacks an object as text_config in config\.json"):
+        estimate_need(Config(model=ModelConfig(model=str(folder))))
+
+
 @pytest.mark.parametrize("length", ["8192", -5, 0, True, 10**30, [1]])
 def test_a_context_that_is_no_length_is_none(length: object, tmp_path: Path) -> None:
     config = json.dumps({**LLAMA, "max_position_embeddings": length})

@@ -122,7 +122,7 @@ def _config_faults(folder: Path) -> list[str]:
         return [f"a readable config.json ({error})"]
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         return ["model_type in config.json"]
-    return []
+    return [] if isinstance(config.get("text_config") or {}, dict) else ["an object as text_config in config.json"]
 
 
 def _weight_faults(folder: Path) -> list[str]:
