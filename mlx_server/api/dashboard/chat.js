@@ -68,15 +68,16 @@ function begin() {
   show();
 }
 
+// Whether the browser had room for it.
 async function keep(one) {
-  if (one.isDeleted || !one.turns.length) return;
+  if (one.isDeleted || !one.turns.length) return true;
   one.changed = Date.now();
   one.title = one.turns[0].content.slice(0, MAX_TITLE).replace(/\s+/g, " ") || "Image";
   if (!chats.includes(one)) chats.unshift(one);
   const isKept = (await kept("readwrite", (store) => store.put(one))) !== undefined;
-  if (!isKept && await opened) $("chat-note").textContent = "The browser has no room to keep this chat.";
   await forgetOldest(one);
   listChats();
+  return isKept || !await opened; // without a store nothing was promised
 }
 
 const letters = ({ turns }) => turns.reduce((sum, { content, reasoning = "", images = [] }) =>
@@ -315,10 +316,11 @@ async function send(text, images) {
   paint.now();
   if (answer.content) own.turns.push(answer);
   else { own.turns.pop(); if (!answer.reasoning) turn.remove(); }
-  await keep(own);
+  const isKept = await keep(own);
   const seconds = (performance.now() - (first ?? started)) / 1000;
   $("chat-note").textContent = first === null ? "" : `first token ${duration((first - started) / 1000)}`
     + (usage && usage.completion_tokens > 1 ? `, ${number((usage.completion_tokens - 1) / seconds)} tok/s` : "");
+  if (!isKept) $("chat-note").textContent = "The browser has no room to keep this chat.";
   setRunning(null);
   listOffers(); // a first message loads a model, and only then is it known whether it sees
 }

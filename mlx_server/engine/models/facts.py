@@ -98,15 +98,8 @@ def read_facts(model: str) -> ModelFacts | None:
     try:
         files = sorted((path.name, path.stat().st_size, path.stat().st_mtime) for path in folder.iterdir())
         return _read(folder, tuple(files))
-    except (
-        OSError,
-        ValueError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        RecursionError,
-    ):  # files that are not what their names say
-        return None
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
+        return None  # files that are not what their names say
 
 
 def read_preparation(model: str) -> dict[str, Any] | None:

@@ -1,4 +1,5 @@
-// K and V in 8 or 4 bits a number, each in its own: a run has its numbers' codes, then the scales, then the biases of its groups.
+// K and V in 8 or 4 bits a number, each in its own: a run has its numbers' codes, then the scales, then the biases of
+// its groups.
 //
 //     K codes   [key_dim / 32][4 * key_bits][32]      a row of bytes has a number of each of 32 tokens
 //     V codes   [value_dim / 32][32][4 * value_bits]  a row of bytes has 32 numbers of one token
@@ -109,7 +110,8 @@ class QuantizedRows {
         UNROLL for (int v = 0; v < kVectors; ++v) {
           const Bytes bytes = load_bytes(codes + v * kLanes);
           UNROLL for (int n = 0; n < kPanel / kKeyBytes; ++n) {
-            store(rows + (b + n * kKeyBytes) * kBlock + v * kLanes, widen(part<kKeyBits>(bytes, n)) * scales[v] + biases[v]);
+            const Floats numbers = widen(part<kKeyBits>(bytes, n)) * scales[v] + biases[v];
+            store(rows + (b + n * kKeyBytes) * kBlock + v * kLanes, numbers);
           }
         }
       }
