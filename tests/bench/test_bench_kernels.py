@@ -36,6 +36,7 @@ from mlx_server.runtime.kernels.gpu.choice import choices_path, load_choice, sto
 from mlx_server.runtime.kernels.gpu.plan import decode_bytes
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, check_variant, default_variant
 from mlx_server.runtime.kernels.timing import median_times
+from tests.attention_worlds import ALL_BITS
 from tests.engine_worlds import on_the_cpu
 
 SHAPE = DecodeShape(num_query_heads=8, num_kv_heads=2, key_dim=128, value_dim=128, dtype=mx.float16)
@@ -72,7 +73,8 @@ def test_what_is_stored_is_loaded_for_its_shape_alone(home: Path) -> None:
 
 
 def test_what_is_stored_is_for_its_bits_alone(home: Path) -> None:
-    stored = {replace(SHAPE, bits=bits): replace(CHOICE, rows_ahead=1 + (bits or 0)) for bits in (None, 8, 4)}
+    kinds = (None, *ALL_BITS)
+    stored = {replace(SHAPE, bits=bits): replace(CHOICE, rows_ahead=1 + number) for number, bits in enumerate(kinds)}
     store_choices(stored)
     assert {shape: load_choice()(shape) for shape in stored} == stored
 
