@@ -1,6 +1,7 @@
 """Schedulers over the real executor, MLX thread and device queue, on a made-up device in virtual time.
 
-There are two kinds of device: an eager one computes in `launch`, as the CPU backend does; one that is `SELF_RUNNING`
+There are three kinds of device. An eager one computes in `launch`, as attention on the host does. A filled one has only
+the last tenth of a step left when `launch` returns, as MLX's CPU, which lets few tasks wait. One that is `SELF_RUNNING`
 is only told what to do there and computes by itself, as Metal and CUDA do.
 """
 
@@ -26,10 +27,11 @@ NUM_BLOCKS = 8192
 
 class Kind(Enum):
     EAGER = "eager"
+    FILLED = "filled"
     SELF_RUNNING = "self-running"
 
 
-BOTH_KINDS = pytest.mark.parametrize("kind", list(Kind), ids=lambda kind: kind.value)
+ALL_KINDS = pytest.mark.parametrize("kind", list(Kind), ids=lambda kind: kind.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +85,15 @@ class Device:
         """Takes a step; when it will be over."""
         launched_s = self._threads.now_s
         seconds = self.profile.seconds(step) * self._stretch(len(self.steps))
-        if self.kind is Kind.EAGER:
-            began_s, seconds = launched_s, seconds + self.profile.launch_s
+        if self.kind is not Kind.SELF_RUNNING:
+            began_s, seconds = max(launched_s, self._free_s), seconds + self.profile.launch_s
         else:
             self._threads.sleep(self.profile.launch_s)
             began_s = max(self._threads.now_s, self._free_s)
         self._free_s = began_s + seconds
         self.steps.append(DeviceStep(model, step, launched_s, began_s, self._free_s))
-        if self.kind is Kind.EAGER:
-            self._threads.sleep_until(self._free_s)
+        if self.kind is not Kind.SELF_RUNNING:
+            self._threads.sleep_until(self._free_s - (0.1 * seconds if self.kind is Kind.FILLED else 0.0))
         return self._free_s
 
     def idle_s(self, from_s: float, to_s: float) -> float:
@@ -197,7 +199,7 @@ class DeviceWorld:
         self.threads.patch(executor, monkeypatch)
         self.threads.patch(device_queue, monkeypatch)
         self.device = Device(self.threads, kind, profile, stretch)
-        self.mlx_thread = executor.MLXThread(self.threads.clock)
+        self.mlx_thread = executor.MLXThread(self.threads.clock, computes_at_launch=kind is Kind.FILLED)
         self.models: list[Model] = []
 
     @asynccontextmanager

@@ -28,11 +28,13 @@ class StepOwner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """A step on the device. `is_awaited`: a request has waited for it, so idle time before it counts."""
+    """A step on the device. `is_awaited`: a request has waited for it, so idle time before it counts. `is_nearly_over`:
+    its launch has computed most of it."""
 
     owner: StepOwner
     started_s: float
     is_awaited: bool
+    is_nearly_over: bool = False
 
 
 class DeviceQueue:
@@ -59,8 +61,9 @@ class DeviceQueue:
 
     @property
     def has_room(self) -> bool:
-        """Whether the device may be given another step now."""
-        return len(self._steps) < _MAX_STEPS
+        """Whether the device may be given another step now. Behind one that is nearly over it may not: the launch would
+        compute the other one before the result of this one is handed out."""
+        return len(self._steps) < _MAX_STEPS and not (self._steps and self._steps[-1].is_nearly_over)
 
     @property
     def is_empty(self) -> bool:

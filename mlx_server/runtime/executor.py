@@ -25,6 +25,10 @@ from mlx_server.runtime.model_runner import LaunchedStep
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_LONG_LAUNCH_S = 0.025
+"""On a device that computes in the launch, steps of less are launched ahead all the same: it saves building their graph
+while the device waits, and two of their results at a time are no gap that a reader notices."""
+
 
 class StepRunner(Protocol):
     """Launches and fetches steps as `ModelRunner` does. MLX thread only, except `wait`."""
@@ -105,9 +109,18 @@ class MLXThread:
     another.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, wire_memory: bool = False) -> None:
-        """`wire_memory` is for `resident_memory`, as long as the thread runs."""
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        wire_memory: bool = False,
+        computes_at_launch: bool | None = None,
+    ) -> None:
+        """`wire_memory` is for `resident_memory`, as long as the thread runs. `computes_at_launch`: a launch lasts
+        nearly as long as its step, as on MLX's CPU, where no more than ten tasks may wait; None is as the device does.
+        """
         self.clock = clock
+        self.computes_at_launch = mx.default_device() == mx.cpu if computes_at_launch is None else computes_at_launch
         self._wires_memory = wire_memory
         self.device = DeviceQueue(clock, self.notify)
         self._condition = threading.Condition()
@@ -289,13 +302,15 @@ class MLXExecutor:
         step = submission.step
         started_s = self._thread.clock()
         launched = self._runner.launch(step)
-        launch_s = self._thread.clock() - started_s if self._runner.launch_is_host_only else 0.0
-        self._launched.append(_Launched(launched, submission, self._last_step_s, launch_s))
+        launch_s = self._thread.clock() - started_s
+        is_computed = self._thread.computes_at_launch and launch_s >= _LONG_LAUNCH_S
+        host_s = launch_s if self._runner.launch_is_host_only and not is_computed else 0.0
+        self._launched.append(_Launched(launched, submission, self._last_step_s, host_s))
         self._thread.charge(self, self._last_step_s)
         # No request waited for this step if all are new.
         is_awaited = bool(step.draft_steps) or len(step.new_requests) < len(step.chunks)
         hand_over = self._device.settle_now if self._runner.is_eager else self._device.push
-        hand_over(DeviceStep(self, started_s, is_awaited), partial(self._runner.wait, launched))
+        hand_over(DeviceStep(self, started_s, is_awaited, is_computed), partial(self._runner.wait, launched))
 
     def settle(self, step_time_s: float, idle_time_s: float) -> None:
         """Hands out the oldest launched step's result and charges for it: the launch has only charged as much as the

@@ -14,7 +14,7 @@ from mlx_server.outputs import SchedulerOutput
 from mlx_server.pooling_params import PoolingParams
 from mlx_server.request import FinishReason, Priority, Request
 from tests.batching.worlds import World, chunks, make_request, make_scheduler, make_world, pooled_vector
-from tests.device_worlds import BOTH_KINDS, FAST_GPU, DeviceWorld, Kind
+from tests.device_worlds import ALL_KINDS, FAST_GPU, DeviceWorld, Kind
 
 WHOLE = PoolingParams(is_whole=True)
 
@@ -144,7 +144,7 @@ def test_a_whole_input_of_a_worse_tier_starts_by_its_age_beside_better_ones(num_
     assert big.first_scheduled_s is not None, f"it waits for {world.now:.0f} s"
 
 
-@BOTH_KINDS
+@ALL_KINDS
 def test_two_thousand_inputs_hold_no_stream_up(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four streams, and behind them one client's inputs, 16 at a time as the server lets them in: the longest gap is
     within twice the target of a step, which the prompts' share keeps."""

@@ -1,4 +1,4 @@
-"""Every claim of the run loop on both kinds of device: one that computes in `launch`, and one that runs by itself.
+"""Every claim of the run loop on all kinds of device: those that compute in `launch`, and one that runs by itself.
 
 The scheduler, the executor, the MLX thread and the device queue are the real ones; the device is made up, so what it
 really did is known and can be held against what was booked.
@@ -14,7 +14,7 @@ import pytest
 
 from mlx_server.request import FinishReason, Priority
 from tests.batching.worlds import expected_tokens, make_request
-from tests.device_worlds import BOTH_KINDS, FAST_GPU, GPU, DeviceStep, DeviceWorld, Kind, Model
+from tests.device_worlds import ALL_KINDS, FAST_GPU, GPU, DeviceStep, DeviceWorld, Kind, Model
 
 _HAND_OVER_S = 0.0001
 """What may lie between a step's end and the delivery of its tokens; a made-up host takes no time for it."""
@@ -93,7 +93,7 @@ async def under_load(world: DeviceWorld, tier: Priority, seconds: float) -> None
 LOADS = pytest.mark.parametrize("tier", [Priority.NORMAL, Priority.LOW], ids=["streams", "batch"])
 
 
-@BOTH_KINDS
+@ALL_KINDS
 @PACES
 @LOADS
 def test_the_device_does_not_wait_and_its_times_are_booked(
@@ -113,7 +113,7 @@ def test_the_device_does_not_wait_and_its_times_are_booked(
     assert model.scheduler.counters.idle_time_s <= world.device.idle_s(0.0, 12.0) + _HAND_OVER_S
 
 
-@BOTH_KINDS
+@ALL_KINDS
 @PACES
 def test_the_prompts_share_of_a_step_follows_the_devices_speed(
     kind: Kind, pace: Callable[[int], float], monkeypatch: pytest.MonkeyPatch
@@ -127,7 +127,7 @@ def test_the_prompts_share_of_a_step_follows_the_devices_speed(
     assert 0.6 <= max(map(GPU.seconds, steps)) <= 1.05 * most_s
 
 
-@BOTH_KINDS
+@ALL_KINDS
 @LOADS
 def test_who_is_high_and_arrives_in_a_long_step_waits_for_that_one_only(
     kind: Kind, tier: Priority, monkeypatch: pytest.MonkeyPatch
@@ -163,7 +163,7 @@ def test_who_is_high_and_arrives_in_a_long_step_waits_for_that_one_only(
     assert max(num_waited[True]) <= 1
 
 
-@BOTH_KINDS
+@ALL_KINDS
 @PACES
 def test_tokens_are_right_and_complete(
     kind: Kind, pace: Callable[[int], float], monkeypatch: pytest.MonkeyPatch
@@ -186,7 +186,7 @@ def test_tokens_are_right_and_complete(
         assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-@BOTH_KINDS
+@ALL_KINDS
 def test_two_models_share_a_device_and_each_pays_for_its_own_steps(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """One with long prompts, one with a stream: the stream goes on, and the times of both are those of the device."""
     world = DeviceWorld(kind, monkeypatch, GPU, hiccups)

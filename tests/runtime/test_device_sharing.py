@@ -47,13 +47,13 @@ class TimedRunner:
 class Bench:
     """The MLX thread in virtual time. It begins when `run` has submitted all there is."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, computes_at_launch: bool = False) -> None:
         self.threads = VirtualThreads()
         for module in (device_queue, executor):
             self.threads.patch(module, monkeypatch)
         self.log: list[str] = []
         self.is_broken = False
-        self.thread = MLXThread(self._clock)
+        self.thread = MLXThread(self._clock, computes_at_launch=computes_at_launch)
         self._free_s = 0.0
 
     def _clock(self) -> float:
@@ -270,6 +270,35 @@ def test_steps_computed_at_launch_are_booked_behind_those_before_them(bench: Ben
     eager = MLXExecutor(bench.thread, runner)  # type: ignore[arg-type]
     results = bench.run(lambda: submit(ahead, 4) + submit(eager, 4))
     assert [result.step_time_s for result in results] == [1.0] * 8
+
+
+@pytest.mark.parametrize(
+    ("computes_at_launch", "step_s", "num_ahead"),
+    [(True, 0.3, 0), (True, 0.02, 1), (False, 0.3, 1)],
+    ids=["a CPU's long steps", "its short ones", "a device that runs by itself"],
+)
+def test_no_result_waits_for_a_long_launch_that_computes_the_next_step(
+    computes_at_launch: bool, step_s: float, num_ahead: int, monkeypatch: pytest.MonkeyPatch
+):
+    """MLX's CPU has computed nearly all of a step when its launch returns. Launched ahead, steps came in pairs there:
+    no result for the time of two, and then both. The launches of a device that runs by itself may be as long."""
+    bench = Bench(monkeypatch, computes_at_launch=computes_at_launch)
+    executor = bench.executor("a", step_s, is_eager=False)
+    runner = executor._runner
+    plain = runner.launch
+
+    def launch(step: SchedulerOutput) -> Any:
+        launched: Any = plain(step)
+        bench.threads.sleep_until(launched[1] - 0.01 * step_s)
+        return launched
+
+    runner.launch = launch  # type: ignore[method-assign]
+    results = bench.run(lambda: submit(executor, 4))
+    bench.thread.stop()
+    launches = [place for place, what in enumerate(bench.log) if what == "a"]
+    held_up = [launched - bench.log[:place].count("a done") for launched, place in enumerate(launches)]
+    assert held_up == [0, *[num_ahead] * 3]
+    assert [result.step_time_s for result in results] == pytest.approx([step_s] * 4)
 
 
 def test_a_loop_that_closes_while_it_is_handed_a_result_harms_no_other(bench: Bench):
