@@ -249,9 +249,9 @@ class MLXExecutor:
     """Runs one model's steps on the MLX thread; `submit` is called on the event loop's thread.
 
     One step ahead: a step may be launched while another one, of any model, runs, but for a long one that its launch has
-    computed. A future gets its result when the device has finished, or right after the launch if the runner is eager. An exception in a step is set on every
-    waiting future and on all later ones, since the state of the pools is unknown then; but only when the device is
-    done with all of the model's steps, so that the model may be unloaded at once.
+    computed. A future gets its result when the device has finished, or right after the launch if the runner is eager.
+    An exception in a step is set on every waiting future and on all later ones, since the state of the pools is unknown
+    then; but only when the device is done with all of the model's steps, so that the model may be unloaded at once.
     """
 
     def __init__(self, thread: MLXThread, runner: StepRunner, weight: float = 1.0) -> None:
