@@ -23,7 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home with one pulled model, `pulled`, of four quantized weights and two others."""
+    """A home with one pulled model, `pulled`, of two quantized layers and a norm."""
     monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return make_model(tmp_path / "models" / "pulled").parent
@@ -36,7 +36,7 @@ def make_model(folder: Path) -> Path:
         "max_position_embeddings": 4096,
         "hidden_size": 64,
         "num_hidden_layers": 2,
-        "quantization": {"bits": 4, "group_size": 32},
+        "quantization": {"bits": 4, "group_size": 32, "b": {"bits": 8, "group_size": 32}},
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}<think>"}))
@@ -45,6 +45,8 @@ def make_model(folder: Path) -> Path:
         "a.weight": ("U32", [2, 4]),  # 8 words of 8 weights
         "a.scales": ("F16", [2, 1]),
         "a.biases": ("F16", [2, 1]),
+        "b.weight": ("U32", [1, 4]),  # 4 words of 4 weights, as this layer has it
+        "b.scales": ("F16", [1, 1]),
         "norm.weight": ("F16", [6]),
     }
     header: dict[str, Any] = {}
@@ -100,7 +102,7 @@ async def test_a_model_is_described_without_being_loaded(world: World, stored: P
         told = await post(world, "/api/show", model=name)
         assert told["model_info"] == {
             "general.architecture": "llama",
-            "general.parameter_count": 70,
+            "general.parameter_count": 64 + 16 + 6,
             "llama.context_length": 4096,
             "llama.embedding_length": 64,
             "llama.block_count": 2,

@@ -146,8 +146,8 @@ def _headers(folder: Path) -> Iterator[_Tensors]:
 
 
 def _num_parameters(headers: Sequence[_Tensors], config: Mapping[str, Any]) -> int:
-    """A word of 32 bits holds 32 / bits weights; scales and biases of quantized weights are none."""
-    bits = _bits(config) or 32
+    """A word of 32 bits holds 32 / bits weights, by what its layer has or else all; scales and biases of quantized
+    weights are none."""
     total = 0
     for tensors in headers:
         for name, tensor in tensors.items():
@@ -156,12 +156,16 @@ def _num_parameters(headers: Sequence[_Tensors], config: Mapping[str, Any]) -> i
             if is_packed and kind in ("scales", "biases"):
                 continue
             num_words = math.prod(tensor["shape"])
+            bits = _bits(config, stem) or _bits(config) or 32
             total += num_words * 32 // bits if is_packed and kind == "weight" else num_words
     return total
 
 
-def _bits(config: Mapping[str, Any]) -> int | None:
+def _bits(config: Mapping[str, Any], layer: str | None = None) -> int | None:
+    """Of all quantized layers, or what one has for itself."""
     quantization = config.get("quantization") or config.get("quantization_config")
+    if layer is not None and isinstance(quantization, Mapping):
+        quantization = quantization.get(layer)
     bits = quantization.get("bits") if isinstance(quantization, Mapping) else None
     return bits if isinstance(bits, int) and 0 < bits <= 32 else None
 
