@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LONG_LAUNCH_S = 0.025
-"""On a device that computes in the launch, steps of less are launched ahead all the same: it saves building their graph
-while the device waits, and two of their results at a time are no gap that a reader notices."""
+"""On a device that computes in the launch, shorter steps are launched ahead all the same: two of their results at once
+are no gap that a reader notices, and a graph that is built while the last products run takes no time of its own."""
 
 
 class StepRunner(Protocol):
