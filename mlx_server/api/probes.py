@@ -18,6 +18,7 @@ from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.observability.series import CONTENT_TYPE, EngineReading, render
 from mlx_server.observability.server_metrics import (
     DiskMetrics,
+    KvEventMetrics,
     ModelReading,
     PoolMetrics,
     QuotaMetrics,
@@ -195,6 +196,8 @@ async def metrics(context: Context) -> Response:
         others = [*others, _disk_metrics(context.pool.disk)]
     if context.shared_store is not None:
         others = [*others, SharedStoreMetrics(context.shared_store.is_here, context.shared_store.num_failures)]
+    if context.pool.events is not None:
+        others = [*others, KvEventMetrics(context.pool.events.num_sent, context.pool.events.num_lost)]
     text = render(readings, others)
     return Response(text, media_type=CONTENT_TYPE)
 

@@ -429,6 +429,15 @@ SERVER_SERIES: Mapping[type, tuple[Family[Any], ...]] = {
         Family("gauge", "mlx_serve:shared_store_up", "1 while the fleet's shared store answers.", "is_here"),
         Family("counter", "mlx_serve:shared_store_failures", "Calls of it that failed.", "num_failures"),
     ),
+    server_metrics.KvEventMetrics: (
+        Family("counter", "mlx_serve:kv_event_batches{topic}", "Batches of KV events that were published.", "sent"),
+        Family(
+            "counter",
+            "mlx_serve:kv_events_lost{topic}",
+            "Changes of a prefix cache of which subscribers were not told; they were told to forget all.",
+            "lost",
+        ),
+    ),
     server_metrics.ProcessMetrics: (
         Family(
             "gauge", "process_resident_memory_bytes", "Physical memory of the process.", lambda p: p.memory_info().rss

@@ -64,6 +64,16 @@ class SharedStoreMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class KvEventMetrics:
+    """What routers were told of prefix caches, by topic."""
+
+    sent: Mapping[str, int]
+    """Batches."""
+    lost: Mapping[str, int]
+    """Changes that were never told, since too many waited; subscribers forgot all instead."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelReading:
     """One model of the pool at the moment of a scrape."""
 

@@ -17,8 +17,6 @@ import httpx
 import pytest
 
 from tests.api.test_server_life import Server, server
-from tests.engine_worlds import make_folder, on_the_cpu
-from tests.homes import with_kernels
 from tests.ports import free_ports
 
 HOST = "127.0.0.1"
@@ -117,7 +115,7 @@ async def test_sixty_requests_of_which_one_server_s_goes(name: str, number: int,
             asyncio.timeout(MOST_S),
         ):
             streams = [asyncio.create_task(stream(http)) for _ in range(NUM_OPEN)]
-            while sum(num_open := await loads(both, direct)) < NUM_OPEN:
+            while sum(num_open := await loads(both, direct)) < NUM_OPEN:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             num_there = max(num_open)
             going, staying = both if num_open[0] == num_there else both[::-1]

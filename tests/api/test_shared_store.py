@@ -1,4 +1,6 @@
-"""Two servers that count together and keep responses together, in a real Redis; minutes pass by their own clock."""
+"""Two servers that count together and keep responses together, in a real Redis and a real Valkey.
+
+Minutes pass by their own clock."""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -24,22 +27,22 @@ from mlx_server.fleet import FleetConfig
 from tests.api.fleets import PROMPT, Fleet, Server
 from tests.api.sse import bodies
 from tests.api.worlds import until
-from tests.redis_servers import RedisServer, needs_redis, redis_server
+from tests.redis_servers import PROGRAMS, RedisServer, needs_redis, redis_server
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), needs_redis]
 
 PASSWORD = "sesame-street"
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def redis(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RedisServer]:
+@pytest_asyncio.fixture(loop_scope="session", params=PROGRAMS, ids=lambda path: Path(path).name)
+async def redis(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> AsyncIterator[RedisServer]:
     """However slow the machine is, a store that is there is never taken for one that is away."""
     monkeypatch.setattr(shared_store, "CALL_S", 60.0)
     monkeypatch.setattr(shared_store, "CONNECT_S", 60.0)
     monkeypatch.setattr(shared_store, "PROBE_S", 0.01)
     monkeypatch.setattr(kept, "TRANSFER_S", 60.0)
     monkeypatch.setattr(fleet_quotas, "SYNC_S", 0.01)
-    async with redis_server(PASSWORD) as server:
+    async with redis_server(PASSWORD, request.param) as server:
         yield server
 
 
@@ -367,6 +370,58 @@ async def test_responses_are_their_owner_s_and_deleted_for_all(fleet: Fleet):
     assert (await second.http.delete(f"/v1/responses/{kept_one}", headers=headers)).status_code == 200
     for server in fleet.servers:
         assert (await server.http.get(f"/v1/responses/{kept_one}", headers=headers)).status_code == 404
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_what_is_deleted_on_its_way_to_the_store_is_not_there_afterwards(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, is_late: bool
+):
+    """The store is taking it, or has taken it and its answer came too late."""
+    (key,) = await fleet.start()
+    first, second = fleet.servers
+    headers = {"x-api-key": key}
+    real, deleted = first.store.run, list[int]()
+
+    async def delete(response_id: str) -> None:
+        deleted.append((await first.http.delete(f"/v1/responses/{response_id}", headers=headers)).status_code)
+
+    async def run(script: shared_store.Script, keys: Any, args: Any, timeout_s: float = 0.0) -> Any:
+        reply = await real(script, keys, args, timeout_s)
+        if script is kept._PUT:
+            if is_late:
+                raise shared_store.StoreAwayError
+            await delete(args[1])
+        return reply
+
+    monkeypatch.setattr(first.store, "run", run)
+    response_id = (await first.respond(key)).json()["id"]
+    if is_late:
+        assert (await second.http.get(f"/v1/responses/{response_id}", headers=headers)).status_code == 200
+        await delete(response_id)
+    assert deleted == [200]
+    for server in fleet.servers:
+        assert (await server.http.get(f"/v1/responses/{response_id}", headers=headers)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        r'{"model": "fake", "input": "Hi", "previous_response_id": "resp_\ud800"}',
+        r'{"model": "fake", "input": [{"type": "item_reference", "id": "msg_\udfff"}]}',
+        r'{"model": "fake", "input": [{"type": "message", "role": "user", "content": "Hi", "id": "\ud800"}]}',
+        r'{"model": "fake", "input": [{"type": "item_reference", "id": "\u0000]\"\\"}]}',
+    ],
+)
+async def test_no_client_can_take_the_store_away_from_others(fleet: Fleet, body: str):
+    """By text that the store's scripts could not read."""
+    (key,) = await fleet.start()
+    (first, _) = fleet.servers
+    headers = {"x-api-key": key, "content-type": "application/json"}
+    answer = await first.http.post("/v1/responses", content=body, headers=headers)
+    assert answer.status_code in (200, 400), answer.text
+    reference = {"type": "item_reference", "id": "msg_none"}
+    assert (await first.respond(key, input=[reference])).status_code == 400
+    assert first.store.num_failures == 0
 
 
 async def test_responses_are_kept_for_a_day_and_within_a_size(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):

@@ -8,13 +8,14 @@ whatever may keep it from that is cut off after `_GRACE_S`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import TypeVar
 
@@ -129,7 +130,7 @@ class Leader(Ranks):
         limit.daemon = True
         limit.start()
         for answer in list(self._answers.values()):
-            if not answer.done():
+            with contextlib.suppress(InvalidStateError):  # it has come just now
                 answer.set_exception(error)
         self._thread.give_up(error)
 
@@ -164,6 +165,7 @@ class Leader(Ranks):
             self._status = 0
             return result
         except asyncio.CancelledError:
+            others.cancel()
             if is_abortable:
                 own.cancel()
             await asyncio.wait((own,))
@@ -190,17 +192,16 @@ class Leader(Ranks):
                     raise RankLostError(message.error)
         except RankLostError as error:
             self.lose(rank, str(error))
-        except Exception as error:  # what it says cannot be read
-            self.lose(rank, f"{type(error).__name__}: {error}")
 
     def _settle(self, rank: int, done: Done) -> None:
         answer = self._answers.get((rank, done.number))
-        if answer is None or not answer.set_running_or_notify_cancel():
-            return
-        if done.error is None:
-            answer.set_result(done.result)
-        else:
-            answer.set_exception(ModelLoadError(f"Rank {rank}: {done.error}"))
+        if answer is None:
+            return  # nobody waits for it any more
+        with contextlib.suppress(InvalidStateError):  # nor here
+            if done.error is None:
+                answer.set_result(done.result)
+            else:
+                answer.set_exception(ModelLoadError(f"Rank {rank}: {done.error}"))
 
 
 class _LeadingRunner:
@@ -269,7 +270,8 @@ def _welcome(connected: socket.socket, token: bytes, links: dict[int, Link], own
     except RankLostError as error:
         logger.warning("A connection was refused: %s", error)
         return
-    assert isinstance(hello, Hello), "ranks say first who they are"
+    if not isinstance(hello, Hello):
+        raise ConfigError(f"A rank has another version: it begins with {type(hello).__name__}.")
     links[hello.rank] = link
     for name, value in own.items():
         if hello.settings.get(name) != value:

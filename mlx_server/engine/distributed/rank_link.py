@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import sys
 import threading
 from dataclasses import asdict, dataclass
@@ -33,8 +34,12 @@ from mlx_server.runtime.memory import MemoryReading
 
 TOKEN_BYTES = 32
 _MAX_FRAME_BYTES = 1 << 30
-_SILENCE_S = 30.0
-"""A rank that has said nothing for so long is stuck: it says every second how much memory it has."""
+_SILENCE_S = 30
+"""A rank that has said nothing for so long is stuck, also in the middle of a message: it says every second how much
+memory it has."""
+
+_PROOF_S = 5
+"""How long rank 0 waits for each step of a proof: who connects and says nothing must not hold up the others."""
 
 _SOCKET_OPTIONS = {
     "TCP_NODELAY": 1,
@@ -112,15 +117,20 @@ class Link:
         """Raises `RankLostError` if the other end does not know `token`."""
         connected.settimeout(None)
         _set_up(connected)
+        _limit_silence(connected, _PROOF_S if is_leader else _SILENCE_S)
+        watched = connected.dup()
         self._connection = Connection(connected.detach())
         self._sending = threading.Lock()
         try:
             proofs = (deliver_challenge, answer_challenge)
             for prove in proofs if is_leader else reversed(proofs):
                 prove(self._connection, token)
+            _limit_silence(watched, _SILENCE_S)
         except (AuthenticationError, EOFError, OSError) as error:
             self.close()
             raise RankLostError(f"who connected is no rank of this group: {error or type(error).__name__}") from error
+        finally:
+            watched.close()
 
     def send(self, message: Message) -> None:
         """Raises `RankLostError`."""
@@ -134,14 +144,17 @@ class Link:
     def receive(self) -> Message:
         """Waits for the next message. Raises `RankLostError`."""
         try:
-            if not self._connection.poll(_SILENCE_S):
-                raise RankLostError(f"it has said nothing for {_SILENCE_S:g} s")
             frame = self._connection.recv_bytes(_MAX_FRAME_BYTES)
+        except BlockingIOError:
+            raise RankLostError(f"it has said nothing for {_SILENCE_S} s") from None
         except (EOFError, ConnectionResetError):
             raise RankLostError("its process has ended") from None
         except OSError as error:
             raise RankLostError(f"its connection has ended: {error}") from error
-        message: Message = _DECODERS[frame[0]].decode(memoryview(frame)[1:])
+        try:
+            message: Message = _DECODERS[frame[0]].decode(memoryview(frame)[1:])
+        except (IndexError, msgspec.DecodeError) as error:
+            raise RankLostError(f"it says what cannot be read; is its version another? {error}") from error
         return message
 
     def close(self) -> None:
@@ -155,6 +168,12 @@ def _set_up(connected: socket.socket) -> None:
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     if sys.platform == "darwin":
         connected.setsockopt(socket.IPPROTO_TCP, _DARWIN_CONNECTION_DROP_TIME, _DROP_S)
+
+
+def _limit_silence(connected: socket.socket, seconds: int) -> None:
+    """Reads fail with `BlockingIOError` when nothing has come for so long. Python's own timeouts would do the same by
+    making the descriptor non-blocking, which `Connection` cannot use."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def leader_host(config: Config) -> str:

@@ -100,6 +100,11 @@ class ModelEvents:
         self._cache: CacheEvents | None = None
         self._is_closed = False
 
+    @property
+    def num_sent(self) -> int:
+        """Batches so far."""
+        return self._next_sequence
+
     def open(self, cache: CacheEvents) -> None:
         """What is added from here on is of a new cache, which is empty."""
         self._opened = cache
@@ -242,6 +247,16 @@ class KvEvents:
             }
             for rank, topic in enumerate(self._channels)
         }
+
+    @property
+    def num_sent(self) -> dict[str, int]:
+        """Batches published by each topic."""
+        return {topic: channel.num_sent for topic, channel in self._channels.items()}
+
+    @property
+    def num_lost(self) -> dict[str, int]:
+        """Changes that no subscriber was told of, by topic."""
+        return {topic: channel.num_lost for topic, channel in self._channels.items()}
 
     def close(self) -> None:
         """Sends what waits, and ends the thread."""

@@ -8,6 +8,7 @@ away or the response too large, stays with this server.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -125,6 +126,8 @@ class KeptResponses:
         ids = json.dumps([item.id for item in response.items])
         try:
             await self._run(_PUT, response.id, packed, ids, MAX_RESPONSES, MAX_OWNER_BYTES, _ID_WEIGHT)
+            if self._local.find(response.id) is None:  # its client has deleted it on the way
+                await self._run(_DROP, response.id)
         except StoreAwayError:
             return
         self._local.drop(response.id)
@@ -146,9 +149,9 @@ class KeptResponses:
     async def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
         """Those items of kept responses that have these ids. Raises as `find`."""
         found = self._local.find_items(ids)
-        missing = sorted(set(ids) - found.keys())
+        missing = set(ids) - found.keys()
         if missing and self._shared is not None:
-            wanted, what = json.dumps(missing), f"item {missing[0]}"
+            wanted, what = json.dumps(sorted(missing)), f"item {min(missing)}"
             bodies: Sequence[bytes] = await self._ask(_FIND_ITEMS, what, wanted, MAX_BODY_BYTES)
             for packed in bodies:
                 items = {item.id: item for item in StoredResponse.unpacked(packed).items if item.id in missing}
@@ -161,8 +164,12 @@ class KeptResponses:
 
     async def delete(self, response_id: str) -> None:
         """Raises `NotFoundError`, and as `find`."""
-        is_elsewhere = self._shared is not None and self._local.find(response_id) is None
-        if not is_elsewhere or not await self._ask(_DROP, f"response {response_id}", response_id):
+        if self._local.find(response_id) is not None:
+            self._local.delete(response_id)
+            if self._shared is not None:  # which may have taken it although its answer came too late
+                with contextlib.suppress(StoreAwayError):
+                    await self._run(_DROP, response_id)
+        elif self._shared is None or not await self._ask(_DROP, f"response {response_id}", response_id):
             self._local.delete(response_id)
 
     async def _ask(self, script: Script, what: str, *args: Any) -> Any:

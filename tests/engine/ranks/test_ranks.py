@@ -3,135 +3,37 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import signal
-import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 from mlx.utils import tree_flatten
 
 from mlx_server import LLM, SamplingParams
 from mlx_server.cli.main import main
 from mlx_server.config import load_config
-from mlx_server.engine.distributed.leader import Leader
-from mlx_server.engine.distributed.rank_link import Link, Memory, RankLostError, Stop
 from mlx_server.engine.distributed.ranks import check_shardable
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import ConfigError, ModelLoadError
-from mlx_server.outputs import BlockMove, NewRequestData, PoolChange, ScheduledChunk, SchedulerOutput
-from mlx_server.runtime.executor import MLXThread
-from mlx_server.runtime.memory import read_memory
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.sharding import shard_model
+from tests.architectures import config_of
+from tests.engine.ranks.worlds import END_S, MOST_S, Ranks, alone, complete, metric, serving
 from tests.engine_worlds import built, make_folder, on_the_cpu, random_prompts
 from tests.homes import with_kernels
 from tests.tiny_models import byte_tokenizer, save_model_folder
 
-HOST = "127.0.0.1"
-MOST_S = 240
-"""More than ranks take to start, and a request to be answered, on a busy machine."""
-
-END_S = 60
-"""Much more than the 5 s in which ranks should end: that is measured elsewhere."""
-
 PREFIX, *OTHERS = random_prompts([100, 40, 70, 1050, 1060], seed=3)
-
-
-class Ranks:
-    """The processes of one server, rank 0 first."""
-
-    def __init__(self, folder: Path, home: Path, size: int, options: Sequence[str]) -> None:
-        hostfile = home / "hosts.json"
-        hostfile.write_text(json.dumps([[f"{HOST}:{port}"] for port in free_ports(size)]))
-        command = [sys.executable, "-m", "mlx_server", "serve", str(folder), "--port", "0"]
-        environ = {**os.environ, "MLX_SERVE_HOME": str(home), "MLX_HOSTFILE": str(hostfile)}
-        self.logs = [home / f"rank-{rank}.log" for rank in range(size)]
-        self.processes = []
-        for rank, log in enumerate(self.logs):
-            with log.open("wb") as errors:
-                process = subprocess.Popen(
-                    [*command, "--served-model-name", "tiny", "--tensor-parallel-size", str(size), *options],
-                    env={**environ, "MLX_RANK": str(rank)},
-                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                    stderr=errors,
-                    text=True,
-                )
-            self.processes.append(process)
-
-    def wait_until_ready(self) -> str:
-        """The server's address."""
-        out = self.processes[0].stdout
-        assert out is not None
-        line = out.readline()
-        assert "is ready" in line, self.said()
-        return line.split()[3].removesuffix("/v1")
-
-    def statuses(self) -> list[int]:
-        """The exit statuses of all."""
-        return [process.wait(END_S) for process in self.processes]
-
-    def said(self) -> str:
-        return "\n".join(log.read_text("utf-8", "replace") for log in self.logs)
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server((HOST, 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
-@contextmanager
-def serving(folder: Path, home: Path, size: int, *options: str) -> Iterator[tuple[Ranks, httpx.Client]]:
-    ranks = Ranks(folder, with_kernels(home), size, options)
-    timer = threading.Timer(MOST_S, lambda: [process.kill() for process in ranks.processes])
-    timer.start()
-    try:
-        with httpx.Client(base_url=ranks.wait_until_ready(), timeout=MOST_S) as http:
-            yield ranks, http
-    finally:
-        timer.cancel()
-        for process in ranks.processes:
-            process.kill()
-            process.communicate()
-
-
-def complete(http: httpx.Client, prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
-    """The answer's only choice, with `cached` tokens of the prompt."""
-    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True, **more}
-    answer = http.post("/v1/completions", json={"model": "tiny", "temperature": 0.0, **body})
-    assert answer.status_code == 200, answer.text
-    done = answer.json()
-    return {**done["choices"][0], "cached": done["usage"]["prompt_tokens_details"]["cached_tokens"]}
-
-
-def metric(http: httpx.Client, name: str, label: str = "") -> float:
-    values = re.findall(rf"^{name}\{{.*{label}.*\}} (\S+)$", http.get("/metrics").text, re.MULTILINE)
-    return sum(map(float, values))
 
 
 def parameters() -> list[tuple[str, Any]]:
     named: list[tuple[str, Any]] = tree_flatten(built("llama").model.parameters())
     return named
-
-
-def alone(llm: LLM, prompts: Sequence[list[int]], max_tokens: int, **more: Any) -> list[list[int]]:
-    """What one process answers."""
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"temperature": 0.0, **more})
-    return [list(done.token_ids) for done in llm.generate(list(prompts), sampling, use_tqdm=False)]
 
 
 @on_the_cpu
@@ -211,6 +113,55 @@ def test_the_end_of_one_rank_ends_all_streams_and_all_ranks(tmp_path: Path):
         assert ranks.statuses() == [1, -signal.SIGKILL, 1], ranks.said()
 
 
+@on_the_cpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "qwen3_moe",  # experts
+        "gpt_oss",  # experts, windows and sinks
+        "qwen3_5",  # recurrent layers
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in (
+                *("deepseek_v2", "deepseek_v3", "exaone_moe", "glm4_moe", "glm4_moe_lite", "iquestloopcoder"),
+                *("kimi_k25", "llama", "longcat_flash", "minimax", "ministral3", "mistral4", "qwen2", "qwen3"),
+                "step3p5",
+            )
+        ),
+    ],
+)
+def test_models_of_other_kinds_answer_over_ranks_as_alone(architecture: str, tmp_path: Path):
+    config = config_of(architecture)
+    folder = save_model_folder(build_random(config, 1), config, tmp_path / "model", byte_tokenizer())
+    with (
+        serving(folder, tmp_path / "home", 2) as (ranks, http),
+        LLM(str(folder), kv_cache_memory="8MB") as one,
+        ThreadPoolExecutor(3) as clients,
+    ):
+        prompts = [PREFIX, *OTHERS[:2]]
+        expected = alone(one, prompts, 20)
+        got = list(clients.map(lambda prompt: complete(http, prompt, 20)["token_ids"], prompts))
+        assert got == expected, "three at a time"
+        assert complete(http, PREFIX, 20)["token_ids"] == expected[0], "behind a cached prefix"
+        ranks.processes[0].send_signal(signal.SIGTERM)
+        assert ranks.statuses() == [0, 0], ranks.said()
+
+
+@on_the_cpu
+@pytest.mark.slow
+def test_ranks_with_other_settings_end_and_say_which(tmp_path: Path):
+    folder = make_folder(tmp_path / "model")
+    options = [["--max-num-seqs", "8"], ["--max-num-seqs", "4"]]
+    ranks = Ranks(folder, with_kernels(tmp_path / "home"), 2, *options)
+    assert ranks.statuses() == [2, 1], ranks.said()
+    first, second = (log.read_text("utf-8") for log in ranks.logs)
+    assert "max_num_seqs is 4 on rank 1, and 8 on rank 0; it must be the same on all ranks." in first
+    assert "Rank 0 is lost: its process has ended" in second
+    for process in ranks.processes:
+        process.communicate()
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -266,91 +217,3 @@ def test_a_rank_needs_memory_for_its_part():
     embeddings = 2 * 16_384 * 384 * 4
     assert two.weights_bytes == embeddings + (one.weights_bytes - embeddings) // 2
     assert two.kv_bytes == one.kv_bytes // 2
-
-
-# --- between ranks ----------------------------------------------------------------------------------------------------
-
-
-def linked(work: Callable[[Link], None], tokens: tuple[bytes, bytes] = (b"t" * 32, b"t" * 32)) -> Link:
-    """Rank 0's end of a link; `work` has the other one, on a thread of its own."""
-    with socket.create_server((HOST, 0)) as server:
-
-        def connect() -> None:
-            try:
-                link = Link(socket.create_connection(server.getsockname()), tokens[1], is_leader=False)
-            except RankLostError:
-                return
-            work(link)
-            link.close()
-
-        threading.Thread(target=connect, daemon=True).start()
-        return Link(server.accept()[0], tokens[0], is_leader=True)
-
-
-def test_a_step_arrives_as_it_was_sent():
-    sampling = SamplingParams(seed=3, stop=["x"], logit_bias={5: 1.5}, allowed_token_ids=(1, 2), stop_token_ids=(9,))
-    chunks = (
-        ScheduledChunk("a", 0, 3, (1, 2, 3), ((1,),), True, 0, allowed_bitmask=b"\x01\x00", checkpoint=4),
-        ScheduledChunk("b", 7, 3, (4, 5, 6), ((), (2,)), True, 5, num_drafts=2, draft_bitmasks=(None, b"\xff")),
-        ScheduledChunk("c", 9, 1, None, ((),), True, 8, recent_token_ids=(7,)),
-    )
-    step = SchedulerOutput(
-        8,
-        chunks,
-        (NewRequestData("a", (1, 2, 3), (), sampling, frozenset({2, 4}), 1),),
-        ("gone",),
-        num_prompt_tokens=3,
-        pool_change=PoolChange(9, (BlockMove(1, 2),), 3),
-    )
-
-    def echo(link: Link) -> None:
-        link.send(link.receive())
-
-    link = linked(echo)
-    link.send(step)
-    assert link.receive() == step
-    with pytest.raises(RankLostError, match="its process has ended"):
-        link.receive()
-    link.close()
-
-
-def test_who_does_not_know_the_secret_is_no_rank():
-    with pytest.raises(RankLostError, match="no rank of this group"):
-        linked(lambda link: None, (b"t" * 32, b"u" * 32))
-
-
-def test_pools_are_booked_by_the_rank_that_has_least_room():
-    reading = replace(read_memory(), available_bytes=12345)
-    answered = threading.Event()
-
-    def work(link: Link) -> None:
-        link.send(Memory(reading))
-        link.receive()
-        answered.set()
-        assert isinstance(link.receive(), Stop)
-
-    leader = Leader(SimpleNamespace(), {1: linked(work)}, MLXThread())
-    assert answered.wait(END_S)
-    assert leader.read_memory() == reading
-    leader.close()
-
-
-def test_a_rank_that_stops_when_it_is_told_to_is_not_lost(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr("mlx_server.engine.distributed.leader._GRACE_S", 3600.0)  # else this process ended with it
-
-    def work(link: Link) -> None:
-        assert isinstance(link.receive(), Stop)
-
-    leader = Leader(SimpleNamespace(), {1: linked(work)}, MLXThread())
-    tell = leader.tell
-
-    def tell_and_see_it_go(message: Any) -> None:
-        tell(message)
-        for reader in leader._readers:
-            reader.join(END_S)
-
-    monkeypatch.setattr(leader, "tell", tell_and_see_it_go)
-    leader.close()
-    assert caplog.messages == []
