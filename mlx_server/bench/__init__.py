@@ -29,6 +29,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "kernels": Benchmark("lab.kernels", "the attention kernels alone, each beside MLX's own"),
         "kv-bits": Benchmark("lab.kv_bits", "what K/V in fewer bits cost a model, on a text"),
         "simulate": Benchmark("lab.simulator.command", "the scheduler alone, on recorded or made-up traffic"),
+        "fleet": Benchmark("lab.simulator.fleet", "many simulated servers behind a router, by how it places requests"),
         "host-cost": Benchmark("lab.host_cost", "what scheduling a step costs the host"),
         "random-folder": Benchmark("random_folder", "write a random model that any mlx-lm server can load"),
     }

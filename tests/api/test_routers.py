@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -17,9 +20,10 @@ import httpx
 import pytest
 
 from tests.api.test_server_life import Server, server
-from tests.ports import free_ports
+from tests.engine_worlds import make_folder, on_the_cpu
+from tests.homes import with_kernels
+from tests.ports import HOST, free_ports
 
-HOST = "127.0.0.1"
 CONFIGS = Path(__file__).parents[2] / "configs" / "scale-out"
 VENV = Path(__file__).parent / "routers" / ".venv"
 PATH = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"
@@ -138,3 +142,65 @@ async def test_sixty_requests_of_which_one_server_s_goes(name: str, number: int,
         else:
             ended = "error" if name == "smg" else "cut"
             assert endings == Counter({"done": NUM_OPEN - num_there + NUM_LATER, ended: num_there})
+
+
+# --- where prefixes are hit -----------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def model_server(folder: Path, home: Path) -> AsyncIterator[tuple[str, tuple[int, int]]]:
+    """A server of a tiny model, with KV events: its address, and the ports of these and of their replay."""
+    events, replay = free_ports(2)
+    endpoints = ["--kv-events", f"tcp://{HOST}:{events}", "--kv-events-replay", f"tcp://{HOST}:{replay}"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "mlx_server", "serve", str(folder), "--port", "0", "--served-model-name", "tiny"),
+        *(*endpoints, "--kv-events-topic=", "--speculate", "off", "--max-model-len", "2048"),
+        env={**os.environ, "MLX_SERVE_HOME": str(with_kernels(home))},
+        stdout=PIPE,
+        stderr=DEVNULL,
+    )
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        assert "is ready" in line
+        yield line.split()[3].removesuffix("/v1"), (events, replay)
+    finally:
+        process.kill()
+        await process.communicate()
+
+
+@on_the_cpu
+@pytest.mark.parametrize("name", ROUTERS)
+async def test_conversations_hit_their_prefixes_and_both_servers_work(name: str, tmp_path: Path):
+    """10 conversations of 4 turns: 64 % of the prompt tokens come from a cache, and none has less than 40 % of them."""
+    folder = make_folder(tmp_path / "model")
+    prompt_tokens, cached = Counter[str](), Counter[str]()
+    async with (
+        model_server(folder, tmp_path / "home") as (first, of_first),
+        model_server(folder, tmp_path / "home") as (second, of_second),
+    ):
+        ports = {"A_EVENTS": of_first[0], "A_REPLAY": of_first[1], "B_EVENTS": of_second[0], "B_REPLAY": of_second[1]}
+        more = {key: str(port) for key, port in ports.items()}
+
+        async def talk(http: httpx.AsyncClient, number: int) -> None:
+            messages = [{"role": "system", "content": "You are of few words. " * 6}]
+            for turn in range(4):
+                messages.append({"role": "user", "content": f"{number}.{turn} What about that? " * 7})
+                body = {"model": "tiny", "messages": messages, "max_tokens": 48, "ignore_eos": True, "temperature": 0}
+                answer = await http.post("/v1/chat/completions", json=body)
+                assert answer.status_code == 200, answer.text
+                messages.append({"role": "assistant", "content": "That is as it is."})
+
+        async with router(name, [first, second], tmp_path, "tiny", **more) as http, asyncio.timeout(MOST_S):
+            await asyncio.gather(*(talk(http, number) for number in range(10)))
+            for url in (first, second):
+                text = (await http.get(f"{url}/metrics")).text
+                prompt_tokens[url] = metric(text, "vllm:prompt_tokens_total")
+                cached[url] = metric(text, "vllm:prefix_cache_hits_total")
+    split = {url: num / prompt_tokens.total() for url, num in prompt_tokens.items()}
+    assert cached.total() / prompt_tokens.total() >= 0.64, (cached, prompt_tokens)
+    assert min(split.values()) >= 0.4, prompt_tokens
+
+
+def metric(text: str, name: str) -> int:
+    return int(sum(float(value) for value in re.findall(rf"^{name}\{{.*\}} (\S+)$", text, re.MULTILINE)))

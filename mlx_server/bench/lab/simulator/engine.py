@@ -105,7 +105,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return sorted(values)[max(math.ceil(len(values) * percent / 100.0), 1) - 1]
 
 
-_TOKEN = SampledToken(7)
+_TOKEN = SampledToken(40_000)  # with as many digits as most, for whoever counts what events take
 _SAMPLING = SamplingParams()
 
 
@@ -192,7 +192,7 @@ class Simulation:
         self._began_s = 0.0
         self._submitted: deque[tuple[ModelRunnerOutput, float]] = deque()
         self._in_progress: dict[str, _Progress] = {}
-        self._next_of: Callable[[TracedRequest, float], TracedRequest | None] = lambda ended, now: None
+        self.next_of: Callable[[TracedRequest, float], TracedRequest | None] = lambda ended, now: None
         self._num_arrived = 0
         self._explained = None if explained is None else str(explained)
         self.explanation: list[str] = []
@@ -205,42 +205,47 @@ class Simulation:
         """Serves all of them to the end, and what `next_of` says that one's client sends when it has ended. Raises
         `AssertionError` if the scheduler's books do not agree."""
         start_s = time.perf_counter()
-        coming = iter(arrivals)
-        upcoming = next(coming, None)
-        self._next_of = next_of or self._next_of
-        while True:
-            while upcoming is not None and upcoming.arrival_s <= self._now:
-                self._arrive(upcoming)
-                upcoming = next(coming, None)
+        self.next_of = next_of or self.next_of
+        for traced in arrivals:
+            self.advance(traced.arrival_s)
+            self.arrive(traced)
+        self.advance(math.inf)
+        self.close(time.perf_counter() - start_s)
+        return self.metrics
+
+    @property
+    def num_in_progress(self) -> int:
+        return len(self._in_progress)
+
+    def advance(self, until_s: float) -> None:
+        """Serves what has arrived until that time, or to the end of a step that goes beyond it."""
+        while self._now < until_s:
             due_s = self._due_s()
             output = self._schedule() if due_s <= self._now else None
             if output is not None and len(self._submitted) < self._depth:
                 continue
-            next_s = math.inf if upcoming is None else upcoming.arrival_s
-            if due_s > self._now:
-                next_s = min(next_s, due_s)
+            next_s = min(until_s, due_s) if due_s > self._now else until_s
             if self._submitted and (output is not None or next_s >= self._submitted[0][1]):
                 self._finish_step()
             elif next_s < math.inf:
                 self._now = next_s
             else:
-                break
-        self._close(time.perf_counter() - start_s)
-        return self.metrics
+                return
 
-    def _arrive(self, traced: TracedRequest) -> None:
+    def arrive(self, traced: TracedRequest) -> None:
+        """A request comes, behind all that `advance` has done. Nothing is left of it here if it is refused."""
         request_id = str(self._num_arrived)
         self._num_arrived += 1
         request = Request(
             request_id,
-            [0] * traced.num_prompt_tokens,
+            [_TOKEN.token_id] * traced.num_prompt_tokens,
             _SAMPLING,
             arrival_s=traced.arrival_s,
             max_total_tokens=traced.num_prompt_tokens + traced.num_output_tokens,
             priority=traced.tier,
             tier=traced.tier.name.lower(),
         )
-        request.block_hashes = _block_hashes(traced)
+        request.block_hashes = block_hashes(traced)
         try:
             displaced = self.scheduler.add_request(request)
         except (ContextLengthError, OverloadedError):
@@ -302,8 +307,8 @@ class Simulation:
         if output.finish_reason is not None:
             del self._in_progress[output.request_id]
             self._finish(progress, progress.first_token_s)
-            if (sent := self._next_of(progress.traced, now)) is not None:
-                self._arrive(sent)
+            if (sent := self.next_of(progress.traced, now)) is not None:
+                self.arrive(sent)
 
     def _finish(self, progress: _Progress, first_token_s: float) -> None:
         traced, first_scheduled_s = progress.traced, progress.request.first_scheduled_s
@@ -319,7 +324,8 @@ class Simulation:
         tpot_s = (e2e_s - ttft_s) / max(traced.num_output_tokens - 1, 1)
         tier.num_good += ttft_s <= self._slo.ttft_s and tpot_s <= self._slo.tpot_s
 
-    def _close(self, host_s: float) -> None:
+    def close(self, host_s: float = 0.0) -> None:
+        """At the end of all arrivals. Raises `AssertionError` if the books do not agree."""
         assert not self._in_progress, "a request was forgotten"
         self.scheduler.check_integrity()
         blocks = self.scheduler.blocks
@@ -330,14 +336,14 @@ class Simulation:
         self.metrics.num_evictions = blocks.num_evictions
 
 
-def _block_hashes(traced: TracedRequest) -> list[bytes]:
+def block_hashes(traced: TracedRequest) -> list[bytes]:
     """Hashes of the prompt's full blocks: taken from its hash ids instead of from token ids, which a trace
     does not have. The output's follow from these, as they always do."""
-    suffixes = [index.to_bytes(8, "little") for index in range(traced.hash_block_tokens // BLOCK_SIZE)]
+    withins = [index.to_bytes(8, "little") for index in range(traced.hash_block_tokens // BLOCK_SIZE)]
     hashes: list[bytes] = []
     for hash_id in traced.hash_ids:
-        prefix = hash_id.to_bytes(8, "little", signed=True)
-        hashes.extend([prefix + suffix for suffix in suffixes])
+        name = hash_id.to_bytes(8, "little", signed=True)  # in the half that KV events tell
+        hashes.extend([within + name for within in withins])
     return hashes[: traced.num_prompt_tokens // BLOCK_SIZE]
 
 
