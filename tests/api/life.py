@@ -12,7 +12,7 @@ from mlx_server.api.http.listener import listen
 from mlx_server.api.server import serve
 from mlx_server.config import Config, ServerConfig
 from mlx_server.engine.engine import EngineState
-from mlx_server.errors import EngineDeadError, ModelLoadError
+from mlx_server.errors import EngineDeadError, ModelLoadError, QueueFullError
 from mlx_server.pool.model_pool import ModelPool
 from tests.api.fakes import FakeEngine, fake_pool
 
@@ -34,6 +34,8 @@ class ScriptedEngine(FakeEngine):
         await super().start()
 
     def submit(self, request):
+        if self.scenario == "full":
+            raise QueueFullError("The queue is full.", "queue_full")
         if self.tokenizer.decode(request.prompt_token_ids) == "die":
             asyncio.get_running_loop().call_later(0.05, self.die, EngineDeadError("The engine has died: no luck."))
         return super().submit(request)

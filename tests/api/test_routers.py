@@ -107,9 +107,9 @@ async def loads(servers: Sequence[Server], http: httpx.AsyncClient) -> list[int]
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_sixty_requests_of_which_one_server_s_goes(name: str, number: int, tmp_path: Path):
-    """SIGTERM: all are answered. SIGKILL: only those end that were open there."""
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL, "death"])
+async def test_sixty_requests_of_which_one_server_s_goes(name: str, end: int | str, tmp_path: Path):
+    """SIGTERM: all are answered. SIGKILL, or a dead engine: only those end that were open there."""
     async with server(drain_timeout_s=MOST_S) as one, server(drain_timeout_s=MOST_S) as other:
         both = [one, other]
         await asyncio.gather(*(each.ready() for each in both))
@@ -123,12 +123,15 @@ async def test_sixty_requests_of_which_one_server_s_goes(name: str, number: int,
                 await asyncio.sleep(0.01)
             num_there = max(num_open)
             going, staying = both if num_open[0] == num_there else both[::-1]
-            going.signal(number)
-            if number == signal.SIGKILL:
-                await going.process.wait()
+            if isinstance(end, int):
+                going.signal(end)
             else:
+                await direct.post(f"{going.url}/v1/completions", json={"prompt": "die"})
+            if end == signal.SIGTERM:
                 while (await direct.get(f"{going.url}/health")).status_code != 503:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
+            else:
+                await going.process.wait()
             streams += [asyncio.create_task(stream(http)) for _ in range(NUM_LATER)]
             while (await loads([staying], direct))[0] < NUM_OPEN - num_there + NUM_LATER:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -136,12 +139,21 @@ async def test_sixty_requests_of_which_one_server_s_goes(name: str, number: int,
                 if each.process.returncode is None:
                     os.kill(each.process.pid, signal.SIGUSR1)  # streams go on
             endings = Counter(await asyncio.gather(*streams))
-        if number == signal.SIGTERM:
+        if end == signal.SIGTERM:
             assert endings == {"done": NUM_OPEN + NUM_LATER}
             assert (await going.ended())[0] == 0
         else:
-            ended = "error" if name == "smg" else "cut"
+            ended = "cut" if (name, end) == ("vllm-router", signal.SIGKILL) else "error"
             assert endings == Counter({"done": NUM_OPEN - num_there + NUM_LATER, ended: num_there})
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+async def test_a_full_server_s_requests_are_answered_by_the_other(name: str, tmp_path: Path):
+    async with server("full") as full, server() as other:
+        await asyncio.gather(full.ready(), other.ready())
+        os.kill(other.process.pid, signal.SIGUSR1)  # it does not hold its streams
+        async with router(name, [full.url, other.url], tmp_path) as http, asyncio.timeout(MOST_S):
+            assert [await stream(http) for _ in range(6)] == ["done"] * 6
 
 
 # --- where prefixes are hit -----------------------------------------------------------------------------------------
@@ -197,6 +209,9 @@ async def test_conversations_hit_their_prefixes_and_both_servers_work(name: str,
                 text = (await http.get(f"{url}/metrics")).text
                 prompt_tokens[url] = metric(text, "vllm:prompt_tokens_total")
                 cached[url] = metric(text, "vllm:prefix_cache_hits_total")
+                assert (await http.post(f"{url}/sleep")).status_code == 200
+                assert (await http.get(f"{url}/is_sleeping")).json() == {"is_sleeping": True}
+            await talk(http, 10)  # sleeping servers wake by themselves
     split = {url: num / prompt_tokens.total() for url, num in prompt_tokens.items()}
     assert cached.total() / prompt_tokens.total() >= 0.64, (cached, prompt_tokens)
     assert min(split.values()) >= 0.4, prompt_tokens
