@@ -430,13 +430,8 @@ SERVER_SERIES: Mapping[type, tuple[Family[Any], ...]] = {
         Family("counter", "mlx_serve:shared_store_failures", "Calls of it that failed.", "num_failures"),
     ),
     server_metrics.KvEventMetrics: (
-        Family("counter", "mlx_serve:kv_event_batches{topic}", "Batches of KV events that were published.", "sent"),
-        Family(
-            "counter",
-            "mlx_serve:kv_events_lost{topic}",
-            "Changes of a prefix cache of which subscribers were not told; they were told to forget all.",
-            "lost",
-        ),
+        Family("counter", "mlx_serve:kv_event_batches{topic}", "Batches of KV events published.", "sent"),
+        Family("counter", "mlx_serve:kv_events_lost{topic}", "Changes not told, but to forget all instead.", "lost"),
     ),
     server_metrics.ProcessMetrics: (
         Family(

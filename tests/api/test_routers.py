@@ -202,6 +202,7 @@ async def test_conversations_hit_their_prefixes_and_both_servers_work(name: str,
                 answer = await http.post("/v1/chat/completions", json=body)
                 assert answer.status_code == 200, answer.text
                 messages.append({"role": "assistant", "content": "That is as it is."})
+                await asyncio.sleep(0.5)  # nobody asks on at once; events are some 10 ms behind
 
         async with router(name, [first, second], tmp_path, "tiny", **more) as http, asyncio.timeout(MOST_S):
             await asyncio.gather(*(talk(http, number) for number in range(10)))

@@ -20,6 +20,7 @@ from mlx_server.config import load_config
 from mlx_server.engine.distributed.ranks import check_shardable
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import ConfigError, ModelLoadError
+from mlx_server.runtime.models.loader import LoadedModel
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.sharding import shard_model
 from tests.architectures import config_of
@@ -133,10 +134,11 @@ def test_the_end_of_one_rank_ends_all_streams_and_all_ranks(tmp_path: Path):
 )
 def test_models_of_other_kinds_answer_over_ranks_as_alone(architecture: str, tmp_path: Path):
     config = config_of(architecture)
-    folder = save_model_folder(build_random(config, 1), config, tmp_path / "model", byte_tokenizer())
+    model = build_random(config, 1)
+    folder = save_model_folder(model, config, tmp_path / "model", byte_tokenizer())
     with (
         serving(folder, tmp_path / "home", 2) as (ranks, http),
-        LLM(str(folder), kv_cache_memory="8MB") as one,
+        LLM(LoadedModel(architecture, model, config, None), kv_cache_memory="8MB", max_model_len=512) as one,
         ThreadPoolExecutor(3) as clients,
     ):
         prompts = [PREFIX, *OTHERS[:2]]
