@@ -29,6 +29,12 @@ from tests.engine.ranks.worlds import END_S
 from tests.ports import HOST
 
 
+@pytest.fixture(autouse=True)
+def survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader that loses a rank ends its process, which here is that of the tests."""
+    monkeypatch.setattr("mlx_server.engine.distributed.leader._GRACE_S", 3600.0)
+
+
 def linked(work: Callable[[Link], None], tokens: tuple[bytes, bytes] = (b"t" * 32, b"t" * 32)) -> Link:
     """Rank 0's end of a link; `work` has the other one, on a thread of its own."""
     with socket.create_server((HOST, 0)) as server:
@@ -183,3 +189,22 @@ def test_pools_are_booked_by_the_rank_that_has_least_room():
     assert answered.wait(END_S)
     assert leader.read_memory() == reading
     leader.close()
+
+
+def test_a_rank_that_stops_when_it_is_told_to_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def work(link: Link) -> None:
+        assert isinstance(link.receive(), Stop)
+
+    leader = Leader(SimpleNamespace(), {1: linked(work)}, MLXThread())
+    tell = leader.tell
+
+    def tell_and_see_it_go(message: Any) -> None:
+        tell(message)
+        for reader in leader._readers:
+            reader.join(END_S)
+
+    monkeypatch.setattr(leader, "tell", tell_and_see_it_go)
+    leader.close()
+    assert caplog.messages == []
