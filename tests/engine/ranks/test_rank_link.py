@@ -138,7 +138,7 @@ def test_a_machine_that_is_switched_off_is_noticed():
         timeout=END_S,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "its connection has ended: [Errno 110] Connection timed out"
+    assert done.stdout.startswith("its connection has ended: "), done.stdout  # timed out, or nothing leads there
 
 
 async def test_a_load_that_is_cancelled_midway_leaves_the_ranks_in_step():
