@@ -257,6 +257,11 @@ class ContinuousBatchingScheduler:
         share = min(self._early_share, _LATE_SHARE) if self._launch_s else _LATE_SHARE
         return began_s + share * foretold_s - _LATE_MARGIN_S - self._launch_s
 
+    @property
+    def waits_to_draft(self) -> bool:
+        """Whether the next step is better composed when the result of the submitted one is known."""
+        return self._composer.waits_to_draft()
+
     def explain(self, request: Request, step: SchedulerOutput) -> str:
         """Why the step that was composed last gives a request that has no token yet no more."""
         return self._composer.explain(request, step)
@@ -323,10 +328,8 @@ class ContinuousBatchingScheduler:
             self._budget.observe(shape, step_time_s)
         self._launch_s = max(output.launch_time_s, _LAUNCH_DECAY * self._launch_s)
 
-    def _collect_prompt_logprobs(
-        self, requests: dict[str, Request], computed: dict[str, list[PositionLogprobs]]
-    ) -> None:
-        for request_id, positions in computed.items():
+    def _collect_prompt_logprobs(self, requests: dict[str, Request], found: dict[str, list[PositionLogprobs]]) -> None:
+        for request_id, positions in found.items():
             request = requests.get(request_id)
             # With output there, they have been delivered: the prompt is computed again after a preemption.
             if request is not None and not request.output_token_ids:
@@ -377,7 +380,7 @@ class ContinuousBatchingScheduler:
         try:
             while not self._is_stopping:
                 now = clock()
-                if results and self._composer.waits_to_draft():
+                if self.waits_to_draft:
                     is_result_here = True
                 elif len(results) == 1 and (pause_s := self.next_schedule_s(began_s) - now) > 0:
                     is_result_here = bool((await asyncio.wait(results, timeout=pause_s))[0])
@@ -407,13 +410,11 @@ class ContinuousBatchingScheduler:
         if expired := self.expire(now):
             deliver(expired)
         self._wake.clear()
-        while True:
-            output = self.schedule(now)
-            if not (starved := self.take_starved()):
-                return output
+        output = self.schedule(now)
+        while starved := self.take_starved():
             deliver(starved)
-            if output is not None:
-                return output
+            output = output or self.schedule(now)
+        return output
 
     def wake(self) -> None:
         """Has `run` look for something to do: a block was read or written."""

@@ -104,8 +104,8 @@ class StepComposer:
         return self._table.submitted[-1].submit(-1, (), None, None)
 
     def waits_to_draft(self) -> bool:
-        """Whether the next step is better composed when the result of the one that runs is known."""
-        return self._draft_room is not None and self._draft_room.waits()
+        """Whether a step runs and the next one is better composed when its result is known."""
+        return self._draft_room is not None and bool(self._table.submitted) and self._draft_room.waits()
 
     def explain(self, request: Request, step: SchedulerOutput) -> str:
         """How many tokens `step`, the last that was composed, gives a request that has no output yet, and what kept it

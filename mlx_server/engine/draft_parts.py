@@ -84,8 +84,8 @@ async def load_draft_model(config: Config, target: LoadedModel, tokenizer: Token
 
 async def load_model_head(config: Config, target: LoadedModel, share: MemoryShare, run: InPieces) -> Any:
     """The multi-token-prediction head of `target`, from its folder or fetched. If it is not needed: None where there is
-    none, where `share` has no room for it, and where it cannot be loaded, which the log says. Else raises
-    `ModelLoadError`, and `DownloadError`."""
+    none, where it would take more than half of what `share` has for K/V, and where it cannot be loaded, which the log
+    says. Else raises `ModelLoadError`, and `DownloadError`."""
     settings, folder = config.model, target.folder
     if settings.quantize != WHOLE_WEIGHTS:  # leaves out heads that are among the model's weights
         folder = await asyncio.to_thread(find_folder, settings.model, settings.dtype)
@@ -97,16 +97,16 @@ async def load_model_head(config: Config, target: LoadedModel, share: MemoryShar
         return None
     if config.needs_heads:
         return await run(load_head(files, target, settings.dtype))
-    need = await asyncio.to_thread(estimate_heads, config, files, folder)
-    if not share.join(need):
-        logger.warning("The multi-token-prediction heads of %s do not draft: there is no room for them.", target.name)
-        return None
+    without = share.need
     try:
-        return await run(load_head(files, target, settings.dtype))
-    except ModelLoadError as error:
-        reason = str(error)  # the error's frames hold what was loaded
-        logger.warning("The multi-token-prediction heads of %s do not draft. %s", target.name, reason)
-        return None
+        need = await asyncio.to_thread(estimate_heads, config, files, folder)
+        if 2 * need.total_bytes <= share.kv_room_bytes and share.join(need):  # the other half is for the model's K/V
+            return await run(load_head(files, target, settings.dtype))
+        reason = "There is no room for them beside its K/V."
+    except Exception as error:  # of files that are not what they seem, of MLX, or of the model's code
+        share.need, reason = without, str(error)  # the error's frames hold what was loaded
+    logger.warning("The multi-token-prediction heads of %s do not draft. %s", target.name, reason)
+    return None
 
 
 def vocabulary_difference(target: Tokenizer, draft: Tokenizer) -> str | None:
@@ -163,10 +163,15 @@ async def make_draft(
             state_limit_bytes=share.kv_room_bytes,
         )
     )
-    fault = _fault(info, target_runner, is_head=head is not None)
-    if fault is not None:
+    fault, feed = _fault(info, target_runner, is_head=head is not None), None
+    try:
+        if fault is not None:
+            raise _refused(loaded.name, target, fault)
+        if head is not None:
+            feed = await run(_at_once(partial(_feed, head, target_runner, target_info.max_num_seqs)))
+    except BaseException:
         await run(_at_once(runner.close))
-        raise _refused(loaded.name, target, fault)
+        raise
     memory = _SpareKvMemory(share, info.block_bytes, time.monotonic)
     blocks = PagedBlockManager(
         info.num_blocks,
@@ -184,7 +189,6 @@ async def make_draft(
     )
     if (first := info.first_steps) is not None:
         model.learn(first.num_prompt_tokens, first.prompt_s, first.decode_s)
-    feed = None if head is None else await run(_at_once(partial(_feed, head, target_runner, target_info.max_num_seqs)))
     state_bytes = 0 if feed is None else feed.states.num_bytes
     return DraftParts(
         loaded=loaded,

@@ -38,7 +38,7 @@ from mlx_server.engine.prefixes.kv_events import KvEvents
 from mlx_server.engine.prefixes.model_on_disk import ModelOnDisk, join_disk, open_configured
 from mlx_server.engine.text.chat import TextTools
 from mlx_server.engine.vision.seeing import SeeingModel, load_if_seeing
-from mlx_server.errors import ConfigError, EngineDeadError, ModelLoadError
+from mlx_server.errors import ConfigError, EngineDeadError
 from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.model_runner import ModelRunner
@@ -222,7 +222,7 @@ async def _load_parts(
             )
             weight_bytes, kv_bytes = weight_bytes + draft.weight_bytes, kv_bytes + draft.first_bytes
         except BaseException as error:
-            if not isinstance(error, ModelLoadError) or config.draft_model is not None or config.needs_heads:
+            if not isinstance(error, Exception) or config.draft_model is not None or config.needs_heads:
                 await asyncio.wrap_future(around.thread.call(runner.close))
                 raise
             why_not = str(error)

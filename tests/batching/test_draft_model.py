@@ -15,7 +15,7 @@ from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.layer_groups import LayerGroups
 from mlx_server.batching.speculation.draft_burst import NO_BURST, choose_burst
 from mlx_server.batching.speculation.draft_model import DraftModel, ModelSpeculation, NoLookup
-from mlx_server.batching.speculation.drafting import Drafter, RowCosts, StepRoom
+from mlx_server.batching.speculation.drafting import Acceptance, Drafter, RowCosts, StepRoom
 from mlx_server.batching.speculation.lookup import NgramDrafter
 from mlx_server.outputs import ModelRunnerOutput, SampledToken, ScheduledChunk, SchedulerOutput
 from mlx_server.request import FinishReason
@@ -306,7 +306,7 @@ def test_blocks_of_one_that_is_not_drafted_for_serve_another() -> None:
     world.step()
     world.step()
     assert len(world.model.blocks.block_ids("a")) == 2
-    world.speculation.model._acceptances._by_request["a"].num_compared = 1e9  # it was wrong throughout
+    world.speculation.model._acceptances._by_request["a"] = Acceptance(0.0, 1e9)  # it was wrong throughout
     world.add(make_request("b", 40, max_tokens=20))
     world.finish()
     world.check_tokens()

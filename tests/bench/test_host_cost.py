@@ -41,6 +41,16 @@ def test_the_cost_of_a_request_is_a_few_calls() -> None:
     assert update / 32 < 16
 
 
+def test_finding_no_draft_costs_a_few_calls_more() -> None:
+    """To look and to ask whether to wait. It took 197 for one request, and 437 for four, while every step asked what
+    drafts would bring before there were any."""
+    for num_running, most in ((1, 110), (4, 320)):
+        without = measure(num_running, 0, num_steps=32)
+        cost = measure(num_running, 0, num_steps=32, speculates=True)
+        more = cost.schedule_calls + cost.update_calls - without.schedule_calls - without.update_calls
+        assert 0 < more < most
+
+
 def test_metrics_cost_a_step_the_same_few_calls_for_any_number_of_requests() -> None:
     few, many = (measure(num_running, 0, num_steps=32, has_metrics=True) for num_running in (4, 32))
     assert few.metrics_calls == many.metrics_calls < 40

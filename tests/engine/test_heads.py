@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from mlx_server.batching.speculation.draft_heads import HeadDrafts, _HeadFollowe
 from mlx_server.batching.speculation.draft_model import ModelSpeculation
 from mlx_server.batching.speculation.drafting import Speculation
 from mlx_server.config import Config, ModelConfig, SchedulerConfig
+from mlx_server.engine import draft_parts
 from mlx_server.engine.memory.budget import MemoryShare
-from mlx_server.engine.memory.need import estimate_need
+from mlx_server.engine.memory.need import MemoryNeed, estimate_need
 from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import HELD_STATES, EngineStats, ModelRunnerOutput
 from mlx_server.request import Request
@@ -93,7 +95,16 @@ def test_beside_lookups_heads_draft_what_these_do_not_find(tmp_path: Path) -> No
         assert llm.stats().num_accepted_tokens > heads._acceptances._of_all.num_agreed > 0
 
 
-@pytest.mark.parametrize(("flaw", "told"), [("gone", ""), ("broken", "Cannot load"), ("large", "no room for them")])
+@pytest.mark.parametrize(
+    ("flaw", "told"),
+    [
+        ("gone", ""),
+        ("broken", "Cannot load"),
+        ("large", "no room for them"),
+        ("larger than half", "no room for them"),
+        ("strange", "MLX has no memory"),
+    ],
+)
 def test_without_heads_that_can_be_loaded_lookups_draft_alone(
     flaw: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +114,11 @@ def test_without_heads_that_can_be_loaded_lookups_draft_alone(
         save_head(folder, {n: a for n, a in head_weights("mimo").items() if "input_proj" not in n})
     elif flaw == "large":
         monkeypatch.setattr(MemoryShare, "join", lambda *_: False)
+    elif flaw == "larger than half":
+        monkeypatch.setattr(MemoryShare, "kv_room_bytes", 2**30)
+        monkeypatch.setattr(draft_parts, "estimate_heads", lambda *_: MemoryNeed(2**29 + 1, 0, 0))
+    elif flaw == "strange":
+        monkeypatch.setattr(draft_parts, "load_head", strange_head)
     else:
         (folder / "mtp.safetensors").unlink()
     before = active_bytes()
@@ -116,6 +132,27 @@ def test_without_heads_that_can_be_loaded_lookups_draft_alone(
         assert llm.stats().weight_bytes == stats.weight_bytes
     assert told in caplog.text
     assert ("do not draft" in caplog.text) == bool(told)
+
+
+def strange_head(*_: object) -> Iterator[float]:
+    yield 0.5
+    raise RuntimeError("MLX has no memory")
+
+
+def test_heads_that_find_no_memory_at_last_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was made of them is closed."""
+    monkeypatch.setattr(draft_parts, "_feed", lambda *_: list(strange_head()))
+    folder = head_folder(tmp_path / "model", "mimo")
+    before = active_bytes()
+    with LLM(folder, max_model_len=128, num_kv_blocks=8) as llm:
+        assert type(llm.engine.scheduler.speculation) is Speculation
+    assert active_bytes() <= before
+    assert "does not draft. MLX has no memory" in caplog.text
+    with pytest.raises(RuntimeError, match="MLX has no memory"):
+        LLM(folder, max_model_len=128, num_kv_blocks=8, speculate="mtp")
+    assert active_bytes() <= before
 
 
 def test_heads_that_cannot_run_here_are_told_and_left_out(

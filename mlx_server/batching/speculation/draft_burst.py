@@ -63,13 +63,12 @@ def choose_burst(
         return NO_BURST
     decode_s = burst_s + curve[num_rows]
     again_s = _expected_rows_again(names, rates, most, room) * (curve[num_rows] - plain_s) / num_rows
-    speeds = tokens / (room.beside_s + decode_s + again_s + wait_s)
+    speeds = tokens / (decode_s + again_s + wait_s)
     speeds[(num_rows > most_rows) | (decode_s > max(room.limit_s, plain_s))] = 0.0
     best = int(speeds.argmax())
-    step_s = room.beside_s + plain_s
-    if speeds.flat[best] * step_s <= LEAST_GAIN * room.num_rows:
+    if speeds.flat[best] * plain_s <= LEAST_GAIN * room.num_rows:
         return NO_BURST
-    saved_s = step_s - room.num_rows / float(speeds.flat[best])
+    saved_s = plain_s - room.num_rows / float(speeds.flat[best])
     return Burst(best % most + 1, frozenset(names[: best // most + 1]), saved_s)
 
 

@@ -380,15 +380,17 @@ class ModelSpeculation(Speculation):
     def check_integrity(self) -> None:
         self.model.check_integrity()
 
-    def _find(self, free: Mapping[Request, int], room: StepRoom, rates: dict[str, float]) -> dict[str, Drafts]:
+    def _rate(self, request_id: str) -> float:
+        return self.model.rate(request_id) if request_id in self._by_model else super()._rate(request_id)
+
+    def _find(self, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
         drafted = {request: token_ids for request in free if (token_ids := self.model.drafts(request))}
-        found = super()._find({r: num_free for r, num_free in free.items() if r not in drafted}, room, rates)
+        found = super()._find({r: num_free for r, num_free in free.items() if r not in drafted}, room)
         self._by_model -= {request.request_id for request in free}
         for request, token_ids in drafted.items():
             drafts = allowed_drafts(token_ids[: free[request]], request.constraint)
             if drafts.token_ids:
                 found[request.request_id] = drafts
-                rates[request.request_id] = self.model.rate(request.request_id)
                 self._by_model.add(request.request_id)
         return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mlx_server.batching.admission import Admission
@@ -37,15 +37,14 @@ class DraftRoom:
         num_known = self._num_known()
         if not num_known:
             return {}
-        drafts = self._speculation.choose({r: self._room(r) for r in num_known}, self._beside(num_known))
+        drafts = self._speculation.choose(self._rooms(num_known), self._beside(num_known))
         drafting = self._with_states({r: count for r, count in num_known.items() if r.request_id in drafts})
         return {r.request_id: drafts[r.request_id]._replace(num_known=count) for r, count in drafting.items()}
 
     def compose_burst(self) -> tuple[SchedulerOutput, ...]:
         """The steps of a draft model for those whose drafts the step behind these can carry."""
         num_known = self._num_known()
-        free = {request: self._room(request) for request in self._with_states(num_known)}
-        return self._speculation.compose_burst(free, self._beside(num_known))
+        return self._speculation.compose_burst(self._rooms(self._with_states(num_known)), self._beside(num_known))
 
     def _num_known(self) -> dict[Request, int]:
         """Who may draft now, and the known tokens that the step computes before the drafts."""
@@ -81,7 +80,7 @@ class DraftRoom:
         newest = self._table.submitted[-1]
         if newest.waits_to_draft is None:
             in_flight = [r for r in self._table.running if _drafts(r) and r.num_in_flight and needs_no_result(r)]
-            free = {request: self._room(request) - 1 for request in in_flight}
+            free = {request: room - 1 for request, room in self._rooms(in_flight).items()}
             must_wait = self._speculation.changes_pool or any(step.drafts for step in self._table.submitted)
             newest.waits_to_draft = must_wait or (
                 bool(free) and self._speculation.would_draft(free, self._beside(dict.fromkeys(free, 1)))
@@ -99,25 +98,29 @@ class DraftRoom:
         num_again = sum(num_known.values()) - len(num_known)
         num_rows = limits.max_num_batched_tokens // (1 + has_prompts) - num_running - num_again
         most = max(0, min(num_rows, max(limits.max_num_seqs, FEWEST_SAMPLED_ROWS) - num_decoding))
-        room = StepRoom(num_decoding, target_s if has_prompts else 0.0, most, target_s)
+        room = StepRoom(num_decoding, most, target_s)
         if self._speculation.num_spares is None:
             return room
         return room._replace(num_known={request.request_id: count for request, count in num_known.items()})
 
-    def _room(self, request: Request) -> int:
-        """Most drafts of a request: they end before its last token, and take no block that others may need. With
-        recurrent state they end in the block of the first token that the chunk computes: so a step ends at each of the
-        request's block boundaries, where its state may be kept, and no more than a block is computed again."""
-        num_left = request.max_total_tokens - request.num_tokens - 1
-        num_known = max(1, request.num_tokens - request.num_computed_tokens)
-        most = (self._limits.max_chunk_tokens or BLOCK_SIZE) - num_known
-        if self._speculation.num_spares is not None:
-            end = (request.num_computed_tokens // BLOCK_SIZE + 1) * BLOCK_SIZE
-            return min(num_left, end - request.num_tokens, most)
-        in_block = -request.num_tokens % BLOCK_SIZE
-        needed = 2 * len(self._table.running) * len(self._table.blocks.groups)  # a token's and a draft's of each
-        is_block_free = self._table.blocks.num_free_blocks >= needed
-        return min(num_left, in_block + BLOCK_SIZE * is_block_free, most)
+    def _rooms(self, requests: Iterable[Request]) -> dict[Request, int]:
+        """Most drafts of each: they end before its last token, and take no block that others may need. With recurrent
+        state they end in the block of the first token that the chunk computes: so a step ends at each of the request's
+        block boundaries, where its state may be kept, and no more than a block is computed again."""
+        blocks, most_tokens = self._table.blocks, self._limits.max_chunk_tokens or BLOCK_SIZE
+        needed = 2 * len(self._table.running) * len(blocks.groups)  # a token's and a draft's of each
+        next_block = BLOCK_SIZE if blocks.num_free_blocks >= needed else 0
+        is_recurrent = self._speculation.num_spares is not None
+        rooms: dict[Request, int] = {}
+        for request in requests:
+            num_tokens, num_computed = request.num_tokens, request.num_computed_tokens
+            if is_recurrent:
+                in_blocks = (num_computed // BLOCK_SIZE + 1) * BLOCK_SIZE - num_tokens
+            else:
+                in_blocks = -num_tokens % BLOCK_SIZE + next_block
+            num_left, most = request.max_total_tokens - num_tokens - 1, most_tokens - max(1, num_tokens - num_computed)
+            rooms[request] = min(num_left, in_blocks, most)
+        return rooms
 
 
 def needs_no_result(request: Request) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import ModelRunnerOutput, ScheduledChunk, SchedulerOutput
@@ -71,36 +72,40 @@ def recent_tokens(request: Request, start: int, end: int) -> tuple[int, ...]:
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows whose steps are timed apart: kernels change their ways at a few of them."""
 
-_COST_GAIN = 0.2
+_SLOWER_GAIN = 0.1
+_FASTER_GAIN = 0.5
 _MOST_SURPRISE = 2.0
-_STALE_STEPS = 1000
+_FRESH_STEPS = 100
+_FORGIVING = 0.99
+"""What a step of other rows leaves of what was measured more than 100 steps ago: after 70 a half."""
 
 
 class RowCosts:
-    """How long a step of decodes takes by its number of rows, learnt from steps that carry no prompt. The first step of
-    a kind is not counted, since it may compile; one that takes twice as long as is known counts as that; and what was
-    not measured for 1,000 steps is forgotten, so that a hiccup is not believed for ever."""
+    """How long a step of decodes takes by its number of rows, learnt from steps that carry no prompt.
+
+    Other work on the machine only ever makes a step longer. So a faster step is believed more than a slower one, and
+    what has not been measured for long counts as less and less, until it is tried again: a slow second is not believed
+    for ever. The first step of a kind is not counted, since it may compile."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._measured_at: dict[int, int] = {}
         self._num_steps = 0
+        self._known: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None = None  # as `curve` reads it
 
     def observe(self, num_rows: int, step_time_s: float) -> None:
         if step_time_s <= 0.0:
             return
         self._num_steps += 1
+        self._known = None
         bucket = _ROWS[min(bisect_left(_ROWS, num_rows), len(_ROWS) - 1)]
         is_first = bucket not in self._measured_at
         self._measured_at[bucket] = self._num_steps
         if is_first:
             return
         known_s = self._seconds.get(bucket, step_time_s)
-        self._seconds[bucket] = known_s + _COST_GAIN * (min(step_time_s, _MOST_SURPRISE * known_s) - known_s)
-        for other, measured_at in list(self._measured_at.items()):
-            if self._num_steps - measured_at > _STALE_STEPS:
-                del self._measured_at[other]
-                self._seconds.pop(other, None)
+        gain = _FASTER_GAIN if step_time_s < known_s else _SLOWER_GAIN
+        self._seconds[bucket] = known_s + gain * (min(step_time_s, _MOST_SURPRISE * known_s) - known_s)
 
     @property
     def most_rows(self) -> int:
@@ -115,17 +120,20 @@ class RowCosts:
         """For each number of rows from `first` to `last`. Between measured ones on a straight line; beyond them as much
         as the nearest one, so that more rows are tried once. Never less than fewer rows take. 0 while nothing is
         known."""
-        known = sorted(self._seconds.items())
-        if not known:
+        if not self._seconds:
             return [0.0] * (last - first + 1)
-        rows, costs = [rows for rows, _ in known], np.maximum.accumulate([cost for _, cost in known])
-        seconds: list[float] = np.interp(np.arange(first, last + 1), rows, costs).tolist()
+        if self._known is None:
+            known = sorted(self._seconds)
+            stale_for = [max(0, self._num_steps - self._measured_at[rows] - _FRESH_STEPS) for rows in known]
+            costs = [self._seconds[rows] * _FORGIVING**age for rows, age in zip(known, stale_for)]
+            self._known = np.array(known, dtype=np.float64), np.maximum.accumulate(costs)
+        seconds: list[float] = np.interp(np.arange(first, last + 1), *self._known).tolist()
         return seconds
 
 
 _FORGETTING = 0.9
-_RETRY = 0.99
-"""What is left, after a step without drafts, of what speaks against them: after 100 steps a third."""
+_RETRY = 0.995
+"""What is left, after a step without drafts, of what speaks against them: after 200 steps a third."""
 
 _FIRST_GUESS = 0.6
 _WEIGHT_OF_GUESS = 2.0
@@ -162,16 +170,19 @@ class Acceptances:
 
     def rate(self, request_id: str) -> float:
         """How often drafts for the request are right."""
-        return self._of(request_id).rate(self._of_all.rate(_FIRST_GUESS))
+        guess, own = self._of_all.rate(_FIRST_GUESS), self._by_request.get(request_id)
+        return guess if own is None else own.rate(guess)
 
     def add(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
         """The first `num_accepted` of `num_drafts` drafts were right."""
-        self._of(request_id).add(num_drafts, num_accepted)
+        self._by_request.setdefault(request_id, Acceptance()).add(num_drafts, num_accepted)
         self._of_all.add(num_drafts, num_accepted)
 
     def fade(self, request_id: str) -> None:
         """The request has no drafts in a step."""
-        self._of(request_id).fade()
+        own = self._by_request.get(request_id)
+        if own is not None:
+            own.fade()
 
     def fade_all(self) -> None:
         """Nobody has."""
@@ -181,23 +192,24 @@ class Acceptances:
         """The request has ended."""
         self._by_request.pop(request_id, None)
 
-    def _of(self, request_id: str) -> Acceptance:
-        return self._by_request.setdefault(request_id, Acceptance())
-
 
 LEAST_GAIN = 1.05
+_WAIT_GAIN = 0.2
 
 
 class StepRoom(NamedTuple):
-    """What a step has beside drafts: `num_rows` that decode, and prompts that take `beside_s`. `most` rows may be
-    added, as long as decoding takes no longer than `limit_s`.
+    """What a step has beside drafts: `num_rows` that decode. `most` rows may be added, as long as decoding takes no
+    longer than `limit_s`.
+
+    Prompts in the step change nothing: what drafts take there, prompts take later. To count a draft as cheap because
+    the step is long anyway made four streams beside prompts of 1,500 tokens up to a fifth slower in all, in the
+    simulator, where rows cost much.
 
     `num_known` is for models with recurrent state, which cannot be cut back: of each request that may draft, the known
     tokens before its drafts. If one of these is wrong, all tokens before it are computed again with the next ones.
     """
 
     num_rows: int
-    beside_s: float = 0.0
     most: int = 256
     limit_s: float = math.inf
     num_known: Mapping[str, int] | None = None
@@ -222,8 +234,6 @@ def choose_depths(
         drafts                0      1      2      3      4      7
         tokens                1      1.8    2.44   2.95   3.36   4.16
         tokens a second       100    164    203    227    228    208     so it carries 4
-        beside a prompt's chunk of 90 ms:
-                              10     17.8   23.9   28.7   32.1   37.8    so it carries 7
 
     Of a model with recurrent state, rows that a wrong draft is expected to have computed again cost as much as the
     drafts' own do: the j-th draft is the first wrong one in a^(j-1) (1 - a) of all steps, and then the known tokens and
@@ -238,12 +248,11 @@ def choose_depths(
         for place in range(1, count + 1)
     ]
     gains.sort(key=lambda gain: -gain[0])
-    beside_s = room.beside_s
     del gains[max(0, min(room.most, 2 * max(costs.most_rows, num_rows) - num_rows)) :]
     plain_s, *drafted_s = costs.curve(num_rows, num_rows + len(gains))
     if plain_s <= 0.0 or not gains:
         return {}
-    tokens, best, best_count = float(room.num_rows), LEAST_GAIN * room.num_rows / (beside_s + plain_s), 0
+    tokens, best, best_count = float(room.num_rows), LEAST_GAIN * room.num_rows / plain_s, 0
     num_again = 0.0
     for count, ((gain, _, again), decode_s) in enumerate(zip(gains, drafted_s), start=1):
         if decode_s > max(room.limit_s, plain_s):
@@ -251,7 +260,7 @@ def choose_depths(
         tokens += gain
         num_again += again
         again_s = num_again * (decode_s - plain_s) / count
-        speed = tokens / (beside_s + decode_s + again_s + wait_s)
+        speed = tokens / (decode_s + again_s + wait_s)
         if speed > best:
             best, best_count = speed, count
     depths: dict[str, int] = {}
@@ -277,13 +286,18 @@ class SpeculationCounters:
     num_draft_errors: int = 0
 
 
+_FEW = 3
+"""Requests for which looking up takes no longer than what `choose_depths` does."""
+
+
 class DraftPlan(NamedTuple):
-    """By request: the drafts that were found, how often such drafts are right, and how many of them a step should
-    carry."""
+    """By request: the drafts that were found, and how many of them a step should carry."""
 
     found: dict[str, Drafts]
-    rates: dict[str, float]
     depths: dict[str, int]
+
+
+NO_PLAN = DraftPlan({}, {})
 
 
 class Speculation:
@@ -308,19 +322,20 @@ class Speculation:
         """Learns from a step without prompts; `idle_time_s` is how long the device had nothing to do before it."""
         self.costs.observe(num_rows, step_time_s)
         if is_drafted:
-            self.wait_s += _COST_GAIN * (min(idle_time_s, step_time_s) - self.wait_s)
+            self.wait_s += _WAIT_GAIN * (min(idle_time_s, step_time_s) - self.wait_s)
         else:
             self.wait_s *= _RETRY
 
     def choose(self, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
         """The drafts of a step, of requests that have room for `free` each, as far as grammars allow them. Those that
         are not worth their rows fade, so that they are tried again some time."""
-        found, rates, depths = self.plan(free, room)
-        for request_id in found or rates:
+        found, depths = self.plan(free, room)
+        for request_id in found or [request.request_id for request in free]:
             if request_id not in depths:
                 self._acceptances.fade(request_id)
         if not depths:
             self._acceptances.fade_all()
+            return {}
         return {
             request_id: Drafts(found[request_id].token_ids[:depth], found[request_id].bitmasks[:depth])
             for request_id, depth in depths.items()
@@ -328,21 +343,29 @@ class Speculation:
 
     def plan(self, free: Mapping[Request, int], room: StepRoom) -> DraftPlan:
         """What `choose` would choose, without any effect on later choices."""
-        rates = {request.request_id: self._acceptances.rate(request.request_id) for request in free}
-        found = self._find(free, room, rates)
+        found = self._find(free, room)
+        if not found:
+            return NO_PLAN
         proposed = {request_id: len(drafts.token_ids) for request_id, drafts in found.items()}
-        return DraftPlan(found, rates, choose_depths(proposed, rates, room, self.costs, self.wait_s))
+        rates = {request_id: self._rate(request_id) for request_id in found}
+        return DraftPlan(found, choose_depths(proposed, rates, room, self.costs, self.wait_s))
 
     def would_draft(self, free: Mapping[Request, int], room: StepRoom) -> bool:
         """Whether a step should wait until the tokens of these are known, since it would carry drafts then."""
         return bool(self.choose(free, room))
 
-    def _find(self, free: Mapping[Request, int], room: StepRoom, rates: dict[str, float]) -> dict[str, Drafts]:
-        """Nothing is looked up where even drafts that are as right as the best of late would gain nothing."""
+    def _rate(self, request_id: str) -> float:
+        """How often drafts as they were found for the request are right."""
+        return self._acceptances.rate(request_id)
+
+    def _find(self, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
+        """For many, nothing is looked up where even drafts that are as right as the best of late would gain nothing;
+        for few, looking up is less work than to ask."""
         found: dict[str, Drafts] = {}
-        best = {"any": max(rates.values(), default=0.0)}
-        if not choose_depths({"any": self.max_draft_tokens}, best, room, self.costs, self.wait_s):
-            return found
+        if len(free) > _FEW:
+            best = {"any": max([self._acceptances.rate(request.request_id) for request in free])}
+            if not choose_depths({"any": self.max_draft_tokens}, best, room, self.costs, self.wait_s):
+                return found
         for request, num_free in free.items():
             token_ids = self._drafter.propose(request, min(num_free, self.max_draft_tokens)) if num_free > 0 else ()
             drafts = allowed_drafts(token_ids, request.constraint) if token_ids else NO_DRAFTS

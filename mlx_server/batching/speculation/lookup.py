@@ -16,6 +16,8 @@ _LONGEST_MATCH = 8
 _ID_BITS = 21
 """Three ids of up to two million make one 64-bit key."""
 
+_KEY_MASK = (1 << 3 * _ID_BITS) - 1
+
 _MAX_SHARED_TOKENS = 16_384
 _MAX_SHARED_HISTORIES = 64
 """Memory of earlier outputs: 12 bytes a token, so 13 MB at most a model."""
@@ -44,13 +46,17 @@ class History:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         first, end = self.num_tokens, self.num_tokens + len(token_ids)
+        if first == end:
+            return
         if end > len(self._tokens):
             size = max(end, 2 * len(self._tokens))
             self._tokens, self._keys = np.resize(self._tokens, size), np.resize(self._keys, size)
         self._tokens[first:end] = token_ids
-        self._keys[first:end] = _BREAK  # the first two of all have no key
-        start = max(first, _SHORTEST_MATCH - 1)
-        if start < end:
+        if end - first == 1 and first >= _SHORTEST_MATCH:  # of each step: what follows would take six times as long
+            self._keys[first] = (int(self._keys[first - 1]) << _ID_BITS | token_ids[0]) & _KEY_MASK
+        else:
+            self._keys[first:end] = _BREAK  # the first two of all have no key
+            start = max(first, _SHORTEST_MATCH - 1)
             wide = self._tokens[start - 2 : end].astype(np.int64)
             self._keys[start:end] = (wide[:-2] << 2 * _ID_BITS) | (wide[1:-1] << _ID_BITS) | wide[2:]
         self.num_tokens = end
@@ -73,15 +79,16 @@ class History:
             return []
         a, b, c = tail[-3:]
         # The very end has nothing behind it.
-        ends = np.flatnonzero(self._keys[: max(0, self.num_tokens - 1)] == (a << 2 * _ID_BITS) | (b << _ID_BITS) | c)
+        key = (a << 2 * _ID_BITS) | (b << _ID_BITS) | c
+        (ends,) = (self._keys[: max(0, self.num_tokens - 1)] == key).nonzero()
+        if not ends.size:
+            return []
         for depth in range(_SHORTEST_MATCH + 1, min(_LONGEST_MATCH, len(tail)) + 1):
             longer = ends[ends >= depth - 1]
             longer = longer[self._tokens[longer - depth + 1] == tail[-depth]]
             if not longer.size:
                 break
             ends = longer
-        if not ends.size:
-            return []
         first = int(ends[-1]) + 1
         found: list[int] = self._tokens[first : min(first + most, self.num_tokens)].tolist()
         return found[: found.index(_BREAK)] if _BREAK in found else found

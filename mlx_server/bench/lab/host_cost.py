@@ -2,7 +2,8 @@
 
 A full batch decodes, one step ahead, while others wait. Times are medians of single steps, for this machine
 and this moment; calls are of Python and of C functions, counted by the interpreter, and repeat exactly for
-one version of Python. With `--metrics`, what the bookkeeping of the server's metrics adds to a step, too.
+one version of Python. With `--metrics`, what the bookkeeping of the server's metrics adds to a step, too; with
+`--speculate`, what it takes to look for drafts and find none.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from itertools import count
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -23,6 +25,8 @@ from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.layer_groups import num_blocks_for
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
+from mlx_server.batching.speculation.drafting import Speculation
+from mlx_server.batching.speculation.lookup import NgramDrafter
 from mlx_server.bench.arguments import add_json_argument, from_0, from_1
 from mlx_server.bench.instruments import describe_environment
 from mlx_server.bench.lab.stream_cost import measure_streams, render_streams
@@ -69,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--streams", nargs="+", type=from_1, default=[], metavar="N", help="chats that a server streams")
     add("--step-ms", type=from_0, default=20, metavar="MS", help="time of a step of streams; 0 is as fast as may be")
     add("--metrics", action="store_true", help="measure the bookkeeping of metrics, too")
+    add("--speculate", action="store_true", help="look for drafts in each step, and find none")
     add_json_argument(parser)
 
 
@@ -79,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         print(render_streams(streams))
         return _write(args, [asdict(cost) for cost in streams])
     costs = [
-        measure(num_running, num_waiting, args.num_steps, has_metrics=args.metrics)
+        measure(num_running, num_waiting, args.num_steps, has_metrics=args.metrics, speculates=args.speculate)
         for num_waiting in args.num_waiting
         for num_running in args.num_running
     ]
@@ -110,9 +115,11 @@ def render(costs: list[HostCost]) -> str:
     return render_items(costs, columns)
 
 
-def measure(num_running: int, num_waiting: int, num_steps: int, *, has_metrics: bool = False) -> HostCost:
+def measure(
+    num_running: int, num_waiting: int, num_steps: int, *, has_metrics: bool = False, speculates: bool = False
+) -> HostCost:
     """Times steps first, then counts the calls of as many others, which counting slows down."""
-    bench = _SteadyState(num_running, num_waiting, _NUM_WARM_UP_STEPS + 2 * num_steps, has_metrics)
+    bench = _SteadyState(num_running, num_waiting, _NUM_WARM_UP_STEPS + 2 * num_steps, has_metrics, speculates)
     for _ in range(_NUM_WARM_UP_STEPS):
         bench.step(_timed)
     gc.collect()
@@ -145,7 +152,7 @@ class _StepCost(NamedTuple):
 class _SteadyState:
     """A full batch of requests that decode for `num_steps` steps at least, and others that wait behind."""
 
-    def __init__(self, num_running: int, num_waiting: int, num_steps: int, has_metrics: bool) -> None:
+    def __init__(self, num_running: int, num_waiting: int, num_steps: int, has_metrics: bool, speculates: bool) -> None:
         num_tokens = _NUM_PROMPT_TOKENS + num_running + num_steps + 2
         num_blocks = num_running * num_blocks_for(num_tokens) + num_running
         limits = SchedulerLimits(
@@ -154,7 +161,9 @@ class _SteadyState:
             queue=QueueLimits(max_num_waiting=10**9, max_queued_tokens=10**12),
             bound_stalls=False,
         )
-        self._scheduler = ContinuousBatchingScheduler(PagedBlockManager(num_blocks), limits)
+        speculation = Speculation(NgramDrafter(), max_draft_tokens=8) if speculates else None
+        self._scheduler = ContinuousBatchingScheduler(PagedBlockManager(num_blocks), limits, speculation=speculation)
+        self._fresh_ids = count()
         self._tables = BlockTables()
         self._submitted: deque[SchedulerOutput] = deque()
         self._now = 0.0
@@ -168,7 +177,7 @@ class _SteadyState:
     def step(self, observe: _Observe) -> _StepCost:
         """Schedules a step, plans it, and takes the result of the one before; what `observe` says of each."""
         self._now += _STEP_S
-        output, schedule_cost = observe(lambda: self._scheduler.schedule(self._now))
+        output, schedule_cost = observe(self._schedule)
         assert output is not None
         for data in output.new_requests:
             self._tables.add(data.request_id)
@@ -178,12 +187,21 @@ class _SteadyState:
         if len(self._submitted) < 2:
             return _StepCost(schedule_cost, 0.0, plan_cost, metrics_cost)
         oldest = self._submitted.popleft()
-        sampled = {chunk.request_id: SampledToken(7) for chunk in oldest.chunks if chunk.is_sampling}
+        sampled = {chunk.request_id: self._token() for chunk in oldest.chunks if chunk.is_sampling}
         result = ModelRunnerOutput(oldest.step_id, sampled, step_time_s=_STEP_S)
         outputs, update_cost = observe(lambda: self._scheduler.update(result))
         if self._metered is not None:
             metrics_cost += self._metered.take(result, outputs, self._now, observe)
         return _StepCost(schedule_cost, update_cost, plan_cost, metrics_cost)
+
+    def _schedule(self) -> SchedulerOutput | None:
+        """One step ahead, unless the scheduler would rather wait for the last one's result."""
+        assert not self._scheduler.waits_to_draft, "nothing is found, so nothing is waited for"
+        return self._scheduler.schedule(self._now)
+
+    def _token(self) -> SampledToken:
+        """One that nothing can be looked up behind."""
+        return SampledToken(1000 + next(self._fresh_ids))
 
 
 class _Metered:
@@ -264,11 +282,11 @@ def _counted(function: Callable[[], Any]) -> tuple[Any, float]:
     """The calls that `function` makes, its own included."""
     num_calls = 0
 
-    def count(frame: FrameType, event: str, arg: object) -> None:
+    def on_call(frame: FrameType, event: str, arg: object) -> None:
         nonlocal num_calls
         num_calls += event in ("call", "c_call")
 
-    sys.setprofile(count)
+    sys.setprofile(on_call)
     try:
         result = function()
     finally:

@@ -15,6 +15,7 @@ from typing import Any
 
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.bench.arguments import above_0, add_json_argument, from_0, from_1
+from mlx_server.bench.lab.simulator.drafts import DraftMix
 from mlx_server.bench.lab.simulator.engine import (
     PROFILES,
     Simulation,
@@ -42,8 +43,17 @@ def summarize(metrics: SimulationMetrics) -> str:
             f"prefix hits {_rate(metrics.hit_rate)}, {counters.num_prompt_tokens_computed:,} of "
             f"{counters.num_prompt_tokens:,} prompt tokens computed; {counters.num_preemptions:,} preemptions, "
             f"{metrics.num_evictions:,} evictions.",
+            *_drafts(metrics),
         ]
     )
+
+
+def _drafts(metrics: SimulationMetrics) -> list[str]:
+    drafts = metrics.drafts
+    if not drafts.num_drafts:
+        return []
+    share = _share(drafts.num_accepted_tokens, drafts.num_draft_tokens)
+    return [f"{drafts.num_draft_tokens:,} tokens drafted in {drafts.num_drafts:,} chunks, {share} of them right."]
 
 
 def render_tiers(metrics: SimulationMetrics) -> str:
@@ -220,8 +230,30 @@ def _add_scheduler(group: _Group) -> None:
     _add(group, "--aging-rate", float, limits.aging_rate, "priority levels gained per second of waiting")
     _add(group, "--max-num-waiting", from_1, 10**9, "most requests of each tier that may wait")
     group.add_argument(
+        "--draft-acceptance",
+        nargs="+",
+        type=_from_0_to_1,
+        default=[],
+        metavar="SHARE",
+        help="drafts of up to 8 tokens: how often each is right, of the requests in turn; default: none are drafted. "
+        "The same without drafts is replayed, too",
+    )
+    group.add_argument(
+        "--draft-share",
+        type=_from_0_to_1,
+        default=1.0,
+        metavar="SHARE",
+        help="of steps that find one; default: 1",
+    )
+    group.add_argument(
         "--queue-timeout-s", type=above_0, metavar="N", help="longest wait for a first step; default: none"
     )
+
+
+def _from_0_to_1(text: str) -> float:
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share from 0 to 1")
+    return float(text)
 
 
 def _add(group: _Group, flag: str, kind: Callable[[str], float], default: float, text: str) -> None:
@@ -232,12 +264,12 @@ def run(args: argparse.Namespace) -> int:
     """Prints a summary and a table by tier; with `--ablate` a table of variants. Raises `ConfigError`."""
     arrivals = [] if args.clients else _arrivals(args)
     found: dict[str, SimulationMetrics] = {}
-    for name, variant in _variants(_limits(args), args.ablate).items():
+    for name, variant in _variants(_limits(args), args).items():
         tell(f"replaying {len(arrivals) or args.num_requests:,} requests: {name}")
         found[name] = _replay(variant, arrivals, args)
     first = next(iter(found.values()))
     print(f"{summarize(first)}\n\n{render_tiers(first)}")
-    if args.ablate:
+    if len(found) > 1:
         print(f"\n{render_variants(found)}")
     profile = asdict(PROFILES[args.profile])
     document = {"benchmark": "simulate", "settings": vars(args), "profile": profile, "results": as_document(found)}
@@ -252,11 +284,15 @@ class _Variant:
     limits: SchedulerLimits
     is_async: bool = True
     enable_prefix_caching: bool = True
+    drafts: DraftMix | None = None
 
 
-def _variants(limits: SchedulerLimits, with_ablations: bool) -> dict[str, _Variant]:
+def _variants(limits: SchedulerLimits, args: argparse.Namespace) -> dict[str, _Variant]:
     variants = {"all mechanisms": _Variant(limits)}
-    if with_ablations:
+    if args.draft_acceptance:
+        mix = DraftMix(acceptances=tuple(args.draft_acceptance), found_share=args.draft_share, seed=args.seed)
+        variants = {"all mechanisms": _Variant(limits, drafts=mix), "no drafts": _Variant(limits)}
+    if args.ablate:
         variants |= {
             "no stall bound": _Variant(replace(limits, bound_stalls=False)),
             "no prefix deduplication": _Variant(replace(limits, deduplicate_prefixes=False)),
@@ -278,6 +314,7 @@ def _replay(variant: _Variant, arrivals: Iterable[TracedRequest], args: argparse
         enable_prefix_caching=variant.enable_prefix_caching,
         check_every=args.check_every,
         explained=args.explain,
+        drafts=variant.drafts,
     )
     metrics = simulation.run(arrivals) if args.clients is None else _run_closed(simulation, args)
     if simulation.explanation:

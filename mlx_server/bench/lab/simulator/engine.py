@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
+from mlx_server.batching.speculation.drafting import Speculation, SpeculationCounters
+from mlx_server.bench.lab.simulator.drafts import DraftMix, MadeUpDrafts
 from mlx_server.bench.lab.simulator.traces import TracedRequest
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ContextLengthError, OverloadedError
-from mlx_server.outputs import ModelRunnerOutput, RequestOutput, SampledToken, SchedulerOutput
+from mlx_server.outputs import ModelRunnerOutput, RequestOutput, SampledToken, ScheduledChunk, SchedulerOutput
 from mlx_server.request import Priority, Request
 from mlx_server.sampling_params import SamplingParams
 
@@ -50,6 +52,7 @@ class SimulationMetrics:
     num_checks: int = 0
     num_evictions: int = 0
     num_most_waiting: int = 0
+    drafts: SpeculationCounters = field(default_factory=SpeculationCounters)
 
     @property
     def num_finished(self) -> int:
@@ -111,10 +114,10 @@ _SAMPLING = SamplingParams()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """A step takes `base_s + decode_s * decodes + prompt_s * cost` seconds of the device, where a prompt token
-    at position p has the cost `1 + p / context_doubling_tokens`; and `host_s` of the host, beside the device
-    if the step is submitted ahead and before it otherwise. A device that `is_self_running` does not compute while it
-    is given a step, so the scheduler is told what that takes.
+    """A step takes `base_s + decode_s * decodes + prompt_s * cost` seconds of the device, where a draft is one decode
+    more, and a prompt token at position p has the cost `1 + p / context_doubling_tokens`; and `host_s` of the host,
+    beside the device if the step is submitted ahead and before it otherwise. A device that `is_self_running` does not
+    compute while it is given a step, so the scheduler is told what that takes.
 
     The defaults are a fit to steps of the `random:mini` model on two cores of an AMD EPYC, in float32, with
     OpenBLAS.
@@ -133,8 +136,8 @@ class CostModel:
         cost = 0.0
         for chunk in step.chunks:
             num_tokens = chunk.num_tokens
-            if num_tokens == 1:
-                num_decodes += 1
+            if num_tokens == 1 or chunk.num_drafts:
+                num_decodes += num_tokens
             else:
                 cost += num_tokens * (1.0 + (chunk.start + 0.5 * num_tokens) / self.context_doubling_tokens)
         return self.base_s + self.decode_s * num_decodes + self.prompt_s * cost
@@ -177,12 +180,16 @@ class Simulation:
         enable_prefix_caching: bool = True,
         check_every: int = 1000,
         explained: int | None = None,
+        drafts: DraftMix | None = None,
     ) -> None:
         """`check_every`: steps between checks of all books; 0 is never. `explained` is the number of an arrival, from 0
         on, of which `explanation` says why it waited."""
         blocks = PagedBlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching)
-        self.scheduler = ContinuousBatchingScheduler(blocks, limits, is_async=is_async)
+        self._drafts = None if drafts is None else MadeUpDrafts(drafts)
+        speculation = None if drafts is None or self._drafts is None else Speculation(self._drafts, drafts.most)
+        self.scheduler = ContinuousBatchingScheduler(blocks, limits, is_async=is_async, speculation=speculation)
         self.metrics = SimulationMetrics(counters=self.scheduler.counters)
+        self.metrics.drafts = self.metrics.drafts if speculation is None else speculation.counters
         self._cost = cost
         self._slo = slo
         self._depth = 2 if is_async else 1
@@ -258,6 +265,8 @@ class Simulation:
 
     def _due_s(self) -> float:
         """When the next step may be composed; now or earlier if nothing speaks against it."""
+        if self.scheduler.waits_to_draft:
+            return math.inf
         return self.scheduler.next_schedule_s(self._began_s) if self._submitted else self._now
 
     def _schedule(self) -> SchedulerOutput | None:
@@ -275,7 +284,7 @@ class Simulation:
         self.metrics.busy_s += seconds
         if not self._submitted:
             self._began_s = self._now
-        sampled = {chunk.request_id: _TOKEN for chunk in output.chunks if chunk.is_sampling}
+        sampled = {chunk.request_id: self._sample(chunk) for chunk in output.chunks if chunk.is_sampling}
         launch_s = self._cost.host_s if self._cost.is_self_running else 0.0
         result = ModelRunnerOutput(output.step_id, sampled, step_time_s=step_time_s, launch_time_s=launch_s)
         self._submitted.append((result, end_s))
@@ -283,6 +292,9 @@ class Simulation:
             self.scheduler.check_integrity()
             self.metrics.num_checks += 1
         return output
+
+    def _sample(self, chunk: ScheduledChunk) -> SampledToken:
+        return _TOKEN if self._drafts is None else self._drafts.sampled(chunk.request_id, chunk.num_drafts)
 
     def _explain(self, step: SchedulerOutput) -> None:
         progress = None if self._explained is None else self._in_progress.get(self._explained)
