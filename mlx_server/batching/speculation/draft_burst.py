@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mlx_server.batching.speculation.drafting import LEAST_GAIN, RowCosts, StepRoom, expected_again, recent_tokens
+from mlx_server.batching.speculation.drafting import RowCosts, StepRoom, expected_again, recent_tokens
 from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk, SchedulerOutput
 from mlx_server.request import Request
 
@@ -66,7 +66,7 @@ def choose_burst(
     speeds = tokens / (decode_s + again_s + wait_s)
     speeds[(num_rows > most_rows) | (decode_s > max(room.limit_s, plain_s))] = 0.0
     best = int(speeds.argmax())
-    if speeds.flat[best] * plain_s <= LEAST_GAIN * room.num_rows:
+    if speeds.flat[best] * plain_s <= room.least_gain * room.num_rows:
         return NO_BURST
     saved_s = plain_s - room.num_rows / float(speeds.flat[best])
     return Burst(best % most + 1, frozenset(names[: best // most + 1]), saved_s)

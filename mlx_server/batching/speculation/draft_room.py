@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from mlx_server.batching.admission import Admission
 from mlx_server.batching.limits import FEWEST_SAMPLED_ROWS, SchedulerLimits
 from mlx_server.batching.request_table import RequestTable
-from mlx_server.batching.speculation.drafting import Drafts, Speculation, StepRoom
+from mlx_server.batching.speculation.drafting import (
+    LEAST_GAIN,
+    LEAST_GAIN_BESIDE_PROMPTS,
+    Drafts,
+    Speculation,
+    StepRoom,
+)
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import ScheduledChunk, SchedulerOutput
@@ -88,17 +94,19 @@ class DraftRoom:
         return newest.waits_to_draft
 
     def _beside(self, num_known: Mapping[Request, int]) -> StepRoom:
-        """Prompts that can run keep half of the step's tokens. The sampler has room for as many rows as may run.
+        """Prompts that can run keep half of the step's tokens, and beside them no number of rows is tried that was not
+        measured, since such a step does not tell what it takes. The sampler has room for as many rows as may run.
         `num_known` are the tokens that the step computes of requests that may draft, before their drafts."""
         limits, num_running = self._limits, len(self._table.running)
-        num_decoding = sum([bool(request.output_token_ids) for request in self._table.running])
         may_start = self._table.has_waiting and num_running < limits.max_num_seqs and not self._admission.is_held
-        has_prompts = num_decoding < num_running or may_start
+        has_prompts = may_start or not all(request.output_token_ids for request in self._table.running)
         target_s = limits.target_step_s or self._budget.target_s(limits.cheap_rows)
         num_again = sum(num_known.values()) - len(num_known)
         num_rows = limits.max_num_batched_tokens // (1 + has_prompts) - num_running - num_again
-        most = max(0, min(num_rows, max(limits.max_num_seqs, FEWEST_SAMPLED_ROWS) - num_decoding))
-        room = StepRoom(num_decoding, most, target_s)
+        most = max(0, min(num_rows, max(limits.max_num_seqs, FEWEST_SAMPLED_ROWS) - num_running))
+        if has_prompts:
+            most = max(0, min(most, self._speculation.costs.most_rows - num_running - num_again))
+        room = StepRoom(num_running, most, target_s, LEAST_GAIN_BESIDE_PROMPTS if has_prompts else LEAST_GAIN)
         if self._speculation.num_spares is None:
             return room
         return room._replace(num_known={request.request_id: count for request, count in num_known.items()})

@@ -194,16 +194,20 @@ class Acceptances:
 
 
 LEAST_GAIN = 1.05
+LEAST_GAIN_BESIDE_PROMPTS = 1.5
+"""What drafts take there makes prompts come in more and shorter pieces, each of which reads all weights."""
+
 _WAIT_GAIN = 0.2
 
 
 class StepRoom(NamedTuple):
-    """What a step has beside drafts: `num_rows` that decode. `most` rows may be added, as long as decoding takes no
-    longer than `limit_s`.
+    """What a step has beside drafts: `num_rows`, one of each request that runs. `most` rows may be added, as long as
+    decoding takes no longer than `limit_s`, and `least_gain` times as many tokens a second come then.
 
-    Prompts in the step change nothing: what drafts take there, prompts take later. To count a draft as cheap because
-    the step is long anyway made four streams beside prompts of 1,500 tokens up to a fifth slower in all, in the
-    simulator, where rows cost much.
+    Time that prompts in the step take does not count, and who computes one counts as if it decoded, as it soon will:
+    what drafts take there is lost to prompts, and pays only if it is less than their tokens take later. To count drafts
+    as cheap because such a step is long anyway made four streams beside prompts of 1,500 tokens up to a fifth slower in
+    all, in the simulator, where rows cost much.
 
     `num_known` is for models with recurrent state, which cannot be cut back: of each request that may draft, the known
     tokens before its drafts. If one of these is wrong, all tokens before it are computed again with the next ones.
@@ -212,6 +216,7 @@ class StepRoom(NamedTuple):
     num_rows: int
     most: int = 256
     limit_s: float = math.inf
+    least_gain: float = LEAST_GAIN
     num_known: Mapping[str, int] | None = None
 
     @property
@@ -225,10 +230,11 @@ def choose_depths(
 ) -> dict[str, int]:
     """How many of its `proposed` drafts each request should carry, so that the step gives most tokens a second.
 
-    A step gives each of its requests a token. The j-th draft of a request whose drafts are right at the rate a adds a^j
-    tokens and one row. Rows are added in the order of what they add, and the prefix of that order with the most tokens
-    a second is taken, if it is 5 % better than none. Twice as many rows as were ever measured are tried at most, since
-    their cost is not known. `wait_s` is how long the device waits for the host behind a step with drafts.
+    A step gives each of its requests a token. The j-th draft of a request whose drafts are right at the rate a adds
+    a^j tokens and one row. Rows are added in the order of what they add, and the prefix of that order with the most
+    tokens a second is taken, if it is 5 % better than none (or as much as `room` asks for). Twice as many rows as
+    were ever measured are tried at most, since their cost is not known. `wait_s` is how long the device waits for
+    the host behind a step with drafts.
 
         one stream, a = 0.8, steps of 10, 11, 12, 13 and 20 ms for 1, 2, 3, 4 and 8 rows (so 14.75 ms for 5)
         drafts                0      1      2      3      4      7
@@ -252,7 +258,7 @@ def choose_depths(
     plain_s, *drafted_s = costs.curve(num_rows, num_rows + len(gains))
     if plain_s <= 0.0 or not gains:
         return {}
-    tokens, best, best_count = float(room.num_rows), LEAST_GAIN * room.num_rows / plain_s, 0
+    tokens, best, best_count = float(room.num_rows), room.least_gain * room.num_rows / plain_s, 0
     num_again = 0.0
     for count, ((gain, _, again), decode_s) in enumerate(zip(gains, drafted_s), start=1):
         if decode_s > max(room.limit_s, plain_s):

@@ -114,6 +114,7 @@ def as_document(found: Mapping[str, SimulationMetrics]) -> list[dict[str, Any]]:
             **document_of(metrics, *_COUNTS, *_TIMES),
             "jain_index": metrics.jain(),
             "counters": asdict(metrics.counters),
+            "drafts": asdict(metrics.drafts),
             "tiers": {tier.name.lower(): _tier_document(one) for tier, one in metrics.tiers.items()},
         }
         for name, metrics in found.items()
