@@ -61,7 +61,7 @@ def test_drafts_never_lose(profile: str, num_streams: int, num_prompt_tokens: in
         ((0.95, 0.0), 1.0),
     ):
         mix = DraftMix(acceptances=acceptances, found_share=found_share)
-        assert speedup(profile, num_streams, num_prompt_tokens, mix) >= 0.96, mix
+        assert speedup(profile, num_streams, num_prompt_tokens, mix) >= 0.97, mix
 
 
 @pytest.mark.parametrize(("num_streams", "least"), [(1, 4.0), (4, 2.5), (16, 1.2)])
