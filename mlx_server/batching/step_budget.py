@@ -20,18 +20,20 @@ _MOST_SURPRISE = 2.0
 """A step that takes longer than this multiple of what was foretold counts as this: it is a hiccup."""
 
 
-_NEXT_SHARE = 0.4
+_NEXT_SHARE = 0.45
 """While prompts of a better tier come, a step of worse ones takes no more than this of what the next one will take by
-itself. So that one, which may come just after such a step has begun, has its first token after 1.4 times as long as
-alone, and about 1.5 times beside streams. With half it is 1.5 and 1.6 times."""
+itself, which may come just after it has begun. On `cpu`, with prompts of 256 tokens, 0.4, 0.5, 0.6 and 0.8 give a p95
+TTFT of 1.43, 1.49, 1.58 and 1.76 times alone (1.99 without); and where one comes every 5 s, others have 9.9, 10.5, 11.0
+and 11.4 answers a second (12.1 without)."""
 
-_NEXT_DECODES = 0.5
-"""But prompts always have this much of the time that decoding takes."""
+_NEXT_DECODES = 2.0
+"""But prompts always have this multiple of the time that decoding takes, as far as the target goes: two thirds of the
+step. With 1, HIGH's prompts of 64 tokens take 1.73 instead of 2.03 times as long as alone on `gpu`, and the others have
+a seventh less; with 256 tokens both are alike on all profiles."""
 
 _SHORTEST_WAIT_S = 0.025
-"""And a step may always last as long: nobody notices that the first token is so much later. Short prompts of a better
-tier, as of chats whose beginning is cached, would else cut all prompts of worse ones into pieces that take the time of
-the weights alone."""
+"""And a step may always last as long: nobody notices that the first token is so much later. Where nobody decodes, short
+prompts of a better tier would else cut all prompts of worse ones into pieces that take the time of the weights alone."""
 
 _EXPECTED_S = 30.0
 """So long after its last prompt another one of a tier is expected: of those that come every ten seconds on average,
@@ -112,12 +114,12 @@ class PromptBudget:
     def num_tokens(self, start: int, num_decode_tokens: int, target_s: float, next_cost: float = math.inf) -> int:
         """Prompt tokens, from position `start` on, that bring a step to `target_s` beside its decodes, or take as long
         as these if that is more, but not longer than `target_s`; at least one block. Both together come to the nearest
-        multiple of 16. If a prompt of `next_cost` may have to wait for the step, that has 0.4 of its time at most, or
-        0.025 s, or prompts have half as long as decodes take, whichever is most.
+        multiple of 16. If a prompt of `next_cost` may have to wait for the step, that has 0.45 of its time at most, or
+        0.025 s, or prompts have twice as long as decodes take, whichever is most.
 
         With a target of 200 ms, prompts get 170 ms beside decodes of 30 ms, 120 ms beside 120, and 200 ms beside 250:
         however slow decoding is, prompts have a half of the time, as far as the target goes. If the next prompt of a
-        better tier takes 300 ms, they get 90, 60 and 125 ms.
+        better tier takes 300 ms, they get 105, 120 and 200 ms.
         """
         wanted = self._affordable(start, num_decode_tokens, target_s, next_cost) if self.is_known else _FIRST_CHUNK
         num_rows = round((wanted + num_decode_tokens) / _ROW_MULTIPLE) * _ROW_MULTIPLE
@@ -126,9 +128,10 @@ class PromptBudget:
     def _affordable(self, start: int, num_decode_tokens: int, target_s: float, next_cost: float) -> int:
         decode_s = self._decode_s or 0.0
         prompt_s = max(target_s - decode_s, min(decode_s, target_s))
-        step_s = max(_NEXT_SHARE * next_cost * self._speed, _SHORTEST_WAIT_S)
-        spared_s = max(step_s - decode_s, _NEXT_DECODES * decode_s) if num_decode_tokens else step_s
-        cost = min(prompt_s, spared_s) / self._speed
+        waited_s = max(_NEXT_SHARE * next_cost * self._speed, _SHORTEST_WAIT_S)
+        if num_decode_tokens:
+            waited_s = max(waited_s - decode_s, _NEXT_DECODES * decode_s)
+        cost = min(prompt_s, waited_s) / self._speed
         # The n for which cost(start, n) is `cost`: the root of a quadratic.
         first = 1.0 + start / self._doubling
         return int(self._doubling * (math.sqrt(first * first + 2.0 * cost / self._doubling) - first))

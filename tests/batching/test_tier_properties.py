@@ -281,6 +281,38 @@ def test_low_ends_under_an_endless_flood_of_better_tiers(
     assert flood.ended.issuperset(names), "they starve"
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    low=st.sampled_from([90, 600, 1500]),
+    normal=PROMPTS,
+    high=st.sampled_from([4, 20, 90, 300]),
+    num_between=st.sampled_from([1, 2, 3, 10]),
+    stream=st.sampled_from(list(Priority)),
+)
+def test_who_has_aged_waits_at_most_sixteen_times_its_work(
+    low: int, normal: int, high: int, num_between: int, stream: Priority
+) -> None:
+    """One prompt token in eight is its, and prompts have half of the time at least, however short those of HIGH are
+    that are expected all the time and sat out for. Beside that it waits for the credit, a block and two steps."""
+    flood = Flood(max_num_seqs=8)
+    for _ in range(4):
+        flood.add(stream, 8, 4000)
+    flood.step()
+    flood.step()
+    name, start_s = flood.add(Priority.LOW, low, 1, age_s=LONG_AGO), flood.now
+    most_s = 0.001 * 2 * (8 * low + 7 * (CREDIT + 32)) + 2 * MAX_S
+    for index in range(10_000):
+        while flood.num_waiting(Priority.NORMAL) < 8:
+            flood.add(Priority.NORMAL, normal, 1)
+        if index % num_between == 0:
+            flood.add(Priority.HIGH, high, 1)
+        flood.step()
+        if name in flood.ended:
+            break
+        assert flood.now - start_s <= most_s, "it waits for too long"
+    assert name in flood.ended
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     num_seats=st.sampled_from([2, 3, 8, 17, 64]),
