@@ -110,6 +110,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 _TOKEN = SampledToken(40_000)  # with as many digits as most, for whoever counts what events take
 _SAMPLING = SamplingParams()
+_NUM_LEARNT = 128
+"""Prompt tokens of the first step, of no request, by which the scheduler knows costs before anyone arrives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +190,8 @@ class Simulation:
         self._drafts = None if drafts is None else MadeUpDrafts(drafts)
         speculation = None if drafts is None or self._drafts is None else Speculation(self._drafts, drafts.most)
         self.scheduler = ContinuousBatchingScheduler(blocks, limits, is_async=is_async, speculation=speculation)
+        prompt_s, decode_s = cost.seconds_alone(_NUM_LEARNT, 1), cost.seconds_alone(1, 2) - cost.seconds_alone(1, 1)
+        self.scheduler.learn(_NUM_LEARNT, prompt_s, decode_s)
         self.metrics = SimulationMetrics(counters=self.scheduler.counters)
         self.metrics.drafts = self.metrics.drafts if speculation is None else speculation.counters
         self._cost = cost
