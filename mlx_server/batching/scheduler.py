@@ -31,8 +31,8 @@ _LONG_STEP_S = 0.01
 _LATE_SHARE = 0.9
 _LATE_MARGIN_S = 0.004
 """The step behind a long one is composed after this share of it, less the margin and what a launch takes; after less
-for a while where steps have ended earlier than foretold, so that the device does not wait for the host. With a margin of
-10 ms, who came in the last 13 of 30 ms waited for a second step."""
+for a while where steps have ended earlier than foretold, so that the device does not wait for the host. With a margin
+of 10 ms, who came in the last 13 of 30 ms waited for a second step."""
 
 _LAUNCH_DECAY = 0.98
 _EARLY_DECAY = 0.8

@@ -32,8 +32,8 @@ step. With 1, HIGH's prompts of 64 tokens take 1.73 instead of 2.03 times as lon
 a seventh less; with 256 tokens both are alike on all profiles."""
 
 _SHORTEST_WAIT_S = 0.025
-"""And a step may always last as long: nobody notices that the first token is so much later. Where nobody decodes, short
-prompts of a better tier would else cut all prompts of worse ones into pieces that take the time of the weights alone."""
+"""And a step may always last as long: nobody notices that the first token is so much later. Where nobody decodes,
+short prompts of a better tier would else cut those of worse ones into pieces that take the time of the weights."""
 
 _EXPECTED_S = 30.0
 """So long after its last prompt another one of a tier is expected: of those that come every ten seconds on average,
