@@ -29,7 +29,7 @@ and 11.4 answers a second (12.1 without)."""
 _NEXT_DECODES = 2.0
 """But prompts always have this multiple of the time that decoding takes, as far as the target goes: two thirds of the
 step. With 1, HIGH's prompts of 64 tokens take 1.73 instead of 2.03 times as long as alone on `gpu`, and the others have
-a seventh less; with 256 tokens both are alike on all profiles."""
+a seventh less; with 256 tokens both are alike on `cpu` and `gpu`."""
 
 _SHORTEST_WAIT_S = 0.025
 """And a step may always last as long: nobody notices that the first token is so much later. Where nobody decodes,
