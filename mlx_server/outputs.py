@@ -274,6 +274,7 @@ class CompletionDelta(NamedTuple):
     timings: RequestTimings | None = None
     pooled: Vector | None = None
     pieces: tuple[str, ...] = ()
+    num_rounded_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

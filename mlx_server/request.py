@@ -117,6 +117,7 @@ class Request:
     has_lost_seat: bool = field(default=False, init=False)  # the last one, to such work
     num_cached_tokens: int | None = field(default=None, init=False)
     num_loaded_tokens: int = field(default=0, init=False)  # of these, those that were loaded from disk for it
+    num_rounded_tokens: int = field(default=0, init=False)  # the most that it began with in blocks of 8 bits from disk
     was_sought_on_disk: bool = field(default=False, init=False)  # since it began to wait
     num_blocks_lacked: int = field(default=0, init=False)  # where it was found there and no room was for it
     num_preemptions: int = field(default=0, init=False)

@@ -141,7 +141,7 @@ class Admission:
             oldest.num_tokens_overtaken += request.num_tokens - len(prefix) * BLOCK_SIZE
             oldest.has_lost_seat |= self._is_last_seat(step.now)
         block_ids = self._table.admit(request, prefix, is_promoted=request is promoted)
-        self._book_start(request, step.now)
+        self._book_start(request, prefix, step.now)
         return block_ids
 
     def _fits(self, step: Step, request: Request) -> bool:
@@ -239,11 +239,12 @@ class Admission:
     def _is_last_seat(self, now: float) -> bool:
         return len(self._table.running) + 1 + (self.promoted(now) is not None) >= self._limits.max_num_seqs
 
-    def _book_start(self, request: Request, now: float) -> None:
+    def _book_start(self, request: Request, prefix: CachedPrefix, now: float) -> None:
         if request.is_promoted:
             self._started.clear()
         else:
             self._started[request.priority] += 1
+        request.num_rounded_tokens = max(request.num_rounded_tokens, prefix.num_rounded * BLOCK_SIZE)
         if request.first_scheduled_s is not None:
             return
         request.first_scheduled_s = now

@@ -229,6 +229,7 @@ class RequestStream:
                 timings,
                 output.pooled,
                 pieces,
+                request.num_rounded_tokens,
             )
         )
 

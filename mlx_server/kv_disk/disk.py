@@ -270,6 +270,11 @@ class ModelRecords:
         """0 for a model that keeps none."""
         return 0 if self.states is None else self.states.content_bytes
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether blocks come back in fewer bits than they had."""
+        return self.rounding is not None
+
     def has(self, digest: bytes) -> bool:
         """Whether a block need not be written."""
         return self.disk.has(digest)

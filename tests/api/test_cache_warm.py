@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.cli.main import main
 from mlx_server.config import CacheConfig, Config, MemoryConfig, ModelConfig
 from mlx_server.kv_disk.files import Files
@@ -55,6 +56,30 @@ async def test_every_chat_hits_a_system_prompt_that_was_warmed(site: Site, tmp_p
         num_in_common = num_tokens - len("1.\n" + "." + "assistant\n")  # a dot for each special token
         assert total == kept == num_in_common // 32 * 32
         assert await num_cached(site, "What is that?") == kept
+
+
+async def test_usage_says_what_was_read_in_8_bits(site: Site, tmp_path, monkeypatch):
+    """From disk, and from memory later; nothing is said where nothing was rounded."""
+    monkeypatch.setattr(DiskTier, "_pays", lambda self, first, end: end > first)
+    folder = make_folder(tmp_path / "model", "qwen3")
+    model = ModelConfig(model=str(folder), served_model_name="tiny")
+    disk = MemoryConfig(kv_disk="64MB", kv_disk_dir=str(tmp_path / "disk"), kv_disk_bits="8")
+    config = Config(model=model, memory=disk, cache=CacheConfig(kv_cache_memory="8MB"))
+    prompt = [token_id % 90 + 1 for token_id in range(600)]
+    found = []
+    for _ in range(2):
+        pool = build_pool(config)
+        await pool.start()
+        try:
+            site.serve(pool, config)
+            for _ in range(2):
+                asked = {"model": "tiny", "max_tokens": 1}
+                answer = await site.http.post("/v1/completions", json={**asked, "prompt": prompt})
+                found.append(answer.json()["usage"]["prompt_tokens_details"])
+        finally:
+            await pool.stop(0.0)
+    assert found[:2] == [{"cached_tokens": 0}, {"cached_tokens": 576}]
+    assert found[2:] == [{"cached_tokens": 576, "rounded_tokens": 576}] * 2
 
 
 async def test_a_short_prompt_that_was_warmed_is_on_disk(site: Site, tmp_path, capsys):

@@ -131,6 +131,40 @@ def test_a_prefix_is_loaded_and_counts_as_cached() -> None:
     assert store.num_read == 10
 
 
+def test_blocks_of_8_bits_are_counted_wherever_they_are_hit() -> None:
+    """Loaded, or in memory since; not those that are computed behind them, nor when they are computed anew."""
+    world = make_world(14, store=(store := kept()))
+    store.is_rounded = True
+    longer = [*LONG, *prompt(40, first=500)]
+    counts = []
+    for name, tokens in (("loaded", LONG), ("in memory", longer), ("again", longer), ("other", prompt(446, first=300))):
+        world.add(request := make_request(name, tokens, 1))
+        world.finish()
+        counts.append((request.num_cached_tokens // BLOCK_SIZE, request.num_rounded_tokens // BLOCK_SIZE))
+    assert counts == [(10, 10), (10, 10), (11, 10), (0, 0)]
+    store.blocks.clear()
+    for name in ("computed", "hit"):
+        world.add(request := make_request(name, LONG, 1))
+        world.finish()
+    assert (request.num_cached_tokens, request.num_rounded_tokens) == (10 * BLOCK_SIZE, 0)
+    world.check_tokens()
+
+
+def test_a_preempted_request_that_goes_on_from_8_bits_says_so() -> None:
+    """Three of its five blocks were evicted, and come back rounded."""
+    store = FakeStore()
+    store.is_rounded = True
+    world = make_world(12, store=store)
+    world.add(request := make_request("low", 5 * BLOCK_SIZE, 30, priority=Priority.LOW))
+    for _ in range(3):
+        world.step()
+    world.add(make_request("high", 9 * BLOCK_SIZE, 30, priority=Priority.HIGH))
+    world.finish()
+    world.check_tokens()
+    assert request.num_preemptions > 0
+    assert (request.num_cached_tokens, request.num_rounded_tokens) == (0, 3 * BLOCK_SIZE)
+
+
 def test_memory_comes_before_disk() -> None:
     world = make_world(store=(store := kept()))
     world.add(make_request("short", LONG[: 4 * BLOCK_SIZE + 1], 1))

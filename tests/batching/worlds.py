@@ -86,6 +86,7 @@ class FakeStore:
 
     block_bytes = 16 * 2**20
     state_bytes = 0
+    is_rounded = False
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, memoryview] = {}

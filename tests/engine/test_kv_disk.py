@@ -291,6 +291,7 @@ def test_records_of_8_bits_are_hit_only_by_who_asks_for_them(tmp_path, caplog):
             async with serving(folder, disk, **settings) as engine:
                 tokens, last = await answer(engine, prompt)
                 assert last.num_cached_tokens == num_cached * BLOCK_SIZE
+                assert last.num_rounded_tokens == (num_cached * BLOCK_SIZE if settings else 0)
                 assert len(tokens) == 20
         num_kept = (NUM_TOKENS + 20 - 1) // BLOCK_SIZE
         assert "take 28 % of the room on disk in 8 bits" in caplog.text

@@ -44,10 +44,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a whole job. A prompt counts once, however many answers it gets."""
+    """Token counts of a whole job. A prompt counts once, however many answers it gets. Rounded are those
+    whose K/V came from records of 8 bits, at the start or after a preemption."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_rounded_tokens: int = 0
     num_output_tokens: int = 0
     num_reasoning_tokens: int = 0
     num_accepted_drafts: int = 0
@@ -70,6 +72,7 @@ class UsageMeter:
         return Usage(
             num_prompt_tokens=sum(event.delta.num_prompt_tokens for event in prompts.values()),
             num_cached_tokens=sum(event.delta.num_cached_tokens for event in prompts.values()),
+            num_rounded_tokens=sum(event.delta.num_rounded_tokens for event in prompts.values()),
             num_output_tokens=sum(event.delta.num_output_tokens for event in events),
             num_reasoning_tokens=sum(event.num_reasoning_tokens for event in events),
             num_accepted_drafts=sum(event.delta.num_accepted_drafts for event in events),

@@ -138,8 +138,8 @@ class TextWriter(CompletionWriter):
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         """Of a scored prompt, the one token that was generated and dropped does not count."""
-        is_scoring = self._body.is_scoring
-        return super().usage(Usage(usage.num_prompt_tokens, usage.num_cached_tokens) if is_scoring else usage)
+        only_prompt = Usage(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_rounded_tokens)
+        return super().usage(only_prompt if self._body.is_scoring else usage)
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
         body = self._choice(choice, choice.prompt_logprobs)

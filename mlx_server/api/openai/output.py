@@ -88,7 +88,7 @@ class CompletionWriter(Writer):
             "prompt_tokens": usage.num_prompt_tokens,
             "completion_tokens": usage.num_output_tokens,
             "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+            "prompt_tokens_details": cached_tokens(usage),
             "completion_tokens_details": {
                 "reasoning_tokens": usage.num_reasoning_tokens,
                 "accepted_prediction_tokens": usage.num_accepted_drafts,
@@ -99,6 +99,12 @@ class CompletionWriter(Writer):
     def _ending(self, usage: Usage, timings: RequestTimings | None) -> dict[str, Any]:
         metrics = _metrics(timings, usage.num_output_tokens)
         return {"usage": self.usage(usage), **({} if metrics is None else {"metrics": metrics})}
+
+
+def cached_tokens(usage: Usage) -> dict[str, int]:
+    """How much of the prompt was not computed again, and how much came from records of 8 bits, if any did."""
+    rounded = {"rounded_tokens": usage.num_rounded_tokens} if usage.num_rounded_tokens else {}
+    return {"cached_tokens": usage.num_cached_tokens, **rounded}
 
 
 def _metrics(timings: RequestTimings | None, num_output_tokens: int) -> dict[str, float] | None:

@@ -28,10 +28,11 @@ class Block:
     """Bookkeeping of one block of `BLOCK_SIZE` slots. Holds no tensors: `block_id` indexes the pools.
 
     `block_hash` is set while the block's content stands in the prefix cache, also when `ref_cnt` is 0; `layer_group`
-    says which layers' K/V that is. `found_mark` is the manager's of when a prefix with the block was looked up.
+    says which layers' K/V that is, and `is_rounded` whether it was read from a record of 8 bits. `found_mark` is the
+    manager's of when a prefix with the block was looked up.
     """
 
-    __slots__ = ("block_hash", "block_id", "found_mark", "layer_group", "ref_cnt")
+    __slots__ = ("block_hash", "block_id", "found_mark", "is_rounded", "layer_group", "ref_cnt")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -39,6 +40,7 @@ class Block:
         self.block_hash: bytes | None = None
         self.layer_group = 0
         self.found_mark = -1
+        self.is_rounded = False
 
     @property
     def state(self) -> BlockState:

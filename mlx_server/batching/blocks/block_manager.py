@@ -224,9 +224,9 @@ class PagedBlockManager(BlockPool):
         self._tables[request.request_id] = [tables[group] for group in range(len(self.groups))]
         return new
 
-    def cache_loaded(self, request: Request, seen: SeenBlock) -> None:
+    def cache_loaded(self, request: Request, seen: SeenBlock, *, is_rounded: bool) -> None:
         """The next step begins with the content of a block that `hold` has given."""
-        self._cache.insert_loaded(request, seen)
+        self._cache.insert_loaded(request, seen, is_rounded=is_rounded)
 
     def give_up_unseen(self, request: Request) -> None:
         """Gives back the blocks of groups with a window that no token of the request sees any more. They stay cached,

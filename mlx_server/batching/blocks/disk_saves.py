@@ -46,6 +46,11 @@ class BlockStore(Protocol):
     @property
     def state_bytes(self) -> int: ...
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether blocks come back in fewer bits than they had."""
+        ...
+
     def has(self, digest: bytes) -> bool:
         """Whether a content need not be written."""
         ...

@@ -312,7 +312,8 @@ class DiskTier:
     def _cache(self, holder: Request, item: _Item) -> None:
         checkpoints = self._blocks.checkpoints
         if item.block is not None:
-            self._blocks.cache_loaded(holder, SeenBlock(item.number, item.group, item.block))
+            seen = SeenBlock(item.number, item.group, item.block)
+            self._blocks.cache_loaded(holder, seen, is_rounded=self._store.is_rounded)
         elif checkpoints is not None:
             checkpoints.fill(holder.block_hashes[item.number], item.slot)
 

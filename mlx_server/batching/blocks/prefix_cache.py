@@ -97,6 +97,13 @@ class CachedPrefix:
         """Every block, group by group."""
         return chain.from_iterable(self.groups)
 
+    @property
+    def num_rounded(self) -> int:
+        """How many blocks of the prefix were read, in some layer group, from a record of 8 bits."""
+        first = [len(self) - len(blocks) for blocks in self.groups]
+        numbered = [pair for blocks, number in zip(self.groups, first) for pair in enumerate(blocks, number)]
+        return len({number for number, block in numbered if block.is_rounded})
+
     def tables(self) -> list[BlockTable]:
         """Block tables that begin with it, one for each group."""
         return [BlockTable(list(blocks), len(self) - len(blocks)) for blocks in self.groups]
@@ -198,10 +205,13 @@ class PrefixCache:
         if self.tell is not None:
             self.tell(BlocksStored.of(request, first, num_full, tuple([table.num_gone for table in tables])))
 
-    def insert_loaded(self, request: Request, seen: SeenBlock) -> None:
+    def insert_loaded(self, request: Request, seen: SeenBlock, *, is_rounded: bool) -> None:
         """Registers one block of a request whose hashes are known."""
         assert seen.block is not None, "what is loaded is in a block"
-        if self.insert(request.block_hashes[seen.number], seen.block, seen.group) and self.tell is not None:
+        if not self.insert(request.block_hashes[seen.number], seen.block, seen.group):
+            return
+        seen.block.is_rounded = is_rounded
+        if self.tell is not None:
             after = seen.number + 1
             missing = tuple([after - (group == seen.group) for group in range(len(self._groups))])
             self.tell(BlocksStored.of(request, seen.number, after, missing))
@@ -223,7 +233,7 @@ class PrefixCache:
         if self.tell is not None:
             self.tell(BlockRemoved(block.block_hash, block.layer_group))
         del self._groups[block.layer_group][block.block_hash]
-        block.block_hash = None
+        block.block_hash, block.is_rounded = None, False
 
     def _length(
         self, block_hashes: Sequence[bytes], groups: Sequence[Container[bytes]], ends: Container[bytes] | None

@@ -15,6 +15,7 @@ from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
 from mlx_server.api.http.request_bounds import MAX_ECHO_CHARS
 from mlx_server.api.openai.exchange import Exchange, Writer
+from mlx_server.api.openai.output import cached_tokens
 from mlx_server.api.openai.responses.custom_tools import InputReader
 from mlx_server.api.openai.responses.items import unqualified
 from mlx_server.api.openai.responses.kept import KeptResponses
@@ -192,7 +193,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     """The counts under this protocol's names. Caching needs no asking, so no tokens count as written to it."""
     return {
         "input_tokens": usage.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {**cached_tokens(usage), "cache_write_tokens": 0},
         "output_tokens": usage.num_output_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
