@@ -80,7 +80,8 @@ class ContinuousBatchingScheduler:
         self.speculation = speculation
         self._composer = StepComposer(self._table, limits, self.counters, self._budget, is_device_shared)
         if store is not None:
-            self._table.disk = DiskTier(blocks, self._table.waiting, store, self._compute_s, self._headroom)
+            waiting, target_s = self._table.waiting, self._composer.target_s
+            self._table.disk = DiskTier(blocks, waiting, store, self._compute_s, self._headroom, target_s)
         self._launch_s = 0.0  # the longest of late
         self._early_share = 1.0  # the least of late that a step took of what was foretold
         self._wake = asyncio.Event()
@@ -233,7 +234,7 @@ class ContinuousBatchingScheduler:
         elif submitted.copies is None and not output.num_images:  # whose encoding took its share of the time
             self._observe(submitted, output)
         if self.disk is not None and submitted.copies is not None:
-            self.disk.saves.on_copied(output.saved_blocks)
+            self.disk.on_copied(submitted.copies, output, self._budget.foretold_s(submitted.shape))
         requests = submitted.requests
         self._collect_prompt_logprobs(requests, output.prompt_logprobs)
         outputs = [

@@ -258,8 +258,7 @@ class StepComposer:
             return room, room
         start, recent, now = first.num_tokens - self._work(first), self._recent, self._last.now
         better = recent.least_of_better(first.priority, now)
-        target_s = self._limits.target_step_s or self._budget.target_s(self._limits.cheap_rows)
-        beside = min(room, self._budget.num_tokens(start, num_decodes, target_s, better))
+        beside = min(room, self._budget.num_tokens(start, num_decodes, self.target_s(), better))
         streams = [request for request in self._table.running if request not in prefilling]
         if self._is_device_shared() or any(stream.priority <= first.priority for stream in streams):
             return beside, beside
@@ -267,6 +266,10 @@ class StepComposer:
         if self._budget.is_known:
             most = self._budget.num_tokens(start, num_decodes, self._limits.max_step_s, better)
         return min(room, max(beside, most)), beside
+
+    def target_s(self) -> float:
+        """How long a step beside decodes is to take."""
+        return self._limits.target_step_s or self._budget.target_s(self._limits.cheap_rows)
 
     def _serve_tier(self, step: Step, priority: int, prefilling: list[Request], most: int) -> None:
         """Gives tokens to prompts of one tier, until all prompts have `most`.

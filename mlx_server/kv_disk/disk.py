@@ -37,10 +37,10 @@ _LOCK_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 2.0
 """For a read or a write that is under way: a disk that hangs does not keep a server from ending."""
 
-_MOST_WAITING_BYTES = 128 * 2**20
+MOST_WAITING_BYTES = 128 * 2**20
 """Of blocks that wait to be written. Others are not saved."""
 
-_BUSY_BYTES_PER_S = 128 * 10**6
+BUSY_BYTES_PER_S = 128 * 10**6
 """The fastest that is written while somebody's answer is computed."""
 
 
@@ -107,6 +107,11 @@ class KvDisk:
     def is_on(self) -> bool:
         return self.error is None
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing waits to be read or written, the scan at the start included."""
+        return not self._waiting.num_reads and not self._waiting.digests
+
     def has(self, digest: bytes) -> bool:
         """Whether a block is there, or waits to be written."""
         return self.is_on and (digest in self.store or digest in self._waiting.digests)
@@ -131,7 +136,7 @@ class KvDisk:
     def room(self, largest: int = 0) -> int:
         """How many bytes may be given to write now. The `largest` content has room once nothing waits."""
         with self._waiting.condition:
-            left = min(max(_MOST_WAITING_BYTES, largest), self._budget.left) - self._waiting.num_bytes
+            left = min(max(MOST_WAITING_BYTES, largest), self._budget.left) - self._waiting.num_bytes
         return max(0, left) if self.is_on else 0
 
     def set_busy(self, space: Space, is_busy: bool) -> None:
@@ -215,7 +220,7 @@ class KvDisk:
                 self._waiting.condition.notify_all()
             write.on_done()
             if self._busy:
-                pause_s = len(write.content) / _BUSY_BYTES_PER_S - (time.monotonic() - began_s)
+                pause_s = len(write.content) / BUSY_BYTES_PER_S - (time.monotonic() - began_s)
                 time.sleep(max(0.0, pause_s))
 
     def _next_write(self) -> _Write | None:
@@ -274,6 +279,11 @@ class ModelRecords:
     def is_rounded(self) -> bool:
         """Whether blocks come back in fewer bits than they had."""
         return self.rounding is not None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing waits to be read or written."""
+        return self.disk.is_quiet
 
     def has(self, digest: bytes) -> bool:
         """Whether a block need not be written."""

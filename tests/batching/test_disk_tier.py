@@ -14,7 +14,7 @@ from mlx_server.engine.prefixes.model_on_disk import flush
 from mlx_server.errors import ContextLengthError
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
 from mlx_server.request import FinishReason, Priority
-from tests.batching.worlds import FakeStore, World, make_request, make_world, prompt
+from tests.batching.worlds import FakeStore, World, make_request, make_world, prompt, step_seconds
 
 LONG = prompt(10 * BLOCK_SIZE + 5)
 
@@ -68,6 +68,51 @@ def test_what_is_evicted_is_saved_before_it_is_written_over() -> None:
     world.finish()
     world.check_tokens()
     assert again.num_cached_tokens == 4 * BLOCK_SIZE
+
+
+def test_blocks_are_saved_beside_who_runs_one_piece_at_a_time() -> None:
+    """Those of who has left, but for blocks that somebody still holds; the next ones when these are written."""
+    store = FakeStore()
+    world = make_world(40, store=store)
+    world.add(make_request("gone", LONG, 1))
+    world.finish()
+    world.add(make_request("runs", [*LONG[: 4 * BLOCK_SIZE], *prompt(8, first=500)], 60))
+    world.step()
+    assert store.blocks == {}, "the writer has something to do"
+    store.is_quiet = True
+    for num_saved in (1, 2, 3, 4, 5, 6, 6):
+        world.step()
+        assert len(store.blocks) == num_saved
+    hashes = world.requests["gone"].block_hashes
+    assert list(store.blocks) == hashes[4:10]
+    world.finish()
+    rest(world)
+    assert set(store.blocks) == {*hashes[:10], *world.requests["runs"].block_hashes[:6]}
+    world.check_tokens()
+
+
+@pytest.mark.parametrize(("copy_s", "most"), [(0.016, 1), (0.001, 4)])
+def test_copies_beside_who_decodes_take_a_quarter_of_the_target(copy_s: float, most: int) -> None:
+    """25 ms of 100. What a block takes is learnt; no more than a piece of four goes in any case."""
+    long = prompt(40 * BLOCK_SIZE + 5)
+    world = make_world(60, store=(store := kept(long)), target_step_s=0.1)
+    num_loaded: list[int] = []
+
+    def seconds(step: SchedulerOutput) -> float:
+        num_loaded.append(0 if step.copies is None else len(step.copies.loaded))
+        return step_seconds(step) + copy_s * num_loaded[-1]
+
+    world.runner.seconds = seconds
+    world.add(make_request("runs", prompt(8, first=500), 80))
+    for _ in range(4):
+        world.step()
+    world.add(make_request("loads", long, 1))
+    while "loads" not in world.reasons:
+        store.arrive()
+        world.step()
+    assert (max(num_loaded), sum(num_loaded)) == (most, 40)
+    world.finish()
+    world.check_tokens()
 
 
 def test_what_is_cut_off_is_saved() -> None:
@@ -406,6 +451,7 @@ def test_any_order_of_events(seed: int, kind: dict[str, object]) -> None:
     sees its own K/V, and that no copy touches a block that a step in flight uses."""
     rng = random.Random(seed)
     store = FakeStore()
+    store.is_quiet = seed % 2 == 0
     limits = {"max_num_batched_tokens": rng.choice([64, 512]), **kind}
     num_blocks = rng.choice([12, 20, 60]) * (2 if "windows" in kind else 1)
     world = make_world(num_blocks, is_async=rng.random() < 0.5, store=store, **limits)

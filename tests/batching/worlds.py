@@ -82,11 +82,13 @@ def make_request(
 
 class FakeStore:
     """Blocks and states by digest. Reads are answered by `arrive`; what was written can be read at once. Each takes so
-    much that four are a piece. `lost` ones are found and cannot be read."""
+    much that four are a piece. `lost` ones are found and cannot be read. Without `is_quiet` it always has
+    something to do."""
 
     block_bytes = 16 * 2**20
     state_bytes = 0
     is_rounded = False
+    is_quiet = False
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, memoryview] = {}

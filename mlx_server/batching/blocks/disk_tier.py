@@ -11,6 +11,7 @@ from typing import NamedTuple
 from mlx_server.batching.blocks.block import Block
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.disk_saves import (
+    BESIDE_BYTES,
     PIECE_BYTES,
     BlockStore,
     DiskSaves,
@@ -22,7 +23,7 @@ from mlx_server.batching.blocks.layer_groups import first_seen
 from mlx_server.batching.blocks.prefix_cache import SeenBlock
 from mlx_server.batching.priority_queue import PriorityQueueWithAging
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import STATES, BlockCopies, CopyPlace
+from mlx_server.outputs import STATES, BlockCopies, CopyPlace, ModelRunnerOutput
 from mlx_server.request import Priority, Request
 from mlx_server.sampling_params import SamplingParams
 
@@ -38,6 +39,13 @@ _MOST_LOAD_S = 10.0
 """A load that takes longer is given up as far as it has not come: the rest is computed."""
 
 _LATE_S = 0.01
+
+_COPY_SHARE = 0.25
+"""Of a step's target, what may be spent on copying while somebody runs."""
+
+_FIRST_COPY_BYTES_PER_S = 1e9
+_COPY_MEMORY_BYTES = 2 * PIECE_BYTES
+"""Copies before the last so many bytes hardly tell how fast they are."""
 
 _FIRST_BYTES_PER_S = 1e9
 _RATE_GAIN = 0.3
@@ -111,9 +119,10 @@ class DiskTier:
         store: BlockStore,
         compute_s: Callable[[int, int], float],
         room_beside: Callable[[], int],
+        target_s: Callable[[], float],
     ) -> None:
         """`compute_s` says how long a prompt's tokens from a position on take to compute, 0 if that is not known.
-        `room_beside` is how many blocks a load must leave free."""
+        `room_beside` is how many blocks a load must leave free, `target_s` the target time of a step beside decodes."""
         self.counters = DiskTierCounters()
         self.saves = DiskSaves(blocks, store, self.counters)
         self._blocks = blocks
@@ -121,12 +130,15 @@ class DiskTier:
         self._store = store
         self._compute_s = compute_s
         self._room_beside = room_beside
+        self._target_s = target_s
         self._loads: list[_Load] = []
         self._arrived: deque[tuple[_Load, int, memoryview | None]] = deque()
         self._loaded: list[tuple[CopyPlace, memoryview]] = []
         self._bytes_per_s = _FIRST_BYTES_PER_S
         self._busy_until_s = 0.0
         self._num_loads = 0
+        self._copied_bytes = float(_COPY_MEMORY_BYTES)
+        self._copied_s = _COPY_MEMORY_BYTES / _FIRST_COPY_BYTES_PER_S
 
     @property
     def is_loading(self) -> bool:
@@ -143,11 +155,14 @@ class DiskTier:
             load, number, content = self._arrived.popleft()
             if not load.is_over:
                 load.staged[number] = content
-        room = PIECE_BYTES
+        room = piece = self._piece_bytes() if is_busy else PIECE_BYTES
         for load in list(self._loads):
-            room -= self._land(load, room, now)
+            room -= self._land(load, room, now, is_first=room == piece)
         if len(self._loads) < _MOST_LOADS:
             self._begin_loads(now)
+        saves = self.saves
+        if is_busy and not self._loads and self._blocks.grows_block_by_block and saves.is_due and self._store.is_quiet:
+            saves.save_beside(min(BESIDE_BYTES, piece))
 
     def rest_s(self, now: float, *, is_idle: bool) -> float | None:
         """For how long there is nothing to do if nobody comes: until a load takes too long, or, where no request is
@@ -171,6 +186,21 @@ class DiskTier:
         copies = BlockCopies(self.saves.take(), tuple(self._loaded))
         self._loaded = []
         return copies
+
+    def on_copied(self, copies: BlockCopies, output: ModelRunnerOutput, foretold_s: float) -> None:
+        """The oldest step of `take_copies` is over, which was to take `foretold_s` without them."""
+        self.saves.on_copied(output.saved_blocks)
+        seconds = output.launch_time_s or output.step_time_s - foretold_s
+        places = [*copies.saved, *[place for place, _ in copies.loaded]]
+        num_bytes = self._copied_bytes + sum([content_bytes(self._store, place.group) for place in places])
+        share = min(1.0, _COPY_MEMORY_BYTES / num_bytes)
+        self._copied_bytes = share * num_bytes
+        self._copied_s = share * (self._copied_s + max(0.0, seconds))
+
+    def _piece_bytes(self) -> int:
+        """What may be copied with a step that somebody waits for, by what copies took so far."""
+        bytes_per_s = self._copied_bytes / max(self._copied_s, 1e-6)
+        return int(min(PIECE_BYTES, bytes_per_s * _COPY_SHARE * self._target_s()))
 
     # --- loads ----------------------------------------------------------------------------------------------
 
@@ -280,14 +310,14 @@ class DiskTier:
         """On any thread."""
         self._arrived.append((load, number, content))
 
-    def _land(self, load: _Load, most_bytes: int, now: float) -> int:
-        """Copies what was read of a load with the next step, `most_bytes`, or a single content that is larger than any
-        piece; how much."""
+    def _land(self, load: _Load, most_bytes: int, now: float, *, is_first: bool) -> int:
+        """Copies what was read of a load with the next step, `most_bytes`, or a single content that is larger if it
+        `is_first`; how much."""
         before = load.bytes_landed
         while not load.is_complete and load.next in load.staged:
             item = load.items[load.next]
             num_bytes, landed = content_bytes(self._store, item.group), load.bytes_landed - before
-            if landed + num_bytes > most_bytes and (landed or most_bytes < PIECE_BYTES):
+            if landed + num_bytes > most_bytes and (landed or not is_first):
                 break
             content = load.staged.pop(load.next)
             if content is None:

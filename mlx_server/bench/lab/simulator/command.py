@@ -15,6 +15,7 @@ from typing import Any
 
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.bench.arguments import above_0, add_json_argument, from_0, from_1
+from mlx_server.bench.lab.simulator.disk import DiskCost
 from mlx_server.bench.lab.simulator.drafts import DraftMix
 from mlx_server.bench.lab.simulator.engine import (
     PROFILES,
@@ -24,10 +25,20 @@ from mlx_server.bench.lab.simulator.engine import (
     TierMetrics,
     percentile,
 )
-from mlx_server.bench.lab.simulator.traces import ClosedLoop, Mix, TracedRequest, Traffic, read_trace, with_flood
+from mlx_server.bench.lab.simulator.traces import (
+    Chats,
+    ClosedLoop,
+    Mix,
+    TracedRequest,
+    Traffic,
+    read_trace,
+    with_flood,
+    write_trace,
+)
 from mlx_server.bench.tables import document_of, format_rate, render_items, tell, write_json
 from mlx_server.errors import ConfigError
 from mlx_server.request import Priority
+from mlx_server.setting import parse_size
 
 
 def summarize(metrics: SimulationMetrics) -> str:
@@ -40,7 +51,8 @@ def summarize(metrics: SimulationMetrics) -> str:
             f"at most {metrics.num_most_waiting:,} waited; all books agreed {metrics.num_checks:,} times.",
             f"{counters.num_steps:,} steps, device busy {_share(metrics.busy_s, metrics.elapsed_s)}; "
             f"{format_rate(metrics.output_rate)} output tokens/s, {format_rate(metrics.goodput)} good requests/s; "
-            f"prefix hits {_rate(metrics.hit_rate)}, {counters.num_prompt_tokens_computed:,} of "
+            f"prefix hits {_rate(metrics.hit_rate)} ({counters.num_prompt_tokens_from_disk:,} tokens from disk), "
+            f"{counters.num_prompt_tokens_computed:,} of "
             f"{counters.num_prompt_tokens:,} prompt tokens computed; {counters.num_preemptions:,} preemptions, "
             f"{metrics.num_evictions:,} evictions.",
             *_drafts(metrics),
@@ -85,6 +97,7 @@ def render_variants(found: Mapping[str, SimulationMetrics]) -> str:
         found.items(),
         {
             "scheduler": lambda item: item[0],
+            "TTFT mean": lambda item: _seconds(item[1].mean_ttft_s),
             "TTFT p50": lambda item: _seconds(percentile(item[1].all("ttft_s"), 50)),
             "TTFT p99": lambda item: _seconds(percentile(item[1].all("ttft_s"), 99)),
             "ITL p99": lambda item: _seconds(item[1].gap_percentile(99)),
@@ -103,7 +116,7 @@ def render_variants(found: Mapping[str, SimulationMetrics]) -> str:
 
 
 _COUNTS = ("num_finished", "num_refused", "num_evictions", "num_most_waiting", "num_checks")
-_TIMES = ("elapsed_s", "host_s", "busy_s", "goodput", "output_rate", "hit_rate")
+_TIMES = ("elapsed_s", "host_s", "busy_s", "goodput", "output_rate", "hit_rate", "mean_ttft_s")
 
 
 def as_document(found: Mapping[str, SimulationMetrics]) -> list[dict[str, Any]]:
@@ -200,6 +213,9 @@ def _add_traffic(group: _Group) -> None:
         metavar=("HIGH", "NORMAL", "LOW"),
         help=f"shares; default: {' '.join(map(str, mix.tiers))}",
     )
+    _add(group, "--turns", from_1, 1, "more than 1: conversations, in which --own-tokens come on top of all before")
+    _add(group, "--pause-s", above_0, 60.0, "mean time from a turn's arrival to the next one's")
+    group.add_argument("--write-trace", type=Path, metavar="FILE", help="write the traffic for --trace and --shrink 16")
     group.add_argument("--flood-tier", choices=_TIERS, help="one tier sends more for a while")
     _add(group, "--flood-rate", above_0, 30.0, "requests a second of the flood")
     _add(group, "--flood-start-s", float, 60.0, "when the flood begins")
@@ -215,6 +231,15 @@ def _add_device(group: _Group) -> None:
         "--self-running", action="store_true", help="it computes by itself, as a GPU does, not while it is given a step"
     )
     _add(group, "--num-blocks", from_1, 4096, "KV blocks of 32 tokens")
+    group.add_argument("--kv-disk", type=parse_size, metavar="SIZE", help="keep prefixes on disk; replay without, too")
+    group.add_argument(
+        "--disk-gb-per-s",
+        nargs=2,
+        type=above_0,
+        default=(3.0, 2.0),
+        metavar=("READ", "WRITE"),
+        help="how fast the disk is; default: 3 2",
+    )
 
 
 def _add_scheduler(group: _Group) -> None:
@@ -265,6 +290,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints a summary and a table by tier; with `--ablate` a table of variants. Raises `ConfigError`."""
     arrivals = [] if args.clients else _arrivals(args)
     found: dict[str, SimulationMetrics] = {}
+    if args.write_trace is not None:
+        write_trace(args.write_trace, arrivals)
     for name, variant in _variants(_limits(args), args).items():
         tell(f"replaying {len(arrivals) or args.num_requests:,} requests: {name}")
         found[name] = _replay(variant, arrivals, args)
@@ -286,22 +313,39 @@ class _Variant:
     is_async: bool = True
     enable_prefix_caching: bool = True
     drafts: DraftMix | None = None
+    disk: DiskCost | None = None
 
 
 def _variants(limits: SchedulerLimits, args: argparse.Namespace) -> dict[str, _Variant]:
-    variants = {"all mechanisms": _Variant(limits)}
+    disk = _disk(args)
+    variants = {"all mechanisms": _Variant(limits, disk=disk)}
     if args.draft_acceptance:
         mix = DraftMix(acceptances=tuple(args.draft_acceptance), found_share=args.draft_share, seed=args.seed)
-        variants = {"all mechanisms": _Variant(limits, drafts=mix), "no drafts": _Variant(limits)}
+        variants = {"all mechanisms": _Variant(limits, drafts=mix, disk=disk), "no drafts": _Variant(limits, disk=disk)}
+    if disk is not None:
+        variants["no disk"] = replace(variants["all mechanisms"], disk=None)
     if args.ablate:
         variants |= {
-            "no stall bound": _Variant(replace(limits, bound_stalls=False)),
-            "no prefix deduplication": _Variant(replace(limits, deduplicate_prefixes=False)),
-            "no step ahead": _Variant(limits, is_async=False),
-            "no aging": _Variant(replace(limits, aging_rate=0.0)),
+            "no stall bound": _Variant(replace(limits, bound_stalls=False), disk=disk),
+            "no prefix deduplication": _Variant(replace(limits, deduplicate_prefixes=False), disk=disk),
+            "no step ahead": _Variant(limits, is_async=False, disk=disk),
+            "no aging": _Variant(replace(limits, aging_rate=0.0), disk=disk),
             "no prefix cache": _Variant(limits, enable_prefix_caching=False),
         }
     return variants
+
+
+def _disk(args: argparse.Namespace) -> DiskCost | None:
+    if args.kv_disk is None:
+        return None
+    block_bytes = PROFILES[args.profile].block_bytes
+    read, write = (1e9 * rate for rate in args.disk_gb_per_s)
+    return DiskCost(
+        num_records=args.kv_disk // block_bytes,
+        block_bytes=block_bytes,
+        read_bytes_per_s=read,
+        write_bytes_per_s=write,
+    )
 
 
 def _replay(variant: _Variant, arrivals: Iterable[TracedRequest], args: argparse.Namespace) -> SimulationMetrics:
@@ -316,6 +360,7 @@ def _replay(variant: _Variant, arrivals: Iterable[TracedRequest], args: argparse
         check_every=args.check_every,
         explained=args.explain,
         drafts=variant.drafts,
+        disk=variant.disk,
     )
     metrics = simulation.run(arrivals) if args.clients is None else _run_closed(simulation, args)
     if simulation.explanation:
@@ -340,6 +385,8 @@ def _arrivals(args: argparse.Namespace) -> list[TracedRequest]:
         return list(islice(faster, args.num_requests))
     mix = _mix(args)
     traffic = Traffic(mix, args.seed)
+    if args.turns > 1:
+        return traffic.chats(args.rate, Chats(turns=args.turns, pause_s=args.pause_s), args.num_requests)
     base = traffic.poisson(args.rate) if args.pattern == "poisson" else traffic.bursts(args.rate, args.burst_size)
     if args.flood_tier is not None:
         tier = Priority[args.flood_tier.upper()]

@@ -16,11 +16,19 @@ from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.speculation.drafting import Speculation, SpeculationCounters
+from mlx_server.bench.lab.simulator.disk import DiskCost, SimulatedDisk
 from mlx_server.bench.lab.simulator.drafts import DraftMix, MadeUpDrafts
 from mlx_server.bench.lab.simulator.traces import TracedRequest
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ContextLengthError, OverloadedError
-from mlx_server.outputs import ModelRunnerOutput, RequestOutput, SampledToken, ScheduledChunk, SchedulerOutput
+from mlx_server.outputs import (
+    BlockCopies,
+    ModelRunnerOutput,
+    RequestOutput,
+    SampledToken,
+    ScheduledChunk,
+    SchedulerOutput,
+)
 from mlx_server.request import Priority, Request
 from mlx_server.sampling_params import SamplingParams
 
@@ -87,6 +95,12 @@ class SimulationMetrics:
         return [value for tier in self.tiers.values() for value in getattr(tier, name)]
 
     @property
+    def mean_ttft_s(self) -> float:
+        """Over all tiers; 0 if none finished."""
+        ttft_s = self.all("ttft_s")
+        return sum(ttft_s) / len(ttft_s) if ttft_s else 0.0
+
+    @property
     def longest_gap_s(self) -> float:
         return max(max(tier.gaps_s, default=0.0) for tier in self.tiers.values())
 
@@ -109,6 +123,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 _TOKEN = SampledToken(40_000)  # with as many digits as most, for whoever counts what events take
+_LEAST_REST_S = 1e-3
 _SAMPLING = SamplingParams()
 _NUM_LEARNT = 128
 """Prompt tokens of the first step, of no request, by which the scheduler knows costs before anyone arrives."""
@@ -133,7 +148,9 @@ class CostModel:
     is_self_running: bool = False
 
     def seconds(self, step: SchedulerOutput) -> float:
-        """Device time of a step."""
+        """Device time of a step. To copy blocks is the host's work."""
+        if not step.chunks:
+            return 0.0
         num_decodes = 0
         cost = 0.0
         for chunk in step.chunks:
@@ -183,13 +200,17 @@ class Simulation:
         check_every: int = 1000,
         explained: int | None = None,
         drafts: DraftMix | None = None,
+        disk: DiskCost | None = None,
     ) -> None:
-        """`check_every`: steps between checks of all books; 0 is never. `explained` is the number of an arrival, from 0
-        on, of which `explanation` says why it waited."""
+        """With a `disk`, prefixes are kept there, too. `check_every`: steps between checks of all books; 0 is never.
+        `explained` is the number of an arrival, from 0 on, of which `explanation` says why it waited."""
         blocks = PagedBlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching)
         self._drafts = None if drafts is None else MadeUpDrafts(drafts)
         speculation = None if drafts is None or self._drafts is None else Speculation(self._drafts, drafts.most)
-        self.scheduler = ContinuousBatchingScheduler(blocks, limits, is_async=is_async, speculation=speculation)
+        self._disk = None if disk is None else SimulatedDisk(disk)
+        self.scheduler = ContinuousBatchingScheduler(
+            blocks, limits, is_async=is_async, speculation=speculation, store=self._disk
+        )
         prompt_s, decode_s = cost.seconds_alone(_NUM_LEARNT, 1), cost.seconds_alone(1, 2) - cost.seconds_alone(1, 1)
         self.scheduler.learn(_NUM_LEARNT, prompt_s, decode_s)
         self.metrics = SimulationMetrics(counters=self.scheduler.counters)
@@ -231,11 +252,13 @@ class Simulation:
     def advance(self, until_s: float) -> None:
         """Serves what has arrived until that time, or to the end of a step that goes beyond it."""
         while self._now < until_s:
+            self._advance_disk()
             due_s = self._due_s()
             output = self._schedule() if due_s <= self._now else None
             if output is not None and len(self._submitted) < self._depth:
                 continue
             next_s = min(until_s, due_s) if due_s > self._now else until_s
+            next_s = min(next_s, self._disk_s(is_over=next_s == math.inf and not self._in_progress))
             if self._submitted and (output is not None or next_s >= self._submitted[0][1]):
                 self._finish_step()
             elif next_s < math.inf:
@@ -273,6 +296,18 @@ class Simulation:
             return math.inf
         return self.scheduler.next_schedule_s(self._began_s) if self._submitted else self._now
 
+    def _advance_disk(self) -> None:
+        if self._disk is not None:
+            self._disk.now = self._now
+            self._disk.finish_due()
+
+    def _disk_s(self, *, is_over: bool) -> float:
+        """When there is something to do for the disk's sake; never once all is over."""
+        if self._disk is None or self.scheduler.disk is None or is_over:
+            return math.inf
+        rest_s = None if self._submitted else self.scheduler.disk.rest_s(self._now, is_idle=not self._in_progress)
+        return min(self._disk.next_s, math.inf if rest_s is None else self._now + max(rest_s, _LEAST_REST_S))
+
     def _schedule(self) -> SchedulerOutput | None:
         for expired in self.scheduler.expire(self._now):
             self.metrics.tiers[self._in_progress.pop(expired.request_id).traced.tier].num_refused += 1
@@ -281,7 +316,12 @@ class Simulation:
             return None
         self._explain(output)
         seconds = self._cost.seconds(output)
-        start_s = max(self._now + self._cost.host_s, self._device_free_s)
+        copies = output.copies or BlockCopies()
+        host_s = self._cost.host_s
+        if self._disk is not None:
+            num_bytes = (len(copies.saved) + len(copies.loaded)) * self._disk.block_bytes
+            host_s += num_bytes / self._disk.cost.copy_bytes_per_s
+        start_s = max(self._now + host_s, self._device_free_s)
         end_s = start_s + seconds
         step_time_s = end_s - max(self._now, self._device_free_s)
         self._device_free_s = end_s
@@ -289,8 +329,11 @@ class Simulation:
         if not self._submitted:
             self._began_s = self._now
         sampled = {chunk.request_id: self._sample(chunk) for chunk in output.chunks if chunk.is_sampling}
-        launch_s = self._cost.host_s if self._cost.is_self_running else 0.0
-        result = ModelRunnerOutput(output.step_id, sampled, step_time_s=step_time_s, launch_time_s=launch_s)
+        launch_s = host_s if self._cost.is_self_running else 0.0
+        saved = (memoryview(b""),) * len(copies.saved)
+        result = ModelRunnerOutput(
+            output.step_id, sampled, step_time_s=step_time_s, launch_time_s=launch_s, saved_blocks=saved
+        )
         self._submitted.append((result, end_s))
         if self._check_every and output.step_id % self._check_every == 0:
             self.scheduler.check_integrity()
@@ -365,30 +408,38 @@ def block_hashes(traced: TracedRequest) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A machine with a model: what steps cost, and the target that is the default there."""
+    """A machine with a model: what steps cost, the target that is the default there, and what the K/V of 32 tokens
+    take."""
 
     cost: CostModel
     target_step_s: float
+    block_bytes: int
 
 
 PROFILES: Mapping[str, Profile] = {
     # `random:mini`, float32, on two cores of an AMD EPYC: a fit to our own steps.
-    "cpu": Profile(CostModel(), 0.1),
+    "cpu": Profile(CostModel(), 0.1, 256 * 1024),
     # An 8B in 4 bits. Of an M2 Max no figures were found, so these are an M1 Max's (500 prompt tokens/s at 512, 46 of
     # one stream, normiebench#40) with prompts 38/32 as fast, as it has GPU cores. What more rows cost is of the M3 Max,
     # whose product of 4-bit weights takes 2.5 times as long with 8 rows as with one (mlx#3863); the growth with the
     # context is the M5 Max's.
     "m2-max": Profile(
-        CostModel(base_s=0.0175, decode_s=0.0042, prompt_s=0.0017, context_doubling_tokens=20_000.0, host_s=0.003), 0.1
+        CostModel(base_s=0.0175, decode_s=0.0042, prompt_s=0.0017, context_doubling_tokens=20_000.0, host_s=0.003),
+        0.1,
+        4 * 2**20,
     ),
     # A dense 27B in 4 bits: steps of 32.9, 49.2, 86.8 and 112.6 ms at 1, 4, 8 and 16 rows (TensorFold, MLX 0.31.2);
     # prompts at 894 tokens/s of 1k and 494 of 32k (omlx#2150).
     "m5-max": Profile(
-        CostModel(base_s=0.028, decode_s=0.0055, prompt_s=0.0011, context_doubling_tokens=20_000.0, host_s=0.003), 0.1
+        CostModel(base_s=0.028, decode_s=0.0055, prompt_s=0.0011, context_doubling_tokens=20_000.0, host_s=0.003),
+        0.1,
+        8 * 2**20,
     ),
     # An 8B in 4 bits on an M4 Max, about: 1,092 prompt tokens/s at 8.6k (mesh-llm#1228), and rows that cost next to
     # nothing, as they do on larger GPUs.
     "gpu": Profile(
-        CostModel(base_s=0.02, decode_s=0.0005, prompt_s=0.0008, context_doubling_tokens=16_384.0, host_s=0.003), 0.1
+        CostModel(base_s=0.02, decode_s=0.0005, prompt_s=0.0008, context_doubling_tokens=16_384.0, host_s=0.003),
+        0.1,
+        4 * 2**20,
     ),
 }

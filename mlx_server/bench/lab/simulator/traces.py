@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import json
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice, takewhile
 from pathlib import Path
 
@@ -46,6 +47,15 @@ class Mix:
     spread: float = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chats:
+    """Conversations of `turns` turns, each with a prefix of its own of the mix's `prefix_tokens`. A turn comes
+    `pause_s` after the one before on average, and its prompt is that one's and own tokens behind it."""
+
+    turns: int
+    pause_s: float
+
+
 class Traffic:
     """Draws requests of one mix; the seed decides all of them."""
 
@@ -71,6 +81,21 @@ class Traffic:
             prefix_ids = self._prefix_ids()
             for _ in range(size):
                 yield self._draw(now, None, prefix_ids)
+
+    def chats(self, rate: float, chats: Chats, num_requests: int) -> list[TracedRequest]:
+        """So many requests of conversations, `rate` requests a second on average while all of them go on."""
+        rng, prefix_tokens, found, began_s = self._rng, self._mix.prefix_tokens, list[TracedRequest](), 0.0
+        while len(found) < num_requests:
+            began_s += rng.expovariate(rate / chats.turns)
+            arrival_s = began_s
+            ids = tuple(islice(self._fresh_ids, _num_blocks(prefix_tokens)))
+            for _ in range(chats.turns):
+                turn = self._draw(arrival_s, None, ())
+                ids += turn.hash_ids
+                num_tokens = (len(ids) - len(turn.hash_ids)) * BLOCK_SIZE + turn.num_prompt_tokens
+                found.append(replace(turn, num_prompt_tokens=num_tokens, hash_ids=ids))
+                arrival_s += rng.expovariate(1.0 / chats.pause_s)
+        return sorted(found[:num_requests], key=lambda request: request.arrival_s)
 
     def at(self, arrival_s: float, tier: Priority) -> TracedRequest:
         """One arrival."""
@@ -155,6 +180,22 @@ def read_trace(
             TracedRequest(line.arrival_s, tier, num_prompt_tokens, num_output_tokens, hash_ids, block_tokens)
         )
     return requests
+
+
+def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:
+    """Writes a trace in Mooncake's format, whose hash ids stand for 512 tokens: to be read with `shrink` 16.
+    Lengths are 16 times those of the requests."""
+    factor = BLOCK_TOKENS // BLOCK_SIZE
+    lines = [
+        {
+            "timestamp": round(1000 * request.arrival_s),
+            "input_length": factor * request.num_prompt_tokens,
+            "output_length": factor * request.num_output_tokens,
+            "hash_ids": request.hash_ids,
+        }
+        for request in requests
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _num_blocks(num_tokens: int) -> int:

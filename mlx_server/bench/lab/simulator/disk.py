@@ -1,0 +1,103 @@
+"""The tier on disk in the simulator: the scheduler's real part of it, over a disk that has rates and no bytes."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlx_server.kv_disk.disk import BUSY_BYTES_PER_S, MOST_WAITING_BYTES
+
+_CONTENT = memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskCost:
+    """A disk with room for `num_records` blocks. `copy_bytes_per_s` is how fast the host copies blocks into or out of
+    the pool, beside the device's work."""
+
+    num_records: int
+    block_bytes: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    copy_bytes_per_s: float = 3e9
+
+
+class SimulatedDisk:
+    """Records by digest, the least recently used of which make room, one by one. Reads come one after the other, and so
+    do writes beside them; bounds are those of `KvDisk`, but for the budget of a day. `now` is to be kept up to date."""
+
+    state_bytes = 0
+    is_rounded = False
+
+    def __init__(self, cost: DiskCost) -> None:
+        self.now = 0.0
+        self.cost = cost
+        self.block_bytes = cost.block_bytes
+        self._records: OrderedDict[bytes, None] = OrderedDict()
+        self._waiting: set[bytes] = set()
+        self._is_busy = False
+        self._read_free_s = self._write_free_s = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_asked = 0
+
+    @property
+    def next_s(self) -> float:
+        """When the next read or write is over."""
+        return self._due[0][0] if self._due else math.inf
+
+    def finish_due(self) -> None:
+        """Answers what is over by now."""
+        while self.next_s <= self.now:
+            heapq.heappop(self._due)[2]()
+
+    @property
+    def is_quiet(self) -> bool:
+        return not self._due
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self._records or digest in self._waiting
+
+    def is_stored(self, digest: bytes) -> bool:
+        return digest in self._records
+
+    def read(
+        self,
+        digest: bytes,
+        on_done: Callable[[memoryview | None], None],
+        is_wanted: Callable[[], bool],
+        *,
+        is_state: bool,
+    ) -> None:
+        def done() -> None:
+            is_there = is_wanted() and digest in self._records
+            if is_there:
+                self._records.move_to_end(digest)
+            on_done(_CONTENT if is_there else None)
+
+        self._read_free_s = max(self._read_free_s, self.now) + self.block_bytes / self.cost.read_bytes_per_s
+        self._at(self._read_free_s, done)
+
+    def room(self) -> int:
+        return max(0, MOST_WAITING_BYTES - len(self._waiting) * self.block_bytes)
+
+    def write(self, digest: bytes, parent: bytes, owner: bytes, content: memoryview, *, is_state: bool) -> None:
+        def done() -> None:
+            self._waiting.discard(digest)
+            self._records[digest] = None
+            if len(self._records) > self.cost.num_records:
+                self._records.popitem(last=False)
+
+        rate = min(BUSY_BYTES_PER_S, self.cost.write_bytes_per_s) if self._is_busy else self.cost.write_bytes_per_s
+        self._waiting.add(digest)
+        self._write_free_s = max(self._write_free_s, self.now) + self.block_bytes / rate
+        self._at(self._write_free_s, done)
+
+    def set_busy(self, is_busy: bool) -> None:
+        self._is_busy = is_busy
+
+    def _at(self, due_s: float, done: Callable[[], None]) -> None:
+        self._num_asked += 1
+        heapq.heappush(self._due, (due_s, self._num_asked, done))
