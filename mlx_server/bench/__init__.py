@@ -28,6 +28,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "invariance": Benchmark("lab.invariance", "over HTTP: whether answers have the same bits alone and in batches"),
         "kernels": Benchmark("lab.kernels", "the attention kernels alone, each beside MLX's own"),
         "kv-bits": Benchmark("lab.kv_bits", "what K/V in fewer bits cost a model, on a text"),
+        "kv-disk": Benchmark("lab.kv_disk", "prefixes on disk: the index, and streams beside saving and loading"),
         "simulate": Benchmark("lab.simulator.command", "the scheduler alone, on recorded or made-up traffic"),
         "fleet": Benchmark("lab.simulator.fleet", "many simulated servers behind a router, by how it places requests"),
         "host-cost": Benchmark("lab.host_cost", "what scheduling a step costs the host"),

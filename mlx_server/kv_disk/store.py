@@ -21,7 +21,7 @@ from mlx_server.kv_disk.slab import (
     checksum,
 )
 
-_MOST_SLAB_BYTES = 256 * 2**20
+MOST_SLAB_BYTES = 256 * 2**20
 _FEWEST_SLABS = 8
 """The limit is cut into so many slabs at least: one slab is what is given up at a time."""
 
@@ -225,7 +225,7 @@ class RecordStore:
         return _Place(slab, slot)
 
     def _new_slab(self, space: Space) -> _Slab | None:
-        most = min(_MOST_SLAB_BYTES, self.limit_bytes // _FEWEST_SLABS) - SLAB_HEADER_BYTES
+        most = min(MOST_SLAB_BYTES, self.limit_bytes // _FEWEST_SLABS) - SLAB_HEADER_BYTES
         num_slots = max(1, most // space.stride)
         if SLAB_HEADER_BYTES + space.stride > self.limit_bytes:
             return None

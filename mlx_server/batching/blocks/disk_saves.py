@@ -142,7 +142,7 @@ class DiskSaves:
         self.landing: set[bytes] = set()  # digests of what the step that is composed next loads
         self._counters = counters
         self._blocks = blocks
-        self._store = store
+        self.store = store
         self._worth: OrderedDict[bytes, _Save] = OrderedDict()  # cached contents that are to be saved, by digest
         self._next: list[tuple[CopyPlace, _Save]] = []  # of the step that is composed next
         self._next_bytes = 0
@@ -175,7 +175,7 @@ class DiskSaves:
         num_in_prompt = (request.num_prompt_tokens - 1) // BLOCK_SIZE
         for index, group in self._worth_keeping(num_blocks, {num_hit, num_in_prompt, num_blocks}):
             digest = record_digest(hashes[index], group)
-            if self._find(hashes[index], group) is not None and not self._store.has(digest):
+            if self._find(hashes[index], group) is not None and not self.store.has(digest):
                 parent = hashes[index - 1] if index else _ROOT
                 self._worth.setdefault(digest, _Save(hashes[index], group, parent, owner))
 
@@ -221,7 +221,7 @@ class DiskSaves:
         """The oldest step of `take` is over; `contents` are those that it saved."""
         for save, content in zip(self._submitted.popleft(), contents, strict=True):
             digest, is_state = record_digest(save.block_hash, save.group), save.group == STATES
-            self._store.write(digest, save.parent, save.owner, content, is_state=is_state)
+            self.store.write(digest, save.parent, save.owner, content, is_state=is_state)
         self._counters.num_blocks_saved += len(contents)
 
     # --- inside ---------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class DiskSaves:
         """Places in a prefix and groups (see above), the first blocks first."""
         ends = {end for end in ends if 0 < end <= num_blocks}
         wanted: list[list[int]] = [[] for _ in range(num_blocks)]
-        for group, window in enumerate(self._blocks.groups.windows if self._store.block_bytes else ()):
+        for group, window in enumerate(self._blocks.groups.windows if self.store.block_bytes else ()):
             for end in [num_blocks] if window is None else ends:
                 for index in range(first_seen(end * BLOCK_SIZE, window), end):
                     wanted[index].append(group)
@@ -272,17 +272,17 @@ class DiskSaves:
         """Saves a content with the next step, if it is there still."""
         del self._worth[digest]
         place = self._find(save.block_hash, save.group)
-        if place is not None and digest not in self.landing and not self._store.has(digest):
+        if place is not None and digest not in self.landing and not self.store.has(digest):
             self._add(place, save)
 
     def _add(self, place: CopyPlace, save: _Save) -> None:
         self._next.append((place, save))
-        self._next_bytes += content_bytes(self._store, save.group)
+        self._next_bytes += content_bytes(self.store, save.group)
 
     def _has_room(self, group: int, piece_bytes: int = PIECE_BYTES) -> bool:
         """Whether the next step may save one more: a piece, or a single content that is larger."""
-        num_bytes = self._next_bytes + content_bytes(self._store, group)
+        num_bytes = self._next_bytes + content_bytes(self.store, group)
         if self._next and num_bytes > piece_bytes:
             return False
-        submitted = sum([content_bytes(self._store, save.group) for saves in self._submitted for save in saves])
-        return num_bytes <= self._store.room() - submitted
+        submitted = sum([content_bytes(self.store, save.group) for saves in self._submitted for save in saves])
+        return num_bytes <= self.store.room() - submitted

@@ -130,7 +130,7 @@ class DiskTier:
         self._store = store
         self._compute_s = compute_s
         self._room_beside = room_beside
-        self._target_s = target_s
+        self.target_s = target_s
         self._loads: list[_Load] = []
         self._arrived: deque[tuple[_Load, int, memoryview | None]] = deque()
         self._loaded: list[tuple[CopyPlace, memoryview]] = []
@@ -200,7 +200,7 @@ class DiskTier:
     def _piece_bytes(self) -> int:
         """What may be copied with a step that somebody waits for, by what copies took so far."""
         bytes_per_s = self._copied_bytes / max(self._copied_s, 1e-6)
-        return int(min(PIECE_BYTES, bytes_per_s * _COPY_SHARE * self._target_s()))
+        return int(min(PIECE_BYTES, bytes_per_s * _COPY_SHARE * self.target_s()))
 
     # --- loads ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,325 @@
+"""What prefixes on disk cost: the index at the start of a server, and streams beside saving and beside a load.
+
+The index is measured on sparse files that hold nothing but headers: all that a scan reads. Streams are an engine's in
+this process, in turns: nothing beside them, blocks that are saved all the time, a prefix that is loaded.
+
+example:
+  mlx-serve bench kv-disk --num-tokens 8000 --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from mlx_server.bench.arguments import add_json_argument, from_1
+from mlx_server.bench.instruments import describe_environment
+from mlx_server.bench.tables import render_items, tell, write_json
+from mlx_server.config import BLOCK_SIZE, DEFAULT_MODEL, load_config
+from mlx_server.engine.engine import AsyncEngine
+from mlx_server.engine.request_stream import GenerationRequest
+from mlx_server.errors import ServeError
+from mlx_server.kv_disk.disk import ModelRecords
+from mlx_server.kv_disk.files import Files
+from mlx_server.kv_disk.slab import SLAB_HEADER_BYTES, SUFFIX, RecordHeader, SlabHeader, Space
+from mlx_server.kv_disk.store import MOST_SLAB_BYTES, RecordStore
+from mlx_server.request import Request
+from mlx_server.sampling_params import SamplingParams
+from mlx_server.setting import parse_size
+
+_STREAM_TOKENS = 160
+_PROMPT_TOKENS = 24
+_MOST_WAIT_S = 120.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `mlx-serve bench kv-disk`."""
+    add = parser.add_argument
+    add("--model", default=DEFAULT_MODEL, help="whose streams; a folder, a hub id, a GGUF file, or the bundled one")
+    add("--num-tokens", type=from_1, default=2048, metavar="N", help="of the prefix that is saved and loaded")
+    add("--num-streams", type=from_1, default=4, metavar="N", help="that decode beside it")
+    add("--rounds", type=from_1, default=3, metavar="N", help="of each kind, in turns")
+    add("--kv-cache-memory", default="1GB", metavar="SIZE", help="of the engine's pool")
+    add("--num-records", type=from_1, default=100_000, metavar="N", help="of the index")
+    add("--record-size", type=parse_size, default="4.5MiB", metavar="SIZE", help="of one of them, in a sparse file")
+    add("--folder", type=Path, help="where files are made meanwhile; default: that of temporary files")
+    add("--only-index", action="store_true", help="no streams")
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the figures of the index, and a table of streams."""
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        tell(f"writing the headers of {args.num_records:,} records")
+        index = measure_index(Path(folder) / "index", args.num_records, args.record_size)
+        print(index.summary())
+        phases: list[Phase] = []
+        if not args.only_index:
+            phases = asyncio.run(_measure_streams(args, Path(folder) / "streams"))
+            print(f"\n{render_phases(phases)}")
+    document = {"benchmark": "kv-disk", "environment": describe_environment(), "index": index.__dict__}
+    write_json(args.json, {**document, "streams": [phase.__dict__ for phase in phases]})
+    return 0
+
+
+# --- the index --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Index:
+    """`num_bytes` are those of the files as they would be, `read_bytes` what the scan has read of them. `lookup_s` is
+    for one block."""
+
+    num_records: int
+    num_bytes: int
+    read_bytes: int
+    cpu_s: float
+    wall_s: float
+    index_bytes: int
+    lookup_s: float
+
+    def summary(self) -> str:
+        per_10_gb = 1e10 * self.cpu_s / self.num_bytes
+        return (
+            f"{self.num_records:,} records, {self.num_bytes / 1e9:,.1f} GB: the scan read {self.read_bytes / 1e6:,.1f} "
+            f"MB and took {self.cpu_s:.2f} s of a core ({self.wall_s:.2f} s in all), {per_10_gb:.3f} s each 10 GB; "
+            f"{self.index_bytes / self.num_records:.0f} bytes a record in memory; {1e9 * self.lookup_s:.0f} ns to look "
+            "up a block."
+        )
+
+
+class _CountingFiles(Files):
+    num_read = 0
+
+    def read(self, name: str, offsets: Sequence[int], num_bytes: int) -> list[bytes]:
+        found = super().read(name, offsets, num_bytes)
+        self.num_read += sum(map(len, found))
+        return found
+
+
+def measure_index(folder: Path, num_records: int, record_bytes: int) -> Index:
+    """Of so many records, each in a sparse file without its content."""
+    files = _CountingFiles(folder)
+    digests = [blake2b(number.to_bytes(8, "little"), digest_size=16).digest() for number in range(num_records)]
+    _write_headers(files, digests, record_bytes)
+    tracemalloc.start()
+    _scanned(files)
+    index_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    files.num_read = 0
+    cpu_s, wall_s = time.thread_time(), time.perf_counter()
+    store = _scanned(files)
+    cpu_s, wall_s = time.thread_time() - cpu_s, time.perf_counter() - wall_s
+    if len(store) != num_records:
+        raise ServeError(f"The scan has found {len(store)} of {num_records} records.")
+    asked = digests[:: max(1, num_records // 10_000)]
+    start_s = time.perf_counter()
+    num_found = sum([digest in store for digest in asked])
+    lookup_s = (time.perf_counter() - start_s) / len(asked)
+    assert num_found == len(asked), "what is in the index is found"
+    return Index(num_records, store.num_bytes, files.num_read, cpu_s, wall_s, index_bytes, lookup_s)
+
+
+def _scanned(files: Files) -> RecordStore:
+    store = RecordStore(files, 2**60)
+    store.scan()
+    return store
+
+
+def _write_headers(files: Files, digests: Sequence[bytes], record_bytes: int) -> None:
+    space = Space(bytes(16), "bench", record_bytes)
+    num_slots = max(1, (MOST_SLAB_BYTES - SLAB_HEADER_BYTES) // space.stride)
+    header = SlabHeader(space, num_slots)
+    for first in range(0, len(digests), num_slots):
+        name = f"{first:016x}{SUFFIX}"
+        files.create(name, header.pack())
+        here = digests[first : first + num_slots]
+        for slot, digest in enumerate(here):
+            record = RecordHeader(digest, bytes(16), bytes(8), record_bytes, bytes(16))
+            files.write(name, header.offset(slot), record.pack())
+        os.truncate(files.folder / name, header.offset(len(here)))
+
+
+# --- streams ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Phase:
+    """Streams for a while: gaps between tokens in seconds, and what went to or came from the disk meanwhile."""
+
+    kind: str
+    target_s: float
+    gaps_s: list[float] = field(default_factory=list)
+    num_bytes: int = 0
+    elapsed_s: float = 0.0
+    ttft_s: float | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one stream."""
+        return 1.0 / statistics.fmean(self.gaps_s)
+
+
+def render_phases(phases: Sequence[Phase]) -> str:
+    """One row a phase, in their order."""
+    return render_items(
+        phases,
+        {
+            "beside the streams": lambda phase: phase.kind,
+            "tokens/s of each": lambda phase: f"{phase.tokens_per_s:.1f}",
+            "median gap": lambda phase: f"{1000 * statistics.median(phase.gaps_s):.1f} ms",
+            "worst gap": lambda phase: f"{1000 * max(phase.gaps_s):.0f} ms",
+            "of the target": lambda phase: f"{max(phase.gaps_s) / phase.target_s:.2f}",
+            "MB/s": lambda phase: f"{phase.num_bytes / 1e6 / phase.elapsed_s:.0f}",
+            "TTFT": lambda phase: "" if phase.ttft_s is None else f"{phase.ttft_s:.2f} s",
+        },
+    )
+
+
+class _AlwaysNew:
+    """A model's records, of which those in memory are never on disk yet: each is written again, as another."""
+
+    def __init__(self, records: ModelRecords) -> None:
+        self._records = records
+        self._num_written = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._records, name)
+
+    def has(self, digest: bytes) -> bool:
+        return False
+
+    def write(self, digest: bytes, *of_record: Any, is_state: bool) -> None:
+        self._num_written += 1
+        self._records.write(self._num_written.to_bytes(len(digest), "little"), *of_record, is_state=is_state)
+
+
+class _Streams:
+    """Streams of an engine with a prefix in memory and on disk."""
+
+    def __init__(self, engine: AsyncEngine, prefix: Sequence[int], num_streams: int) -> None:
+        self._engine = engine
+        self._prefix = prefix
+        self._num_streams = num_streams
+        self._num_prompts = 0
+        tier = engine.scheduler.disk
+        if tier is None or not isinstance(tier.saves.store, ModelRecords):
+            raise ServeError("Prefixes of this model are not kept on disk; the log says why.")
+        self._tier, self._disk = tier, tier.saves.store.disk
+        self._left = Request("left", list(prefix), SamplingParams(), arrival_s=0.0, max_total_tokens=len(prefix) + 1)
+        self._left.num_computed_tokens = len(prefix)
+
+    async def ask(self, prompt: Sequence[int], num_tokens: int) -> list[float]:
+        """When the tokens came, from the moment of asking on."""
+        self._num_prompts += 1
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        request = GenerationRequest(
+            request_id=f"bench {self._num_prompts}", prompt_token_ids=list(prompt), sampling=sampling
+        )
+        start_s, times = time.perf_counter(), []
+        async for delta in self._engine.submit(request):
+            times += [time.perf_counter() - start_s] * len(delta.token_ids)
+        return [0.0, *times]
+
+    async def phase(self, kind: str) -> Phase:
+        """Streams beside nothing, `saving` or `loading`; none of their prompts was there before."""
+        engine = self._engine
+        scheduler = engine.scheduler
+        found = Phase(kind, self._tier.target_s())
+        if kind == "loading" and not engine.reset_prefix_cache():
+            raise ServeError("The prefix cache is in use.")
+        before = [self._num_prompts * 97 + number for number in range(_PROMPT_TOKENS)]
+        prompts = [[5 + (first + 7 * stream) % 900 for first in before] for stream in range(self._num_streams)]
+        streams = [asyncio.create_task(self.ask(prompt, _STREAM_TOKENS)) for prompt in prompts]
+        await _until(lambda: scheduler.num_running == self._num_streams)
+        await asyncio.sleep(0.2)
+        num_bytes, start_s = self._num_bytes(), time.perf_counter()
+        beside = asyncio.create_task(self._beside(kind, found, streams))
+        done = await asyncio.gather(*streams)
+        found.elapsed_s = time.perf_counter() - start_s
+        found.num_bytes = self._num_bytes() - num_bytes
+        await beside
+        for times in done:
+            found.gaps_s += [after - before for before, after in pairwise(times[10:])]
+        return found
+
+    async def _beside(self, kind: str, found: Phase, streams: Sequence[asyncio.Task[list[float]]]) -> None:
+        if kind == "loading":
+            found.ttft_s = (await self.ask([*self._prefix, 7, 8, 9], 1))[1]
+        saves = self._tier.saves
+        while kind == "saving" and not all(stream.done() for stream in streams):
+            saves.on_leave(self._left)
+            await asyncio.sleep(0.05)
+        saves.forget()
+
+    def _num_bytes(self) -> int:
+        counters = self._disk.counters
+        return counters.num_bytes_read + counters.num_bytes_written
+
+    async def keep(self) -> float:
+        """Computes the prefix, and waits until it is on disk; the seconds to its first token."""
+        ttft_s = (await self.ask(self._prefix, 1))[1]
+        self._engine.scheduler.blocks.find_prefix(self._left)  # its hashes
+        await _until(lambda: len(self._disk.store) == len(self._prefix) // BLOCK_SIZE)
+        return ttft_s
+
+    @contextmanager
+    def saving_again(self) -> Iterator[None]:
+        """What is saved meanwhile was never saved before."""
+        saves = self._tier.saves
+        records: Any = saves.store
+        saves.store = _AlwaysNew(records)
+        try:
+            yield
+        finally:
+            saves.store = records
+
+
+async def _until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + _MOST_WAIT_S
+    while not is_so():
+        if time.monotonic() > end_s:
+            raise ServeError(f"What was waited for has not come after {_MOST_WAIT_S:.0f} s.")
+        await asyncio.sleep(0.01)
+
+
+async def _measure_streams(args: argparse.Namespace, folder: Path) -> list[Phase]:
+    settings = {
+        "model": args.model,
+        "kv_cache_memory": args.kv_cache_memory,
+        "speculate": "off",
+        "kv_disk": "4GB",
+        "kv_disk_dir": str(folder),
+        "kv_disk_writes_per_day": "100TB",
+    }
+    engine = AsyncEngine(load_config(environ={}, flags=settings))
+    await engine.start()
+    try:
+        prefix = [3 + (17 * number + number // 700) % 900 for number in range(args.num_tokens)]
+        streams = _Streams(engine, prefix, args.num_streams)
+        tell(f"computing and saving {args.num_tokens:,} tokens")
+        cold_s = await streams.keep()
+        tell(f"its first token came after {cold_s:.1f} s")
+        phases = []
+        for _ in range(args.rounds):
+            phases.append(await streams.phase("nothing"))
+            with streams.saving_again():
+                phases.append(await streams.phase("saving"))
+        for _ in range(args.rounds):
+            phases.append(await streams.phase("nothing"))
+            phases.append(await streams.phase("loading"))
+        return phases
+    finally:
+        await engine.stop()
