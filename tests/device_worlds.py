@@ -37,12 +37,18 @@ ALL_KINDS = pytest.mark.parametrize("kind", list(Kind), ids=lambda kind: kind.va
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """What a step takes: `base_s` of the device, `row_s` for each that decodes and `prompt_s` for each token of longer
-    chunks; and `launch_s` of the host, beside the device's work where that runs by itself and part of it elsewhere."""
+    chunks; and of the host, beside the device's work where that runs by itself and part of it elsewhere, `launch_s` and
+    `copy_s` for each block that is copied into or out of the pool."""
 
     base_s: float
     row_s: float
     prompt_s: float
     launch_s: float
+    copy_s: float = 0.0
+
+    def host_s(self, step: SchedulerOutput) -> float:
+        copies = step.copies
+        return self.launch_s + (0.0 if copies is None else self.copy_s * (len(copies.saved) + len(copies.loaded)))
 
     def seconds(self, step: SchedulerOutput) -> float:
         sizes = [chunk.num_tokens for chunk in step.chunks]
@@ -86,9 +92,9 @@ class Device:
         launched_s = self._threads.now_s
         seconds = self.profile.seconds(step) * self._stretch(len(self.steps))
         if self.kind is not Kind.SELF_RUNNING:
-            began_s, seconds = max(launched_s, self._free_s), seconds + self.profile.launch_s
+            began_s, seconds = max(launched_s, self._free_s), seconds + self.profile.host_s(step)
         else:
-            self._threads.sleep(self.profile.launch_s)
+            self._threads.sleep(self.profile.host_s(step))
             began_s = max(self._threads.now_s, self._free_s)
         self._free_s = began_s + seconds
         self.steps.append(DeviceStep(model, step, launched_s, began_s, self._free_s))
