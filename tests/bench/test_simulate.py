@@ -476,7 +476,10 @@ def test_the_command_floods(capsys: pytest.CaptureFixture[str]) -> None:
         (("--check-every", "-1"), "-1 is less than 0"),
         (("--tiers", "0", "0", "0"), "--tiers is 0.0 0.0 0.0"),
         (("--clients", "0", "0", "0"), "--clients is 0 0 0; it needs one at least"),
-        (("--clients", "1", "0", "0", "--flood-tier", "low"), "no --trace and no --flood-tier beside"),
+        (
+            ("--clients", "1", "0", "0", "--flood-tier", "low"),
+            "no --trace, --flood-tier, --turns or --write-trace beside",
+        ),
         (("--spread", "-1"), "--spread is -1.0; it must be at least 0"),
     ],
 )

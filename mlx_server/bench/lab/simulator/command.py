@@ -233,6 +233,9 @@ def _add_device(group: _Group) -> None:
     _add(group, "--num-blocks", from_1, 4096, "KV blocks of 32 tokens")
     group.add_argument("--kv-disk", type=parse_size, metavar="SIZE", help="keep prefixes on disk; replay without, too")
     group.add_argument(
+        "--kv-disk-writes-per-day", type=parse_size, default="64GB", metavar="SIZE", help="of it; default: 64GB"
+    )
+    group.add_argument(
         "--disk-gb-per-s",
         nargs=2,
         type=above_0,
@@ -345,6 +348,7 @@ def _disk(args: argparse.Namespace) -> DiskCost | None:
         block_bytes=block_bytes,
         read_bytes_per_s=read,
         write_bytes_per_s=write,
+        bytes_per_day=args.kv_disk_writes_per_day,
     )
 
 
@@ -369,9 +373,13 @@ def _replay(variant: _Variant, arrivals: Iterable[TracedRequest], args: argparse
 
 
 def _run_closed(simulation: Simulation, args: argparse.Namespace) -> SimulationMetrics:
-    if not any(args.clients) or args.trace is not None or args.flood_tier is not None:
+    others = (args.trace, args.flood_tier, args.write_trace)
+    if not any(args.clients) or others != (None, None, None) or args.turns > 1:
         clients = " ".join(map(str, args.clients))
-        raise ConfigError(f"--clients is {clients}; it needs one at least, and no --trace and no --flood-tier beside.")
+        raise ConfigError(
+            f"--clients is {clients}; it needs one at least, and no --trace, --flood-tier, --turns or --write-trace "
+            "beside."
+        )
     loop = ClosedLoop(Traffic(_mix(args), args.seed), dict(zip(Priority, args.clients)), args.num_requests)
     return simulation.run(loop.first(), loop.next_of)
 

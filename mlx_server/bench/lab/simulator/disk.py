@@ -22,12 +22,13 @@ class DiskCost:
     block_bytes: int
     read_bytes_per_s: float
     write_bytes_per_s: float
+    bytes_per_day: int
     copy_bytes_per_s: float = 3e9
 
 
 class SimulatedDisk:
     """Records by digest, the least recently used of which make room, one by one. Reads come one after the other, and so
-    do writes beside them; bounds are those of `KvDisk`, but for the budget of a day. `now` is to be kept up to date."""
+    do writes beside them; bounds are those of `KvDisk`, but for files. `now` is to be kept up to date."""
 
     state_bytes = 0
     is_rounded = False
@@ -42,6 +43,7 @@ class SimulatedDisk:
         self._read_free_s = self._write_free_s = 0.0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._num_asked = 0
+        self._budget_bytes, self._budget_s = float(cost.bytes_per_day), 0.0
 
     @property
     def next_s(self) -> float:
@@ -81,7 +83,10 @@ class SimulatedDisk:
         self._at(self._read_free_s, done)
 
     def room(self) -> int:
-        return max(0, MOST_WAITING_BYTES - len(self._waiting) * self.block_bytes)
+        per_s = self.cost.bytes_per_day / 86_400
+        left = min(self.cost.bytes_per_day, self._budget_bytes + per_s * (self.now - self._budget_s))
+        self._budget_bytes, self._budget_s = left, self.now
+        return max(0, min(MOST_WAITING_BYTES - len(self._waiting) * self.block_bytes, int(left)))
 
     def write(self, digest: bytes, parent: bytes, owner: bytes, content: memoryview, *, is_state: bool) -> None:
         def done() -> None:
@@ -92,6 +97,7 @@ class SimulatedDisk:
 
         rate = min(BUSY_BYTES_PER_S, self.cost.write_bytes_per_s) if self._is_busy else self.cost.write_bytes_per_s
         self._waiting.add(digest)
+        self._budget_bytes -= self.block_bytes
         self._write_free_s = max(self._write_free_s, self.now) + self.block_bytes / rate
         self._at(self._write_free_s, done)
 
