@@ -191,18 +191,20 @@ class DiskSaves:
                 return
             self._save(digest, save)
 
-    def save_beside(self, most_bytes: int) -> None:
+    def save_beside(self, most_bytes: int) -> int:
         """The same while requests run, `most_bytes` or a single content, of blocks that nobody holds: what is held may
-        be written by a step in flight still."""
+        be written by a step in flight still. How much."""
+        before = self._next_bytes
         for _ in range(min(_MOST_PASSED, len(self._worth))):
             digest, save = next(iter(self._worth.items()))
             if not self._has_room(save.group, most_bytes):
-                return
+                break
             block = self._blocks.cached_block(save.block_hash, save.group)
             if block is not None and block.ref_cnt:
                 self._worth.move_to_end(digest)
             else:
                 self._save(digest, save)
+        return self._next_bytes - before
 
     def take(self) -> tuple[CopyPlace, ...]:
         """What the step that was just composed saves; `on_copied` follows."""

@@ -43,6 +43,9 @@ _LATE_S = 0.01
 _COPY_SHARE = 0.25
 """Of a step's target, what may be spent on copying while somebody runs."""
 
+_BESIDE_SHARE = 0.01
+"""Of the time, what may go into copies for saves where they are made by what computes: to write takes as much again."""
+
 _FIRST_COPY_BYTES_PER_S = 1e9
 _COPY_MEMORY_BYTES = 2 * PIECE_BYTES
 """Copies before the last so many bytes hardly tell how fast they are."""
@@ -139,6 +142,8 @@ class DiskTier:
         self._num_loads = 0
         self._copied_bytes = float(_COPY_MEMORY_BYTES)
         self._copied_s = _COPY_MEMORY_BYTES / _FIRST_COPY_BYTES_PER_S
+        self._is_copied_beside = False  # a GPU computes meanwhile
+        self._next_save_s = 0.0
 
     @property
     def is_loading(self) -> bool:
@@ -160,9 +165,8 @@ class DiskTier:
             room -= self._land(load, room, now, is_first=room == piece)
         if len(self._loads) < _MOST_LOADS:
             self._begin_loads(now)
-        saves = self.saves
-        if is_busy and not self._loads and self._blocks.grows_block_by_block and saves.is_due and self._store.is_quiet:
-            saves.save_beside(min(BESIDE_BYTES, piece))
+        if is_busy and not self._loads and self._blocks.grows_block_by_block and now >= self._next_save_s:
+            self._save_beside(now, piece)
 
     def rest_s(self, now: float, *, is_idle: bool) -> float | None:
         """For how long there is nothing to do if nobody comes: until a load takes too long, or, where no request is
@@ -191,6 +195,7 @@ class DiskTier:
         """The oldest step of `take_copies` is over, which was to take `foretold_s` without them."""
         self.saves.on_copied(output.saved_blocks)
         seconds = output.launch_time_s or output.step_time_s - foretold_s
+        self._is_copied_beside = output.launch_time_s > 0.0
         places = [*copies.saved, *[place for place, _ in copies.loaded]]
         num_bytes = self._copied_bytes + sum([content_bytes(self._store, place.group) for place in places])
         share = min(1.0, _COPY_MEMORY_BYTES / num_bytes)
@@ -199,8 +204,17 @@ class DiskTier:
 
     def _piece_bytes(self) -> int:
         """What may be copied with a step that somebody waits for, by what copies took so far."""
-        bytes_per_s = self._copied_bytes / max(self._copied_s, 1e-6)
-        return int(min(PIECE_BYTES, bytes_per_s * _COPY_SHARE * self.target_s()))
+        return int(min(PIECE_BYTES, _COPY_SHARE * self.target_s() / self._copy_s_per_byte))
+
+    @property
+    def _copy_s_per_byte(self) -> float:
+        return max(self._copied_s, 1e-6) / self._copied_bytes
+
+    def _save_beside(self, now: float, piece_bytes: int) -> None:
+        if self.saves.is_due and self._store.is_quiet:
+            num_bytes = self.saves.save_beside(min(BESIDE_BYTES, piece_bytes))
+            if not self._is_copied_beside:
+                self._next_save_s = now + num_bytes * self._copy_s_per_byte / _BESIDE_SHARE
 
     # --- loads ----------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """What prefixes on disk cost: the index at the start of a server, and streams beside saving and beside a load.
 
 The index is measured on sparse files that hold nothing but headers: all that a scan reads. Streams are an engine's in
-this process, in turns: nothing beside them, blocks that are saved all the time, a prefix that is loaded.
+this process: half a second with blocks that are saved all the time and half a second without, in turns; then streams
+beside nothing and beside a prefix that is loaded.
 
 example:
   mlx-serve bench kv-disk --num-tokens 8000 --rounds 3
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ from mlx_server.request import Request
 from mlx_server.sampling_params import SamplingParams
 from mlx_server.setting import parse_size
 
-_STREAM_TOKENS = 160
+_STREAM_TOKENS = 200
+_TURN_S = 0.5
 _PROMPT_TOKENS = 24
 _MOST_WAIT_S = 120.0
 
@@ -115,8 +117,8 @@ def measure_index(folder: Path, num_records: int, record_bytes: int) -> Index:
     digests = [blake2b(number.to_bytes(8, "little"), digest_size=16).digest() for number in range(num_records)]
     _write_headers(files, digests, record_bytes)
     tracemalloc.start()
-    _scanned(files)
-    index_bytes = tracemalloc.get_traced_memory()[1]
+    store = _scanned(files)
+    index_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     files.num_read = 0
     cpu_s, wall_s = time.thread_time(), time.perf_counter()
@@ -191,9 +193,10 @@ def render_phases(phases: Sequence[Phase]) -> str:
 class _AlwaysNew:
     """A model's records, of which those in memory are never on disk yet: each is written again, as another."""
 
+    _numbers = count()
+
     def __init__(self, records: ModelRecords) -> None:
         self._records = records
-        self._num_written = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._records, name)
@@ -202,8 +205,7 @@ class _AlwaysNew:
         return False
 
     def write(self, digest: bytes, *of_record: Any, is_state: bool) -> None:
-        self._num_written += 1
-        self._records.write(self._num_written.to_bytes(len(digest), "little"), *of_record, is_state=is_state)
+        self._records.write(next(self._numbers).to_bytes(len(digest), "little"), *of_record, is_state=is_state)
 
 
 class _Streams:
@@ -222,47 +224,55 @@ class _Streams:
         self._left.num_computed_tokens = len(prefix)
 
     async def ask(self, prompt: Sequence[int], num_tokens: int) -> list[float]:
-        """When the tokens came, from the moment of asking on."""
+        """When it was asked, and when each token came."""
         self._num_prompts += 1
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         request = GenerationRequest(
             request_id=f"bench {self._num_prompts}", prompt_token_ids=list(prompt), sampling=sampling
         )
-        start_s, times = time.perf_counter(), []
+        times = [time.perf_counter()]
         async for delta in self._engine.submit(request):
-            times += [time.perf_counter() - start_s] * len(delta.token_ids)
-        return [0.0, *times]
+            times += [time.perf_counter()] * len(delta.token_ids)
+        return times
 
-    async def phase(self, kind: str) -> Phase:
-        """Streams beside nothing, `saving` or `loading`; none of their prompts was there before."""
-        engine = self._engine
-        scheduler = engine.scheduler
-        found = Phase(kind, self._tier.target_s())
-        if kind == "loading" and not engine.reset_prefix_cache():
+    async def phases(self, kind: str) -> list[Phase]:
+        """Streams beside nothing and beside one of `saving` and `loading`, in turns of `_TURN_S` and one after the
+        other; none of their prompts was there before."""
+        if kind == "saving":
+            return await self._phase(("nothing", kind))
+        return [*await self._phase(("nothing",)), *await self._phase((kind,))]
+
+    async def _phase(self, kinds: Sequence[str]) -> list[Phase]:
+        if "loading" in kinds and not self._engine.reset_prefix_cache():
             raise ServeError("The prefix cache is in use.")
         before = [self._num_prompts * 97 + number for number in range(_PROMPT_TOKENS)]
-        prompts = [[5 + (first + 7 * stream) % 900 for first in before] for stream in range(self._num_streams)]
-        streams = [asyncio.create_task(self.ask(prompt, _STREAM_TOKENS)) for prompt in prompts]
-        await _until(lambda: scheduler.num_running == self._num_streams)
-        await asyncio.sleep(0.2)
-        num_bytes, start_s = self._num_bytes(), time.perf_counter()
-        beside = asyncio.create_task(self._beside(kind, found, streams))
-        done = await asyncio.gather(*streams)
-        found.elapsed_s = time.perf_counter() - start_s
-        found.num_bytes = self._num_bytes() - num_bytes
-        await beside
-        for times in done:
-            found.gaps_s += [after - before for before, after in pairwise(times[10:])]
-        return found
+        prompts = [[5 + (first + 7 * stream) % 290 for first in before] for stream in range(self._num_streams)]
+        streams = [asyncio.create_task(self.ask(prompt, _STREAM_TOKENS * len(kinds))) for prompt in prompts]
+        running = self._engine.scheduler
+        await _until(lambda: running.num_running == self._num_streams or any(stream.done() for stream in streams))
+        found = {kind: Phase(kind, self._tier.target_s()) for kind in kinds}
+        turns: list[tuple[str, float, float]] = []
+        while not any(stream.done() for stream in streams):
+            kind = kinds[len(turns) % len(kinds)]
+            num_bytes, start_s = self._num_bytes(), time.perf_counter()
+            await self._turn(found[kind], streams)
+            turns.append((kind, start_s, time.perf_counter()))
+            found[kind].elapsed_s += turns[-1][2] - start_s
+            found[kind].num_bytes += self._num_bytes() - num_bytes
+        gaps = [gap for times in await asyncio.gather(*streams) for gap in pairwise(times[10:])]
+        for kind, start_s, end_s in turns:
+            found[kind].gaps_s += [after - before for before, after in gaps if start_s <= before and after <= end_s]
+        return list(found.values())
 
-    async def _beside(self, kind: str, found: Phase, streams: Sequence[asyncio.Task[list[float]]]) -> None:
-        if kind == "loading":
-            found.ttft_s = (await self.ask([*self._prefix, 7, 8, 9], 1))[1]
-        saves = self._tier.saves
-        while kind == "saving" and not all(stream.done() for stream in streams):
-            saves.on_leave(self._left)
-            await asyncio.sleep(0.05)
-        saves.forget()
+    async def _turn(self, phase: Phase, streams: Sequence[asyncio.Task[list[float]]]) -> None:
+        if phase.kind == "loading" and phase.ttft_s is None:
+            asked_s, first_s = await self.ask([*self._prefix, 7, 8, 9], 1)
+            phase.ttft_s = first_s - asked_s
+            return
+        if phase.kind == "saving":
+            self._tier.saves.on_leave(self._left)
+        await asyncio.wait(streams, timeout=_TURN_S, return_when=asyncio.FIRST_COMPLETED)
+        self._tier.saves.forget()
 
     def _num_bytes(self) -> int:
         counters = self._disk.counters
@@ -270,10 +280,10 @@ class _Streams:
 
     async def keep(self) -> float:
         """Computes the prefix, and waits until it is on disk; the seconds to its first token."""
-        ttft_s = (await self.ask(self._prefix, 1))[1]
+        asked_s, first_s = await self.ask(self._prefix, 1)
         self._engine.scheduler.blocks.find_prefix(self._left)  # its hashes
         await _until(lambda: len(self._disk.store) == len(self._prefix) // BLOCK_SIZE)
-        return ttft_s
+        return first_s - asked_s
 
     @contextmanager
     def saving_again(self) -> Iterator[None]:
@@ -307,19 +317,17 @@ async def _measure_streams(args: argparse.Namespace, folder: Path) -> list[Phase
     engine = AsyncEngine(load_config(environ={}, flags=settings))
     await engine.start()
     try:
-        prefix = [3 + (17 * number + number // 700) % 900 for number in range(args.num_tokens)]
+        prefix = [3 + (17 * number + number // 700) % 290 for number in range(args.num_tokens)]
         streams = _Streams(engine, prefix, args.num_streams)
         tell(f"computing and saving {args.num_tokens:,} tokens")
         cold_s = await streams.keep()
         tell(f"its first token came after {cold_s:.1f} s")
         phases = []
         for _ in range(args.rounds):
-            phases.append(await streams.phase("nothing"))
             with streams.saving_again():
-                phases.append(await streams.phase("saving"))
+                phases += await streams.phases("saving")
         for _ in range(args.rounds):
-            phases.append(await streams.phase("nothing"))
-            phases.append(await streams.phase("loading"))
+            phases += await streams.phases("loading")
         return phases
     finally:
         await engine.stop()
