@@ -97,6 +97,31 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path, settings):
     run(world)
 
 
+def test_a_conversation_goes_on_after_its_pool_was_cut(tmp_path):
+    """To a single block, as when memory is short; it grows again for the next turn, which has that block still."""
+    folder = make_folder(tmp_path / "model")
+    (prompt,) = random_prompts([NUM_TOKENS])
+
+    async def world() -> None:
+        async with serving(folder, tmp_path / "disk") as engine:
+            first, _ = await answer(engine, prompt)
+            next_turn = [*prompt, *first, *random_prompts([50], seed=1)[0]]
+            blocks = engine.scheduler.blocks
+            assert engine.scheduler.shrink(blocks.num_blocks - 1)
+            num_blocks = (NUM_TOKENS + 20 - 1) // BLOCK_SIZE
+            disk = engine._parts.disk.disk
+            while len(disk.store) < num_blocks - 1:  # noqa: ASYNC110 - what is waited for is no event of ours
+                await asyncio.sleep(0.01)
+            got, last = await answer(engine, next_turn)
+            assert blocks.num_cuts == 1
+            assert last.num_cached_tokens == num_blocks * BLOCK_SIZE
+            assert engine.stats().num_prompt_tokens_from_disk == (num_blocks - 1) * BLOCK_SIZE
+        async with serving(folder, tmp_path / "other", kv_disk=None) as engine:
+            assert (await answer(engine, next_turn))[0] == got
+
+    run(world)
+
+
 def test_a_short_prompt_is_not_kept_unless_it_was_hit(tmp_path):
     folder = make_folder(tmp_path / "model")
     (prompt,) = random_prompts([200])

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import stat
+import time
 
 import pytest
 
@@ -33,8 +34,8 @@ def put(store: RecordStore, number: int, space: Space = SPACE) -> bool:
     )
 
 
-def opened(folder, limit_bytes: int = 2**20, files: Files | None = None) -> RecordStore:
-    store = RecordStore(files or Files(folder), limit_bytes)
+def opened(folder, limit_bytes: int = 2**20, files: Files | None = None, clock=time.monotonic) -> RecordStore:
+    store = RecordStore(files or Files(folder), limit_bytes, clock)
     store.scan()
     return store
 
@@ -222,18 +223,21 @@ def test_errors_of_the_disk_are_raised(tmp_path):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_ten_thousand_operations_among_faults(tmp_path, seed):
-    """Kills between and within any two writes, refused writes, flips, cuts, swaps and removals: a block that is found
-    is the right one, the files never exceed the limit, and what was written last is there when nothing hit it."""
+    """Kills between and within any two writes, refused writes, flips, cuts, swaps, removals and a clock that jumps: a
+    block that is found is the right one, the files never exceed the limit, and what was written last is there when
+    nothing hit it."""
     rng = random.Random(seed)
     limit = rng.choice([60_000, 200_000, 700_000])
     spaces = [SPACE, Space(b"s" * 16, "small", 700)]
     files = FaultyFiles(tmp_path, rng)
-    store = opened(tmp_path, limit, files)
+    now = [0.0]
+    store = opened(tmp_path, limit, files, lambda: now[0])
     num_hits = 0
     for _ in range(1700):
         action = rng.random()
         number = rng.randrange(150)
         space = spaces[number % 2]
+        now[0] += rng.choice([0.1, 100.0, 1e9, -1e9])
         if action < 0.02:
             damage(tmp_path, rng)
         elif action < 0.06:
@@ -244,7 +248,7 @@ def test_ten_thousand_operations_among_faults(tmp_path, seed):
         elif action < 0.1:
             limit = rng.choice([60_000, 200_000, 700_000])
             files.fails_in = -1
-            store = opened(tmp_path, limit, files)
+            store = opened(tmp_path, limit, files, lambda: now[0])
             files.most_bytes = 0
         try:
             if rng.random() < 0.6 and put(store, number, space):
@@ -257,7 +261,7 @@ def test_ten_thousand_operations_among_faults(tmp_path, seed):
         except (OSError, Killed):
             files.fails_in = -1
             files.most_bytes = 0
-            store = opened(tmp_path, limit, files)
+            store = opened(tmp_path, limit, files, lambda: now[0])
         assert num_on_disk(tmp_path) <= store.num_bytes, "bytes that are not counted"
         assert files.most_bytes <= limit, "over the limit"
     assert num_hits > 100
