@@ -262,6 +262,8 @@ class _Streams:
         gaps = [gap for times in await asyncio.gather(*streams) for gap in pairwise(times[10:])]
         for kind, start_s, end_s in turns:
             found[kind].gaps_s += [after - before for before, after in gaps if start_s <= before and after <= end_s]
+        if not all(phase.gaps_s for phase in found.values()):
+            raise ServeError("The streams ended before all of it was measured; take a larger model.")
         return list(found.values())
 
     async def _turn(self, phase: Phase, streams: Sequence[asyncio.Task[list[float]]]) -> None:
@@ -273,6 +275,7 @@ class _Streams:
             self._tier.saves.on_leave(self._left)
         await asyncio.wait(streams, timeout=_TURN_S, return_when=asyncio.FIRST_COMPLETED)
         self._tier.saves.forget()
+        await asyncio.to_thread(self._disk.drain, _TURN_S)
 
     def _num_bytes(self) -> int:
         counters = self._disk.counters
