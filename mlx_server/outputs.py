@@ -210,7 +210,7 @@ class ModelRunnerOutput:
     `launch_time_s` is what the host needed to give it to the device, where that is beside the device's work.
     `saved_blocks` are the contents that the step's copies asked for.
     `drafts` are what came of `draft_steps`; with a `draft_error` nothing did, nor will of any later ones. The vision
-    encoder ran for `num_images`.
+    encoder ran for `num_images`, and failed for the requests in `image_errors`, whose rows mean nothing.
     """
 
     step_id: int
@@ -225,6 +225,7 @@ class ModelRunnerOutput:
     pooled: dict[str, Vector] = field(default_factory=dict)
     saved_blocks: tuple[memoryview, ...] = ()
     num_images: int = 0
+    image_errors: Mapping[str, str] = field(default_factory=dict)
 
 
 class RequestOutput(NamedTuple):

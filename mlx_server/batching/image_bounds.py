@@ -3,6 +3,8 @@ wait for that."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from mlx_server.batching.request_table import Step
 from mlx_server.request import Request, RequestStatus
 
@@ -21,9 +23,10 @@ def cut_at_second_image(request: Request, num_tokens: int) -> int:
 
 
 class ImageTurns:
-    """Whose image a step may encode: the first request that comes to one, unless another of its tier or a better one,
-    or one that has aged past it, was held up at its image in the step before. So two that come to images step by step
-    take turns, and short prompts with images hold up no long one for ever.
+    """Whose image a step may encode: that of a request which is in the middle of one, so that embeddings are kept for
+    few; else of the first that comes to one, unless another of its tier or a better one, or one that has aged past it,
+    was held up at its image in the step before. So two that come to images step by step take turns, and short prompts
+    with images hold up no long one for ever.
 
         step 1  B, short, has the step's image; A, the oldest, computes its text up to its own image
         step 2  it is A's turn: A has the image, C, short, waits
@@ -34,12 +37,11 @@ class ImageTurns:
         self._next: Request | None = None
         self._held_up: list[Request] = []
 
-    def begin(self) -> None:
-        """A step is composed."""
-        held_up, self._next = self._held_up, None
-        if held_up:
-            self._next = min(held_up, key=lambda request: (request.priority, request.arrival_s))
-            self._held_up = []
+    def begin(self, prefilling: Iterable[Request]) -> None:
+        """A step is composed, in which those run who have prompt to compute."""
+        begun = [request for request in prefilling if _is_within_image(request)]
+        self._next = min(begun or self._held_up, key=lambda other: (other.priority, other.arrival_s), default=None)
+        self._held_up = []
 
     def allow(self, step: Step, request: Request, num_tokens: int) -> int:
         """As many of the request's next tokens as may come, of up to `num_tokens` more than the step gives it already.
@@ -62,6 +64,10 @@ class ImageTurns:
         if first is not None and first is not request and (first.is_promoted or first.priority <= request.priority):
             return True
         return any(other is not request and given > _num_text_ahead(other) for other, given in step.given.items())
+
+
+def _is_within_image(request: Request) -> bool:
+    return any(image.start < request.num_computed_tokens < image.end for image in request.images)
 
 
 def _num_text_ahead(request: Request) -> int:

@@ -178,12 +178,12 @@ class PriorityQueueWithAging:
             self._owners.update((block_hash, request) for _, block_hash in mine)
             self._owned[request.request_id] = mine
 
-    def advance(self, request: Request) -> None:
-        """A running request's full blocks are cached now, as far as they are computed."""
+    def advance(self, request: Request, num_tokens: int) -> None:
+        """The full blocks of a running request's first `num_tokens` are cached now."""
         mine = self._owned.get(request.request_id)
         if mine is None:
             return
-        num_full = request.num_computed_tokens // BLOCK_SIZE
+        num_full = num_tokens // BLOCK_SIZE
         while mine and mine[0][0] < num_full:
             self._release(mine.popleft()[1])
         if not mine:

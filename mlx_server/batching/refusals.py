@@ -35,6 +35,14 @@ def starvation(request: Request, most_tokens: int, waited_s: float) -> ServeErro
     )
 
 
+def unseen(error: str) -> ServeError:
+    """Of a request with an image at which the vision encoder has failed."""
+    return ServeError(
+        f"The model's vision encoder has failed at an image of the request: {error}. The server and other requests go "
+        "on. Send the image smaller or in another form, or without it; the server's log has the whole error."
+    )
+
+
 def grammar_error(request: Request, token_id: int) -> ServeError:
     """The request's own fault where its grammar is too complex, or where it forbids all that the grammar allows: a row
     without any token gives token 0."""

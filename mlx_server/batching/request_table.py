@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
 
 from mlx_server.batching.blocks.block import Block
@@ -15,6 +15,7 @@ from mlx_server.batching.blocks.layer_groups import num_blocks_for
 from mlx_server.batching.blocks.prefix_cache import CachedPrefix
 from mlx_server.batching.limits import QueueLoad
 from mlx_server.batching.priority_queue import PriorityQueueWithAging
+from mlx_server.batching.refusals import unseen
 from mlx_server.batching.speculation.drafting import Drafts, Speculation
 from mlx_server.batching.step_budget import StepShape
 from mlx_server.config import BLOCK_SIZE
@@ -29,6 +30,7 @@ from mlx_server.outputs import (
     SchedulerOutput,
 )
 from mlx_server.pooling_params import Vector
+from mlx_server.prompt_image import images_within
 from mlx_server.request import FinishReason, Request, RequestStatus
 
 Rank = tuple[bool, int, float]
@@ -44,7 +46,7 @@ class Step:
     prompt tokens of each who computes its prompt, and `block_ids` what is new to their tables. `filled` are requests
     whose chunk begins or ends a block: they may have full blocks to share. `drafts` are those of each who has some.
     `closed_because` says why nobody starts any more in it, and `closed_by` who found no room. One with `draft_steps`
-    has nothing else.
+    has nothing else. `images` says of each who computes placeholders where the first image of these begins.
     """
 
     def __init__(self, now: float, draft_steps: tuple[SchedulerOutput, ...] = ()) -> None:
@@ -59,6 +61,7 @@ class Step:
         self.block_ids: dict[str, BlockIds] = {}
         self.filled: list[Request] = []
         self.drafts: dict[str, Drafts] = {}
+        self.images: dict[str, int] = {}
         self.waits_to_draft = True if draft_steps else None  # whether the step behind it waits for its result
         self.new_requests: list[NewRequestData] = []
         self.num_sampling = 0
@@ -77,6 +80,8 @@ class Step:
 
     def add(self, request: Request, chunk: ScheduledChunk) -> None:
         self.requests[request.request_id] = request
+        if request.images and (seen := images_within(request.images, chunk.start, chunk.start + chunk.num_tokens)):
+            self.images[request.request_id] = chunk.start - seen[0][1]
         self.num_sampling += chunk.is_sampling
         (self._singles if chunk.num_tokens == 1 else self._longer).append(chunk)
 
@@ -163,18 +168,43 @@ class RequestTable:
         self.waiting.start(request)
         return block_ids
 
-    def publish(self, request: Request) -> None:
+    def publish(self, request: Request, steps: Iterable[Step] = ()) -> None:
         """Lets later steps hit the full blocks of what is computed of a running request, or will be by a submitted
-        step; and gives up what it does not see any more."""
-        self.blocks.cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+        step, or one of `steps`; and gives up what it does not see any more."""
+        num_tokens = self._num_certain(request, steps)
+        self.blocks.cache_full_blocks(request, num_tokens)
         self.blocks.give_up_unseen(request)
-        self.waiting.advance(request)
+        self.waiting.advance(request, num_tokens)
 
     def publish_filled(self, step: Step) -> None:
         """Lets later steps hit what this one computes. Not earlier: inside one step a model may run its requests one
         after the other, in any order."""
         for request in step.filled:
-            self.publish(request)
+            self.publish(request, [step])
+
+    def _num_certain(self, request: Request, steps: Iterable[Step] = ()) -> int:
+        """Tokens of a running request whose K/V are computed, or will be: a step may find that it cannot encode an
+        image, so from there on they are not certain before its result."""
+        num_tokens, request_id = min(request.num_computed_tokens, request.num_tokens), request.request_id
+        if not request.images:
+            return num_tokens
+        starts = [step.images[request_id] for step in (*self.submitted, *steps) if request_id in step.images]
+        return min([num_tokens, *starts])
+
+    def take_images(self, step: Step, errors: Mapping[str, str]) -> list[RequestOutput]:
+        """A step's result is there: ends those of its requests whose images could not be encoded, by their `errors`,
+        and lets later steps hit what the others have computed."""
+        outputs = []
+        for request_id in step.images:
+            request = step.requests.get(request_id)
+            if request is None:
+                continue
+            if request_id not in errors:
+                self.publish(request)
+                continue
+            self.end(step.requests.pop(request_id), FinishReason.ERROR, num_certain=step.images[request_id])
+            outputs.append(RequestOutput(request_id, (), FinishReason.ERROR, error=unseen(errors[request_id])))
+        return outputs
 
     def cut_back(self, request: Request, drafts: Drafts, num_before: int, num_accepted: int) -> None:
         """The result of `drafts` behind `num_before` tokens of output is there: what is computed ends before the first
@@ -220,12 +250,13 @@ class RequestTable:
             self.speculation.release(request)
         self._enqueue(request)
 
-    def end(self, request: Request, reason: FinishReason) -> None:
-        """A request has ended, wherever it stood."""
+    def end(self, request: Request, reason: FinishReason, *, num_certain: int | None = None) -> None:
+        """A request has ended, wherever it stood; what is behind `num_certain` of its tokens is not what it should
+        be."""
         if request.status is RequestStatus.WAITING:
             self._leave_waiting(request)
         else:
-            self._leave_running(request)
+            self._leave_running(request, num_certain)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         if self.speculation is not None:
@@ -288,11 +319,11 @@ class RequestTable:
         self.queued_requests[request.tier] -= 1
         self._queued_tokens[request.tier] -= request.num_tokens
 
-    def _leave_running(self, request: Request) -> None:
+    def _leave_running(self, request: Request, num_certain: int | None = None) -> None:
         request_id = request.request_id
         self.running.remove(request)
         self.undecided.discard(request_id)
-        self.blocks.cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+        self.blocks.cache_full_blocks(request, self._num_certain(request) if num_certain is None else num_certain)
         if self.disk is not None:
             self.disk.saves.on_leave(request)
         self._dropped.append(request_id)

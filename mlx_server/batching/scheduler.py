@@ -237,7 +237,8 @@ class ContinuousBatchingScheduler:
             self.disk.on_copied(submitted.copies, output, self._budget.foretold_s(submitted.shape))
         requests = submitted.requests
         self._collect_prompt_logprobs(requests, output.prompt_logprobs)
-        outputs = [
+        outputs = self._table.take_images(submitted, output.image_errors)
+        outputs += [
             self._take_tokens(requests[request_id], sampled, submitted.drafts.get(request_id))
             for request_id, sampled in output.sampled.items()
             if request_id in requests

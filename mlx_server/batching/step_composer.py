@@ -213,7 +213,7 @@ class StepComposer:
 
     def _add_prompts(self, step: Step, prefilling: list[Request]) -> None:
         """Shares the step's prompt tokens out tier by tier, but for the part of one that has aged past better tiers."""
-        self._images.begin()
+        self._images.begin(prefilling)
         waiting = self.admission.next_to_start(step)
         first = min([*prefilling, waiting] if waiting is not None else prefilling, key=_turn, default=None)
         if first is None:

@@ -32,7 +32,7 @@ from mlx_server.runtime.hidden_states import HiddenStates, KeptRows
 from mlx_server.runtime.pooling import NO_POOLING, PooledBatch, Pooler
 from mlx_server.runtime.sampling.edits import ScoredTokens, score_tokens
 from mlx_server.runtime.sampling.sampler import SampledBatch, SampledRows, Sampler, SampleRow, plan_samples
-from mlx_server.runtime.vision import ImageEncoder
+from mlx_server.runtime.vision import NO_NEWS, ImageEncoder, ImageNews
 from mlx_server.sampling_params import SamplingParams
 
 
@@ -158,7 +158,7 @@ class PromptScores:
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A submitted step whose values may not be known yet. `rows` are the sampled ones; the model was called `num_calls`
-    times, its vision encoder for `num_images`."""
+    times; `images` says what its vision encoder did."""
 
     step_id: int
     num_calls: int
@@ -173,7 +173,7 @@ class LaunchedStep:
     """Evaluated with the step, for the thread that waits for it and no other use: two threads must not wait for one
     array, since MLX marks it as available without a lock."""
     draft_steps: tuple[LaunchedStep, ...] = ()
-    num_images: int = 0
+    images: ImageNews = NO_NEWS
 
     def wait(self) -> None:
         """Returns when the device has finished the step. Drops its arrays: a pool that is referred to from here could
@@ -301,7 +301,7 @@ class ModelRunner:
             arrays,
             saved_blocks,
             end,
-            num_images=0 if self.images is None else self.images.take_num_encoded(),
+            images=NO_NEWS if self.images is None else self.images.take_news(),
         )
         return self._previous
 
@@ -337,7 +337,8 @@ class ModelRunner:
             num_model_calls=launched.num_calls,
             pooled={} if launched.pooled is None else launched.pooled.fetch(),
             saved_blocks=launched.saved_blocks,
-            num_images=launched.num_images,
+            num_images=launched.images.num_encoded,
+            image_errors=launched.images.errors,
         )
 
     def _update_requests(self, step: SchedulerOutput) -> None:

@@ -3,9 +3,10 @@ their placeholders, and rows have positions in three axes where the model has th
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -15,8 +16,10 @@ from mlx_server.outputs import NewRequestData, ScheduledChunk
 from mlx_server.prompt_image import PromptImage
 from mlx_server.runtime.attention.interface import IntArray
 
+logger = logging.getLogger(__name__)
+
 IMAGE_SHARE = 1 / 32
-"""Of the memory for K/V, what embeddings of images may take that no running request is in the middle of."""
+"""Of the memory for K/V, what embeddings of images may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +105,28 @@ def _grid(image: PromptImage, merge: int) -> tuple[int, int, int]:
     return times, height // merge, width // merge
 
 
+@dataclass(frozen=True, slots=True)
+class ImageNews:
+    """How often the encoder has run, and by request why it has failed."""
+
+    num_encoded: int = 0
+    errors: Mapping[str, str] = field(default_factory=dict)
+
+
+NO_NEWS = ImageNews()
+
+
 @dataclass(slots=True)
 class _Seen:
     """A running request with images: its prompt's ids and images, the positions `[3, P]` of its prompt, None where
-    they are those of its tokens, and how many of its tokens have been computed."""
+    they are those of its tokens, and how many of its tokens have been computed. One that `has_failed` waits for its
+    end."""
 
     token_ids: tuple[int, ...]
     images: tuple[PromptImage, ...]
     positions: IntArray | None
     num_computed: int = 0
+    has_failed: bool = False
 
     def positions_of(self, start: int, stop: int) -> IntArray | None:
         """Of tokens [start, stop), `[3, stop - start]`; those behind the prompt count on from its largest. A request
@@ -132,12 +148,15 @@ class ImageEncoder:
     """The vision encoder of a model, and what it has made of images. MLX thread only.
 
     An image is encoded in the step that computes the first of its placeholders; none is whose placeholders are all in
-    cached prefixes. What was made is kept while a running request has placeholders of it to compute, and beyond that
-    within `max_bytes`, the least recently used going first.
+    cached prefixes. What was made is kept within `max_bytes`: first goes what no running request is in the middle of,
+    the least recently used before others. One that is in the middle of its image goes on with it, whatever it takes.
+
+    A request whose image the encoder fails at goes through the step without it, and the step's news name it.
     """
 
     def __init__(self, model: Any, max_bytes: int) -> None:
         self._num_encoded = 0
+        self._errors: dict[str, str] = {}
         self.max_bytes = max_bytes
         self._model = model
         self._requests: dict[str, _Seen] = {}
@@ -154,10 +173,11 @@ class ImageEncoder:
         """Running requests with images."""
         return len(self._requests)
 
-    def take_num_encoded(self) -> int:
-        """How often the encoder has run since it was asked last."""
-        count, self._num_encoded = self._num_encoded, 0
-        return count
+    def take_news(self) -> ImageNews:
+        """What has happened since it was asked last."""
+        news = ImageNews(self._num_encoded, self._errors) if self._num_encoded else NO_NEWS
+        self._num_encoded, self._errors = 0, {}
+        return news
 
     def add(self, data: NewRequestData) -> None:
         """A request starts; one without images is ignored."""
@@ -192,9 +212,11 @@ class ImageEncoder:
             if seen is not None:
                 seen.num_computed = end
                 for image in seen.images:
-                    if image.start < end and start < image.end:
+                    if image.start < end and start < image.end and not seen.has_failed:
                         begin, stop = max(image.start, start), min(image.end, end)
-                        encoded = self._encode(image, seen.token_ids)
+                        encoded = self._encode(image, chunk.request_id)
+                        if encoded is None:
+                            continue
                         parts.append(encoded.rows(begin - image.start, stop - image.start))
                         rows.append(np.arange(begin, stop, dtype=np.int32) + np.int32(first - start))
                 if moved is not None and (own := seen.positions_of(start, end)) is not None:
@@ -206,26 +228,35 @@ class ImageEncoder:
         self._shrink()
         return ImageRows(np.concatenate(rows) if rows else np.zeros(0, np.int32), _joined(parts), moved)
 
-    def _encode(self, image: PromptImage, token_ids: Sequence[int]) -> EncodedImage:
+    def _encode(self, image: PromptImage, request_id: str) -> EncodedImage | None:
+        """None if that cannot be done. What the device itself fails at later is the step's fault."""
         encoded = self._encoded.get(image.digest)
         if encoded is None:
-            encoded = self._encoded[image.digest] = encode(
-                self._model, token_ids[image.start : image.end], image.inputs
-            )
             self._num_encoded += 1
+            seen = self._requests[request_id]
+            try:
+                encoded = encode(self._model, seen.token_ids[image.start : image.end], image.inputs)
+            except Exception as error:  # the model's own code, or no memory for what it makes
+                logger.exception("An image of request %s cannot be encoded", request_id)
+                self._errors[request_id], seen.has_failed = f"{type(error).__name__}: {error}", True
+                return None
+            self._encoded[image.digest] = encoded
         self._encoded.move_to_end(image.digest)
         return encoded
 
     def _shrink(self) -> None:
-        """Drops what is beyond the limit, but for images of which running requests have computed a part."""
+        """Drops what is beyond the limit, but for the image used last, if a running request has computed a part."""
         num_bytes = self.num_bytes
         if num_bytes <= self.max_bytes:
             return
         needed = {image.digest for seen in self._requests.values() for image in seen.begun}
-        for digest in [digest for digest in self._encoded if digest not in needed]:
+        order = sorted(self._encoded, key=needed.__contains__)  # stable: by use, those that are needed last
+        kept = next(reversed(self._encoded))
+        for digest in order:
             if num_bytes <= self.max_bytes:
                 break
-            num_bytes -= self._encoded.pop(digest).num_bytes
+            if digest != kept or digest not in needed:
+                num_bytes -= self._encoded.pop(digest).num_bytes
 
 
 def encode(model: Any, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> EncodedImage:

@@ -166,7 +166,7 @@ class DiskSaves:
         """A request does not run any more; its full blocks are cached."""
         if not self._blocks.may_hit(request):
             return
-        num_blocks = request.num_computed_tokens // BLOCK_SIZE
+        num_blocks = min(request.num_computed_tokens // BLOCK_SIZE, len(request.block_hashes))
         num_hit = (request.num_cached_tokens or 0) // BLOCK_SIZE
         if request.num_prompt_tokens < self.min_prompt_tokens:
             num_blocks = min(num_blocks, num_hit)

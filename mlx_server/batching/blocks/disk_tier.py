@@ -348,7 +348,7 @@ class DiskTier:
             load.bytes_ahead -= num_bytes
             load.bytes_landed += num_bytes
         load.holder.num_computed_tokens = self._num_hit(load) * BLOCK_SIZE
-        self._waiting.advance(load.holder)
+        self._waiting.advance(load.holder, load.holder.num_computed_tokens)
         if load.is_complete or load.is_broken or now - load.began_s > _MOST_LOAD_S:
             self._learn(load, now)
             self._end(load)

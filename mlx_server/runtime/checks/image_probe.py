@@ -194,4 +194,6 @@ def _ragged_logits(model: Any, runner: ModelRunner, prompt: list[int], following
     run(chunk("text", 0, num_text, blocks(0, 1)), chunk("image", 0, cut, blocks(1, num_blocks)))
     last = run(chunk("text", num_text, num_text + 1), chunk("image", cut, end))
     decoded = run(chunk("image", end, end + 1))
+    if errors := encoder.take_news().errors:
+        raise RuntimeError(errors["image"])
     return mx.stack([last, decoded])
