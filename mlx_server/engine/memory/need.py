@@ -157,6 +157,56 @@ def step_bytes(
     return math.ceil(min(in_flight * item_bytes, launched))
 
 
+_ENCODER_FUSED_DIMS = (64, 80, 128)
+"""Head dimensions for which MLX keeps the logits of attention without a mask to itself, on Metal."""
+
+_LOGITS_HELD = 2
+_INPUT_COPIES = 3
+"""Of an image on its way to the encoder: as it came, in its type, and in the order that the encoder wants."""
+
+
+def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: int) -> int:
+    """The most that a vision encoder has in memory beside its weights while it encodes an image of up to `max_pixels`,
+    what comes of that included; `described` is a whole config.json. Attention is over all patches of an image.
+
+    A square of 896 x 896 pixels in patches of 14 x 14 (Gemma 3) is 4,096 patches; in float32, logits of 16 heads take
+    1 GiB, and two such arrays are there at a time.
+    """
+    vision = described["vision_config"]
+    size = partial(_first_size, vision)
+    side, patch = size("image_size"), size("patch_size") or 14
+    is_square = bool(side) and described.get("model_type") in _SQUARES
+    num_pixels = side * side if is_square else max_pixels
+    num_patches = num_pixels // patch**2
+    hidden = size("embed_dim") or size("hidden_size")
+    num_heads = max(1, size("num_attention_heads", "num_heads"))
+    inner = size("intermediate_size") or 4 * hidden
+    layers = {"num_hidden_layers": size("num_hidden_layers", "depth"), "hidden_size": hidden, "vocab_size": 0}
+    tower = {**layers, "intermediate_size": inner, "num_attention_heads": num_heads}
+    is_fused = is_metal() and hidden // num_heads in _ENCODER_FUSED_DIMS
+    num_elements = _INPUT_COPIES * max(1, size("temporal_patch_size")) * 3 * num_pixels
+    num_elements += _LOGITS_HELD * (1 if is_fused else num_heads) * num_patches**2
+    text = _first_size({**described, **(described.get("text_config") or {})}, "hidden_size")
+    merge = max(1, size("spatial_merge_size") or _first_size(described, "spatial_merge_size", "scale_factor"))
+    num_elements += num_patches // merge**2 * text * (1 + len(vision.get("deepstack_visual_indexes") or ()))
+    if not is_metal():
+        num_elements += _HELD_AT_A_TIME * num_patches * (hidden + max(inner, 4 * hidden))
+        return num_elements * _DTYPE_BYTES["float32"]
+    launched = step_bytes(
+        tower,
+        weights_bytes=0,
+        num_tokens=num_patches,
+        num_seqs=0,
+        context_tokens=0,
+        item_bytes=item_bytes,
+        buffer_elements=max_elements(),
+    )
+    return num_elements * item_bytes + launched
+
+
+_SQUARES = ("gemma3", "idefics3", "smolvlm")
+"""Families that make squares of one size of what they are given."""
+
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 _STORED_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 """Types in which a model may compute, the smallest first: what is smaller is packed, what is larger a norm or scale."""
@@ -215,7 +265,7 @@ def estimate_heads(config: Config, files: HeadFiles, folder: Path | None) -> Mem
 
 
 def _estimate_model(config: Config) -> MemoryNeed:
-    settings, num_ranks = config.model, config.fleet.tensor_parallel_size
+    settings, num_ranks, sees = config.model, config.fleet.tensor_parallel_size, False
     folder = find_model(settings)
     if folder is None:
         described: Mapping[str, Any] = random_models.config_of(settings.model)
@@ -235,7 +285,11 @@ def _estimate_model(config: Config) -> MemoryNeed:
     for adapter in settings.adapters:
         weights += sum(_tensor_bytes(tensor, settings) for tensor in adapter_tensors(adapter))
     text = {**described, **(described.get("text_config") or {})}
-    return MemoryNeed(weights, _activation_bytes(config, text, weights), _pool_bytes(config, described, stored))
+    activations = _activation_bytes(config, text, weights)
+    if sees:
+        item_bytes = _item_bytes(settings, 2)
+        activations += vision_bytes(described, max_pixels=config.server.max_image_pixels, item_bytes=item_bytes)
+    return MemoryNeed(weights, activations, _pool_bytes(config, described, stored))
 
 
 def _pool_bytes(config: Config, described: Mapping[str, Any], stored: Set[str]) -> int:

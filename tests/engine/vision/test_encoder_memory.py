@@ -1,0 +1,71 @@
+"""What encoding an image takes is booked before a model is loaded."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_server.config import Config, ModelConfig, ServerConfig
+from mlx_server.engine.memory.need import estimate_need, vision_bytes
+from mlx_server.runtime.models.random_models import build_random
+from mlx_server.runtime.vision import encode
+from tests.tiny_models import byte_tokenizer, save_model_folder
+from tests.vision_worlds import CONFIGS, IMAGE, tiny_vlm
+
+SIDE, PATCH = 40, 14
+"""Patches along a side of an image, and pixels along a patch's."""
+
+
+def larger(model_type: str) -> dict[str, Any]:
+    """A tower of more than a few numbers, for images of SIDE x SIDE patches."""
+    config = copy.deepcopy(CONFIGS[model_type])
+    vision = config["vision_config"]
+    sizes = {"embed_dim": 128, "hidden_size": 128, "intermediate_size": 512, "num_heads": 4, "num_attention_heads": 4}
+    vision.update({name: size for name, size in sizes.items() if name in vision and name != "hidden_size"})
+    if "embed_dim" not in vision:
+        vision["hidden_size"] = 128
+    if "image_size" in vision:
+        vision["image_size"] = SIDE * PATCH
+    return {"model_type": model_type, **config}
+
+
+def image_of(config: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+    vision, num_patches = config["vision_config"], SIDE * SIDE
+    ids = [IMAGE] * (num_patches // 4)
+    if "image_size" in vision:
+        return ids, {"pixel_values": np.ones((1, 1, 3, SIDE * PATCH, SIDE * PATCH), np.float32)}
+    pixels = np.ones((num_patches, 3 * vision["temporal_patch_size"] * PATCH**2), np.float32)
+    return ids, {"pixel_values": pixels, "image_grid_thw": np.array([[1, SIDE, SIDE]])}
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3"])
+def test_the_encoder_takes_what_is_booked_and_not_far_less(model_type: str) -> None:
+    config = larger(model_type)
+    model = build_random(config, 7, sees=True)
+    mx.eval(model.parameters())
+    mx.clear_cache()
+    held_bytes = mx.get_active_memory()
+    mx.reset_peak_memory()
+    made = encode(model, *image_of(config))
+    mx.eval(made.embeddings, *made.deepstack)
+    taken_bytes = mx.get_peak_memory() - held_bytes
+    booked_bytes = vision_bytes(config, max_pixels=(SIDE * PATCH) ** 2, item_bytes=4)
+    assert booked_bytes / 4 < taken_bytes <= booked_bytes
+
+
+def test_it_is_booked_with_the_model(tmp_path: Path) -> None:
+    loaded = tiny_vlm("qwen3_vl").loaded
+    folder = save_model_folder(loaded.model, loaded.config, tmp_path, byte_tokenizer())
+
+    def activation_bytes(max_pixels: int) -> int:
+        server = ServerConfig(max_image_pixels=max_pixels)
+        return estimate_need(Config(model=ModelConfig(model=str(folder)), server=server)).activation_bytes
+
+    small, large = activation_bytes(100_000), activation_bytes(1_000_000)
+    foreseen = [vision_bytes(loaded.config, max_pixels=size, item_bytes=4) for size in (100_000, 1_000_000)]
+    assert large - small == foreseen[1] - foreseen[0] > 0
