@@ -17,8 +17,8 @@ from mlx_server.runtime.models.loader import LoadedModel
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import vlm_module
 
-IMAGE, START = 300, 302
-"""Token ids of a placeholder, and of what stands before an image."""
+IMAGE, START, BREAK = 300, 302, 305
+"""Token ids of a placeholder, of what stands before an image, and of what stands between rows of some."""
 
 _TEXT = {
     "vocab_size": 320,
@@ -42,6 +42,9 @@ _TILE = {
     "num_attention_heads": 2,
     "num_hidden_layers": 2,
 }
+
+_ROWS = {**_TILE, "model_type": "pixtral", "head_dim": 16, "image_size": 168, "patch_size": 14}
+"""At most 12 patches along a side."""
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
@@ -95,6 +98,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, "model_type": "llama"},
         "vision_config": {**_TILE, "image_size": 56, "patch_size": 14},
     },
+    "pixtral": {
+        "image_token_id": IMAGE,
+        "vocab_size": 320,
+        "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 16},
+        "vision_config": _ROWS,
+    },
+    "mistral3": {
+        "image_token_id": IMAGE,
+        "vocab_size": 320,
+        "spatial_merge_size": 2,
+        "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 16, "rope_parameters": {"rope_theta": 10_000.0}},
+        "vision_config": _ROWS,
+    },
 }
 
 
@@ -124,7 +140,13 @@ def picture(model_type: str, seed: int) -> PromptImage:
     """An image of noise as a model's processor would have it, at the start of a prompt; odd seeds make wider ones."""
     rng, vision = np.random.default_rng(seed), CONFIGS[model_type]["vision_config"]
     inputs: dict[str, Any]
-    if "image_size" in vision:
+    if vision.get("model_type") == "pixtral":
+        unit = 14 * CONFIGS[model_type].get("spatial_merge_size", 1)
+        num_rows, num_columns = 3, 4 + seed % 2
+        num_tokens = num_rows * (num_columns + 1) - 1
+        pixels = rng.standard_normal((1, 3, num_rows * unit, num_columns * unit), dtype=np.float32)
+        inputs = {"pixel_values": pixels, "image_sizes": np.array([pixels.shape[2:]])}
+    elif "image_size" in vision:
         size = vision["image_size"]
         num_tokens = (size // vision["patch_size"]) ** 2 // CONFIGS[model_type]["scale_factor"] ** 2
         inputs = {"pixel_values": rng.standard_normal((1, 1, 3, size, size), dtype=np.float32)}
@@ -135,6 +157,14 @@ def picture(model_type: str, seed: int) -> PromptImage:
         inputs = {"pixel_values": pixels, "image_grid_thw": np.array([[1, height, width]])}
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in inputs.values())).digest()
     return PromptImage(0, num_tokens, digest, inputs)
+
+
+def placeholders(image: PromptImage) -> list[int]:
+    """What stands for an image in a prompt."""
+    if "image_sizes" not in image.inputs:
+        return [IMAGE] * image.num_tokens
+    num_columns = (image.num_tokens + 1) // 3 - 1
+    return [*([IMAGE] * num_columns + [BREAK]) * 3][:-1]
 
 
 Prompt = tuple[list[int], tuple[PromptImage, ...]]
@@ -148,7 +178,7 @@ def prompt_of(parts: Sequence[Sequence[int] | PromptImage]) -> Prompt:
         if isinstance(part, PromptImage):
             ids.append(START)
             images.append(replace(part, start=len(ids)))
-            ids += [IMAGE] * part.num_tokens
+            ids += placeholders(part)
         else:
             ids += part
     return ids, tuple(images)
@@ -160,10 +190,10 @@ def plain_greedy(vlm: TinyVlm, prompt: Prompt, num_tokens: int) -> list[int]:
     model = vlm.plain
     caches = vlm_module("models.cache").make_prompt_cache(model.language_model)
     names = images[0].inputs if images else ()
-    arrays = {name: mx.array(np.concatenate([image.inputs[name] for image in images], _axis(images))) for name in names}
+    arrays = {name: mx.array(_stacked([image.inputs[name] for image in images])) for name in names}
     if not images:
         model.language_model._rope_deltas = model.language_model._position_ids = None
-    logits = model(mx.array([ids]), arrays.pop("pixel_values", None), cache=caches, **arrays).logits[0, -1]
+    logits = model(mx.array([ids]), arrays.pop("pixel_values", None), mask=None, cache=caches, **arrays).logits[0, -1]
     tokens = [int(mx.argmax(logits).item())]
     while len(tokens) < num_tokens:
         logits = model.language_model(mx.array([tokens[-1:]]), cache=caches).logits[0, -1]
@@ -171,6 +201,10 @@ def plain_greedy(vlm: TinyVlm, prompt: Prompt, num_tokens: int) -> list[int]:
     return tokens
 
 
-def _axis(images: Sequence[PromptImage]) -> int:
-    """Along which a processor lines images up: tiles stand behind a batch of one."""
-    return 1 if images[0].inputs["pixel_values"].ndim == 5 else 0
+def _stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """As a processor lines images up: tiles stand behind a batch of one, and squares of pixels are as wide as the
+    widest."""
+    if arrays[0].ndim == 4:
+        widest = max(array.shape[3] for array in arrays)
+        arrays = [np.pad(array, [(0, 0)] * 3 + [(0, widest - array.shape[3])]) for array in arrays]
+    return np.concatenate(arrays, 1 if arrays[0].ndim == 5 else 0)

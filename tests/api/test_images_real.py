@@ -25,7 +25,7 @@ from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import vlm_module
 from tests.api.real_worlds import RealWorld, started
 from tests.api.worlds import Site, user
-from tests.picture_worlds import QWEN, SMOLVLM, VisionFolder, data_url, encoded, picture
+from tests.picture_worlds import PIXTRAL, QWEN, SMOLVLM, VisionFolder, data_url, encoded, picture
 from tests.tiny_models import save_model_folder
 from tests.vision_worlds import CONFIGS, TinyVlm, plain_greedy
 
@@ -38,8 +38,8 @@ CAT, DOG = (encoded(picture(seed)) for seed in (0, 1))
 QUESTION = "What is this? Say it in a few words, and leave nothing out."
 TEXT = {"type": "text", "text": QUESTION}
 NUM_TOKENS = 8
-NUM_IMAGE_TOKENS = {"qwen2_5_vl": 6, "smolvlm": 20}
-NUM_ENCODED = {"qwen2_5_vl": 1, "smolvlm": 5}
+NUM_IMAGE_TOKENS = {"qwen2_5_vl": 6, "smolvlm": 20, "mistral3": 6}
+NUM_ENCODED = {"qwen2_5_vl": 1, "smolvlm": 5, "mistral3": 1}
 """Calls of the encoder for an image: each of the four tiles and the whole are encoded by themselves."""
 
 
@@ -61,7 +61,7 @@ class Seer:
 
     def plain(self, token_ids: list[int], *pictures: bytes) -> list[int]:
         """What mlx-vlm's class answers, given its processor's arrays for the images."""
-        options = {"return_row_col_info": False} if self.kind == "smolvlm" else {}
+        options = {"smolvlm": {"return_row_col_info": False}, "mistral3": {"patch_size": 28}}.get(self.kind, {})
         processor = AutoImageProcessor.from_pretrained(str(self.folder), backend="pil", local_files_only=True)
         images = []
         for data in pictures:
@@ -86,10 +86,13 @@ def write_folder(path: Path, host: VisionFolder) -> TinyVlm:
     return TinyVlm(LoadedModel(model_type, model, config, path), plain)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[QWEN, SMOLVLM], ids=["qwen", "smolvlm"])
+HOSTS = {"qwen": QWEN, "smolvlm": SMOLVLM, "mistral": PIXTRAL}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=HOSTS)
 async def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seer]:
     path = tmp_path_factory.mktemp("seer")
-    vlm = write_folder(path, request.param)
+    vlm = write_folder(path, HOSTS[request.param])
     async with started(path, "seer") as model:
         encoder = model[0].engines()[0]._loaded_parts().runner.images  # there is no other way to it
         assert encoder is not None

@@ -130,3 +130,28 @@ async def test_answers_are_documented_by_what_they_are():
     assert paths["/metrics"]["get"]["responses"]["200"]["content"].keys() == {"text/plain"}
     assert paths["/health"]["get"]["responses"].keys() == {"200", "4XX", "5XX", "503"}
     assert paths["/v1/embeddings"]["post"]["responses"].keys() == {"200", "4XX", "5XX"}
+
+
+_URL = "data:image/png;base64,AAAA"
+_SOURCE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "part", "wrong"),
+    [
+        ("/v1/chat/completions", "messages", {"type": "image_url", "image_url": {"url": _URL}}, {"image_url": {}}),
+        ("/v1/chat/completions", "messages", {"type": "image_url", "image_url": _URL}, {"image_url": 5}),
+        ("/v1/responses", "input", {"type": "input_image", "image_url": _URL}, {"image_url": 5}),
+        ("/v1/messages", "messages", {"type": "image", "source": _SOURCE}, {"source": {"type": "base64"}}),
+    ],
+)
+def test_the_document_says_how_images_are_sent(path: str, more: str, part: dict[str, Any], wrong: dict[str, Any]):
+    body = document()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    checker = jsonschema.Draft202012Validator({"components": document()["components"], **body})
+
+    def asks(image: dict[str, Any]) -> dict[str, Any]:
+        content = [{"type": "input_text" if more == "input" else "text", "text": "What?"}, image]
+        return {**BODIES[path], more: [{"role": "user", "content": content}]}
+
+    assert checker.is_valid(asks(part))
+    assert not checker.is_valid(asks({**part, **wrong}))

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model_folder(loaded.model, loaded.config, tmp_path_factory.mktemp("vlm"), byte_tokenizer())
 
 
-def _info(folder: Path) -> tuple[object, RunnerInfo]:
+def load_and_probe(folder: Path) -> tuple[object, RunnerInfo]:
     loaded = load(str(folder))
     runner, info = exhaust(
         make_runner(
@@ -48,7 +48,7 @@ def _info(folder: Path) -> tuple[object, RunnerInfo]:
 
 
 def test_a_folder_with_an_encoder_is_loaded_with_it_and_booked(folder: Path) -> None:
-    model, info = _info(folder)
+    model, info = load_and_probe(folder)
     assert isinstance(model, VlmModel)
     assert info.no_vision == ""
     num_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
@@ -61,14 +61,14 @@ def test_without_weights_of_an_encoder_the_text_part_is_loaded(folder: Path, tmp
     file = tmp_path / "model.safetensors"
     arrays = {name: array for name, array in mx.load(str(file)).items() if not name.startswith("vision")}
     mx.save_safetensors(str(file), arrays, {"format": "mlx"})
-    model, info = _info(tmp_path)
+    model, info = load_and_probe(tmp_path)
     assert not isinstance(model, VlmModel)
     assert info.no_vision == "its files have no weights of a vision encoder"
 
 
 def test_without_the_extra_the_text_part_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "is_installed", lambda: False)
-    model, info = _info(folder)
+    model, info = load_and_probe(folder)
     assert not isinstance(model, VlmModel)
     assert "pip install 'mlx-server[vision]'" in info.no_vision
 
@@ -80,7 +80,7 @@ def test_an_encoder_that_cannot_be_loaded_leaves_the_text_part(
         raise KeyError("patch_embed")
 
     monkeypatch.setattr(VlmModel, "sanitize", broken)
-    model, info = _info(folder)
+    model, info = load_and_probe(folder)
     assert not isinstance(model, VlmModel)
     assert "its vision encoder cannot be loaded" in info.no_vision
     assert str(folder) not in info.no_vision, "clients are told it"
@@ -91,7 +91,7 @@ def test_wrong_embeddings_are_found_by_the_probe(folder: Path, monkeypatch: pyte
     from mlx_server.runtime import vision
 
     monkeypatch.setattr(vision, "mrope_positions", lambda images, count, merge: vision.np.zeros((3, count), "int32"))
-    assert "with an image its logits differ by" in _info(folder)[1].no_vision
+    assert "with an image its logits differ by" in load_and_probe(folder)[1].no_vision
 
 
 def test_families_that_are_not_served_are_named() -> None:

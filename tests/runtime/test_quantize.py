@@ -17,11 +17,13 @@ from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import DownloadError, ModelLoadError
 from mlx_server.runtime.models import conversions, quantize
 from mlx_server.runtime.models.resolve import find_folder
-from mlx_server.runtime.models.weights import why_blind
+from mlx_server.runtime.models.weights import load_folder, why_blind
 from tests.engine_worlds import answers, make_folder, random_prompts
 from tests.homes import with_kernels
+from tests.runtime.test_image_models import load_and_probe
 from tests.runtime.test_vision_models import make_vision_folder
-from tests.tiny_models import reference_generate
+from tests.tiny_models import byte_tokenizer, reference_generate, save_model_folder
+from tests.vision_worlds import tiny_vlm
 
 SIZES = {"4": (64, 4), "8": (64, 8), "mxfp4": (32, 4)}
 
@@ -141,15 +143,27 @@ def test_only_what_belongs_to_the_model_is_copied_and_counted(folder: Path, monk
     }
 
 
-def test_sight_is_left_out_with_a_warning_and_as_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "mistral3"])
+def test_a_vision_encoder_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
+    loaded = tiny_vlm(model_type).loaded
+    source = save_model_folder(loaded.model, loaded.config, tmp_path / "seeing", byte_tokenizer())
+    made = found(source, "8")
+    before, after = (dict(tree_flatten(load_folder(path, False)[0].parameters())) for path in (source, made))
+    encoder = {name for name in before if not name.startswith("language_model.")}
+    assert encoder
+    for name in encoder:
+        assert mx.array_equal(before[name], after[name]), name
+    assert "language_model.model.layers.0.mlp.up_proj.scales" in after
+    _, info = load_and_probe(made)
+    assert info.no_vision == "", "it is served, and was compared with its own class"
+
+
+def test_an_encoder_that_cannot_be_loaded_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
     source = make_vision_folder(tmp_path / "seeing", "qwen2_vl")
     assert why_blind(source) == ""
-    made = found(source, "8")
-    assert "sees images, but --quantize keeps its text part only" in caplog.text
-    assert why_blind(made) == "its files have no weights of a vision encoder, which --quantize leaves out"
+    assert why_blind(found(source, "8")) == "its files have no weights of a vision encoder"
 
 
 def test_code_of_the_model_is_run_if_it_is_trusted(folder: Path) -> None:

@@ -9,12 +9,10 @@ must stay on the host.
 from __future__ import annotations
 
 import asyncio
-import binascii
 import contextlib
 import functools
 import ipaddress
 import os
-import re
 import ssl
 import stat
 import weakref
@@ -29,7 +27,7 @@ import httpx
 
 from mlx_server.config import ServerConfig
 from mlx_server.engine.fair_slots import Asker, FairSlots, Slot
-from mlx_server.engine.vision.decoding import MAX_BYTES, UnreadableImageError
+from mlx_server.engine.vision.decoding import MAX_BYTES, UnreadableImageError, read_base64
 from mlx_server.engine.vision.parts import ImagePart, ImageParts
 from mlx_server.engine.vision.prompt import Pictures
 from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel
@@ -58,7 +56,6 @@ _HELD_RETRY_S = 5.0
 _NUM_THREADS = 3
 _NUM_FETCHES = 8
 _MAX_SHOWN_CHARS = 100
-_BASE64 = re.compile(r"[A-Za-z0-9+/\r\n]*=*[\r\n]*")
 
 
 class ImageLoader:
@@ -121,7 +118,7 @@ class ImageLoader:
         if scheme.startswith("file:"):
             read = functools.partial(_read_file, source, self._folder)
         else:
-            read = functools.partial(_read_base64, source)
+            read = functools.partial(read_base64, source)
         return await self._in_thread(lambda: model.prepare(read(), self._max_pixels, asker.key), asker)
 
     async def _in_thread(self, work: Callable[[], T], asker: Asker) -> T:
@@ -212,24 +209,6 @@ async def _turn(slots: FairSlots, asker: Asker, what: str) -> Slot:
             "other requests wait. Try again later.",
             retry_after_s=MAX_WAIT_S / 3,
         ) from None
-
-
-def _read_base64(source: str) -> bytes:
-    """Of a data URL, or of base64 alone."""
-    if source[:5].lower() == "data:":
-        head, comma, source = source.partition(",")
-        if not comma or not head.lower().endswith(";base64"):
-            raise UnreadableImageError("is a data URL without base64. Send data:image/png;base64,...")
-    if len(source) > MAX_BYTES * 4 // 3 + 4096:
-        raise UnreadableImageError(
-            f"has {len(source):,} characters of base64; files of {MAX_BYTES:,} bytes are read at most. Send it smaller"
-        )
-    if _BASE64.fullmatch(source[:64]):  # what is none further on is left out by the decoder
-        with contextlib.suppress(ValueError):
-            return binascii.a2b_base64(source)
-    raise UnreadableImageError(
-        f"is neither a URL nor base64: it begins with {source[:20]!r}. Send data:image/png;base64,..."
-    )
 
 
 def _read_file(url: str, folder: Path | None) -> bytes:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from mlx_server.api.answers.chat_plan import Turns
 from mlx_server.api.http.request_bounds import FIRST_ERROR
-from mlx_server.api.openai.document import STRING, either, list_of, of_type
+from mlx_server.api.openai.document import IMAGE_URL, STRING, either, list_of, of_type
 from mlx_server.engine.text.media import media_note, unreadable_part
 from mlx_server.engine.text.messages import string_in
 from mlx_server.engine.vision.parts import ImageParts
@@ -27,10 +27,14 @@ _MAYBE = {"type": ["string", "null"]}
 _TEXTS = either(STRING, list_of(_TEXT_BLOCK))
 _SOURCE = either(of_type("text", data=STRING), of_type("content", content=_TEXTS))
 
+_IMAGE = of_type(
+    "image", source=either(of_type("base64", media_type=STRING, data=STRING), of_type("url", url=IMAGE_URL))
+)
 _DOCUMENT = of_type("document", source=_SOURCE)
 _DOCUMENT["properties"] |= {"title": _MAYBE, "context": _MAYBE}
 _USER_BLOCKS = (
     _DOCUMENT,
+    _IMAGE,
     of_type("search_result", title=STRING, source=STRING, content=_TEXTS),
     of_type("tool_result", tool_use_id=STRING),
 )

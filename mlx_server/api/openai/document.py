@@ -35,6 +35,13 @@ def of_type(kind: str, **properties: JsonSchema) -> JsonSchema:
     return members("type", *properties, type={"const": kind}, **properties)
 
 
+IMAGE_URL: JsonSchema = {
+    **STRING,
+    "description": "data:image/...;base64,...; others only where the server was started with leave to open them.",
+}
+"""Of an image, which models that see are given; `GET /v1/models` says which do."""
+
+
 _BOUNDS: Mapping[str, JsonSchema] = {
     "logit_bias": {
         "propertyNames": {"pattern": "^[0-9]+$"},

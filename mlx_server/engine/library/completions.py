@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from tqdm import tqdm
@@ -15,8 +17,13 @@ from mlx_server.engine.grammar.constraints import CompiledGrammar
 from mlx_server.engine.grammar.spec import parse_structured
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.engine.text.chat import ChatOptions
+from mlx_server.engine.vision.decoding import UnreadableImageError, read_base64
+from mlx_server.engine.vision.parts import ImageParts
+from mlx_server.engine.vision.prompt import Pictures
+from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import InvalidRequestError
 from mlx_server.outputs import CompletionDelta, PositionLogprobs
+from mlx_server.prompt_image import PromptImage
 from mlx_server.request import FinishReason
 from mlx_server.sampling_params import SamplingParams, plain_ints
 
@@ -112,10 +119,29 @@ class Asker:
         options: ChatOptions,
     ) -> Asked:
         """Raises `InvalidRequestError`."""
-        prompt = self._engine.chat.format(messages, tools, options)
+        seeing = self._engine.vision
+        parts = None if seeing is None else ImageParts()
+        marked = messages if parts is None else parts.mark_messages(_with_sources(messages))
+        pictures = None if seeing is None or parts is None or not parts.found else self._prepared(seeing, parts)
+        prompt = self._engine.chat.format(marked, tools, options, pictures=pictures)
+        continues_text = options.continue_final_message
         return self._asked(
-            prompt.text, prompt.token_ids, sampling, adapter, continues_text=options.continue_final_message
+            prompt.text, prompt.token_ids, sampling, adapter, continues_text=continues_text, images=prompt.images
         )
+
+    def _prepared(self, seeing: SeeingModel, parts: ImageParts) -> Pictures:
+        prepared, max_pixels = {}, self._engine.config.server.max_image_pixels
+        for index, part in enumerate(parts.found):
+            try:
+                if part.source.lower().startswith(("http:", "https:", "file:")):
+                    raise UnreadableImageError(
+                        "is at a URL, and none is opened here. Give its bytes, its pathlib.Path or a data URL"
+                    )
+                prepared[index] = seeing.prepare(read_base64(part.source), max_pixels)
+            except UnreadableImageError as error:
+                if not part.is_noted:
+                    raise InvalidRequestError(f"{part.where} is an image that {error}.", part.where) from error
+        return Pictures(seeing, parts, prepared)
 
     def _asked(
         self,
@@ -125,6 +151,7 @@ class Asker:
         adapter: str | None,
         *,
         continues_text: bool,
+        images: tuple[PromptImage, ...] = (),
     ) -> Asked:
         sampling = self._engine.default_sampling if sampling is None else sampling
         grammar = self._grammar(sampling)
@@ -140,6 +167,7 @@ class Asker:
                 sample_index=index,
                 constraint=None if grammar is None else grammar.start(),
                 continues_text=continues_text,
+                images=images,
             )
             for index in range(sampling.n)
         ]
@@ -150,6 +178,26 @@ class Asker:
             return None
         spec = parse_structured({"structured_outputs": sampling.structured_outputs})
         return None if spec is None else self._engine.grammars.compile(spec)
+
+
+def _with_sources(messages: Chat) -> list[Any]:
+    """Messages whose images that are bytes, or paths of files, are base64. Raises `InvalidRequestError`."""
+
+    def read(part: Any) -> Any:
+        image = part.get("image") if isinstance(part, Mapping) else None
+        try:
+            data = image.read_bytes() if isinstance(image, Path) else image
+        except OSError as error:
+            raise InvalidRequestError(f"{image} cannot be read: {error.strerror}.", "messages") from error
+        return {**part, "image": base64.b64encode(data).decode()} if isinstance(data, bytes) else part
+
+    def sourced(message: Any) -> Any:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, list | tuple):
+            return message
+        return {**message, "content": [read(part) for part in content]}
+
+    return [sourced(message) for message in messages]
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -49,6 +50,19 @@ def _by_tile(config: Any, rng: np.random.Generator) -> Sample:
     return [image_token_id(config)] * num_tokens, {"pixel_values": pixels}
 
 
+def _by_row(config: Any, rng: np.random.Generator) -> Sample:
+    """Of models that put a token between rows: 2 x 3 placeholders, and one of text between them."""
+    unit = _merged_patch(config)
+    pixels = rng.standard_normal((1, config.vision_config.num_channels, 2 * unit, 3 * unit), dtype=np.float32)
+    row = [image_token_id(config)] * 3
+    return [*row, 1, *row], {"pixel_values": pixels, "image_sizes": np.array([[2 * unit, 3 * unit]])}
+
+
+def _merged_patch(config: Any) -> int:
+    """The pixels along a side of what is one placeholder."""
+    return int(config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1))
+
+
 SAMPLES: Mapping[str, MakeSample] = {
     "qwen2_vl": _by_grid,
     "qwen2_5_vl": _by_grid,
@@ -56,11 +70,14 @@ SAMPLES: Mapping[str, MakeSample] = {
     "qwen3_vl_moe": _by_grid,
     "idefics3": _by_tile,
     "smolvlm": _by_tile,
+    "pixtral": _by_row,
+    "mistral3": _by_row,
 }
 """The families whose images are served, by `model_type`, and what each one's encoder takes."""
 
 
-def _placeholders_by_grid(config: Any, inputs: Mapping[str, Any]) -> int:
+def _placeholders_by_grid(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
+    _check(all(is_image))
     vision, merge = config.vision_config, config.vision_config.spatial_merge_size
     times, height, width = np.asarray(inputs["image_grid_thw"]).reshape(3).tolist()
     size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -68,12 +85,31 @@ def _placeholders_by_grid(config: Any, inputs: Mapping[str, Any]) -> int:
     return int(times * height * width // merge**2)
 
 
-def _placeholders_by_tile(config: Any, inputs: Mapping[str, Any]) -> int:
+def _placeholders_by_tile(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
+    _check(all(is_image))
     size = config.vision_config.image_size
     mask = inputs.get("pixel_attention_mask")
     _check(inputs["pixel_values"].shape == (1, 1, 3, size, size), mask is None or mask.shape == (1, 1, size, size))
     _check(bool(np.any(inputs["pixel_values"])))  # a tile of zeros is padding to the encoder
     return int((size // config.vision_config.patch_size) ** 2 // config.scale_factor**2)
+
+
+def _placeholders_by_row(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
+    unit, vision = _merged_patch(config), config.vision_config
+    height, width = np.asarray(inputs["image_sizes"]).reshape(2).tolist()
+    _check(inputs["pixel_values"].shape == (1, vision.num_channels, height, width))
+    _check(height % unit == width % unit == 0, 0 < height <= vision.image_size, 0 < width <= vision.image_size)
+    rows = [[True] * (width // unit)] * (height // unit)
+    apart = [*chain.from_iterable([*row, False] for row in rows)][:-1]
+    _check(list(is_image) in (apart, [*chain.from_iterable(rows)]))
+    return len(is_image)
+
+
+_COUNTS: Mapping[MakeSample, Callable[[Any, Mapping[str, Any], Sequence[bool]], int]] = {
+    _by_grid: _placeholders_by_grid,
+    _by_tile: _placeholders_by_tile,
+    _by_row: _placeholders_by_row,
+}
 
 
 def _check(*conditions: bool) -> None:
@@ -82,14 +118,12 @@ def _check(*conditions: bool) -> None:
 
 
 def count_placeholders(model: VlmModel, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> int | None:
-    """How many placeholders an image with these arrays has; None if the model's encoder cannot take them, or if one of
-    `token_ids`, which stand for it, is none. Any thread. What the encoder cannot take would fail a step, and with it
-    every request."""
-    if set(token_ids) != {image_token_id(model.config)}:
-        return None
-    count = _placeholders_by_tile if SAMPLES[model.model_type] is _by_tile else _placeholders_by_grid
+    """How many placeholders an image with these arrays has; None if the model's encoder cannot take them, or if
+    `token_ids`, which stand for it, are not such as it makes. Any thread."""
+    placeholder = image_token_id(model.config)
     try:
-        return count(model.config, inputs)
+        count = _COUNTS[SAMPLES[model.model_type]]
+        return count(model.config, inputs, [token_id == placeholder for token_id in token_ids])
     except (ValueError, KeyError, AttributeError, TypeError):
         return None
 
@@ -156,7 +190,7 @@ def _plain_logits(model: Any, prompt: list[int], following: int, inputs: Mapping
     caches = model.make_cache()
     arrays = {name: mx.array(value) for name, value in inputs.items()}
     ids = mx.array([prompt])
-    first = model.module.Model.__call__(model, ids, arrays.pop("pixel_values"), cache=caches, **arrays)
+    first = model.module.Model.__call__(model, ids, arrays.pop("pixel_values"), mask=None, cache=caches, **arrays)
     second = model.language_model(mx.array([[following]]), cache=caches)
     return mx.stack([first.logits[0, -1], second.logits[0, -1]])
 

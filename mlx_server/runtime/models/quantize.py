@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,8 +20,6 @@ from mlx_server.runtime.models.folder import HUB_FILES, is_whole_file, read_head
 from mlx_server.runtime.models.progress import Report
 from mlx_server.runtime.models.weights import why_blind
 
-logger = logging.getLogger(__name__)
-
 _VERSION = 1
 """A higher number makes folders anew that an older version has quantised."""
 _SHARD_BYTES = 2**30
@@ -39,26 +36,29 @@ _FORMS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """By the setting's values: MLX's own default sizes of groups."""
 
-Load = Callable[[Path], tuple[Any, dict[str, Any]]]
-"""Gives the lazy mlx-lm model of a folder, and its configuration."""
+Load = Callable[[Path], tuple[Any, dict[str, Any], str]]
+"""Gives the lazy model of a folder, its configuration, and why it has no vision encoder; empty if it has one."""
 
 
 def quantized_folder(name: str, folder: Path, form: str, load: Load) -> Path:
     """The folder of the model that a user calls `name`, in `form`; made first if need be. Any thread. Raises
     `ModelLoadError` for a model that is quantised already, and `DownloadError` where the disk is too small.
 
-    Needs memory for the layer that is being quantised and a shard of those that are.
+    A model that sees keeps its vision encoder, whole. Needs memory for the layer that is being quantised and a shard
+    of those that are.
     """
+    sees = not why_blind(folder)
     _refuse_quantized(name, read_model_json(folder / "config.json"))
     weights = sorted(folder.glob("model*.safetensors"))
-    needed = int(sum(path.stat().st_size for path in weights) * _share(weights, form))
+    total, whole = sum(path.stat().st_size for path in weights), _whole_bytes(weights) if sees else 0
+    needed = int(whole + (total - whole) * _share(weights, form))
     needed += sum(path.stat().st_size for path in _others(folder))
     recipe = Recipe(
         source=name,
         name=f"{Path(name.rstrip('/')).name}-{form}",
         stage="quantizing",
         files=[folder / "config.json", *weights],
-        version=f"quantize {form} {_VERSION}",
+        version=f"quantize {form} {_VERSION}" + (" with its vision encoder" if sees else ""),
         needed_bytes=needed,
     )
     return made_folder(recipe, lambda work, report: _Quantization(folder, form, load).write(work, report))
@@ -92,10 +92,9 @@ class _Quantization:
 
     def write(self, work: Path, report: Report) -> None:
         """Shard after shard; those that are there are kept."""
-        if not why_blind(self.folder):
-            logger.warning("%s sees images, but --quantize keeps its text part only: images are refused.", self.folder)
-        model, config = self.load(self.folder)
-        config["quantization"] = config["quantization_config"] = _quantize(model, self.form)
+        model, config, no_vision = self.load(self.folder)
+        sees = not no_vision
+        config["quantization"] = config["quantization_config"] = _quantize(model, self.form, _LANGUAGE if sees else "")
         arrays = tree_flatten(model.parameters())
         del model
         total_bytes = sum(path.stat().st_size for path in self.folder.glob("model*.safetensors"))
@@ -120,14 +119,27 @@ class _Quantization:
         (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _quantize(model: Any, form: str) -> dict[str, Any]:
-    """Lazily; what config.json has to say of it. A model of mlx-lm may have layers of its own choice."""
+_LANGUAGE = "language_model."
+"""What the names of the language part's layers begin with in a model that sees; others are of its encoder."""
+
+
+def _whole_bytes(weights: list[Path]) -> int:
+    """Of weights that are no language model's, as models of the hub and mlx-vlm's name them."""
+    headers = [item for path in weights for item in read_headers(path).items()]
+    spans = [tensor["data_offsets"] for name, tensor in headers if "vis" in name or "projector" in name]
+    return sum(end - begin for begin, end in spans)
+
+
+def _quantize(model: Any, form: str, prefix: str) -> dict[str, Any]:
+    """Lazily, the layers whose names begin with `prefix`; what config.json has to say of it. A model of mlx-lm may have
+    layers of its own choice."""
     sizes = dict(_FORMS[form])
     described: dict[str, Any] = dict(sizes)
     own = getattr(model, "quant_predicate", None)
 
     def choose(path: str, module: Any) -> bool | dict[str, Any]:
-        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % sizes["group_size"]:
+        is_left = not path.startswith(prefix) or not hasattr(module, "to_quantized")
+        if is_left or module.weight.shape[-1] % sizes["group_size"]:
             return False
         chosen: bool | dict[str, Any] = True if own is None else own(path, module)
         if isinstance(chosen, dict):

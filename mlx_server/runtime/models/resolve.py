@@ -20,7 +20,7 @@ from mlx_server.runtime.models.folder import HUB_FILES, missing_parts
 from mlx_server.runtime.models.gguf import WeightFormat, split_names
 from mlx_server.runtime.models.hub_fetch import fetch_snapshot
 from mlx_server.runtime.models.quantize import quantized_folder
-from mlx_server.runtime.models.weights import read_folder
+from mlx_server.runtime.models.weights import load_folder
 
 _SITE = r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
 _HUB_FILE = re.compile(rf"(?:{_SITE})?([^/]+/[^/]+)/(?:(?:blob|resolve)/main/)?([^?]+\.gguf)(?:\?.*)?")
@@ -88,7 +88,7 @@ def find_folder(
         return None
     folder = resolve_model(name, dtype)
     if quantize != WHOLE_WEIGHTS:
-        folder = quantized_folder(name, folder, quantize, lambda path: read_folder(path, trust_remote_code))
+        folder = quantized_folder(name, folder, quantize, lambda path: load_folder(path, trust_remote_code))
     return folder
 
 

@@ -12,7 +12,6 @@ from mlx_lm.utils import load_model as load_mlx_model
 from mlx_server.errors import ModelLoadError, ServeError
 from mlx_server.runtime.checks.image_probe import SAMPLES, TEXT_ONLY, not_served
 from mlx_server.runtime.models.blueprint import model_classes
-from mlx_server.runtime.models.conversions import RECIPE_FILE
 from mlx_server.runtime.models.embedder import checked_classes
 from mlx_server.runtime.models.folder import read_headers, read_model_json
 from mlx_server.runtime.models.vlm import INSTALL, is_installed
@@ -43,8 +42,7 @@ def why_blind(folder: Path) -> str:
         return not_served(config.get("model_type"))
     names = {name for path in folder.glob("model*.safetensors") for name in read_headers(path)}
     if not any("vis" in name for name in names):
-        is_made = (folder / RECIPE_FILE).is_file()
-        return "its files have no weights of a vision encoder" + (", which --quantize leaves out" if is_made else "")
+        return "its files have no weights of a vision encoder"
     return "" if is_installed() else f"mlx-vlm is not installed on the server: {INSTALL}"
 
 

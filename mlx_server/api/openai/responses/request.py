@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, WithJsonSchema
 from mlx_server.api.answers.chat_plan import ChatCall, ToolUse, Turns
 from mlx_server.api.http.request_bounds import BOUNDED_ITEMS, BOUNDED_TOOLS, FIRST_ERROR, MAX_TOOLS, Strings
 from mlx_server.api.openai.chat import ReasoningEffort, tool_use
-from mlx_server.api.openai.document import NULL, STRING, either, list_of, members, of_type
+from mlx_server.api.openai.document import IMAGE_URL, NULL, STRING, either, list_of, members, of_type
 from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused
 from mlx_server.api.openai.responses.custom_tools import as_function, input_patterns
 from mlx_server.api.openai.responses.items import ROLES, qualified, read_items
@@ -27,7 +27,8 @@ from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 
 _TEXT_PART = members("type", "text", type={"enum": ["input_text", "output_text"]}, text=STRING)
-_CONTENT = either(STRING, list_of(_TEXT_PART))
+_IMAGE_PART = of_type("input_image", image_url=either(IMAGE_URL, members("url", url=IMAGE_URL)))
+_CONTENT = either(STRING, list_of(either(_TEXT_PART, _IMAGE_PART)))
 _ARGUMENTS = {**STRING, "description": "A JSON object."}
 InputItem = Annotated[
     dict[str, Any],
