@@ -133,6 +133,8 @@ def tiny_vlm(model_type: str) -> TinyVlm:
     module = vlm_module(f"models.{model_type}")
     plain = module.Model(model.config)
     plain.load_weights(tree_flatten(model.parameters()))
+    if CONFIGS[model_type]["vision_config"] is _ROWS:  # a lazy constant that is no parameter: it belongs to this thread
+        mx.eval(model.vision_tower.vision_model.patch_positional_embedding.inv_freq)
     return TinyVlm(LoadedModel(model_type, model, config, None), plain)
 
 

@@ -160,7 +160,9 @@ def step_bytes(
 _ENCODER_FUSED_DIMS = (64, 80, 128)
 """Head dimensions for which MLX keeps the logits of attention without a mask to itself, on Metal."""
 
-_LOGITS_HELD = 2
+_MASKS = 2
+"""Some encoders make one, as wide as the logits of a head, in another type first."""
+
 _INPUT_COPIES = 3
 """Of an image on its way to the encoder: as it came, in its type, and in the order that the encoder wants."""
 
@@ -169,8 +171,8 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
     """The most that a vision encoder has in memory beside its weights while it encodes an image of up to `max_pixels`,
     what comes of that included; `described` is a whole config.json. Attention is over all patches of an image.
 
-    A square of 896 x 896 pixels in patches of 14 x 14 (Gemma 3) is 4,096 patches; in float32, logits of 16 heads take
-    1 GiB, and two such arrays are there at a time.
+    1.5 million pixels in patches of 14 x 14 are 7,653 patches; in float32, logits of 16 heads take 3.5 GiB where they
+    are not fused, as on the CPU.
     """
     vision = described["vision_config"]
     size = partial(_first_size, vision)
@@ -185,7 +187,7 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
     tower = {**layers, "intermediate_size": inner, "num_attention_heads": num_heads}
     is_fused = is_metal() and hidden // num_heads in _ENCODER_FUSED_DIMS
     num_elements = _INPUT_COPIES * max(1, size("temporal_patch_size")) * 3 * num_pixels
-    num_elements += _LOGITS_HELD * (1 if is_fused else num_heads) * num_patches**2
+    num_elements += (_MASKS + (0 if is_fused else num_heads)) * num_patches**2
     text = _first_size({**described, **(described.get("text_config") or {})}, "hidden_size")
     merge = max(1, size("spatial_merge_size") or _first_size(described, "spatial_merge_size", "scale_factor"))
     num_elements += num_patches // merge**2 * text * (1 + len(vision.get("deepstack_visual_indexes") or ()))
@@ -204,7 +206,7 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
     return num_elements * item_bytes + launched
 
 
-_SQUARES = ("gemma3", "idefics3", "smolvlm")
+_SQUARES = ("idefics3", "smolvlm")
 """Families that make squares of one size of what they are given."""
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
