@@ -145,7 +145,7 @@ _SOURCE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
         ("/v1/messages", "messages", {"type": "image", "source": _SOURCE}, {"source": {"type": "base64"}}),
     ],
 )
-def test_the_document_says_how_images_are_sent(path: str, more: str, part: dict[str, Any], wrong: dict[str, Any]):
+async def test_the_document_says_how_images_are_sent(path: str, more: str, part: dict[str, Any], wrong: dict[str, Any]):
     body = document()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     checker = jsonschema.Draft202012Validator({"components": document()["components"], **body})
 
