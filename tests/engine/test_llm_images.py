@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
+import PIL.Image
 import pytest
 
 from mlx_server import LLM, SamplingParams
@@ -22,15 +24,16 @@ def test_a_chat_sees_what_mlx_vlm_sees(tmp_path: Path) -> None:
     vlm = write_folder(folder, QWEN)
     seer = Seer(vlm, folder, None)  # type: ignore[arg-type]
     (tmp_path / "cat.png").write_bytes(CAT)
-    forms = [image(CAT), {"type": "image", "image": CAT}, {"type": "image", "image": tmp_path / "cat.png"}]
+    given = (CAT, tmp_path / "cat.png", PIL.Image.open(io.BytesIO(CAT)))
+    forms = [image(CAT), *({"type": "image", "image": form} for form in given)]
     chats = [[{"role": "user", "content": [form, WHAT]}] for form in (*forms, image(DOG))]
     chats.append([{"role": "user", "content": [image(CAT), image(DOG), WHAT]}])
-    shown = [[CAT], [CAT], [CAT], [DOG], [CAT, DOG]]
+    shown = [[CAT], [CAT], [CAT], [CAT], [DOG], [CAT, DOG]]
     with LLM(str(folder), num_kv_blocks=64) as llm:
         answers = llm.chat(chats, GREEDY, use_tqdm=False)
         for answer, pictures in zip(answers, shown, strict=True):
             assert list(answer.token_ids) == seer.plain(list(answer.prompt_token_ids), *pictures)
-        assert answers[0].token_ids != answers[3].token_ids
+        assert answers[0].token_ids != answers[4].token_ids
         assert llm.stats().num_images_encoded == 2
         for source, told in (
             ("https://cats.example/cat.png", "is at a URL"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -181,14 +182,18 @@ class Asker:
 
 
 def _with_sources(messages: Chat) -> list[Any]:
-    """Messages whose images that are bytes, or paths of files, are base64. Raises `InvalidRequestError`."""
+    """Messages with all images in base64: bytes, files and pictures of Pillow, too. Raises `InvalidRequestError`."""
 
     def read(part: Any) -> Any:
         image = part.get("image") if isinstance(part, Mapping) else None
         try:
-            data = image.read_bytes() if isinstance(image, Path) else image
+            data: Any = image.read_bytes() if isinstance(image, Path) else image
         except OSError as error:
             raise InvalidRequestError(f"{image} cannot be read: {error.strerror}.", "messages") from error
+        if hasattr(data, "save"):
+            file = io.BytesIO()
+            data.save(file, "PNG")
+            data = file.getvalue()
         return {**part, "image": base64.b64encode(data).decode()} if isinstance(data, bytes) else part
 
     def sourced(message: Any) -> Any:
