@@ -405,8 +405,8 @@ class ContinuousBatchingScheduler:
             while results:
                 deliver(self.update(await results.popleft()))
         finally:
-            for result in results:
-                result.add_done_callback(_mark_retrieved)
+            for result in results:  # else asyncio reported an exception for which nobody waits any more
+                result.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _schedule_next(self, now: float, deliver: Callable[[list[RequestOutput]], None]) -> SchedulerOutput | None:
         """`schedule`, and the ends of those who have waited in vain."""
@@ -445,9 +445,3 @@ class ContinuousBatchingScheduler:
         if not result.done():
             await self._wake.wait()
         return result.done()
-
-
-def _mark_retrieved(result: asyncio.Future[ModelRunnerOutput]) -> None:
-    """Keeps asyncio from reporting an exception that nobody waits for any more."""
-    if not result.cancelled():
-        result.exception()
