@@ -113,7 +113,7 @@ class Admission:
         oldest, shortest = waiting.oldest(priority, step.now), waiting.shortest(priority, step.now)
         if oldest is None or shortest is None or shortest is oldest:
             return oldest
-        if step.is_overtaking_over or step.preempted_for not in (None, shortest):
+        if step.is_overtaking_over:
             return None
         if oldest.has_lost_seat and self._is_last_seat(step.now):
             return None
@@ -165,7 +165,6 @@ class Admission:
         preempted = self._fewest_preempted(request, step.now)
         if preempted and self._promote_aged(request, step.now):
             preempted = self._fewest_preempted(request, step.now)
-        step.preempted_for = request if preempted else None
         return preempted
 
     def _is_closed(self, step: Step) -> bool:

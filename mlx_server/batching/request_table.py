@@ -54,7 +54,6 @@ class Step:
         self.draft_steps = draft_steps
         self.closed_because: str | None = None
         self.closed_by: Request | None = None
-        self.preempted_for: Request | None = None
         self.is_overtaking_over = False
         self.requests: dict[str, Request] = {}
         self.given: Counter[Request] = Counter()
