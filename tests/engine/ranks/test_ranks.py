@@ -120,8 +120,10 @@ def test_the_end_of_one_rank_ends_all_streams_and_all_ranks(tmp_path: Path):
     [
         "qwen3_moe",  # experts
         "gpt_oss",  # experts, windows and sinks
+        "qwen3_5",  # recurrent states
     ],
 )
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # transformers'
 def test_models_of_other_kinds_answer_over_ranks_as_alone(architecture: str, tmp_path: Path):
     config = config_of(architecture)
     folder = save_model_folder(build_random(config, 1), config, tmp_path / "model", byte_tokenizer())
