@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ CALL_S = 0.25
 CONNECT_S = 2.0
 PROBE_S = 1.0
 """Between looks at a store that is away."""
+
+_MOST_OWED = 10_000
+"""Of the scripts that are to run when the store is back, the last so many."""
 
 _PROBE = "return redis.call('SET', KEYS[1], '1', 'PX', 1000)"
 
@@ -81,6 +85,7 @@ class SharedStore:
             ) from None  # which may show the password
         self._scripts: dict[Script, Callable[..., Any]] = {}
         self._probing: asyncio.Task[None] | None = None
+        self._owed: deque[tuple[Script, Sequence[str], Sequence[Any]]] = deque(maxlen=_MOST_OWED)
 
     async def open(self) -> None:
         """Says at once if it is away; anybody may go on without."""
@@ -93,6 +98,10 @@ class SharedStore:
         if not self.is_here:
             raise StoreAwayError
         return await self._run(script, keys, args, timeout_s or CALL_S)
+
+    def owe(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> None:
+        """Has the script run once the store is back, for a caller to whom it was away."""
+        self._owed.append((script, keys, args))
 
     @contextlib.asynccontextmanager
     async def turn(self, lock: asyncio.Lock) -> AsyncIterator[None]:
@@ -149,6 +158,9 @@ class SharedStore:
             await asyncio.sleep(PROBE_S)
             with contextlib.suppress(StoreAwayError):
                 await self._probe()
+                while self._owed:
+                    await self._run(*self._owed[0], CONNECT_S)
+                    self._owed.popleft()
                 self.is_here = True
         logger.info("The shared store %s is back", self.name)
 

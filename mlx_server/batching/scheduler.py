@@ -30,9 +30,10 @@ from mlx_server.request import FinishReason, Request, append_token
 _LONG_STEP_S = 0.01
 _LATE_SHARE = 0.9
 _LATE_MARGIN_S = 0.004
-"""The step behind a long one is composed after this share of it, less the margin and what a launch takes; after less
-for a while where steps have ended earlier than foretold, so that the device does not wait for the host. With a margin
-of 10 ms, who came in the last 13 of 30 ms waited for a second step."""
+_BESIDE_MARGIN_S = 0.008
+"""The step behind a long one is composed after this share of it, less a margin: with 10 ms, who came in the last 13 of
+30 ms waited for a second step. A device that runs beside the host would wait for that with 4 ms, a hundredth of the
+time; there a launch's time is added, and the share is less for a while after steps that ended early."""
 
 _LAUNCH_DECAY = 0.98
 _EARLY_DECAY = 0.8
@@ -76,8 +77,7 @@ class ContinuousBatchingScheduler:
         self._table = RequestTable(
             blocks, limits.aging_rate, deduplicates=limits.deduplicate_prefixes, speculation=speculation
         )
-        self._budget = PromptBudget(limits.context_doubling_tokens)
-        self.speculation = speculation
+        self.speculation, self._budget = speculation, PromptBudget(limits.context_doubling_tokens)
         self._composer = StepComposer(self._table, limits, self.counters, self._budget, is_device_shared)
         if store is not None:
             waiting, target_s = self._table.waiting, self._composer.target_s
@@ -234,7 +234,9 @@ class ContinuousBatchingScheduler:
         elif submitted.copies is None and not output.num_images:  # whose encoding took its share of the time
             self._observe(submitted, output)
         if self.disk is not None and submitted.copies is not None:
-            self.disk.on_copied(submitted.copies, output, self._budget.foretold_s(submitted.shape))
+            is_other = submitted.pool_change is not None or output.num_images
+            foretold_s = None if is_other else self._budget.foretold_s(submitted.shape)
+            self.disk.on_copied(submitted.copies, output, foretold_s, self._launch_s)
         requests = submitted.requests
         self._collect_prompt_logprobs(requests, output.prompt_logprobs)
         outputs = self._table.take_images(submitted, output.image_errors)
@@ -257,8 +259,9 @@ class ContinuousBatchingScheduler:
         foretold_s = self._budget.foretold_s(self._table.submitted[0].shape)
         if foretold_s < _LONG_STEP_S or self._is_device_shared():
             return began_s
-        share = min(self._early_share, _LATE_SHARE) if self._launch_s else _LATE_SHARE
-        return began_s + share * foretold_s - _LATE_MARGIN_S - self._launch_s
+        if not self._launch_s:
+            return began_s + _LATE_SHARE * foretold_s - _LATE_MARGIN_S
+        return began_s + min(self._early_share, _LATE_SHARE) * foretold_s - _BESIDE_MARGIN_S - self._launch_s
 
     @property
     def waits_to_draft(self) -> bool:

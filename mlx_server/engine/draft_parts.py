@@ -27,7 +27,7 @@ from mlx_server.runtime.attention.regroup import Scope
 from mlx_server.runtime.draft_runner import DraftingRunner, HeadFeed
 from mlx_server.runtime.hidden_states import HiddenStates
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.heads import HeadModel, find_heads, load_head
+from mlx_server.runtime.models.heads import HeadModel, NoHeadsError, find_heads, load_head
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces, make_runner
 from mlx_server.runtime.models.resolve import find_folder
 
@@ -91,9 +91,11 @@ async def load_model_head(config: Config, target: LoadedModel, share: MemoryShar
         folder = await asyncio.to_thread(find_folder, settings.model, settings.dtype)
     try:
         files = await asyncio.to_thread(find_heads, folder, target.name, settings.mtp_from)
-    except ModelLoadError:
+    except ModelLoadError as error:
         if config.needs_heads or settings.mtp_from is not None:
             raise
+        if not isinstance(error, NoHeadsError):
+            _tell_left_out(target, str(error))
         return None
     if config.needs_heads:
         return await run(load_head(files, target, settings.dtype))
@@ -105,8 +107,12 @@ async def load_model_head(config: Config, target: LoadedModel, share: MemoryShar
         reason = "There is no room for them beside its K/V."
     except Exception as error:  # of files that are not what they seem, of MLX, or of the model's code
         share.need, reason = without, str(error)  # the error's frames hold what was loaded
-    logger.warning("The multi-token-prediction heads of %s do not draft. %s", target.name, reason)
+    _tell_left_out(target, reason)
     return None
+
+
+def _tell_left_out(target: LoadedModel, reason: str) -> None:
+    logger.warning("The multi-token-prediction heads of %s do not draft. %s", target.name, reason)
 
 
 def vocabulary_difference(target: Tokenizer, draft: Tokenizer) -> str | None:

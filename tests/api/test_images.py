@@ -24,7 +24,7 @@ from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.request_stream import GenerationRequest, make_request
 from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.engine.text.tokenizer import Tokenizer
-from mlx_server.engine.vision import seeing
+from mlx_server.engine.vision import decoding, seeing
 from mlx_server.engine.vision.parts import UNREADABLE_NOTE
 from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import ContextLengthError
@@ -283,7 +283,7 @@ async def test_each_protocol_tells_in_its_shape(seer: World):
 
 
 async def test_images_are_bounded_in_bytes(seer: World, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(images, "MAX_BYTES", 100)
+    monkeypatch.setattr(decoding, "MAX_BYTES", 100)
     response = await seer.chat(messages=user([CAT_PART] * 2))
     assert response.status_code == 400
     assert "files of 100 bytes are read at most. Send it smaller" in response.json()["error"]["message"]

@@ -389,6 +389,7 @@ async def test_what_is_deleted_on_its_way_to_the_store_is_not_there_afterwards(
         reply = await real(script, keys, args, timeout_s)
         if script is kept._PUT:
             if is_late:
+                first.store._on_failure(TimeoutError(), timeout_s)
                 raise shared_store.StoreAwayError
             await delete(args[1])
         return reply
@@ -398,6 +399,7 @@ async def test_what_is_deleted_on_its_way_to_the_store_is_not_there_afterwards(
     if is_late:
         assert (await second.http.get(f"/v1/responses/{response_id}", headers=headers)).status_code == 200
         await delete(response_id)
+        await until(lambda: first.store.is_here)
     assert deleted == [200]
     for server in fleet.servers:
         assert (await server.http.get(f"/v1/responses/{response_id}", headers=headers)).status_code == 404

@@ -203,6 +203,14 @@ def test_what_was_slow_once_is_tried_again_and_then_known() -> None:
     assert costs.seconds(8) == pytest.approx(0.060)
 
 
+def test_what_steps_between_two_kinds_cost_does_not_fade_while_they_run() -> None:
+    """Nine streams after eight: nine rows are read between eight, which are not run any more, and twelve."""
+    costs = _costs({rows: 0.010 + 0.001 * rows for rows in range(1, 10)})
+    for _ in range(1000):
+        costs.observe(9, 0.019)
+    assert costs.seconds(9) == pytest.approx(0.019, rel=0.1)
+
+
 def test_a_new_request_is_tried_again_after_others_were_wrong() -> None:
     speculation = Speculation(NgramDrafter(), 4)
     speculation.costs = _costs({1: 0.010, 2: 0.0115, 4: 0.013, 8: 0.020})

@@ -208,7 +208,7 @@ def test_what_a_launch_takes_is_left_to_it() -> None:
             scheduler.update(dataclasses.replace(world.runner.fetch(), launch_time_s=launch_s))
         assert world.schedule() is not None
         waits.append(scheduler.next_schedule_s(100.0) - 100.0)
-    assert waits == pytest.approx([0.9 * 0.05 - 0.004, 0.9 * 0.05 - 0.004 - 0.02])
+    assert waits == pytest.approx([0.9 * 0.05 - 0.004, 0.9 * 0.05 - 0.008 - 0.02])
 
 
 def test_who_arrives_in_a_long_step_waits_for_the_rest_of_it_and_for_no_other() -> None:

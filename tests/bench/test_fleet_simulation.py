@@ -53,6 +53,12 @@ def test_a_run_repeats():
     )
 
 
+@pytest.mark.parametrize("flag", ["--num-blocks", "--own-tokens"])
+def test_what_no_server_could_take_is_refused(flag: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "fleet", flag, "8"]) != 0
+    assert flag in capsys.readouterr().err
+
+
 def test_the_command_has_a_row_for_each_policy_and_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "found.json"
     assert main(["bench", "fleet", "--servers", "1", "2", "--num-a-server", "2", "--json", str(path)]) == 0

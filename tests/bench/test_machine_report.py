@@ -82,7 +82,7 @@ def test_a_gpu_whose_kernels_are_not_used_has_not_passed(monkeypatch: pytest.Mon
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(machine_report, "choose_backend", lambda name, specs: ReferenceBackend())
     finding = self_tests()
-    assert len(finding.problems) == 3 * (len(HEAD_DIMS) + 2)
+    assert len(finding.problems) == 3 * (len(HEAD_DIMS) + 3)
     assert finding.problems[0].endswith("the reference backend is used on a GPU")
     assert "bfloat16 128 in 4 bits" in finding.text
 

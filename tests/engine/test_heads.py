@@ -102,6 +102,7 @@ def test_beside_lookups_heads_draft_what_these_do_not_find(tmp_path: Path) -> No
         ("broken", "Cannot load"),
         ("large", "no room for them"),
         ("larger than half", "no room for them"),
+        ("cut off", "mtp.safetensors"),
         ("strange", "MLX has no memory"),
     ],
 )
@@ -117,6 +118,8 @@ def test_without_heads_that_can_be_loaded_lookups_draft_alone(
     elif flaw == "larger than half":
         monkeypatch.setattr(MemoryShare, "kv_room_bytes", 2**30)
         monkeypatch.setattr(draft_parts, "estimate_heads", lambda *_: MemoryNeed(2**29 + 1, 0, 0))
+    elif flaw == "cut off":
+        (folder / "mtp.safetensors").write_bytes(b"<html>")
     elif flaw == "strange":
         monkeypatch.setattr(draft_parts, "load_head", strange_head)
     else:

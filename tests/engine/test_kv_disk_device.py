@@ -12,7 +12,7 @@ from mlx_server.batching.blocks.disk_saves import BESIDE_BYTES, PIECE_BYTES
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.kv_disk.disk import BUSY_BYTES_PER_S
 from tests.batching.worlds import FakeStore, expected_tokens, make_request, make_world, prompt
-from tests.device_worlds import BOTH_KINDS, GPU, DeviceWorld, Kind, Model
+from tests.device_worlds import ALL_KINDS, GPU, DeviceWorld, Kind, Model
 
 NUM_TOKENS = 8192
 LONG = prompt(NUM_TOKENS + 1)
@@ -54,7 +54,7 @@ def gaps(model: Model, names: list[str], from_s: float, to_s: float) -> list[flo
     return [after - before for of_one in times for before, after in pairwise(of_one)]
 
 
-@BOTH_KINDS
+@ALL_KINDS
 @pytest.mark.parametrize("copies_per_s", [3e9, 5e8], ids=["unified", "slow"])
 def test_streams_beside_the_load_of_8192_tokens(
     kind: Kind, copies_per_s: float, monkeypatch: pytest.MonkeyPatch
@@ -118,5 +118,26 @@ def test_a_gpu_does_not_wait_while_blocks_are_saved_beside_its_streams(monkeypat
             steps = [step.step for step in model.true_steps() if step.began_s >= from_s]
             saved = [len(step.copies.saved) for step in steps if step.copies is not None]
             assert max(saved) * BLOCK_BYTES <= BESIDE_BYTES
+
+    world.run(main())
+
+
+@pytest.mark.parametrize("kind", [Kind.EAGER, Kind.FILLED])
+def test_a_cpu_saves_no_faster_beside_its_streams_than_it_may(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where steps are short: then a launch waits for the device, and is no copy."""
+    world = DeviceWorld(kind, monkeypatch, replace(COPYING, base_s=0.012))
+    store = TimedStore()
+    store.now = world.threads.clock
+
+    async def main() -> None:
+        async with world.model(store=store, target_step_s=TARGET_S) as model:
+            model.add(make_request("gone", LONG, 1))
+            await model.until_done("gone")
+            with_streams(model)
+            await asyncio.sleep(1.0)
+            num_before = len(store.blocks)
+            await asyncio.sleep(5.0)
+            num_saved = len(store.blocks) - num_before
+            assert 0 < num_saved * BLOCK_BYTES <= 1.2 * 5.0 * 32e6
 
     world.run(main())

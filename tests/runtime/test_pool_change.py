@@ -16,6 +16,7 @@ from emulator.worlds import Chunk, make_backend, step_of, step_rows
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockMove, PoolChange, ScheduledChunk
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend, block_sources
+from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from mlx_server.runtime.model_runner import BlockTables
@@ -70,7 +71,7 @@ def attend_all(backend: Any, spec: LayerSpec, changes: dict[int, PoolChange]) ->
 @pytest.mark.parametrize("name", BACKENDS)
 def test_attention_sees_no_change(name):
     backend = BACKENDS[name]()
-    spec = replace(SPEC, bits=int(name.split()[1])) if "bits" in name else SPEC
+    spec = replace(SPEC, bits=KvBits.of(name.split()[1])) if "bits" in name else SPEC
     for out, wanted in zip(attend_all(backend, spec, CHANGES), attend_all(backend, spec, {}), strict=True):
         np.testing.assert_array_equal(out, wanted)
 

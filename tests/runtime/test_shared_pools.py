@@ -17,7 +17,7 @@ from mlx_server.outputs import BlockMove, PoolChange
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.cache.kv_cache import PagedKVCache, PagedLayerCache
 from mlx_server.runtime.cache.layer_pools import LayerGroup, LayerPool, Place, group_layers, share_blocks
-from mlx_server.runtime.cache.row_pool import Slots
+from mlx_server.runtime.cache.row_pool import KvBits, Slots
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 
@@ -163,7 +163,7 @@ BACKENDS: dict[str, Callable[[], Any]] = {
 }
 
 
-def attend_all(backend: Any, bits: int | None, *, is_shared: bool) -> list[np.ndarray]:
+def attend_all(backend: Any, bits: KvBits | None, *, is_shared: bool) -> list[np.ndarray]:
     """All layers on all steps, in one pool or each in its own."""
     specs = [replace(spec, bits=bits) for spec, _, _ in LAYERS]
     pools = [LayerPool(specs[0], specs)] * len(LAYERS) if is_shared else [LayerPool(spec) for spec in specs]
@@ -191,7 +191,7 @@ def attend_all(backend: Any, bits: int | None, *, is_shared: bool) -> list[np.nd
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_layers_that_share_a_pool_see_what_they_see_alone(name: str) -> None:
-    backend, bits = BACKENDS[name](), int(name.split()[1]) if "bits" in name else None
+    backend, bits = BACKENDS[name](), KvBits.of(name.split()[1]) if "bits" in name else None
     got, wanted = (attend_all(backend, bits, is_shared=is_shared) for is_shared in (True, False))
     assert len(got) == len(wanted) == 9
     for ours, alone in zip(got, wanted):
@@ -210,8 +210,8 @@ def test_where_kernels_cannot_write_for_one_kind_mlx_writes_for_all(
         np.testing.assert_allclose(ours, alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("bits", [None, 8])
-def test_layers_that_are_read_by_group_see_one_memory(bits: int | None) -> None:
+@pytest.mark.parametrize("bits", [None, KvBits(8, 8)], ids=str)
+def test_layers_that_are_read_by_group_see_one_memory(bits: KvBits | None) -> None:
     large, small = (replace(spec, bits=bits) for spec in (LARGE, SMALL))
     pool = LayerPool(large, [large, small])
     pool.allocate(CpuBackend(threads=1), 3)

@@ -54,9 +54,10 @@ async function kept(mode, work) {
   const db = await opened;
   if (!db) return undefined;
   return new Promise((resolve) => {
-    const request = work(db.transaction("chats", mode).objectStore("chats"));
-    request.onsuccess = () => resolve(request.result);
-    request.onerror = () => resolve(undefined);
+    const change = db.transaction("chats", mode);
+    const request = work(change.objectStore("chats"));
+    change.oncomplete = () => resolve(request.result);
+    change.onabort = () => resolve(undefined); // such as where there is no room, which is said only at the end
   });
 }
 
@@ -88,7 +89,14 @@ async function forgetOldest(latest) {
   const others = chats.filter((one) => one !== latest).sort((one, other) => other.changed - one.changed);
   const gone = others.filter((one, index) => (room -= letters(one)) < 0 || index >= MAX_CHATS - 1);
   chats = chats.filter((one) => !gone.includes(one));
-  for (const one of gone) await kept("readwrite", (store) => store.delete(one.id));
+  for (const one of gone) await kept("readwrite", (store) => deleteUnchanged(store, one));
+}
+
+// Unless another tab has gone on with it.
+function deleteUnchanged(store, { id, changed }) {
+  const request = store.get(id);
+  request.onsuccess = () => request.result?.changed === changed && store.delete(id);
+  return request;
 }
 
 function listChats() {

@@ -194,11 +194,17 @@ class DiskTier:
         self._loaded = []
         return copies
 
-    def on_copied(self, copies: BlockCopies, output: ModelRunnerOutput, foretold_s: float) -> None:
-        """The oldest step of `take_copies` is over, which was to take `foretold_s` without them."""
+    def on_copied(
+        self, copies: BlockCopies, output: ModelRunnerOutput, foretold_s: float | None, launch_s: float
+    ) -> None:
+        """The oldest step of `take_copies` is over, which was to take `foretold_s` without them, and `launch_s` of that
+        to be launched; None where more than tokens and copies took its time."""
         self.saves.on_copied(output.saved_blocks)
-        seconds = output.launch_time_s or output.step_time_s - foretold_s
-        self._is_copied_beside = output.launch_time_s > 0.0
+        if foretold_s is None:
+            return
+        # A launch that takes most of the step waits until it is computed, as on a CPU.
+        self._is_copied_beside = 0.0 < output.launch_time_s < 0.5 * output.step_time_s
+        seconds = output.launch_time_s - launch_s if self._is_copied_beside else output.step_time_s - foretold_s
         places = [*copies.saved, *[place for place, _ in copies.loaded]]
         num_bytes = self._copied_bytes + sum([content_bytes(self._store, place.group) for place in places])
         share = min(1.0, _COPY_MEMORY_BYTES / num_bytes)

@@ -101,6 +101,9 @@ class RowCosts:
         bucket = _ROWS[min(bisect_left(_ROWS, num_rows), len(_ROWS) - 1)]
         is_first = bucket not in self._measured_at
         self._measured_at[bucket] = self._num_steps
+        if num_rows < bucket:  # `curve` reads it between this one and the one below, so that one must not fade
+            below = max((rows for rows in self._seconds if rows < num_rows), default=bucket)
+            self._measured_at[below] = self._num_steps
         if is_first:
             return
         known_s = self._seconds.get(bucket, step_time_s)

@@ -153,7 +153,7 @@ class Link:
             raise RankLostError(f"its connection has ended: {error}") from error
         try:
             message: Message = _DECODERS[frame[0]].decode(memoryview(frame)[1:])
-        except (IndexError, msgspec.DecodeError) as error:
+        except Exception as error:  # bytes that are no message fail in many ways
             raise RankLostError(f"it says what cannot be read; is its version another? {error}") from error
         return message
 

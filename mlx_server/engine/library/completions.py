@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from mlx_server.engine.grammar.constraints import CompiledGrammar
 from mlx_server.engine.grammar.spec import parse_structured
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.engine.text.chat import ChatOptions
-from mlx_server.engine.vision.decoding import UnreadableImageError, read_base64
+from mlx_server.engine.vision.decoding import UnreadableImageError, as_file, read_base64
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.engine.vision.prompt import Pictures
 from mlx_server.engine.vision.seeing import SeeingModel
@@ -122,7 +121,7 @@ class Asker:
         """Raises `InvalidRequestError`."""
         seeing = self._engine.vision
         parts = None if seeing is None else ImageParts()
-        marked = messages if parts is None else parts.mark_messages(_with_sources(messages))
+        marked = messages if parts is None else parts.mark_messages(_with_sources(messages, self._max_pixels))
         pictures = None if seeing is None or parts is None or not parts.found else self._prepared(seeing, parts)
         prompt = self._engine.chat.format(marked, tools, options, pictures=pictures)
         continues_text = options.continue_final_message
@@ -130,15 +129,19 @@ class Asker:
             prompt.text, prompt.token_ids, sampling, adapter, continues_text=continues_text, images=prompt.images
         )
 
+    @property
+    def _max_pixels(self) -> int:
+        return self._engine.config.server.max_image_pixels
+
     def _prepared(self, seeing: SeeingModel, parts: ImageParts) -> Pictures:
-        prepared, max_pixels = {}, self._engine.config.server.max_image_pixels
+        prepared = {}
         for index, part in enumerate(parts.found):
             try:
                 if part.source.lower().startswith(("http:", "https:", "file:")):
                     raise UnreadableImageError(
                         "is at a URL, and none is opened here. Give its bytes, its pathlib.Path or a data URL"
                     )
-                prepared[index] = seeing.prepare(read_base64(part.source), max_pixels)
+                prepared[index] = seeing.prepare(read_base64(part.source), self._max_pixels)
             except UnreadableImageError as error:
                 if not part.is_noted:
                     raise InvalidRequestError(f"{part.where} is an image that {error}.", part.where) from error
@@ -181,7 +184,7 @@ class Asker:
         return None if spec is None else self._engine.grammars.compile(spec)
 
 
-def _with_sources(messages: Chat) -> list[Any]:
+def _with_sources(messages: Chat, max_pixels: int) -> list[Any]:
     """Messages with all images in base64: bytes, files and pictures of Pillow, too. Raises `InvalidRequestError`."""
 
     def read(part: Any) -> Any:
@@ -191,9 +194,7 @@ def _with_sources(messages: Chat) -> list[Any]:
         except OSError as error:
             raise InvalidRequestError(f"{image} cannot be read: {error.strerror}.", "messages") from error
         if hasattr(data, "save"):
-            file = io.BytesIO()
-            data.save(file, "PNG")
-            data = file.getvalue()
+            data = as_file(data, max_pixels)
         return {**part, "image": base64.b64encode(data).decode()} if isinstance(data, bytes) else part
 
     def sourced(message: Any) -> Any:

@@ -6,7 +6,8 @@ import asyncio
 import inspect
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -261,9 +262,9 @@ class AsyncLLM:
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> AsyncGenerator[CompletionDelta, None]:
-        """What comes of one prompt, as it comes; closing the generator ends the request. Raises as `LLM.generate`
-        does."""
-        return self._answer(self._asker.prompt(prompt, sampling_params, adapter))
+        """What comes of one prompt, as it comes; closing the generator ends the request. Its first answer
+        raises as `LLM.generate` does."""
+        return self._answer(partial(self._asker.prompt, prompt, sampling_params, adapter))
 
     def chat(
         self,
@@ -275,7 +276,9 @@ class AsyncLLM:
         options: ChatOptions | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """The answer to one chat, as `generate` gives it."""
-        return self._answer(self._asker.chat(messages, sampling_params, adapter, tools, options or ChatOptions()))
+        return self._answer(
+            partial(self._asker.chat, messages, sampling_params, adapter, tools, options or ChatOptions())
+        )
 
     async def complete(
         self,
@@ -318,7 +321,8 @@ class AsyncLLM:
         """The engine itself, for introspection."""
         return self._engine
 
-    async def _answer(self, asked: Asked) -> AsyncGenerator[CompletionDelta, None]:
+    async def _answer(self, ask: Callable[[], Asked]) -> AsyncGenerator[CompletionDelta, None]:
+        asked = await asyncio.to_thread(ask)  # a long text or an image takes up to a second
         if len(asked.requests) > 1:
             raise InvalidRequestError("One answer can be watched; use complete for several, or n=1.", "n")
         stream = self._engine.submit(asked.requests[0])

@@ -167,6 +167,10 @@ _INPUT_COPIES = 3
 """Of an image on its way to the encoder: as it came, in its type, and in the order that the encoder wants."""
 
 
+_PIXTRAL_HIDDEN, _PIXTRAL_LAYERS = 1024, 24
+"""What Pixtral's config.json leaves out, as the hub has it."""
+
+
 def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: int) -> int:
     """The most that a vision encoder has in memory beside its weights while it encodes an image of up to `max_pixels`,
     what comes of that included; `described` is a whole config.json. Attention is over all patches of an image.
@@ -179,11 +183,15 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
     side, patch = size("image_size"), size("patch_size") or 14
     is_square = bool(side) and described.get("model_type") in _SQUARES
     num_pixels = side * side if is_square else max_pixels
-    num_patches = num_pixels // patch**2
-    hidden = size("embed_dim") or size("hidden_size")
-    num_heads = max(1, size("num_attention_heads", "num_heads"))
+    num_patches = max(1, num_pixels // patch**2)
+    hidden = size("embed_dim") or size("hidden_size") or _PIXTRAL_HIDDEN
+    num_heads = size("num_attention_heads", "num_heads") or max(1, hidden // (size("head_dim") or 64))
     inner = size("intermediate_size") or 4 * hidden
-    layers = {"num_hidden_layers": size("num_hidden_layers", "depth"), "hidden_size": hidden, "vocab_size": 0}
+    layers = {
+        "num_hidden_layers": size("num_hidden_layers", "depth") or _PIXTRAL_LAYERS,
+        "hidden_size": hidden,
+        "vocab_size": 0,
+    }
     tower = {**layers, "intermediate_size": inner, "num_attention_heads": num_heads}
     is_fused = is_metal() and hidden // num_heads in _ENCODER_FUSED_DIMS
     num_elements = _INPUT_COPIES * max(1, size("temporal_patch_size")) * 3 * num_pixels

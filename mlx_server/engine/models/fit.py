@@ -38,8 +38,9 @@ def fits_of(models: Sequence[StoredModel], config: Config) -> Iterator[ModelFit]
         fit = ModelFit(facts.quantization, facts.context_length)
         try:
             need = estimate_need(Config(model=ModelConfig(model=str(folder)))).total_bytes
-        except ServeError as error:
-            yield ModelFit(fit.weights, fit.context_length, reason=str(error))
+        except Exception as error:  # a folder may hold anything
+            reason = str(error) if isinstance(error, ServeError) else f"its files make no sense ({error!r})"
+            yield ModelFit(fit.weights, fit.context_length, reason=reason)
             continue
         fits = "no" if need > budget.limit_bytes else "yes" if need <= budget.free_bytes else "not now"
         yield ModelFit(fit.weights, fit.context_length, need, fits)

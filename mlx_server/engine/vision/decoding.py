@@ -62,11 +62,7 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
             )
         if width * height > max_pixels:
             image.draft(None, _bounded(width, height, max_pixels))  # JPEG is decoded at 1/2, 1/4 or 1/8, not below this
-        image = _rgb(ImageOps.exif_transpose(image))
-        if image.width * image.height > max_pixels:
-            size = _bounded(image.width, image.height, max_pixels)
-            image = image.resize(size, Image.Resampling.BICUBIC, reducing_gap=3.0)
-        return image
+        return _made_small(_rgb(ImageOps.exif_transpose(image)), max_pixels)
     except UnreadableImageError:
         raise
     except Exception as error:  # decoders raise whatever a broken file leads them to
@@ -74,6 +70,24 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
         raise UnreadableImageError(
             f"cannot be decoded ({len(data):,} bytes; {names} are read). Send a whole file in one of these formats"
         ) from error
+
+
+def as_file(picture: Any, max_pixels: int) -> bytes:
+    """A picture of Pillow as a file that `decode` reads as it would have read the picture's own."""
+    from PIL import ImageOps
+
+    file = io.BytesIO()
+    _made_small(_rgb(ImageOps.exif_transpose(picture)), max_pixels).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _made_small(image: Any, max_pixels: int) -> Any:
+    from PIL import Image
+
+    if image.width * image.height <= max_pixels:
+        return image
+    size = _bounded(image.width, image.height, max_pixels)
+    return image.resize(size, Image.Resampling.BICUBIC, reducing_gap=3.0)
 
 
 def _rgb(image: Any) -> Any:

@@ -4,7 +4,7 @@ the same, and how far its distributions are from those with whole K/V."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -75,14 +75,15 @@ def all_logits(
     return mx.concatenate(parts[1:])
 
 
-def quantize_kv(runner: ModelRunner, vocab_size: int, kv_bits: str, backend: str) -> None:
+def quantize_kv(runner: ModelRunner, vocab_size: int, kv_bits: str, backend: str) -> Generator[float, None, None]:
     """Stores K/V in fewer bits from now on, with `backend`, or `auto`, where that reads them: as `kv_bits` says, or for
     `auto` in the fewest that lose so little that nobody is warned; where none do, they stay whole. Logs what that
     costs, measured on fixed tokens. Raises `ModelLoadError` where what was asked for leaves too little of the model.
-    MLX thread."""
+    MLX thread; yields where other models' steps may come in between."""
     measuring = _Measuring(runner, vocab_size, backend)
+    yield 1.0
     if kv_bits == AUTO_KV:
-        _choose(measuring)
+        yield from _choose(measuring)
         return
     bits = KvBits.of(kv_bits)
     loss = measuring.store(bits)
@@ -122,6 +123,10 @@ class _Measuring:
         cache.quantize(None)
         cache.backend = self._whole_backend
 
+    def is_slower(self) -> bool:
+        """Whether another backend reads them than whole ones: where the best one cannot, a slower one does."""
+        return self._runner.cache.backend.name != self._whole_backend.name
+
     def log_memory(self, bits: KvBits) -> None:
         cache = self._runner.cache
         share = 100 * cache.block_bytes / max(1, self._whole_bytes)
@@ -133,7 +138,7 @@ class _Measuring:
         )
 
 
-def _choose(measuring: _Measuring) -> None:
+def _choose(measuring: _Measuring) -> Generator[float, None, None]:
     reason = "all fewer bits lose more"
     for bits in map(KvBits.of, reversed(FEWER_KV)):
         try:
@@ -141,10 +146,14 @@ def _choose(measuring: _Measuring) -> None:
         except ConfigError as error:
             reason = str(error)
             break
+        if measuring.is_slower():
+            reason = "in fewer bits no fast backend reads them here"
+            break
         logger.info("On fixed tokens, %s.", _measured(bits, loss))
         if loss.divergence <= _TOLD_DIVERGENCE:
             measuring.log_memory(bits)
             return
+        yield 1.0
     measuring.store_whole()
     logger.info("K/V stay whole: %s", reason)
 

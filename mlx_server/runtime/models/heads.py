@@ -196,8 +196,8 @@ class HeadFiles:
 
 def find_heads(folder: Path | None, name: str, origin: str | None = None) -> HeadFiles:
     """The head of the model `name` in `folder`: in its own weights, in a file `mtp*.safetensors` beside them, or
-    fetched from the hub's model `origin`. Any thread, and as long as that takes. Raises `ModelLoadError` or
-    `DownloadError`."""
+    fetched from the hub's model `origin`. Any thread, and as long as that takes. Raises `NoHeadsError`,
+    `ModelLoadError` or `DownloadError`."""
     config = {} if folder is None else read_model_json(folder / "config.json")
     family = FAMILIES.get(config.get("model_type", ""))
     if folder is None or family is None:
@@ -215,8 +215,12 @@ def find_heads(folder: Path | None, name: str, origin: str | None = None) -> Hea
     return HeadFiles(family, config, found)
 
 
-def _refused(name: str, reason: str) -> ModelLoadError:
-    return ModelLoadError(
+class NoHeadsError(ModelLoadError):
+    """A model has none."""
+
+
+def _refused(name: str, reason: str) -> NoHeadsError:
+    return NoHeadsError(
         f"{name} has no multi-token-prediction heads: {reason}. Put them beside its weights as mtp.safetensors, name "
         "the model that it was converted from with --mtp-from, or choose another --speculate."
     )

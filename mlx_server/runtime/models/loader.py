@@ -257,7 +257,7 @@ def make_runner(
         if is_bidirectional:
             cache.backend = BidirectionalBackend(cache.backend.make_rows)
         elif pool.kv_bits != FULL_KV:
-            quantize_kv(runner, loaded.vocab_size, pool.kv_bits, backend)
+            yield from quantize_kv(runner, loaded.vocab_size, pool.kv_bits, backend)
             if batch_invariant:
                 compute_by_row(loaded.model, cache.backend, loaded.adapters.names)
         yield 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ _LANGUAGE = "language_model."
 def _whole_bytes(weights: list[Path]) -> int:
     """Of weights that are no language model's, as models of the hub and mlx-vlm's name them."""
     headers = [item for path in weights for item in read_headers(path).items()]
-    spans = [tensor["data_offsets"] for name, tensor in headers if "vis" in name or "projector" in name]
+    spans = [tensor["data_offsets"] for name, tensor in headers if re.search("vis|projector|connector", name)]
     return sum(end - begin for begin, end in spans)
 
 

@@ -99,6 +99,7 @@ def test_who_says_nothing_or_nonsense_holds_nobody_up(said: bytes, monkeypatch: 
         b"\xff\x80",
         bytes((rank_link._KINDS.index(SchedulerOutput),)) + b"\x93\x01\x02\x03",
         bytes((rank_link._KINDS.index(Memory),)) + b"\x81\xa7reading",
+        bytes((rank_link._KINDS.index(Done),)) + b"\x83\xa6number\x01\xa6result\xa2\xff\xfe\xa5error\xc0",
     ],
 )
 def test_a_rank_that_cannot_be_understood_is_lost(frame: bytes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mlx_server.engine.vision.decoding import UnreadableImageError, decode
+from mlx_server.engine.vision.decoding import UnreadableImageError, as_file, decode
 from tests.picture_worlds import encoded, picture
 
 
@@ -33,6 +34,18 @@ def test_a_photo_stands_upright():
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees
     assert decode(encoded(picture(), "JPEG", exif=exif)).size == (84, 56)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "CMYK", "F", "I;16", "P", "RGBA", "YCbCr"])
+def test_a_picture_of_pillow_is_read_as_its_file_is(mode: str):
+    image = picture().convert("L").convert(mode) if mode in ("F", "I;16") else picture().convert(mode)
+    assert decode(as_file(image, 10_000)).size == (56, 84)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = encoded(picture(), "PNG", exif=exif)
+    assert np.array_equal(decode(as_file(Image.open(io.BytesIO(turned)), 10_000)), decode(turned))
+    small = decode(as_file(image, 1000))
+    assert small.width * small.height <= 1000
 
 
 def test_transparency_of_a_palette_is_no_warning():

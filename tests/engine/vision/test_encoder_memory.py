@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_server.config import Config, ModelConfig, ServerConfig
+from mlx_server.engine.memory import need
 from mlx_server.engine.memory.need import estimate_need, vision_bytes
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.vision import encode
@@ -56,6 +57,20 @@ def test_the_encoder_takes_what_is_booked_and_not_far_less(model_type: str) -> N
     taken_bytes = mx.get_peak_memory() - held_bytes
     booked_bytes = vision_bytes(config, max_pixels=(SIDE * PATCH) ** 2, item_bytes=4)
     assert booked_bytes / 4 < taken_bytes <= booked_bytes
+
+
+@pytest.mark.parametrize("metal", [False, True])
+def test_sizes_that_are_left_out_are_pixtral_s(metal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in its config.json on the hub; mlx-vlm fills them in."""
+    monkeypatch.setattr(need, "is_metal", lambda: metal)
+    vision = {"model_type": "pixtral", "head_dim": 64, "image_size": 1024, "patch_size": 16}
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096, "num_attention_heads": 16}
+    described = {"model_type": "pixtral", "text_config": {"hidden_size": 5120}}
+    short, whole = (
+        vision_bytes({**described, "vision_config": one}, max_pixels=1_500_000, item_bytes=2)
+        for one in (vision, {**vision, **sizes})
+    )
+    assert short == whole > 2**27
 
 
 def test_it_is_booked_with_the_model(tmp_path: Path) -> None:

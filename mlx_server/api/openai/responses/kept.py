@@ -8,7 +8,6 @@ away or the response too large, stays with this server.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -124,13 +123,15 @@ class KeptResponses:
         if len(packed) > MAX_SHARED_BYTES:
             return
         ids = json.dumps([item.id for item in response.items])
+        is_taken = True
         try:
             await self._run(_PUT, response.id, packed, ids, MAX_RESPONSES, MAX_OWNER_BYTES, _ID_WEIGHT)
-            if self._local.find(response.id) is None:  # its client has deleted it on the way
-                await self._run(_DROP, response.id)
         except StoreAwayError:
-            return
-        self._local.drop(response.id)
+            is_taken = False
+        if self._local.find(response.id) is None:  # its client has deleted it on the way
+            await self._drop_shared(response.id)
+        elif is_taken:
+            self._local.drop(response.id)
 
     def settle_later(self) -> None:
         """The same where nobody waits any more."""
@@ -167,10 +168,17 @@ class KeptResponses:
         if self._local.find(response_id) is not None:
             self._local.delete(response_id)
             if self._shared is not None:  # which may have taken it although its answer came too late
-                with contextlib.suppress(StoreAwayError):
-                    await self._run(_DROP, response_id)
+                await self._drop_shared(response_id)
         elif self._shared is None or not await self._ask(_DROP, f"response {response_id}", response_id):
             self._local.delete(response_id)
+
+    async def _drop_shared(self, response_id: str) -> None:
+        """Now, or when the store is back."""
+        assert self._shared is not None
+        try:
+            await self._run(_DROP, response_id)
+        except StoreAwayError:
+            self._shared.owe(_DROP, self._keys, [1000 * TTL_S, response_id])
 
     async def _ask(self, script: Script, what: str, *args: Any) -> Any:
         try:

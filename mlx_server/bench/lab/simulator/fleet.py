@@ -30,6 +30,7 @@ from mlx_server.bench.tables import render_items, tell, write_json
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.engine.prefixes.kv_events import CacheEvents, ModelEvents, event_hash
 from mlx_server.engine.prefixes.mirror import PrefixMirror
+from mlx_server.errors import ConfigError
 from mlx_server.request import Priority
 
 POLICIES = ("round-robin", "sticky", "events")
@@ -276,6 +277,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints a table of all runs."""
     talk = Talk(**{name: getattr(args, name) for name in asdict(Talk())})
+    most = talk.system_tokens + talk.num_turns * (talk.own_tokens + talk.output_tokens)
+    if talk.own_tokens < BLOCK_SIZE or most > args.num_blocks * BLOCK_SIZE:
+        raise ConfigError(
+            f"A turn needs --own-tokens of {BLOCK_SIZE} at least, and a conversation, of {most:,} tokens here, must "
+            f"fit into --num-blocks ({args.num_blocks:,} of {BLOCK_SIZE})."
+        )
     found = []
     for num_servers in args.servers:
         for policy in args.policies:
