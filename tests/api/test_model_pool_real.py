@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -19,7 +20,9 @@ from mlx_server.api.context import ServerContext
 from mlx_server.config import CacheConfig, Config, MemoryConfig, ModelConfig, PoolConfig, SchedulerConfig
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.model_entries import ModelEntry
+from mlx_server.outputs import SchedulerOutput
 from mlx_server.pool.model_pool import ModelPool, build_pool
+from mlx_server.runtime.model_runner import ModelRunner
 from tests import architectures
 from tests.api.worlds import Site, until
 from tests.cli.test_cli_models import READY
@@ -200,9 +203,19 @@ async def test_two_models_decode_at_once_as_they_would_alone(
         engine.scheduler.check_integrity()
 
 
-async def test_a_long_prompt_of_one_model_is_cut_up_while_another_decodes(serve: Any, folders: dict[str, Path]):
+async def test_a_long_prompt_of_one_model_is_cut_up_while_another_decodes(
+    serve: Any, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
     """Alone, the prompt takes as many tokens a step as fit; beside another's streams, as many as the aim of a step
-    allows. Here that is the least there is, a block."""
+    allows. Here a token takes 0.2 ms at least and the aim is 1 ms, so that is the least there is, a block, on however
+    fast a machine."""
+    launch = ModelRunner.launch
+
+    def launch_slowly(self: ModelRunner, step: SchedulerOutput) -> Any:
+        time.sleep(0.0002 * sum(chunk.num_tokens for chunk in step.chunks))
+        return launch(self, step)
+
+    monkeypatch.setattr(ModelRunner, "launch", launch_slowly)
     config = config_of({name: folders[name] for name in "ab"})
     scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=512, target_step_ms=1.0)
     world = await serve(replace(config, scheduler=scheduler))
