@@ -152,9 +152,9 @@ class RequestTable:
         self.undecided: set[str] = set()
         self.prompt_logprobs: dict[str, list[PositionLogprobs]] = {}
         self.submitted: deque[Step] = deque()
-        self.starved: list[Request] = []
-        self.starving_since: float | None = None
-        self.is_short = False
+        self.starved: list[Request] = []  # those that have ended for want of memory, until they are taken
+        self.starving_since: float | None = None  # there is no memory for one who is alone
+        self.is_short = False  # so it was in the step that was composed last
         self._dropped: list[str] = []
         self._queued_tokens: Counter[str] = Counter()
         self.queued_requests: Counter[str] = Counter()
