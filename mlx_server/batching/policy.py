@@ -1,8 +1,8 @@
 """Who gets what of a step: the rules of docs/scheduling.md, one section each.
 
 `Policy` has what is remembered between steps, `Step` what has been decided in one. The functions here decide, and note
-why not (`Step.closed_because`, `Step.no_overtaking`), which is all that `why_not` knows. What follows from a decision is
-done by `RequestTable` and its blocks.
+why not (`Step.closed_because`, `Step.no_overtaking`), which is all that `why_not` knows. What follows from a decision
+is done by `RequestTable` and its blocks.
 """
 
 from __future__ import annotations
