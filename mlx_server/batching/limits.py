@@ -91,6 +91,14 @@ class SchedulerCounters:
         self.busy_time_s += output.step_time_s
         self.idle_time_s += output.idle_time_s
 
+    def take_hit(self, request: Request) -> None:
+        """Adds what was cached of a request that starts for the first time, and may hit."""
+        num_cached = request.num_computed_tokens
+        self.num_prefix_query_tokens += request.num_prompt_tokens
+        self.num_prefix_hit_tokens += num_cached
+        self.num_prompt_tokens_cached += num_cached
+        self.num_prompt_tokens_from_disk += min(request.num_loaded_tokens, num_cached)
+
     @property
     def num_preemptions(self) -> int:
         return self.preemptions_by_tier.total()

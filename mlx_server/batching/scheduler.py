@@ -13,13 +13,12 @@ from contextlib import suppress
 from itertools import chain
 from typing import Protocol
 
-from mlx_server.batching.admission import headroom
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.disk_saves import BlockStore
 from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits, check_queue, displaced_by
 from mlx_server.batching.refusals import displacement, expiry, grammar_error, starvation
-from mlx_server.batching.request_table import Rank, RequestTable, Step
+from mlx_server.batching.request_table import Rank, RequestTable, Step, headroom
 from mlx_server.batching.speculation.drafting import Drafts, Speculation
 from mlx_server.batching.step_budget import PromptBudget, StepShape
 from mlx_server.batching.step_composer import StepComposer
@@ -50,7 +49,7 @@ class Executor(Protocol):
 class ContinuousBatchingScheduler:
     """Continuous batching over paged blocks, by tier and then by age. Event-loop thread only.
 
-    `StepComposer` and `Admission` state the rules; `RequestTable` holds the states.
+    `Policy` states the rules; `RequestTable` holds the states.
     """
 
     def __init__(
@@ -74,13 +73,11 @@ class ContinuousBatchingScheduler:
         self.counters = SchedulerCounters()
         self._is_async = is_async
         self._is_device_shared = is_device_shared
-        self._table = RequestTable(
-            blocks, limits.aging_rate, deduplicates=limits.deduplicate_prefixes, speculation=speculation
-        )
+        self._table = RequestTable(blocks, limits, self.counters, speculation)
         self.speculation, self._budget = speculation, PromptBudget(limits.context_doubling_tokens)
         self._composer = StepComposer(self._table, limits, self.counters, self._budget, is_device_shared)
         if store is not None:
-            waiting, target_s = self._table.waiting, self._composer.target_s
+            waiting, target_s = self._table.waiting, self._composer.policy.target_s
             self._table.disk = DiskTier(blocks, waiting, store, self._compute_s, self._headroom, target_s)
         self._launch_s = 0.0  # the longest of late
         self._early_share = 1.0  # the least of late that a step took of what was foretold
@@ -274,9 +271,9 @@ class ContinuousBatchingScheduler:
 
     def take_starved(self) -> list[RequestOutput]:
         """Ends of requests that waited in vain for the memory of their next block, although nobody else ran."""
-        if not (starved := self._composer.starved):
+        if not (starved := self._table.starved):
             return []
-        self._composer.starved = []
+        self._table.starved = []
         most_tokens, waited_s = self.blocks.groups.max_tokens(self.blocks.num_blocks), self.limits.memory_wait_s
         errors = {r.request_id: starvation(r, most_tokens, waited_s) for r in starved}
         return [RequestOutput(name, (), FinishReason.ERROR, error=error) for name, error in errors.items()]
@@ -284,7 +281,7 @@ class ContinuousBatchingScheduler:
     @property
     def is_starving(self) -> bool:
         """Whether nothing can be computed for want of memory; it is tried again at each `schedule`."""
-        return self._composer.starving_since is not None
+        return self._table.starving_since is not None
 
     def _take_tokens(self, request: Request, sampled: SampledToken, drafts: Drafts | None) -> RequestOutput:
         """Appends what a step has given a request: one token, and its drafts that were right before it. Behind one that
@@ -351,7 +348,7 @@ class ContinuousBatchingScheduler:
 
     def hold_admission(self, is_held: bool) -> None:
         """While it is held, nobody starts beside one who runs. Wakes `run`, which may wait for memory."""
-        self._composer.admission.is_held = is_held
+        self._composer.policy.is_held = is_held
         self._wake.set()
 
     def lowest_rank(self) -> Rank | None:
@@ -364,7 +361,7 @@ class ContinuousBatchingScheduler:
         """Makes the running request of the lowest rank wait, unless it is the only one."""
         if len(self._table.running) < 2:
             return False
-        self._composer.preempt(self._table.running[-1])
+        self._table.preempt(self._table.running[-1])
         return True
 
     def check_integrity(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_server.batching.admission import headroom
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.prefix_cache import CachedPrefix
+from mlx_server.batching.request_table import headroom
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Priority, Request
 from tests.batching.worlds import World, chunks, make_request, make_world, prompt
@@ -109,7 +109,7 @@ def num_preemptions(num_requests: int) -> int:
 @pytest.mark.slow
 def test_headroom_spares_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
     with_headroom = num_preemptions(60)
-    monkeypatch.setattr("mlx_server.batching.admission.headroom", lambda running, windows: 0)
+    monkeypatch.setattr("mlx_server.batching.policy.headroom", lambda running, windows: 0)
     without = num_preemptions(60)
     assert 0 < with_headroom < 0.75 * without, (with_headroom, without)
 

@@ -10,12 +10,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from mlx_server.batching.admission import headroom
 from mlx_server.batching.blocks.block import Block
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
 from mlx_server.batching.blocks.layer_groups import LayerGroups, first_seen, num_blocks_for
 from mlx_server.batching.blocks.prefix_cache import PrefixCache
 from mlx_server.batching.blocks.state_checkpoints import StateCheckpoints
+from mlx_server.batching.request_table import headroom
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ContextLengthError
 from mlx_server.outputs import ModelRunnerOutput, SampledToken

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mlx_server.batching.admission import Admission
 from mlx_server.batching.limits import FEWEST_SAMPLED_ROWS, SchedulerLimits
+from mlx_server.batching.policy import Policy
 from mlx_server.batching.request_table import RequestTable
 from mlx_server.batching.speculation.drafting import (
     LEAST_GAIN,
@@ -15,7 +15,6 @@ from mlx_server.batching.speculation.drafting import (
     Speculation,
     StepRoom,
 )
-from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import ScheduledChunk, SchedulerOutput
 from mlx_server.request import Request
@@ -28,15 +27,12 @@ class DraftRoom:
     _speculation: Speculation
     _table: RequestTable
     _limits: SchedulerLimits
-    _budget: PromptBudget
-    _admission: Admission
+    _policy: Policy
 
     @classmethod
-    def of(
-        cls, table: RequestTable, limits: SchedulerLimits, budget: PromptBudget, admission: Admission
-    ) -> DraftRoom | None:
+    def of(cls, table: RequestTable, limits: SchedulerLimits, policy: Policy) -> DraftRoom | None:
         """None where nothing is drafted."""
-        return None if table.speculation is None else cls(table.speculation, table, limits, budget, admission)
+        return None if table.speculation is None else cls(table.speculation, table, limits, policy)
 
     def choose(self) -> dict[str, Drafts]:
         """The drafts that the step carries, as far as they fit what is free: nobody is preempted for a draft."""
@@ -98,9 +94,9 @@ class DraftRoom:
         measured, since such a step does not tell what it takes. The sampler has room for as many rows as may run.
         `num_known` are the tokens that the step computes of requests that may draft, before their drafts."""
         limits, num_running = self._limits, len(self._table.running)
-        may_start = self._table.has_waiting and num_running < limits.max_num_seqs and not self._admission.is_held
+        may_start = self._table.has_waiting and num_running < limits.max_num_seqs and not self._policy.is_held
         has_prompts = may_start or not all(request.output_token_ids for request in self._table.running)
-        target_s = limits.target_step_s or self._budget.target_s(limits.cheap_rows)
+        target_s = self._policy.target_s()
         num_again = sum(num_known.values()) - len(num_known)
         num_rows = limits.max_num_batched_tokens // (1 + has_prompts) - num_running - num_again
         most = max(0, min(num_rows, max(limits.max_num_seqs, FEWEST_SAMPLED_ROWS) - num_running))
