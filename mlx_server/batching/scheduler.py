@@ -213,8 +213,8 @@ class ContinuousBatchingScheduler:
         if self._has_draft_model and (burst := self._composer.compose_burst(now)) is not None:
             return burst
         step = self._composer.compose(now)
-        change = self.blocks.take_change()
         copies = None if self._table.disk is None else self._table.disk.take_copies()
+        change = self.blocks.take_change()
         if not step.requests and change is None and copies is None:
             return None
         self._table.submitted.append(step)
@@ -343,9 +343,13 @@ class ContinuousBatchingScheduler:
 
     # --- memory -------------------------------------------------------------------------------------------
 
-    def shrink(self, num_blocks: int) -> int:
-        """Gives up to `num_blocks` that nobody references back with the next step; how many it will be."""
-        num_cut = self.blocks.shrink(num_blocks)
+    def shrink(self, num_blocks: int, *, saves_first: bool = False) -> int:
+        """Gives up to `num_blocks` that nobody references back with the next step; how many it will be. If it
+        `saves_first`, 0 for now where that would lose what is worth keeping on disk: ask again while it is saved."""
+        if saves_first and self.disk is not None:
+            num_cut = self.blocks.shrink(num_blocks, self.disk.saves.puts_off)
+        else:
+            num_cut = self.blocks.shrink(num_blocks)
         self._wake.set()
         return num_cut
 
