@@ -49,6 +49,9 @@ _BESIDE_SHARE = 0.01
 _BESIDE_S_PER_BYTE = 1 / 32e6
 """And the least between them: 90 MB a second slowed streams on two cores by 4 to 7 %."""
 
+_IN_TURN_BYTES = 2 * 2**20
+"""Copied at a time there, or a single content, so that saving is spread evenly over steps."""
+
 _FIRST_COPY_BYTES_PER_S = 1e9
 _COPY_MEMORY_BYTES = 2 * PIECE_BYTES
 """Copies before the last so many bytes hardly tell how fast they are."""
@@ -173,7 +176,7 @@ class DiskTier:
             self._begin_loads(now)
         may_save = is_busy and not self._loads and self._blocks.grows_block_by_block and now >= self._next_save_s
         if may_save and self.saves.is_due and self._store.is_quiet:
-            self.saves.ask(min(BESIDE_BYTES, piece))
+            self.saves.ask(min(BESIDE_BYTES if self._is_copied_beside else _IN_TURN_BYTES, piece))
 
     def rest_s(self, now: float, *, is_idle: bool) -> float | None:
         """For how long there is nothing to do if nobody comes: until a load takes too long, or, where no request is
@@ -197,7 +200,7 @@ class DiskTier:
         if saved and self._is_busy and not self._is_copied_beside:
             num_bytes = sum([content_bytes(self._store, place.group) for place in saved])
             pause_s = num_bytes * max(self._copy_s_per_byte / _BESIDE_SHARE, _BESIDE_S_PER_BYTE)
-            self._next_save_s = self._busy_until_s + pause_s
+            self._next_save_s = max(self._next_save_s, self._busy_until_s - pause_s) + pause_s
         return BlockCopies(saved, loaded) if saved or loaded else None
 
     def on_copied(
