@@ -215,6 +215,18 @@ def test_prompts_that_take_the_pool_leave_the_beginning_of_another() -> None:
     assert next_turn_cached(world, "a") == 16
 
 
+def test_a_reset_behind_a_cut_forgets_what_was_cut_off() -> None:
+    store = FakeStore()
+    world = make_world(20, store=store)
+    world.add(make_request("a", LONG, 1))
+    world.finish()
+    assert world.scheduler.shrink(15) == 15
+    assert world.scheduler.blocks.reset_prefix_cache()
+    world.scheduler.disk.saves.forget()
+    world.step()
+    assert store.blocks == {}
+
+
 @pytest.mark.parametrize("reason", ["nothing may be written", "saved already", "not worth it"])
 def test_a_cut_waits_for_nothing_that_cannot_be_saved(reason: str) -> None:
     store = FakeStore()

@@ -188,6 +188,7 @@ class DiskSaves:
     def forget(self) -> None:
         """The prefix cache was reset: nothing of it is worth saving."""
         self._worth.clear()
+        self._evicted.clear()
 
     def begin_step(self, piece_bytes: int) -> None:
         """Before a step is composed, which may save `piece_bytes`, or a single content that is larger."""
@@ -272,7 +273,7 @@ class DiskSaves:
         for _ in range(min(_MOST_PASSED, len(self._worth)) if has_more else 0):
             digest, save = next(iter(self._worth.items()))
             place = evicted.get(digest) or self._find(save.block_hash, save.group)
-            block = self._blocks.cached_block(save.block_hash, save.group)
+            block = None if save.group == STATES else self._blocks.cached_block(save.block_hash, save.group)
             if digest not in evicted and block is not None and block.ref_cnt:
                 self._worth.move_to_end(digest)
             elif place is None or digest in self.landing or self.store.has(digest):

@@ -147,7 +147,9 @@ class MemoryGuard:
         self.counters.num_pressure_holds += level >= PressureLevel.HOLD > self.level
         self.level = level
         self._scheduler.hold_admission(level >= PressureLevel.HOLD)
-        if level >= PressureLevel.EVICT:
+        if level < PressureLevel.EVICT:
+            self._num_put_off = 0
+        else:
             is_urgent = level >= PressureLevel.PREEMPT
             num_blocks = self._num_idle_blocks if is_urgent else -(-self._num_idle_blocks // 2)
             saves_first = not is_urgent and self._num_put_off < _MOST_PUT_OFF
