@@ -344,14 +344,10 @@ class ContinuousBatchingScheduler:
     # --- memory -------------------------------------------------------------------------------------------
 
     def shrink(self, num_blocks: int, *, saves_first: bool = False) -> int:
-        """Gives up to `num_blocks` that nobody references back with the next step; how many it will be. If it
-        `saves_first`, 0 for now where that would lose what is worth keeping on disk: ask again while it is saved."""
-        if saves_first and self.disk is not None:
-            num_cut = self.blocks.shrink(num_blocks, self.disk.saves.puts_off)
-        else:
-            num_cut = self.blocks.shrink(num_blocks)
+        """`PagedBlockManager.shrink` with the next step; if it `saves_first`, 0 while what would go is being saved."""
         self._wake.set()
-        return num_cut
+        disk = self.disk if saves_first else None
+        return self.blocks.shrink(num_blocks, None if disk is None else disk.saves.puts_off)
 
     def hold_admission(self, is_held: bool) -> None:
         """While it is held, nobody starts beside one who runs. Wakes `run`, which may wait for memory."""

@@ -58,7 +58,7 @@ class BlockPool:
         missing = num_blocks - len(self._free)
         return missing <= 0 or self._grow(missing, is_needed=True)
 
-    def shrink(self, num_blocks: int, puts_off: Callable[[list[Block]], bool] = lambda cached: False) -> int:
+    def shrink(self, num_blocks: int, puts_off: Callable[[list[Block]], bool] | None = None) -> int:
         """Cuts the pool by up to `num_blocks`: unused blocks go first, then cached ones, unless it `puts_off` losing
         these. How many went; 0 while another change waits to be taken. Their memory is free when the change is done,
         see `on_changed`."""
@@ -69,7 +69,7 @@ class BlockPool:
         cached = [block.block_id for block in self._free if block.block_hash is not None]
         plan = plan_compaction(len(self._blocks) - num_cut, referenced, cached)
         lost = [self._blocks[block_id] for block_id in plan.evicted]
-        if puts_off(lost):
+        if puts_off is not None and puts_off(lost):
             return 0
         for block in lost:
             self._lose(block)

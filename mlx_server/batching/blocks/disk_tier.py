@@ -200,7 +200,7 @@ class DiskTier:
         if saved and self._is_busy and not self._is_copied_beside:
             num_bytes = sum([content_bytes(self._store, place.group) for place in saved])
             pause_s = num_bytes * max(self._copy_s_per_byte / _BESIDE_SHARE, _BESIDE_S_PER_BYTE)
-            self._next_save_s = max(self._next_save_s, self._busy_until_s - pause_s) + pause_s
+            self._next_save_s = self._busy_until_s + pause_s
         return BlockCopies(saved, loaded) if saved or loaded else None
 
     def on_copied(
