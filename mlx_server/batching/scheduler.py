@@ -210,8 +210,8 @@ class ContinuousBatchingScheduler:
         if self._has_draft_model and (burst := self._composer.compose_burst(now)) is not None:
             return burst
         step = self._composer.compose(now)
-        change = self.blocks.take_change()
         copies = None if self._table.disk is None else self._table.disk.take_copies()
+        change = self.blocks.take_change()
         if not step.requests and change is None and copies is None:
             return None
         self._table.submitted.append(step)
@@ -340,11 +340,11 @@ class ContinuousBatchingScheduler:
 
     # --- memory -------------------------------------------------------------------------------------------
 
-    def shrink(self, num_blocks: int) -> int:
-        """Gives up to `num_blocks` that nobody references back with the next step; how many it will be."""
-        num_cut = self.blocks.shrink(num_blocks)
+    def shrink(self, num_blocks: int, *, saves_first: bool = False) -> int:
+        """`PagedBlockManager.shrink` with the next step; if it `saves_first`, 0 while what would go is being saved."""
         self._wake.set()
-        return num_cut
+        disk = self.disk if saves_first else None
+        return self.blocks.shrink(num_blocks, None if disk is None else disk.saves.puts_off)
 
     def hold_admission(self, is_held: bool) -> None:
         """While it is held, nobody starts beside one who runs. Wakes `run`, which may wait for memory."""

@@ -14,7 +14,7 @@ from mlx_server.engine.prefixes.model_on_disk import flush
 from mlx_server.errors import ContextLengthError
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
 from mlx_server.request import FinishReason, Priority
-from tests.batching.worlds import FakeStore, World, make_request, make_world, prompt, step_seconds
+from tests.batching.worlds import FakeStore, ScriptedSupply, World, make_request, make_world, prompt, step_seconds
 
 LONG = prompt(10 * BLOCK_SIZE + 5)
 
@@ -117,6 +117,23 @@ def test_copies_beside_who_decodes_take_a_quarter_of_the_target(copy_s: float, m
     world.check_tokens()
 
 
+def test_what_is_taken_beside_who_decodes_is_copied_within_a_quarter_of_the_target() -> None:
+    """A block of 16 MiB takes 17 ms as far as is known, and 25 ms may be spent: one block of the seven that go."""
+    store = FakeStore()
+    world = make_world(46, store=store, target_step_s=0.1)
+    world.add(make_request("gone", prompt(40 * BLOCK_SIZE + 5), 1))
+    world.finish()
+    world.add(make_request("runs", prompt(8, first=500), 80))
+    for _ in range(4):
+        world.step()
+    assert store.blocks == {}
+    world.add(make_request("takes", prompt(12 * BLOCK_SIZE, first=600), 1))
+    world.step()
+    world.step()
+    assert world.scheduler.blocks.num_evictions == 7
+    assert list(store.blocks) == world.requests["gone"].block_hashes[:1]
+
+
 def test_what_is_cut_off_is_saved() -> None:
     store = FakeStore()
     world = make_world(20, store=store)
@@ -134,6 +151,94 @@ def test_what_is_cut_off_is_saved() -> None:
         world.finish()
         assert again.num_cached_tokens == 2 * BLOCK_SIZE
     world.check_tokens()
+
+
+def next_turn_cached(world: World, name: str) -> int:
+    """How many blocks the next turn of a conversation hits."""
+    tokens = [*world.requests[name].prompt_token_ids, *world.tokens[name], *prompt(8, first=700)]
+    world.add(again := make_request(f"{name} goes on", tokens, 1))
+    world.finish()
+    world.check_tokens()
+    return (again.num_cached_tokens or 0) // BLOCK_SIZE
+
+
+@pytest.mark.parametrize("runs", [False, True], ids=["idle", "beside a stream"])
+@pytest.mark.parametrize("kind", [{}, {"windows": (None, 40)}], ids=["plain", "w"])
+def test_a_pool_that_is_cut_at_once_is_saved_first(kind: dict[str, object], runs: bool) -> None:
+    """Ten pieces, one a step; the cut comes when the last has been copied."""
+    store = FakeStore()
+    world = make_world(120, store=store, **kind)
+    if runs:
+        world.add(make_request("stream", 8, 60))
+    world.add(make_request("a", prompt(40 * BLOCK_SIZE + 5), 1))
+    while "a" not in world.reasons:
+        world.step()
+    scheduler, num_saved = world.scheduler, [0]
+    while not scheduler.shrink(116, saves_first=True):
+        assert scheduler.blocks.num_cached_blocks >= 40
+        world.step()
+        num_saved.append(len(store.blocks))
+        assert 0 < num_saved[-1] - num_saved[-2] <= 4, "a step saves a piece"
+    world.step()
+    assert scheduler.blocks.num_blocks <= 10
+    assert scheduler.disk.counters.num_blocks_not_saved == 0
+    scheduler.blocks._supply = ScriptedSupply(110)
+    assert next_turn_cached(world, "a") == 40
+
+
+def test_a_cut_that_does_not_wait_keeps_the_beginning_of_a_prompt() -> None:
+    """A piece of it, from its first block on: what is behind a gap is worth nothing."""
+    store = FakeStore()
+    world = make_world(42, store=store)
+    world.add(make_request("a", prompt(40 * BLOCK_SIZE + 5), 1))
+    world.finish()
+    assert world.scheduler.shrink(41) == 41
+    world.schedule()
+    world.deliver()
+    hashes = world.requests["a"].block_hashes
+    assert list(store.blocks) == hashes[:4]
+    assert world.scheduler.disk.counters.num_blocks_not_saved == 36
+    world.scheduler.blocks._supply = ScriptedSupply(100)
+    assert next_turn_cached(world, "a") == 4
+
+
+def test_prompts_that_take_the_pool_leave_the_beginning_of_another() -> None:
+    """Each takes twice as much as a step can save: from its end, while the beginning is saved, until they meet."""
+    store = FakeStore()
+    world = make_world(42, store=store)
+    world.add(make_request("a", prompt(40 * BLOCK_SIZE + 5), 1))
+    world.finish()
+    for number in range(5):
+        world.add(make_request(f"b{number}", prompt(7 * BLOCK_SIZE + 5, first=100 * number + 50), 1))
+        world.finish()
+    assert list(store.blocks) == world.requests["a"].block_hashes[:16], "then only these are left"
+    assert next_turn_cached(world, "a") == 16
+
+
+def test_a_reset_behind_a_cut_forgets_what_was_cut_off() -> None:
+    store = FakeStore()
+    world = make_world(20, store=store)
+    world.add(make_request("a", LONG, 1))
+    world.finish()
+    assert world.scheduler.shrink(15) == 15
+    assert world.scheduler.blocks.reset_prefix_cache()
+    world.scheduler.disk.saves.forget()
+    world.step()
+    assert store.blocks == {}
+
+
+@pytest.mark.parametrize("reason", ["nothing may be written", "saved already", "not worth it"])
+def test_a_cut_waits_for_nothing_that_cannot_be_saved(reason: str) -> None:
+    store = FakeStore()
+    world = make_world(20, store=store)
+    world.scheduler.disk.saves.min_prompt_tokens = 600 if reason == "not worth it" else 32
+    world.add(make_request("a", LONG, 1))
+    world.finish()
+    if reason == "saved already":
+        rest(world)
+    elif reason == "nothing may be written":
+        store.most_room, store.is_quiet = 0, True
+    assert world.scheduler.shrink(19, saves_first=True) == 19
 
 
 async def test_a_cut_that_no_step_has_taken_along_is_saved_as_it_was_at_the_end() -> None:
@@ -491,7 +596,7 @@ def test_any_order_of_events(seed: int, kind: dict[str, object]) -> None:
         elif action < 0.93:
             store.lost.update(block_hash for block_hash in store.blocks if rng.random() < 0.2)
         elif action < 0.95:
-            world.scheduler.shrink(rng.randrange(1, 6))
+            world.scheduler.shrink(rng.randrange(1, 6), saves_first=rng.random() < 0.5)
         elif action < 0.97:
             world.scheduler.preempt_lowest()
         elif world.requests and (name := rng.choice(list(world.requests))) not in world.reasons:

@@ -30,6 +30,7 @@ def test_streams_are_measured_beside_nothing_saving_and_loading(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_disk, "_STREAM_TOKENS", 300)
+    monkeypatch.setattr(kv_disk, "_TURNS_TOKENS", 600)
     monkeypatch.setattr(kv_disk, "_TURN_S", 0.02)
     monkeypatch.setattr("mlx_server.batching.blocks.disk_tier.DiskTier._pays", lambda self, first, end: end > first)
     folder = make_folder(tmp_path / "model")

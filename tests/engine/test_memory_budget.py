@@ -21,7 +21,7 @@ from mlx_server.engine.memory.need import MemoryNeed, estimate_need, step_bytes
 from mlx_server.errors import ConfigError, InsufficientMemoryError
 from mlx_server.outputs import ModelRunnerOutput
 from mlx_server.runtime.memory import MemoryReading
-from tests.batching.worlds import World, make_request, make_scheduler
+from tests.batching.worlds import FakeStore, World, make_request, make_scheduler
 
 MIB = 2**20
 
@@ -283,10 +283,10 @@ def test_levels_are_entered_at_their_mark_and_left_well_below():
 class Model:
     """One on a pool of 64 blocks of 1 MiB."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: FakeStore | None = None) -> None:
         self.share = MemoryBudget(1000 * MIB, 0, lambda: reading(1000)).take("m", need(10, 0, 64))
         supply = KvMemory(self.share, MIB, lambda: 0.0)
-        self.world = World(make_scheduler(64, max_blocks=96, supply=supply))
+        self.world = World(make_scheduler(64, max_blocks=96, supply=supply, store=store), store=store)
         self.guard = MemoryGuard(self.world.scheduler, supply)
 
     @property
@@ -412,6 +412,56 @@ async def test_who_asks_for_memory_waits_for_what_was_cut_for_him():
         done.append((giving.done(), model.share.need.kv_bytes // MIB))
     assert done == [(False, 36), (True, 31)]
     assert await giving == 5 * MIB
+
+
+def with_a_prefix(*, is_slow: bool) -> Model:
+    """40 blocks that are to be saved, by a disk that `is_slow` to begin."""
+    store = FakeStore()
+    store.most_room = 0 if is_slow else 4
+    model = Model(store)
+    model.world.add(make_request("a", 40 * 32, 1))
+    model.world.finish()
+    return model
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_a_cut_under_pressure_waits_two_samples_for_the_disk(is_slow: bool) -> None:
+    """And only one if all is saved by then; at the last level it does not wait."""
+    model = with_a_prefix(is_slow=is_slow)
+    counters = model.world.scheduler.disk.counters
+    async with watched(model) as scene:
+        seen = []
+        for _ in range(3):
+            scene.sample(870)
+            while not is_slow and model.world.step():
+                pass
+            seen.append(model.num_blocks)
+        assert seen == ([64, 64, 36] if is_slow else [64, 36, 22])
+        assert counters.num_blocks_not_saved == (4 if is_slow else 0)
+    hurried = with_a_prefix(is_slow=True)
+    async with watched(hurried) as scene:
+        scene.sample(980)
+        assert hurried.num_blocks == 8
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_who_asks_for_memory_waits_while_it_is_saved_and_half_of_his_time_at_most(is_slow: bool) -> None:
+    model = with_a_prefix(is_slow=is_slow)
+    world = model.world
+
+    async def gives() -> float:
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        giving = asyncio.create_task(model.guard.give_memory(50 * MIB, 4.0))
+        while not giving.done():
+            await asyncio.sleep(0.01)
+            world.step()
+        assert await giving == 50 * MIB
+        return loop.time() - asked_s
+
+    took_s = run_virtually(gives())
+    assert (1.99 < took_s < 2.1) if is_slow else (took_s < 0.3), "virtual seconds"
+    assert len(world.store.blocks) == (0 if is_slow else 40)
 
 
 async def test_of_two_models_the_one_with_the_lowest_request_preempts():

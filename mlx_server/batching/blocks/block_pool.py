@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mlx_server.batching.blocks.block import (
     Block,
     BlockObserver,
@@ -56,17 +58,21 @@ class BlockPool:
         missing = num_blocks - len(self._free)
         return missing <= 0 or self._grow(missing, is_needed=True)
 
-    def shrink(self, num_blocks: int) -> int:
-        """Cuts the pool by up to `num_blocks`: unused blocks go first, then cached ones. How many went; 0 while
-        another change waits to be taken. Their memory is free when the change is done, see `on_changed`."""
+    def shrink(self, num_blocks: int, puts_off: Callable[[list[Block]], bool] | None = None) -> int:
+        """Cuts the pool by up to `num_blocks`: unused blocks go first, then cached ones, unless it `puts_off` losing
+        these. How many went; 0 while another change waits to be taken. Their memory is free when the change is done,
+        see `on_changed`."""
         num_cut = min(num_blocks, len(self._free), len(self._blocks) - 1)
         if num_cut <= 0 or self.is_changed:
             return 0
         referenced = [block.block_id for block in self._blocks if block.ref_cnt]
         cached = [block.block_id for block in self._free if block.block_hash is not None]
         plan = plan_compaction(len(self._blocks) - num_cut, referenced, cached)
-        for block_id in plan.evicted:
-            self._lose(self._blocks[block_id])
+        lost = [self._blocks[block_id] for block_id in plan.evicted]
+        if puts_off is not None and puts_off(lost):
+            return 0
+        for block in lost:
+            self._lose(block)
         for move in plan.moves:
             self._swap(self._blocks[move.source], self._blocks[move.destination])
         for block in self._blocks[plan.num_blocks :]:

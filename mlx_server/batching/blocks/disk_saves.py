@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
@@ -24,7 +24,7 @@ PIECE_BYTES = 64 * 2**20
 BESIDE_BYTES = 16 * 2**20
 """Copied out at a time while somebody runs, and no more before that is written."""
 
-_MOST_PASSED = 64
+_MOST_PASSED = 256
 _OWNER_BYTES = 8
 _ROOT = bytes(16)
 
@@ -135,6 +135,10 @@ class DiskSaves:
         all tokens   0 1 2 3 4 5 6 7 8 9
         window         1 2     5 6   8 9
         state            2       6     9
+
+    Where layers see everything, a block is worth nothing on disk without those before it. So prefixes are saved from
+    their beginnings on, although the pool takes their ends first. Where it takes more with a step than the step can
+    save, what is saved is not that, but what comes next in this order, and the two meet somewhere in the prefix.
     """
 
     def __init__(self, blocks: PagedBlockManager, store: BlockStore, counters: DiskTierCounters) -> None:
@@ -144,8 +148,10 @@ class DiskSaves:
         self._blocks = blocks
         self.store = store
         self._worth: OrderedDict[bytes, _Save] = OrderedDict()  # cached contents that are to be saved, by digest
-        self._next: list[tuple[CopyPlace, _Save]] = []  # of the step that is composed next
-        self._next_bytes = 0
+        self._evicted: dict[bytes, CopyPlace] = {}  # of them, what the step that is composed next writes over
+        self._piece_bytes = PIECE_BYTES
+        self._asked_bytes = 0
+        self.is_hasty = False  # somebody waits for blocks that are to be saved
         self._submitted: deque[list[_Save]] = deque()
         blocks.before_eviction = self._on_eviction
         if blocks.checkpoints is not None:
@@ -160,7 +166,7 @@ class DiskSaves:
         """Whether something can be saved now, and nothing is on its way."""
         if not self._worth or self._submitted:
             return False
-        return self._has_room(next(iter(self._worth.values())).group)
+        return content_bytes(self.store, next(iter(self._worth.values())).group) <= self._room()
 
     def on_leave(self, request: Request) -> None:
         """A request does not run any more; its full blocks are cached."""
@@ -182,45 +188,52 @@ class DiskSaves:
     def forget(self) -> None:
         """The prefix cache was reset: nothing of it is worth saving."""
         self._worth.clear()
+        self._evicted.clear()
 
-    def save_some(self) -> None:
-        """Saves the oldest contents that are worth it with the next step, as many as fit. Nobody runs."""
-        while self._worth:
-            digest, save = next(iter(self._worth.items()))
-            if not self._has_room(save.group):
-                return
-            self._save(digest, save)
+    def begin_step(self, piece_bytes: int) -> None:
+        """Before a step is composed, which may save `piece_bytes`, or a single content that is larger."""
+        self._piece_bytes = piece_bytes
+        self._asked_bytes = piece_bytes if self.is_hasty else 0
 
-    def save_beside(self, most_bytes: int) -> int:
-        """The same while requests run, `most_bytes` or a single content, of blocks that nobody holds: what is held may
-        be written by a step in flight still. How much."""
-        before = self._next_bytes
-        for _ in range(min(_MOST_PASSED, len(self._worth))):
-            digest, save = next(iter(self._worth.items()))
-            if not self._has_room(save.group, most_bytes):
-                break
-            block = self._blocks.cached_block(save.block_hash, save.group)
-            if block is not None and block.ref_cnt:
-                self._worth.move_to_end(digest)
-            else:
-                self._save(digest, save)
-        return self._next_bytes - before
+    def ask(self, num_bytes: int) -> None:
+        """The step is to save so much, although nothing is taken."""
+        self._asked_bytes = max(self._asked_bytes, num_bytes)
+
+    def puts_off(self, blocks: Iterable[Block]) -> bool:
+        """Whether blocks had better stay for now: some of them are to be saved, and each step saves a piece until that
+        is done."""
+        digests = (record_digest(block.block_hash, block.layer_group) for block in blocks if block.block_hash)
+        is_going_on = bool(self._submitted) or not self.store.is_quiet
+        self.is_hasty = any(digest in self._worth for digest in digests) and (is_going_on or self.is_due)
+        return self.is_hasty
 
     def take(self) -> tuple[CopyPlace, ...]:
-        """What the step that was just composed saves; `on_copied` follows."""
-        places = tuple([place for place, _ in self._next])
-        self._submitted.append([save for _, save in self._next])
-        self._next, self._next_bytes = [], 0
+        """What the step that was just composed saves, by places before its change of the pools; `on_copied` follows if
+        it is anything."""
+        evicted, self._evicted = self._evicted, {}
+        evicted_bytes = sum([content_bytes(self.store, place.group) for place in evicted.values()])
+        room, most_bytes = self._room(), max(self._asked_bytes, self._piece_bytes if evicted else 0)
+        fits = evicted_bytes <= min(room, most_bytes) or not self._blocks.grows_block_by_block
+        chosen: list[tuple[CopyPlace, _Save]] = []
+        num_bytes = 0
+        for digest, place in self._candidates(evicted, evicted_first=fits, has_more=not fits or self._asked_bytes > 0):
+            size = content_bytes(self.store, place.group)
+            if num_bytes + size > room or (chosen and num_bytes + size > most_bytes):
+                break
+            chosen.append((place, self._worth.pop(digest)))
+            num_bytes += size
+        else:
+            self.is_hasty = False
+        self._counters.num_blocks_not_saved += sum([self._worth.pop(digest, None) is not None for digest in evicted])
         self.landing.clear()
-        return places
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the step that is composed next saves nothing."""
-        return not self._next
+        if chosen:
+            self._submitted.append([save for _, save in chosen])
+        return tuple([place for place, _ in chosen])
 
     def on_copied(self, contents: Sequence[memoryview]) -> None:
-        """The oldest step of `take` is over; `contents` are those that it saved."""
+        """A step with copies is over; `contents` are those that it saved."""
+        if not contents:
+            return
         for save, content in zip(self._submitted.popleft(), contents, strict=True):
             digest, is_state = record_digest(save.block_hash, save.group), save.group == STATES
             self.store.write(digest, save.parent, save.owner, content, is_state=is_state)
@@ -250,41 +263,40 @@ class DiskSaves:
         block = self._blocks.cached_block(block_hash, group)
         return None if block is None else CopyPlace(self._blocks.content_id(block), group)
 
+    def _candidates(
+        self, evicted: dict[bytes, CopyPlace], *, evicted_first: bool, has_more: bool
+    ) -> Iterator[tuple[bytes, CopyPlace]]:
+        """What can be saved, in order; each is out of `_worth` when the next one is asked for. Not what somebody holds:
+        it may be written by a step in flight still."""
+        if evicted_first:
+            yield from evicted.items()
+        for _ in range(min(_MOST_PASSED, len(self._worth)) if has_more else 0):
+            digest, save = next(iter(self._worth.items()))
+            place = evicted.get(digest) or self._find(save.block_hash, save.group)
+            block = None if save.group == STATES else self._blocks.cached_block(save.block_hash, save.group)
+            if digest not in evicted and block is not None and block.ref_cnt:
+                self._worth.move_to_end(digest)
+            elif place is None or digest in self.landing or self.store.has(digest):
+                del self._worth[digest]
+            else:
+                yield digest, place
+
     def _on_eviction(self, block: Block) -> None:
         if self._worth and block.block_hash is not None:
-            place = CopyPlace(self._blocks.content_id(block), block.layer_group)
-            self._save_or_lose(block.block_hash, place)
+            self._on_lost(block.block_hash, CopyPlace(self._blocks.content_id(block), block.layer_group))
 
     def _on_state_eviction(self, block_hash: bytes, slot: int) -> None:
         if self._worth:
-            self._save_or_lose(block_hash, CopyPlace(slot, STATES))
+            self._on_lost(block_hash, CopyPlace(slot, STATES))
 
-    def _save_or_lose(self, block_hash: bytes, place: CopyPlace) -> None:
+    def _on_lost(self, block_hash: bytes, place: CopyPlace) -> None:
         """A content is lost unless the next step saves it."""
         digest = record_digest(block_hash, place.group)
-        save = self._worth.pop(digest, None)
-        if save is None:
-            return
-        if self._has_room(save.group) and digest not in self.landing:
-            self._add(place, save)
-        else:
-            self._counters.num_blocks_not_saved += 1
+        if digest in self._worth and digest not in self.landing:
+            self._evicted[digest] = place
 
-    def _save(self, digest: bytes, save: _Save) -> None:
-        """Saves a content with the next step, if it is there still."""
-        del self._worth[digest]
-        place = self._find(save.block_hash, save.group)
-        if place is not None and digest not in self.landing and not self.store.has(digest):
-            self._add(place, save)
-
-    def _add(self, place: CopyPlace, save: _Save) -> None:
-        self._next.append((place, save))
-        self._next_bytes += content_bytes(self.store, save.group)
-
-    def _has_room(self, group: int, piece_bytes: int = PIECE_BYTES) -> bool:
-        """Whether the next step may save one more: a piece, or a single content that is larger."""
-        num_bytes = self._next_bytes + content_bytes(self.store, group)
-        if self._next and num_bytes > piece_bytes:
-            return False
-        submitted = sum([content_bytes(self.store, save.group) for saves in self._submitted for save in saves])
-        return num_bytes <= self.store.room() - submitted
+    def _room(self) -> int:
+        """How many bytes may be given to write, with those of the steps in flight."""
+        return self.store.room() - sum(
+            [content_bytes(self.store, save.group) for saves in self._submitted for save in saves]
+        )

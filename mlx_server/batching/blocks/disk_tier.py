@@ -49,6 +49,9 @@ _BESIDE_SHARE = 0.01
 _BESIDE_S_PER_BYTE = 1 / 32e6
 """And the least between them: 90 MB a second slowed streams on two cores by 4 to 7 %."""
 
+_IN_TURN_BYTES = 2 * 2**20
+"""Copied at a time there, or a single content, so that saving is spread evenly over steps."""
+
 _FIRST_COPY_BYTES_PER_S = 1e9
 _COPY_MEMORY_BYTES = 2 * PIECE_BYTES
 """Copies before the last so many bytes hardly tell how fast they are."""
@@ -141,6 +144,7 @@ class DiskTier:
         self._arrived: deque[tuple[_Load, int, memoryview | None]] = deque()
         self._loaded: list[tuple[CopyPlace, memoryview]] = []
         self._bytes_per_s = _FIRST_BYTES_PER_S
+        self._is_busy = False
         self._busy_until_s = 0.0
         self._num_loads = 0
         self._copied_bytes = float(_COPY_MEMORY_BYTES)
@@ -156,20 +160,23 @@ class DiskTier:
 
     def advance(self, now: float, *, is_busy: bool) -> None:
         """Before a step is composed: takes what was read, and begins what is wanted. `is_busy`: somebody runs."""
+        self._is_busy = is_busy
         if is_busy:
             self._busy_until_s = now
-        self._store.set_busy(is_busy)
+        self._store.set_busy(is_busy and not self.saves.is_hasty)
         while self._arrived:
             load, number, content = self._arrived.popleft()
             if not load.is_over:
                 load.staged[number] = content
         room = piece = self._piece_bytes() if is_busy else PIECE_BYTES
+        self.saves.begin_step(piece)
         for load in list(self._loads):
             room -= self._land(load, room, now, is_first=room == piece)
         if len(self._loads) < _MOST_LOADS:
             self._begin_loads(now)
-        if is_busy and not self._loads and self._blocks.grows_block_by_block and now >= self._next_save_s:
-            self._save_beside(now, piece)
+        may_save = is_busy and not self._loads and self._blocks.grows_block_by_block and now >= self._next_save_s
+        if may_save and self.saves.is_due and self._store.is_quiet:
+            self.saves.ask(min(BESIDE_BYTES if self._is_copied_beside else _IN_TURN_BYTES, piece))
 
     def rest_s(self, now: float, *, is_idle: bool) -> float | None:
         """For how long there is nothing to do if nobody comes: until a load takes too long, or, where no request is
@@ -184,15 +191,17 @@ class DiskTier:
         """Where nothing else is to be computed: saves a piece of what is worth it, once that has been so for a while.
         Loads come first."""
         if not self._loads and now - self._busy_until_s >= IDLE_S:
-            self.saves.save_some()
+            self.saves.ask(PIECE_BYTES)
 
     def take_copies(self) -> BlockCopies | None:
         """What the step that was just composed copies; None if nothing. `saves.on_copied` follows."""
-        if self.saves.is_empty and not self._loaded:
-            return None
-        copies = BlockCopies(self.saves.take(), tuple(self._loaded))
+        saved, loaded = self.saves.take(), tuple(self._loaded)
         self._loaded = []
-        return copies
+        if saved and self._is_busy and not self._is_copied_beside:
+            num_bytes = sum([content_bytes(self._store, place.group) for place in saved])
+            pause_s = num_bytes * max(self._copy_s_per_byte / _BESIDE_SHARE, _BESIDE_S_PER_BYTE)
+            self._next_save_s = self._busy_until_s + pause_s
+        return BlockCopies(saved, loaded) if saved or loaded else None
 
     def on_copied(
         self, copies: BlockCopies, output: ModelRunnerOutput, foretold_s: float | None, launch_s: float
@@ -218,12 +227,6 @@ class DiskTier:
     @property
     def _copy_s_per_byte(self) -> float:
         return max(self._copied_s, 1e-6) / self._copied_bytes
-
-    def _save_beside(self, now: float, piece_bytes: int) -> None:
-        if self.saves.is_due and self._store.is_quiet:
-            num_bytes = self.saves.save_beside(min(BESIDE_BYTES, piece_bytes))
-            if not self._is_copied_beside:
-                self._next_save_s = now + num_bytes * max(self._copy_s_per_byte / _BESIDE_SHARE, _BESIDE_S_PER_BYTE)
 
     # --- loads ----------------------------------------------------------------------------------------------
 

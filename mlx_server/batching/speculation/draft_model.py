@@ -291,8 +291,9 @@ class DraftModel:
 
     # --- as a memory guard sees it --------------------------------------------------------------------------
 
-    def shrink(self, num_blocks: int) -> int:
-        """Gives up to `num_blocks` of those that nobody references back with the next burst; how many it will be."""
+    def shrink(self, num_blocks: int, *, saves_first: bool = False) -> int:
+        """Gives up to `num_blocks` of those that nobody references back with the next burst; how many it will be.
+        There is nothing to save."""
         num_cut = self.blocks.shrink(num_blocks)
         self.wake()
         return num_cut

@@ -1,8 +1,8 @@
 """What prefixes on disk cost: the index at the start of a server, and streams beside saving and beside a load.
 
 The index is measured on sparse files that hold nothing but headers: all that a scan reads. Streams are an engine's in
-this process: half a second with blocks that are saved all the time and half a second without, in turns; then streams
-beside nothing and beside a prefix that is loaded.
+this process: a second without saving, two with blocks that are saved all the time, and one without, again and again,
+since longer contexts take longer; then streams beside nothing and beside a prefix that is loaded.
 
 example:
   mlx-serve bench kv-disk --num-tokens 8000 --rounds 3
@@ -41,7 +41,8 @@ from mlx_server.sampling_params import SamplingParams
 from mlx_server.setting import parse_size
 
 _STREAM_TOKENS = 200
-_TURN_S = 0.5
+_TURNS_TOKENS = 1600
+_TURN_S = 1.0
 _PROMPT_TOKENS = 24
 _MOST_WAIT_S = 120.0
 
@@ -236,8 +237,8 @@ class _Streams:
         return times
 
     async def phases(self, kind: str) -> list[Phase]:
-        """Streams beside nothing and beside one of `saving` and `loading`, in turns of `_TURN_S` and one after the
-        other; none of their prompts was there before."""
+        """Streams beside nothing and beside one of `saving`, in turns of `_TURN_S`, and `loading`, one after the other;
+        none of their prompts was there before."""
         if kind == "saving":
             return await self._phase(("nothing", kind))
         return [*await self._phase(("nothing",)), *await self._phase((kind,))]
@@ -247,20 +248,22 @@ class _Streams:
             raise ServeError("The prefix cache is in use.")
         before = [self._num_prompts * 97 + number for number in range(_PROMPT_TOKENS)]
         prompts = [[5 + (first + 7 * stream) % 290 for first in before] for stream in range(self._num_streams)]
-        streams = [asyncio.create_task(self.ask(prompt, _STREAM_TOKENS * len(kinds))) for prompt in prompts]
+        num_tokens = _TURNS_TOKENS if len(kinds) > 1 else _STREAM_TOKENS
+        streams = [asyncio.create_task(self.ask(prompt, num_tokens)) for prompt in prompts]
         running = self._engine.scheduler
         await _until(lambda: running.num_running == self._num_streams or any(stream.done() for stream in streams))
         found = {kind: Phase(kind, self._tier.target_s()) for kind in kinds}
         turns: list[tuple[str, float, float]] = []
         while not any(stream.done() for stream in streams):
-            kind = kinds[len(turns) % len(kinds)]
+            kind = kinds[(len(turns) + 1) // 2 % len(kinds)]
             num_bytes, start_s = self._num_bytes(), time.perf_counter()
             await self._turn(found[kind], streams)
             turns.append((kind, start_s, time.perf_counter()))
             found[kind].elapsed_s += turns[-1][2] - start_s
             found[kind].num_bytes += self._num_bytes() - num_bytes
         gaps = [gap for times in await asyncio.gather(*streams) for gap in pairwise(times[10:])]
-        for kind, start_s, end_s in turns:
+        whole = turns if len(kinds) == 1 else turns[: (len(turns) - 1) // 4 * 4]
+        for kind, start_s, end_s in whole:
             found[kind].gaps_s += [after - before for before, after in gaps if start_s <= before and after <= end_s]
         if not all(phase.gaps_s for phase in found.values()):
             raise ServeError("The streams ended before all of it was measured; take a larger model.")
@@ -271,9 +274,11 @@ class _Streams:
             asked_s, first_s = await self.ask([*self._prefix, 7, 8, 9], 1)
             phase.ttft_s = first_s - asked_s
             return
-        if phase.kind == "saving":
-            self._tier.saves.on_leave(self._left)
-        await asyncio.wait(streams, timeout=_TURN_S, return_when=asyncio.FIRST_COMPLETED)
+        end_s = time.perf_counter() + _TURN_S
+        while time.perf_counter() < end_s and not any(stream.done() for stream in streams):
+            if phase.kind == "saving":
+                self._tier.saves.on_leave(self._left)
+            await asyncio.wait(streams, timeout=_TURN_S / 10, return_when=asyncio.FIRST_COMPLETED)
         self._tier.saves.forget()
         await asyncio.to_thread(self._disk.drain, _TURN_S)
 

@@ -20,6 +20,11 @@ logger = logging.getLogger(__name__)
 
 _SAMPLE_S = 1.0
 _RETRY_S = 0.005
+_PATIENT_SHARE = 0.5
+"""Of the time that memory may take to be given, for how long cached prefixes may be saved on disk first."""
+
+_MOST_PUT_OFF = 2
+"""Samples at which a cut under pressure may wait for that."""
 
 _HYSTERESIS = 0.03
 """A level is left only when the pressure is so much lower than where it began."""
@@ -82,7 +87,7 @@ class PressureLevel(enum.IntEnum):
     """How short memory is; each level does what those before it do, too.
 
     EVICT    the pool gives half of its idle blocks back at each sample, cached ones included, and grows only by what
-             requests need
+             requests need; for two samples at most, what is worth keeping on disk is saved first
     HOLD     the pool does not grow, and nobody starts beside those who run
     PREEMPT  at each sample, the running request of the lowest priority of all models waits again, unless it is the
              only one of its model, and all idle blocks go
@@ -117,7 +122,7 @@ class PoolPolicy(Protocol):
     @property
     def blocks(self) -> PagedBlockManager: ...
 
-    def shrink(self, num_blocks: int) -> int: ...
+    def shrink(self, num_blocks: int, *, saves_first: bool = False) -> int: ...
 
     def hold_admission(self, is_held: bool) -> None: ...
 
@@ -135,15 +140,22 @@ class MemoryGuard:
         self._scheduler = scheduler
         self._kv_memory = kv_memory
         self._num_cut = 0
+        self._num_put_off = 0
 
     def act(self, level: PressureLevel) -> None:
         """Does what `level` asks of every model."""
         self.counters.num_pressure_holds += level >= PressureLevel.HOLD > self.level
         self.level = level
         self._scheduler.hold_admission(level >= PressureLevel.HOLD)
-        if level >= PressureLevel.EVICT:
-            num_blocks = self._num_idle_blocks if level >= PressureLevel.PREEMPT else -(-self._num_idle_blocks // 2)
-            self.counters.num_pressure_cuts += self._shrink(num_blocks) > 0
+        if level < PressureLevel.EVICT:
+            self._num_put_off = 0
+        else:
+            is_urgent = level >= PressureLevel.PREEMPT
+            num_blocks = self._num_idle_blocks if is_urgent else -(-self._num_idle_blocks // 2)
+            saves_first = not is_urgent and self._num_put_off < _MOST_PUT_OFF
+            is_cut = self._shrink(num_blocks, saves_first=saves_first) > 0
+            self.counters.num_pressure_cuts += is_cut
+            self._num_put_off = 0 if is_cut or not num_blocks else self._num_put_off + 1
 
     def lowest_rank(self) -> Rank | None:
         """That of the request that `preempt_lowest` would make wait; None where there is none: a model's only running
@@ -156,20 +168,24 @@ class MemoryGuard:
 
     async def give_memory(self, num_bytes: int, timeout_s: float) -> int:
         """Gives idle blocks back, cached ones included, up to that many bytes, and waits until they are free for
-        others; how many bytes are."""
+        others; how many bytes are. For half of the time at most, what is worth keeping on disk is saved first."""
         wanted = -(-num_bytes // self._kv_memory.block_bytes)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
+                clock = asyncio.get_running_loop().time
+                patient_until_s = clock() + _PATIENT_SHARE * timeout_s
                 while num_blocks := min(wanted, self._num_idle_blocks):
-                    num_cut = self._shrink(num_blocks)
+                    num_cut = self._shrink(num_blocks, saves_first=clock() < patient_until_s)
                     if num_cut:
                         await self._kv_memory.given_back(self._num_cut)
                         return num_cut * self._kv_memory.block_bytes
-                    await asyncio.sleep(_RETRY_S)  # the pool is being changed already
+                    await asyncio.sleep(
+                        _RETRY_S
+                    )  # the pool is being changed already, or what would be lost is being saved
         return 0
 
-    def _shrink(self, num_blocks: int) -> int:
-        num_cut = self._scheduler.shrink(num_blocks)
+    def _shrink(self, num_blocks: int, *, saves_first: bool) -> int:
+        num_cut = self._scheduler.shrink(num_blocks, saves_first=saves_first)
         self._num_cut += num_cut
         return num_cut
 

@@ -12,6 +12,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
+from mlx_server.batching.blocks.disk_saves import PIECE_BYTES
 from mlx_server.batching.blocks.prefix_cache import root_hash
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler, Executor
 from mlx_server.config import BLOCK_SIZE, FULL_KV, Config, MemoryConfig, home
@@ -113,14 +114,14 @@ async def flush(model: ModelOnDisk, scheduler: ContinuousBatchingScheduler, exec
     assert tier is not None, "the scheduler of a model on disk has a tier"
     end_s = time.monotonic() + FLUSH_S
     tier.close()
-    change, copies = scheduler.blocks.take_change(), tier.take_copies()
+    copies, change = tier.take_copies(), scheduler.blocks.take_change()
     if change is not None or copies is not None:  # together: a cut's saves name blocks as they were before it
         result = await executor.submit(SchedulerOutput(-1, (), pool_change=change, copies=copies))
         if copies is not None:
             tier.saves.on_copied(result.saved_blocks)
     num_left = len(tier.saves)
     while tier.saves and disk.is_on and (left_s := end_s - time.monotonic()) > 0:
-        tier.saves.save_some()
+        tier.saves.ask(PIECE_BYTES)
         copies = tier.take_copies()
         if copies is not None:
             result = await executor.submit(SchedulerOutput(-1, (), copies=copies))
