@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import chain
 
 from mlx_server.batching.admission import AGED_SHARE, Admission
-from mlx_server.batching.image_bounds import ImageTurns, cut_at_second_image
+from mlx_server.batching.image_bounds import ImageTurns, cut_at_second_image, with_whole_images
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
 from mlx_server.batching.request_table import RequestTable, Step
 from mlx_server.batching.speculation.draft_room import DraftRoom, needs_no_result
@@ -313,7 +313,7 @@ class StepComposer:
             return
         if request.request_id in step.block_ids or self._ensure_running(step, request):
             most = request.num_tokens if request.pooling is not None and request.pooling.is_whole else num_tokens
-            step.given[request] += min(self._wanted(request) - step.given[request], most)
+            step.given[request] = with_whole_images(request, min(self._wanted(request), step.given[request] + most))
 
     def _would_compute(self, request: Request) -> bool:
         """Whether those who run will leave a waiting prompt tokens of the step, or of the next one if one is submitted,
