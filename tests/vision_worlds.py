@@ -140,10 +140,19 @@ class TinyVlm:
         return self.loaded.model.config
 
 
+def build_tiny(config: dict[str, Any]) -> Any:
+    model = build_random(config, 7, sees=True)
+    if config["model_type"] == "gemma3":  # whose loader gives the head the embeddings' weights: small, or it says again
+        text = model.language_model
+        text.lm_head.weight = text.model.embed_tokens.weight = text.model.embed_tokens.weight / 10
+        mx.eval(text.lm_head.weight)
+    return model
+
+
 @lru_cache(maxsize=2)
 def tiny_vlm(model_type: str) -> TinyVlm:
     config = {"model_type": model_type, **CONFIGS[model_type]}
-    model = build_random(config, 7, sees=True)
+    model = build_tiny(config)
     module = vlm_module(f"models.{model_type}")
     plain = module.Model(model.config)
     plain.load_weights(tree_flatten(model.parameters()))
@@ -207,7 +216,7 @@ def plain_greedy(vlm: TinyVlm, prompt: Prompt, num_tokens: int) -> list[int]:
     """What mlx-vlm's own class answers, alone and in one piece."""
     ids, images = prompt
     model = vlm.plain
-    if model.model_type == "gemma3":
+    if vlm.config.model_type == "gemma3":
         return _dense_greedy(model, ids, images, num_tokens)
     caches = vlm_module("models.cache").make_prompt_cache(model.language_model)
     names = images[0].inputs if images else ()
@@ -223,8 +232,8 @@ def plain_greedy(vlm: TinyVlm, prompt: Prompt, num_tokens: int) -> list[int]:
 
 
 def _dense_greedy(model: Any, ids: Sequence[int], images: Sequence[PromptImage], num_tokens: int) -> list[int]:
-    """As transformers' Gemma 3 defines it, without a cache: mlx-vlm's own masks let all tokens of a prompt with an image
-    see each other."""
+    """As transformers defines Gemma 3, without a cache. mlx-vlm's own masks let all of a prompt with an image see each
+    other."""
     tokens: list[int] = []
     while len(tokens) < num_tokens:
         tokens.append(int(mx.argmax(dense_logits(model, [*ids, *tokens], images)[-1]).item()))
@@ -236,13 +245,13 @@ def dense_logits(model: Any, ids: Sequence[int], images: Sequence[PromptImage]) 
     and all of its own image; in layers with a window none of those that lie `sliding_window` before it and further."""
     body, config = model.language_model.model, model.config.text_config
     hidden = body.embed_tokens(mx.array([ids])) * config.hidden_size**0.5
-    owners = np.full(len(ids), -1)
-    for number, image in enumerate(images):
-        owners[image.start : image.end] = number
+    is_image = np.array(ids) == model.config.image_token_index
+    for place, image in zip(np.flatnonzero(np.diff(is_image, prepend=False) & is_image).tolist(), images, strict=True):
         pixels = mx.array(image.inputs["pixel_values"]).transpose(0, 2, 3, 1)
-        hidden[:, image.start : image.end] = model.multi_modal_projector(model.vision_tower(pixels)[0])
-    place = np.arange(len(ids))
-    sees = (place <= place[:, None]) | ((owners == owners[:, None]) & (owners >= 0))
+        shown = model.multi_modal_projector(model.vision_tower(pixels)[0])
+        hidden[:, place : place + shown.shape[1]] = shown
+    place, owner = np.arange(len(ids)), np.cumsum(np.diff(is_image, prepend=False))
+    sees = (place <= place[:, None]) | ((owner == owner[:, None]) & is_image)
     windowed = sees & (place > place[:, None] - config.sliding_window)
     for layer in body.layers:
         hidden = layer(hidden, mx.array(windowed if layer.self_attn.is_sliding else sees), None)

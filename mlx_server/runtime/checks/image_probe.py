@@ -239,8 +239,8 @@ class _MaskedCache(KVCache):  # type: ignore[misc]
 
 
 def _ragged_logits(model: Any, runner: ModelRunner, prompt: list[int], following: int, image: PromptImage) -> mx.array:
-    """The same from three steps, with the end of the first chunk within the image, or behind one that must be whole, and
-    a prompt of text alone beside it, which decodes later."""
+    """The same from three steps, with the end of the first chunk within the image, or behind one that is whole, and a
+    prompt of text alone beside it, which decodes later."""
     encoder = ImageEncoder(model, max_bytes=0)
     windows = runner.cache.windows
     num_blocks = -(-(len(prompt) + 1) // BLOCK_SIZE)
