@@ -31,10 +31,15 @@ NUM_TOKENS = 8
 
 @asynccontextmanager
 async def engine_of(
-    model_type: str, *, cache: dict[str, Any] | None = None, chunk: int | None = None, **scheduler: Any
+    model_type: str,
+    *,
+    cache: dict[str, Any] | None = None,
+    chunk: int | None = None,
+    backend: Any = "auto",
+    **scheduler: Any,
 ) -> AsyncIterator[AsyncEngine]:
     settings = Config(
-        model=ModelConfig(model="tiny", max_model_len=512),
+        model=ModelConfig(model="tiny", max_model_len=512, attention_backend=backend),
         cache=CacheConfig(**{"num_kv_blocks": 64, **(cache or {})}),
         scheduler=SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, "speculate": "off", **scheduler}),
     )
@@ -267,7 +272,7 @@ async def test_a_prefix_may_end_within_an_image_that_sees_both_ways(backend):
     vlm, image = tiny_vlm("gemma3"), picture("gemma3", 1)
     prompts = [prompt_of([range(5, 28), image, range(first, first + 30)]) for first in (40, 80)]
     assert prompts[0][1][0].start < 32 < prompts[0][1][0].end
-    async with engine_of("gemma3", cache={"attention_backend": backend}, chunk=20) as engine:
+    async with engine_of("gemma3", backend=backend, chunk=20) as engine:
         for count, prompt in enumerate(prompts):
             assert await answer(engine, f"r{count}", prompt) == plain_greedy(vlm, prompt, NUM_TOKENS)
             assert engine.stats().num_prefix_hit_tokens == 32 * count

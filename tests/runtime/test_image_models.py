@@ -14,8 +14,8 @@ from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.vision import seeing
 from mlx_server.outputs import NewRequestData, ScheduledChunk
 from mlx_server.runtime.adapters import AdapterRows
+from mlx_server.runtime.attention import regroup
 from mlx_server.runtime.attention.interface import ReferenceBackend, StepPlan
-from mlx_server.runtime.attention.regroup import LEVELS
 from mlx_server.runtime.checks.image_probe import BIDIRECTIONAL, SAMPLES, find_fault
 from mlx_server.runtime.models import weights
 from mlx_server.runtime.models.loader import RunnerInfo, exhaust, load, make_runner
@@ -115,9 +115,7 @@ def test_rows_that_do_not_see_their_whole_image_are_found_by_the_probe(
 def test_where_modules_run_by_group_an_image_is_not_seen_both_ways(
     square_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlx_server.runtime.checks import probe
-
-    monkeypatch.setattr(probe, "LEVELS", LEVELS[-1:])
+    monkeypatch.setattr(regroup, "LEVELS", regroup.LEVELS[-1:])
     assert "images that see both ways, in modules that run by group" in load_and_probe(square_folder)[1].no_vision
 
 
