@@ -74,8 +74,9 @@ class StepPlan:
         tokens see each other both ways, and what its chunk has before and behind it as requests, too.
 
         A chunk of positions 40 to 45 that begins at row 3, and the span [5, 7): query starts 3, 5, 7, 9 and context
-        lengths 42, 44, 46.
+        lengths 42, 44, 46. Spans of one row, which may be decodes, stay as they are.
         """
+        spans = spans[spans[:, 1] - spans[:, 0] > 1]
         query_starts = np.unique(np.concatenate([self.query_starts, spans.reshape(-1)]))
         owners = np.searchsorted(self.query_starts, query_starts[:-1], side="right") - 1
         return replace(
