@@ -32,6 +32,8 @@ Shows = Callable[[Sequence[Message], Tools], str | None]
 class Repair(enum.Enum):
     """In the order in which they are applied."""
 
+    NAMED_RESULTS = enum.auto()
+    """A tool's result with the name of its call, which clients need not send."""
     DEVELOPER_AS_SYSTEM = enum.auto()
     TOOLS_AS_TEXT = enum.auto()
     CALLS_AS_TEXT = enum.auto()
@@ -87,6 +89,14 @@ _Change = Callable[[list[Message], Tools], tuple[list[Message], Tools]]
 
 def _of_messages(change: Callable[[list[Message]], Iterable[Message]]) -> _Change:
     return lambda chat, tools: (list(change(chat)), tools)
+
+
+def _named_results(chat: list[Message]) -> Iterable[Message]:
+    names: dict[Any, str] = {}
+    for message in chat:
+        names |= {call.get("id"): call["function"]["name"] for call in message.get("tool_calls", ())}
+        name = names.get(message.get("tool_call_id"))
+        yield {**message, "name": name} if message["role"] == "tool" and name and not message.get("name") else message
 
 
 def _developer_as_system(chat: list[Message]) -> Iterable[Message]:
@@ -221,6 +231,7 @@ def _run(numbered: tuple[int, Message]) -> tuple[str, int]:
 
 
 _APPLY: dict[Repair, _Change] = {
+    Repair.NAMED_RESULTS: _of_messages(_named_results),
     Repair.DEVELOPER_AS_SYSTEM: _of_messages(_developer_as_system),
     Repair.TOOLS_AS_TEXT: _tools_as_text,
     Repair.CALLS_AS_TEXT: _of_messages(_calls_as_text),
@@ -267,7 +278,7 @@ def _calls(text: str, *places: str) -> Message:
 
 
 def _gives(place: str, text: str) -> Message:
-    return {"role": "tool", "tool_call_id": f"call_{place}", "name": "probe_it", "content": text}
+    return {"role": "tool", "tool_call_id": f"call_{place}", "content": text}
 
 
 _PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
@@ -289,7 +300,7 @@ _TRIALS = (
     _Trial([_SYSTEM, _ASKS], _R.TOOLS_AS_TEXT, tools=_TOOLS),
     _Trial(
         [*_CALLED, _ANSWER, _MORE],
-        *(_R.ARGUMENTS_AS_TEXT, _R.SHORT_IDS, (_R.ARGUMENTS_AS_TEXT, _R.SHORT_IDS)),
+        *(_R.NAMED_RESULTS, _R.ARGUMENTS_AS_TEXT, _R.SHORT_IDS, (_R.ARGUMENTS_AS_TEXT, _R.SHORT_IDS)),
         *(_R.CALLS_AS_TEXT, _R.TOOLS_AS_TEXT),
         tools=_TOOLS,
     ),
