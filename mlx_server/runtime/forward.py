@@ -118,11 +118,11 @@ class ModelForward:
         group; `owners` `[T]` the adapters of all rows, by index, or None if no row has one. `hidden_rows` are those
         whose hidden states `take_hidden` gives. `images` is what images change."""
         self.num_calls = 0
-        self._images = images
         if images is not None and len(images.spans):
             if self.level.scope is not Scope.NOTHING or self._cache.recurrent:
                 raise UnpageableError("images that see both ways, in modules that run by group")
             plans = [plan.with_spans(images.spans) for plan in plans]
+        self._images = images
         plans = self._cache.begin(plans)
         try:
             with self.adapters.step(owners):
