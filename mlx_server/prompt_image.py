@@ -15,13 +15,15 @@ class PromptImage:
 
     `digest` (`DIGEST_BYTES` long) is of `inputs`, so that equal digests mean equal embeddings. `inputs` are the NumPy
     arrays that the model's vision encoder takes for this image alone, by their names in the model's own processor
-    (`pixel_values`, `image_grid_thw`, ...).
+    (`pixel_values`, `image_grid_thw`, ...). In an image that `is_bidirectional` each placeholder sees those behind it,
+    too, in the layers of text: all that are not cached are computed in one step.
     """
 
     start: int
     num_tokens: int
     digest: bytes
     inputs: Mapping[str, Any]
+    is_bidirectional: bool = False
 
     @property
     def end(self) -> int:

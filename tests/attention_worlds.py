@@ -41,10 +41,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens [start, end) of a request that one step computes."""
+    """The tokens [start, end) of a request that one step computes; those at [image[0], image[1]) see each other both
+    ways."""
 
     start: int
     end: int
+    image: tuple[int, int] = (0, 0)
 
 
 class World:
@@ -72,7 +74,10 @@ class World:
         return make_step([Span(0, self.spans[r].start) for r in members], self.tables[members]) if members else None
 
     def step(self) -> StepPlan:
-        return make_step(self.spans, self.tables)
+        step = make_step(self.spans, self.tables)
+        firsts = [int(first) - span.start for first, span in zip(step.query_starts, self.spans)]
+        rows = [[first + end for end in span.image] for first, span in zip(firsts, self.spans) if any(span.image)]
+        return step.with_spans(np.array(rows, np.int32)) if rows else step
 
     def attend(self, backend: AttentionBackend, pool: Any) -> Floats:
         """Both steps; the output of the second."""
@@ -150,7 +155,9 @@ def attention_in_float64(
     queries: Floats, keys: Floats, values: Floats, span: Span, layer: Layer, sinks: Floats | None
 ) -> Floats:
     positions, key_positions = np.arange(span.start, span.end)[:, None], np.arange(span.end)
-    seen = key_positions <= positions
+    first, last = span.image
+    is_within = [(places >= first) & (places < last) for places in (positions, key_positions)]
+    seen = (key_positions <= positions) | (is_within[0] & is_within[1])
     if layer.window is not None:
         seen &= key_positions > positions - layer.window
     group = layer.num_heads // layer.num_kv_heads

@@ -84,6 +84,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**_ENCODER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
     },
+    "gemma3": {
+        "image_token_index": IMAGE,
+        "mm_tokens_per_image": 16,
+        "text_config": {
+            **{name: value for name, value in _TEXT.items() if name != "tie_word_embeddings"},
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 24,
+            "sliding_window_pattern": 2,
+        },
+        "vision_config": {**_TILE, "model_type": "siglip_vision_model", "image_size": 112, "patch_size": 14},
+    },
     "idefics3": {
         "image_token_id": IMAGE,
         "scale_factor": 2,
@@ -126,10 +140,19 @@ class TinyVlm:
         return self.loaded.model.config
 
 
+def build_tiny(config: dict[str, Any]) -> Any:
+    model = build_random(config, 7, sees=True)
+    if config["model_type"] == "gemma3":  # whose loader gives the head the embeddings' weights: small, or it says again
+        text = model.language_model
+        text.lm_head.weight = text.model.embed_tokens.weight = text.model.embed_tokens.weight / 10
+        mx.eval(text.lm_head.weight)
+    return model
+
+
 @lru_cache(maxsize=2)
 def tiny_vlm(model_type: str) -> TinyVlm:
     config = {"model_type": model_type, **CONFIGS[model_type]}
-    model = build_random(config, 7, sees=True)
+    model = build_tiny(config)
     module = vlm_module(f"models.{model_type}")
     plain = module.Model(model.config)
     plain.load_weights(tree_flatten(model.parameters()))
@@ -148,6 +171,9 @@ def picture(model_type: str, seed: int) -> PromptImage:
         num_tokens = num_rows * (num_columns + 1) - 1
         pixels = rng.standard_normal((1, 3, num_rows * unit, num_columns * unit), dtype=np.float32)
         inputs = {"pixel_values": pixels, "image_sizes": np.array([pixels.shape[2:]])}
+    elif model_type == "gemma3":
+        size, num_tokens = vision["image_size"], CONFIGS[model_type]["mm_tokens_per_image"]
+        inputs = {"pixel_values": rng.standard_normal((1, 3, size, size), dtype=np.float32)}
     elif "image_size" in vision:
         size = vision["image_size"]
         num_tokens = (size // vision["patch_size"]) ** 2 // CONFIGS[model_type]["scale_factor"] ** 2
@@ -158,7 +184,7 @@ def picture(model_type: str, seed: int) -> PromptImage:
         pixels = rng.standard_normal((height * width, 3 * 2 * 14 * 14), dtype=np.float32)
         inputs = {"pixel_values": pixels, "image_grid_thw": np.array([[1, height, width]])}
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in inputs.values())).digest()
-    return PromptImage(0, num_tokens, digest, inputs)
+    return PromptImage(0, num_tokens, digest, inputs, model_type == "gemma3")
 
 
 def placeholders(image: PromptImage) -> list[int]:
@@ -190,6 +216,8 @@ def plain_greedy(vlm: TinyVlm, prompt: Prompt, num_tokens: int) -> list[int]:
     """What mlx-vlm's own class answers, alone and in one piece."""
     ids, images = prompt
     model = vlm.plain
+    if vlm.config.model_type == "gemma3":
+        return _dense_greedy(model, ids, images, num_tokens)
     caches = vlm_module("models.cache").make_prompt_cache(model.language_model)
     names = images[0].inputs if images else ()
     arrays = {name: mx.array(_stacked([image.inputs[name] for image in images])) for name in names}
@@ -201,6 +229,34 @@ def plain_greedy(vlm: TinyVlm, prompt: Prompt, num_tokens: int) -> list[int]:
         logits = model.language_model(mx.array([tokens[-1:]]), cache=caches).logits[0, -1]
         tokens.append(int(mx.argmax(logits).item()))
     return tokens
+
+
+def _dense_greedy(model: Any, ids: Sequence[int], images: Sequence[PromptImage], num_tokens: int) -> list[int]:
+    """As transformers defines Gemma 3, without a cache. mlx-vlm's own masks let all of a prompt with an image see each
+    other."""
+    tokens: list[int] = []
+    while len(tokens) < num_tokens:
+        tokens.append(int(mx.argmax(dense_logits(model, [*ids, *tokens], images)[-1]).item()))
+    return tokens
+
+
+def dense_logits(model: Any, ids: Sequence[int], images: Sequence[PromptImage]) -> mx.array:
+    """Logits `[L, vocabulary]` of Gemma 3 by mlx-vlm's layers, each with a whole mask: a token sees those up to itself
+    and all of its own image; in layers with a window none of those that lie `sliding_window` before it and further."""
+    body, config = model.language_model.model, model.config.text_config
+    hidden = body.embed_tokens(mx.array([ids])) * config.hidden_size**0.5
+    is_image = np.array(ids) == model.config.image_token_index
+    for place, image in zip(np.flatnonzero(np.diff(is_image, prepend=False) & is_image).tolist(), images, strict=True):
+        pixels = mx.array(image.inputs["pixel_values"]).transpose(0, 2, 3, 1)
+        shown = model.multi_modal_projector(model.vision_tower(pixels)[0])
+        hidden[:, place : place + shown.shape[1]] = shown
+    place, owner = np.arange(len(ids)), np.cumsum(np.diff(is_image, prepend=False))
+    sees = (place <= place[:, None]) | ((owner == owner[:, None]) & is_image)
+    windowed = sees & (place > place[:, None] - config.sliding_window)
+    for layer in body.layers:
+        hidden = layer(hidden, mx.array(windowed if layer.self_attn.is_sliding else sees), None)
+    logits: mx.array = model.language_model.lm_head(body.norm(hidden))[0]
+    return logits
 
 
 def _stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:

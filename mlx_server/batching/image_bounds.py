@@ -22,6 +22,19 @@ def cut_at_second_image(request: Request, num_tokens: int) -> int:
     return min(num_tokens, ahead[1] - start) if len(ahead) > 1 else num_tokens
 
 
+def with_whole_images(request: Request, num_tokens: int) -> int:
+    """How many of its next tokens a request is given in the place of `num_tokens`, so that no image is cut that must be
+    computed whole: those before it, or all of it where it comes next, which may be more.
+
+    An image at tokens 10 to 50: of a prompt that begins, 30 tokens become 10, and then 1 becomes 40.
+    """
+    start = request.num_computed_tokens
+    for image in request.images:
+        if image.is_bidirectional and max(image.start, start) < start + num_tokens < image.end:
+            return (image.start if image.start > start else image.end) - start
+    return num_tokens
+
+
 class ImageTurns:
     """Whose image a step may encode: that of a request which is in the middle of one, so that embeddings are kept for
     few; else of the first that comes to one, unless another of its tier or a better one, or one that has aged past it,

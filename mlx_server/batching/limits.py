@@ -35,7 +35,8 @@ class QueueLoad:
 class SchedulerLimits:
     """Everything that bounds a scheduler's choices.
 
-    `max_num_batched_tokens` bounds a step; `max_chunk_tokens` one request's share of it (None: no bound).
+    `max_num_batched_tokens` bounds a step, and `max_chunk_tokens` one request's share of it (None: no bound); but where
+    one has tokens left for an image that must be computed whole, it has all of that.
     `target_step_s` is aimed at while someone decodes (None: as long as `cheap_rows` prompt tokens take, in bounds, see
     `PromptBudget.target_s`), and `max_step_s` while nobody does whom a step's first prompt may not hold up.
     `context_doubling_tokens` is the context at which a token costs twice what it costs at position 0.

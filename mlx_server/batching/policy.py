@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import takewhile
 
 from mlx_server.batching.blocks.prefix_cache import CachedPrefix
-from mlx_server.batching.image_bounds import ImageTurns, cut_at_second_image
+from mlx_server.batching.image_bounds import ImageTurns, cut_at_second_image, with_whole_images
 from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.batching.request_table import RequestTable, Step, headroom
 from mlx_server.batching.step_budget import PromptBudget, RecentPrompts
@@ -129,7 +129,7 @@ class Policy:
                 return
             step.block_ids[request.request_id] = block_ids
         most = request.num_tokens if request.pooling is not None and request.pooling.is_whole else num_tokens
-        step.given[request] += min(self._wanted(request) - step.given[request], most)
+        step.given[request] = with_whole_images(request, min(self._wanted(request), step.given[request] + most))
 
     def _wanted(self, request: Request) -> int:
         """Tokens that the next step may compute of a request's prompt; fewer if recurrent state is to be kept there."""

@@ -210,10 +210,11 @@ class RequestTable:
 
     def publish(self, request: Request, steps: Iterable[Step] = ()) -> None:
         """Lets later steps hit the full blocks of what is computed of a running request, or will be by a submitted
-        step, or one of `steps`; and gives up what it does not see any more."""
+        step, or one of `steps`; and gives up what it does not see any more, once that can be hit."""
         num_tokens = self._num_certain(request, steps)
         self.blocks.cache_full_blocks(request, num_tokens)
-        self.blocks.give_up_unseen(request)
+        if num_tokens == _num_computed(request):
+            self.blocks.give_up_unseen(request)
         self.waiting.advance(request, num_tokens)
 
     def publish_filled(self, step: Step) -> None:
@@ -225,7 +226,7 @@ class RequestTable:
     def _num_certain(self, request: Request, steps: Iterable[Step] = ()) -> int:
         """Tokens of a running request whose K/V are computed, or will be: a step may find that it cannot encode an
         image, so from there on they are not certain before its result."""
-        num_tokens, request_id = min(request.num_computed_tokens, request.num_tokens), request.request_id
+        num_tokens, request_id = _num_computed(request), request.request_id
         if not request.images:
             return num_tokens
         starts = [step.images[request_id] for step in (*self.submitted, *steps) if request_id in step.images]
@@ -395,3 +396,8 @@ class RequestTable:
             self.blocks.free(request_id)
         else:
             last_step.detached.append(self.blocks.detach(request_id))
+
+
+def _num_computed(request: Request) -> int:
+    """Tokens whose ids are known and whose K/V are computed, or will be by a submitted step."""
+    return min(request.num_computed_tokens, request.num_tokens)

@@ -317,6 +317,7 @@ class AsyncEngine:
             eos_token_ids=frozenset() if parts.text is None else parts.text.tokenizer.eos_token_ids,
             no_vision=parts.info.no_vision,
             count_placeholders=partial(count_placeholders, parts.loaded.model),
+            largest_chunk=parts.scheduler.limits.largest_chunk,
         )
         if parts.disk is not None and generation.adapter is not None:
             request.adapter_key = parts.disk.adapter_keys[generation.adapter]

@@ -266,10 +266,12 @@ def make_request(
     eos_token_ids: frozenset[int],
     no_vision: str = "",
     count_placeholders: CountPlaceholders = lambda token_ids, inputs: None,
+    largest_chunk: int = 2048,
 ) -> Request:
     """The scheduler's request. `max_model_len` bounds prompt and output together, in tokens; `vocab_size` every token
     id; `no_vision` says why the model takes no images, if it does not; `count_placeholders` how many an image with
-    these tokens and arrays has, None if there is none with them. Raises `InvalidRequestError` or `ContextLengthError`
+    these tokens and arrays has, None if there is none with them; `largest_chunk` how many tokens of a prompt a step
+    computes at most. Raises `InvalidRequestError` or `ContextLengthError`
     with value, limit and remedy. More `max_tokens` than the context has left, however many, are cut to that: agents ask
     for what hosted models allow."""
     prompt, sampling = generation.prompt_token_ids, generation.sampling
@@ -291,7 +293,7 @@ def make_request(
     _check_ids("logit_bias", sampling.logit_bias, vocab_size)
     _check_ids("allowed_token_ids", allowed, vocab_size)
     if generation.images:
-        _check_images(generation, model_name, no_vision)
+        _check_images(generation, model_name, no_vision, largest_chunk)
         _check_arrays(generation, count_placeholders)
     most_tokens = num_prompt if generation.pooling is not None else min(num_prompt + max_tokens, limit)
     return Request(
@@ -312,7 +314,7 @@ def make_request(
     )
 
 
-def _check_images(generation: GenerationRequest, model_name: str, no_vision: str) -> None:
+def _check_images(generation: GenerationRequest, model_name: str, no_vision: str, largest_chunk: int) -> None:
     """Images stand in the prompt one behind the other, and are for models that see and generate."""
     if no_vision:
         raise InvalidRequestError(f"{model_name} takes no images: {no_vision}. Send text alone.", "images")
@@ -331,6 +333,13 @@ def _check_images(generation: GenerationRequest, model_name: str, no_vision: str
         if len(image.digest) != DIGEST_BYTES:
             raise InvalidRequestError(
                 f"The digest of image {number} has {len(image.digest)} bytes; it must have {DIGEST_BYTES}.", "images"
+            )
+        if image.is_bidirectional and image.num_tokens > largest_chunk:
+            raise InvalidRequestError(
+                f"Image {number} has {image.num_tokens} tokens, which {model_name} computes in one step; here a step "
+                f"has at most {largest_chunk}. Start the server with --max-num-batched-tokens {image.num_tokens} or "
+                "more, or send text alone.",
+                "images",
             )
 
 

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_server.runtime.adapters import AdapterRows
-from mlx_server.runtime.attention.cache_views import RowGroup
+from mlx_server.runtime.attention.cache_views import RowGroup, UnpageableError
 from mlx_server.runtime.attention.interface import IntArray, StepPlan
 from mlx_server.runtime.attention.regroup import LEVELS, Level, Regrouping, Scope, StepGroups
 from mlx_server.runtime.attention.seam import caches_in_use, swiglu_in_use
@@ -118,6 +118,10 @@ class ModelForward:
         group; `owners` `[T]` the adapters of all rows, by index, or None if no row has one. `hidden_rows` are those
         whose hidden states `take_hidden` gives. `images` is what images change."""
         self.num_calls = 0
+        if images is not None and len(images.spans):
+            if self.level.scope is not Scope.NOTHING or self._cache.recurrent:
+                raise UnpageableError("images that see both ways, in modules that run by group")
+            plans = [plan.with_spans(images.spans) for plan in plans]
         self._images = images
         plans = self._cache.begin(plans)
         try:

@@ -41,12 +41,14 @@ class EncodedImage:
 @dataclass(frozen=True, slots=True)
 class ImageRows:
     """The part of a step that images change: rows `[n]` of the batch, counted over all its tokens, which get the
-    embeddings of `images`, one after the other; and the positions `[3, T]` of all rows, None where the model has one
-    for each, or all are text's."""
+    embeddings of `images`, one after the other; the positions `[3, T]` of all rows, None where the model has one
+    for each, or all are text's; and `spans` `[S, 2]`, the first and last rows (exclusive) of images in which each row
+    sees the others both ways."""
 
     rows: IntArray
     images: EncodedImage | None
     positions: IntArray | None
+    spans: IntArray = field(default_factory=lambda: np.zeros((0, 2), np.int32))
 
     def cut(self, first: int, last: int) -> ImageRows:
         """Of the step's rows [first, last), counted from `first`."""
@@ -206,6 +208,7 @@ class ImageEncoder:
         rows: list[IntArray] = []
         parts: list[EncodedImage] = []
         moved = None if self._merge is None else np.tile(positions.astype(np.int32), (3, 1))
+        spans: list[tuple[int, int]] = []
         first, is_changed = 0, False
         for chunk in chunks:
             seen, start, end = self._requests.get(chunk.request_id), chunk.start, chunk.start + chunk.num_tokens
@@ -214,6 +217,9 @@ class ImageEncoder:
                 for image in seen.images:
                     if image.start < end and start < image.end and not seen.has_failed:
                         begin, stop = max(image.start, start), min(image.end, end)
+                        if image.is_bidirectional:
+                            assert stop == image.end, "a chunk ends within an image that sees both ways"
+                            spans.append((first + begin - start, first + stop - start))
                         encoded = self._encode(image, chunk.request_id)
                         if encoded is None:
                             continue
@@ -226,7 +232,8 @@ class ImageEncoder:
         if not is_changed or (not rows and moved is None):
             return None
         self._shrink()
-        return ImageRows(np.concatenate(rows) if rows else np.zeros(0, np.int32), _joined(parts), moved)
+        places = np.concatenate(rows) if rows else np.zeros(0, np.int32)
+        return ImageRows(places, _joined(parts), moved, np.array(spans, np.int32).reshape(-1, 2))
 
     def _encode(self, image: PromptImage, request_id: str) -> EncodedImage | None:
         """None if that cannot be done. What the device itself fails at later is the step's fault."""

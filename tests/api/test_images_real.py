@@ -7,7 +7,7 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ from transformers import AutoImageProcessor
 from mlx_server.config import BLOCK_SIZE, Config
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.prompt_image import PromptImage
+from mlx_server.runtime.checks.image_probe import image_token_id
 from mlx_server.runtime.models.loader import LoadedModel
-from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import vlm_module
 from tests.api.real_worlds import RealWorld, started
 from tests.api.worlds import Site, user
-from tests.picture_worlds import PIXTRAL, QWEN, SMOLVLM, VisionFolder, data_url, encoded, picture
+from tests.picture_worlds import GEMMA, PIXTRAL, QWEN, SMOLVLM, VisionFolder, data_url, encoded, picture
 from tests.tiny_models import save_model_folder
-from tests.vision_worlds import CONFIGS, TinyVlm, plain_greedy
+from tests.vision_worlds import CONFIGS, TinyVlm, build_tiny, plain_greedy
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -38,8 +38,8 @@ CAT, DOG = (encoded(picture(seed)) for seed in (0, 1))
 QUESTION = "What is this? Say it in a few words, and leave nothing out."
 TEXT = {"type": "text", "text": QUESTION}
 NUM_TOKENS = 8
-NUM_IMAGE_TOKENS = {"qwen2_5_vl": 6, "smolvlm": 20, "mistral3": 6}
-NUM_ENCODED = {"qwen2_5_vl": 1, "smolvlm": 5, "mistral3": 1}
+NUM_IMAGE_TOKENS = {"qwen2_5_vl": 6, "gemma3": 16, "smolvlm": 20, "mistral3": 6}
+NUM_ENCODED = {"qwen2_5_vl": 1, "gemma3": 1, "smolvlm": 5, "mistral3": 1}
 """Calls of the encoder for an image: each of the four tiles and the whole are encoded by themselves."""
 
 
@@ -59,6 +59,10 @@ class Seer:
     def kind(self) -> str:
         return self.vlm.loaded.name
 
+    @property
+    def image_token_id(self) -> int:
+        return image_token_id(self.vlm.config)
+
     def plain(self, token_ids: list[int], *pictures: bytes) -> list[int]:
         """What mlx-vlm's class answers, given its processor's arrays for the images."""
         options = {"smolvlm": {"return_row_col_info": False}, "mistral3": {"patch_size": 28}}.get(self.kind, {})
@@ -75,10 +79,14 @@ def write_folder(path: Path, host: VisionFolder) -> TinyVlm:
     tokenizer = host.tokenizer()
     model_type = host.config["model_type"]
     config = {"model_type": model_type, **CONFIGS[model_type]}
-    names = {"image_token_id": host.image_token, "vision_start_token_id": "<|vision_start|>"}
+    names = {
+        "image_token_id": host.image_token,
+        "image_token_index": host.image_token,
+        "vision_start_token_id": "<|vision_start|>",
+    }
     config |= {key: tokenizer.token_to_id(name) for key, name in names.items() if key in config}
     assert tokenizer.vocab_size <= CONFIGS[model_type].get("vocab_size", 320)
-    model = build_random(config, 7, sees=True)
+    model = build_tiny(config)
     save_model_folder(model, config, path, tokenizer.hf)
     (path / "preprocessor_config.json").write_text(json.dumps(host.processor))
     plain = vlm_module(f"models.{model_type}").Model(model.config)
@@ -86,7 +94,13 @@ def write_folder(path: Path, host: VisionFolder) -> TinyVlm:
     return TinyVlm(LoadedModel(model_type, model, config, path), plain)
 
 
-HOSTS = {"qwen": QWEN, "smolvlm": SMOLVLM, "mistral": PIXTRAL}
+SQUARE = {"size": {"height": 112, "width": 112}, "image_seq_length": 16}
+HOSTS = {
+    "qwen": QWEN,
+    "gemma": replace(GEMMA, processor={**GEMMA.processor, **SQUARE}),
+    "smolvlm": SMOLVLM,
+    "mistral": PIXTRAL,
+}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session", params=HOSTS)
@@ -136,7 +150,7 @@ async def test_an_image_is_answered_as_by_mlx_vlm(world: RealWorld, seer: Seer):
     for pictures in ([CAT], [CAT, DOG]):
         answer = await ask(world, [*map(image, pictures), TEXT])
         ids = answer["prompt_token_ids"]
-        num_images = ids.count(seer.vlm.loaded.config["image_token_id"])
+        num_images = ids.count(seer.image_token_id)
         assert num_images == len(pictures) * NUM_IMAGE_TOKENS[seer.kind]
         assert answer["usage"]["prompt_tokens"] == len(ids)
         assert said(answer) == seer.plain(ids, *pictures)
@@ -165,7 +179,7 @@ async def test_the_next_turn_encodes_nothing(world: RealWorld, seer: Seer):
     messages += [{"role": "assistant", "content": "A cat."}, {"role": "user", "content": "Is it?"}]
     second = await ask(world, None, messages=messages)
     assert said(second) == seer.plain(second["prompt_token_ids"], CAT)
-    start = second["prompt_token_ids"].index(seer.vlm.loaded.config["image_token_id"])
+    start = second["prompt_token_ids"].index(seer.image_token_id)
     assert cached(second) >= (first["usage"]["prompt_tokens"] - 1) // BLOCK_SIZE * BLOCK_SIZE > start
     assert await num_encoded(world) == before
     messages += [{"role": "assistant", "content": "Yes."}, *user([TEXT, image(DOG)])]

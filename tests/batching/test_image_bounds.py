@@ -1,13 +1,19 @@
-"""One image a step, in turns."""
+"""One image a step, in turns; and images that must be computed whole."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from mlx_server.batching.image_bounds import with_whole_images
 from mlx_server.prompt_image import PromptImage
-from tests.batching.worlds import World, make_request, make_world
+from mlx_server.request import Request
+from tests.batching.worlds import World, chunks, make_request, make_scheduler, make_world
 
 
-def _image(start: int, seed: int) -> PromptImage:
-    return PromptImage(start, 64, seed.to_bytes(32, "little"), {})
+def _image(start: int, seed: int, *, is_bidirectional: bool = False) -> PromptImage:
+    return PromptImage(start, 64, seed.to_bytes(32, "little"), {}, is_bidirectional)
 
 
 def _first_token_step(world: World, name: str, num_short: int) -> int:
@@ -47,3 +53,52 @@ def test_a_step_computes_placeholders_of_one_image() -> None:
         world.deliver()
     assert num_encoding >= len(images)
     assert all(len(world.requests[name].output_token_ids) == 2 for name in images)
+
+
+def _whole(name: str, start: int, num_tokens: int = 300, **more: Any) -> Request:
+    return make_request(name, num_tokens, 2, images=(_image(start, hash(name) % 97, is_bidirectional=True),), **more)
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "num_tokens", "given"),
+    [
+        *((0, 9, 9), (0, 10, 10), (0, 11, 10), (0, 73, 10), (0, 74, 74), (0, 90, 90)),
+        *((10, 1, 64), (10, 70, 70), (32, 1, 42), (32, 50, 50), (32, 0, 0), (74, 5, 5)),
+    ],
+)
+def test_no_chunk_ends_within_an_image_that_must_be_whole(num_computed: int, num_tokens: int, given: int) -> None:
+    request = _whole("a", 10)
+    request.num_computed_tokens = num_computed
+    assert with_whole_images(request, num_tokens) == given
+
+
+def test_such_images_are_computed_in_one_step_beside_others() -> None:
+    """Although a step has no more tokens than one image, and others have half of these."""
+    world = make_world(4000, max_num_batched_tokens=64, max_num_seqs=16)
+    requests = [_whole(f"r{index}", 7 + 29 * index, arrival_s=float(index)) for index in range(5)]
+    text = make_request("text", 400, 8, arrival_s=0.5)
+    world.add(*requests, text)
+    num_whole = 0
+    while (step := world.schedule()) is not None:
+        for request in requests:
+            (image,), chunk = request.images, chunks(step).get(request.request_id)
+            if chunk is not None and chunk[0] < image.end and image.start < sum(chunk):
+                assert chunk[0] <= image.start
+                assert sum(chunk) >= image.end
+                num_whole += 1
+        world.deliver()
+    assert num_whole == len(requests)
+    world.check_tokens()
+
+
+def test_blocks_behind_a_window_can_be_hit_once_the_image_before_them_is_certain() -> None:
+    """The step behind the image's is composed before that one's result: what it no longer sees is not given up before
+    it is cached."""
+    scheduler = make_scheduler(200, is_async=True, windows=(None, 24), max_num_batched_tokens=128, max_num_seqs=4)
+    world, hits = World(scheduler, depth=2), []
+    for name in ("first", "second"):
+        request = make_request(name, list(range(156)), 2, images=(_image(10, 1, is_bidirectional=True),))
+        world.add(request)
+        world.finish()
+        hits.append(request.num_cached_tokens)
+    assert hits == [0, 128]

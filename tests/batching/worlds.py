@@ -547,7 +547,9 @@ class World:
         self.now += self.step_s
         self.scheduler.check_integrity()
         if output is not None:
-            assert output.num_tokens <= self.scheduler.limits.max_num_batched_tokens
+            images = [image for request in self.requests.values() for image in request.images]
+            beyond = max([image.num_tokens - 1 for image in images if image.is_bidirectional], default=0)
+            assert output.num_tokens <= self.scheduler.limits.max_num_batched_tokens + beyond
             self.runner.submit(output)
         return output
 

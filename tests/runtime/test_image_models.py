@@ -11,14 +11,17 @@ from mlx.utils import tree_flatten
 
 from mlx_server.config import CacheConfig, Config, ModelConfig
 from mlx_server.engine.memory.need import estimate_need
+from mlx_server.engine.vision import seeing
 from mlx_server.outputs import NewRequestData, ScheduledChunk
 from mlx_server.runtime.adapters import AdapterRows
-from mlx_server.runtime.checks.image_probe import SAMPLES, find_fault
+from mlx_server.runtime.attention import regroup
+from mlx_server.runtime.attention.interface import ReferenceBackend, StepPlan
+from mlx_server.runtime.checks.image_probe import BIDIRECTIONAL, SAMPLES, find_fault
 from mlx_server.runtime.models import weights
 from mlx_server.runtime.models.loader import RunnerInfo, exhaust, load, make_runner
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import VlmModel
-from mlx_server.runtime.vision import ImageEncoder
+from mlx_server.runtime.vision import ImageEncoder, encode
 from mlx_server.sampling_params import SamplingParams
 from tests.tiny_models import byte_tokenizer, save_model_folder
 from tests.vision_worlds import CONFIGS, IMAGE, picture, prompt_of, tiny_vlm
@@ -30,12 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model_folder(loaded.model, loaded.config, tmp_path_factory.mktemp("vlm"), byte_tokenizer())
 
 
-def load_and_probe(folder: Path) -> tuple[object, RunnerInfo]:
+def load_and_probe(folder: Path, backend: str = "auto") -> tuple[object, RunnerInfo]:
     loaded = load(str(folder))
     runner, info = exhaust(
         make_runner(
             loaded,
-            backend="auto",
+            backend=backend,
             pool=CacheConfig(num_kv_blocks=16),
             max_num_tokens=256,
             max_num_seqs=2,
@@ -92,6 +95,50 @@ def test_wrong_embeddings_are_found_by_the_probe(folder: Path, monkeypatch: pyte
 
     monkeypatch.setattr(vision, "mrope_positions", lambda images, count, merge: vision.np.zeros((3, count), "int32"))
     assert "with an image its logits differ by" in load_and_probe(folder)[1].no_vision
+
+
+@pytest.fixture(scope="module")
+def square_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of Gemma 3, as it comes: the sizes of the text part are told there only."""
+    loaded = tiny_vlm("gemma3").loaded
+    return save_model_folder(loaded.model, loaded.config, tmp_path_factory.mktemp("vlm"), byte_tokenizer())
+
+
+def test_rows_that_do_not_see_their_whole_image_are_found_by_the_probe(
+    square_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_and_probe(square_folder)[1].no_vision == ""
+    monkeypatch.setattr(StepPlan, "with_spans", lambda plan, spans: plan)
+    assert "with an image its logits differ by" in load_and_probe(square_folder)[1].no_vision
+
+
+def test_where_modules_run_by_group_an_image_is_not_seen_both_ways(
+    square_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regroup, "LEVELS", regroup.LEVELS[-1:])
+    assert "images that see both ways, in modules that run by group" in load_and_probe(square_folder)[1].no_vision
+
+
+def test_rows_one_by_one_do_not_see_both_ways(square_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a GPU has the same bits in any batch."""
+    plan = ReferenceBackend.plan
+    monkeypatch.setattr(ReferenceBackend, "plan", lambda backend, step: plan(backend, step.by_row()))
+    fault = load_and_probe(square_folder, "reference")[1].no_vision
+    assert "tokens that see each other both ways cannot be computed one by one" in fault
+
+
+def test_the_same_families_see_both_ways_for_the_scheduler_and_the_probe() -> None:
+    assert {name for name, family in seeing._FAMILIES.items() if family.is_bidirectional} == {*BIDIRECTIONAL}
+
+
+def test_images_of_gemma_3_are_as_large_as_its_text() -> None:
+    """mlx-vlm divides them by what the text part multiplies by, and its default is another model's."""
+    model, image = tiny_vlm("gemma3").loaded.model, picture("gemma3", 1)
+    shown = model.multi_modal_projector(
+        model.vision_tower(mx.array(image.inputs["pixel_values"]).transpose(0, 2, 3, 1))[0]
+    )
+    made = encode(model, [IMAGE] * image.num_tokens, image.inputs).embeddings * 64**0.5
+    np.testing.assert_allclose(np.array(made), np.array(shown[0]), atol=1e-5)
 
 
 def test_families_that_are_not_served_are_named() -> None:

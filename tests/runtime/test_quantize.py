@@ -143,7 +143,7 @@ def test_only_what_belongs_to_the_model_is_copied_and_counted(folder: Path, monk
     }
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "mistral3"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3", "mistral3"])
 def test_a_vision_encoder_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
     monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
     loaded = tiny_vlm(model_type).loaded

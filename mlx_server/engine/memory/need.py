@@ -214,7 +214,7 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
     return num_elements * item_bytes + launched
 
 
-_SQUARES = ("idefics3", "smolvlm")
+_SQUARES = ("gemma3", "idefics3", "smolvlm")
 """Families that make squares of one size of what they are given."""
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}

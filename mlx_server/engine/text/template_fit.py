@@ -32,6 +32,8 @@ Shows = Callable[[Sequence[Message], Tools], str | None]
 class Repair(enum.Enum):
     """In the order in which they are applied."""
 
+    NAMED_RESULTS = enum.auto()
+    """A tool's result with the name of its call, which clients need not send."""
     DEVELOPER_AS_SYSTEM = enum.auto()
     TOOLS_AS_TEXT = enum.auto()
     CALLS_AS_TEXT = enum.auto()
@@ -45,6 +47,7 @@ class Repair(enum.Enum):
     TEXT_BEFORE_CALLS = enum.auto()
     """An assistant's text in a message of its own before that of its calls."""
     NO_EMPTY_ANSWERS = enum.auto()
+    ANSWERS_WITHOUT_REASONING = enum.auto()
     ONE_SYSTEM_MESSAGE = enum.auto()
     LATE_SYSTEM_AS_USER = enum.auto()
     SYSTEM_IN_USER = enum.auto()
@@ -87,6 +90,14 @@ _Change = Callable[[list[Message], Tools], tuple[list[Message], Tools]]
 
 def _of_messages(change: Callable[[list[Message]], Iterable[Message]]) -> _Change:
     return lambda chat, tools: (list(change(chat)), tools)
+
+
+def _named_results(chat: list[Message]) -> Iterable[Message]:
+    names: dict[Any, str] = {}
+    for message in chat:
+        names |= {call.get("id"): call["function"]["name"] for call in message.get("tool_calls", ())}
+        name = names.get(message.get("tool_call_id"))
+        yield {**message, "name": name} if message["role"] == "tool" and name and not message.get("name") else message
 
 
 def _developer_as_system(chat: list[Message]) -> Iterable[Message]:
@@ -170,6 +181,12 @@ def _no_empty_answers(chat: list[Message]) -> Iterable[Message]:
             yield message
 
 
+def _answers_without_reasoning(chat: list[Message]) -> Iterable[Message]:
+    for message in chat:
+        is_answer = message["role"] == "assistant" and message["content"] and "tool_calls" not in message
+        yield {key: value for key, value in message.items() if key != "reasoning_content"} if is_answer else message
+
+
 def _one_system_message(chat: list[Message]) -> Iterable[Message]:
     """Those at the beginning as one."""
     num_first = next((i for i, message in enumerate(chat) if message["role"] != "system"), len(chat))
@@ -221,6 +238,7 @@ def _run(numbered: tuple[int, Message]) -> tuple[str, int]:
 
 
 _APPLY: dict[Repair, _Change] = {
+    Repair.NAMED_RESULTS: _of_messages(_named_results),
     Repair.DEVELOPER_AS_SYSTEM: _of_messages(_developer_as_system),
     Repair.TOOLS_AS_TEXT: _tools_as_text,
     Repair.CALLS_AS_TEXT: _of_messages(_calls_as_text),
@@ -231,6 +249,7 @@ _APPLY: dict[Repair, _Change] = {
     Repair.ONE_CALL_A_TURN: _of_messages(_one_call_a_turn),
     Repair.TEXT_BEFORE_CALLS: _of_messages(_text_before_calls),
     Repair.NO_EMPTY_ANSWERS: _of_messages(_no_empty_answers),
+    Repair.ANSWERS_WITHOUT_REASONING: _of_messages(_answers_without_reasoning),
     Repair.ONE_SYSTEM_MESSAGE: _of_messages(_one_system_message),
     Repair.LATE_SYSTEM_AS_USER: _of_messages(_late_system_as_user),
     Repair.SYSTEM_IN_USER: _of_messages(_system_in_user),
@@ -267,7 +286,7 @@ def _calls(text: str, *places: str) -> Message:
 
 
 def _gives(place: str, text: str) -> Message:
-    return {"role": "tool", "tool_call_id": f"call_{place}", "name": "probe_it", "content": text}
+    return {"role": "tool", "tool_call_id": f"call_{place}", "content": text}
 
 
 _PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
@@ -282,6 +301,7 @@ _TRIALS = (
     _Trial([_ASKS, _MORE], _R.MERGE_NEIGHBOURS),
     _Trial([_ASKS, _ANSWER, _says("assistant", "answer-2"), _MORE], _R.MERGE_NEIGHBOURS),
     _Trial([_ASKS, _says("assistant", ""), _MORE], _R.NO_EMPTY_ANSWERS, (_R.NO_EMPTY_ANSWERS, _R.MERGE_NEIGHBOURS)),
+    _Trial([_ASKS, {**_ANSWER, "reasoning_content": "thought-1"}, _MORE], _R.ANSWERS_WITHOUT_REASONING),
     _Trial([_SYSTEM, _ASKS], _R.SYSTEM_IN_USER),
     _Trial([_says("developer", "developer-1"), _ASKS], _R.DEVELOPER_AS_SYSTEM),
     _Trial([_SYSTEM, _says("system", "system-2"), _ASKS], _R.ONE_SYSTEM_MESSAGE),
@@ -289,7 +309,7 @@ _TRIALS = (
     _Trial([_SYSTEM, _ASKS], _R.TOOLS_AS_TEXT, tools=_TOOLS),
     _Trial(
         [*_CALLED, _ANSWER, _MORE],
-        *(_R.ARGUMENTS_AS_TEXT, _R.SHORT_IDS, (_R.ARGUMENTS_AS_TEXT, _R.SHORT_IDS)),
+        *(_R.NAMED_RESULTS, _R.ARGUMENTS_AS_TEXT, _R.SHORT_IDS, (_R.ARGUMENTS_AS_TEXT, _R.SHORT_IDS)),
         *(_R.CALLS_AS_TEXT, _R.TOOLS_AS_TEXT),
         tools=_TOOLS,
     ),

@@ -102,7 +102,7 @@ class Layout:
 
         ids 5 6 I 7, one image of three tokens  ->  5 6 I I I 7, the image at [2, 5)
         """
-        image_token_id = self.pictures.model.image_token_id
+        image_token_id, both_ways = self.pictures.model.image_token_id, self.pictures.model.is_bidirectional
         pieces = iter([piece for index in self.order for piece in self.pictures.prepared[index].pieces])
         token_ids: list[int] = []
         images: list[PromptImage] = []
@@ -114,7 +114,7 @@ class Layout:
                 piece = next(pieces, None)
                 if piece is None:
                     raise _misread()
-                images.append(PromptImage(len(token_ids), piece.num_tokens, piece.digest, piece.inputs))
+                images.append(PromptImage(len(token_ids), piece.num_tokens, piece.digest, piece.inputs, both_ways))
                 token_ids += piece.token_ids
         if next(pieces, None) is not None:
             raise _misread()

@@ -67,13 +67,15 @@ _Key = tuple[str, int, bytes]
 @dataclass(frozen=True, slots=True)
 class _Family:
     """How models of a family are given images. `placeholder` is what their chat templates write for one, None the image
-    token itself; `around` what is written where a template has no place for one."""
+    token itself; `around` what is written where a template has no place for one; `is_bidirectional` as `PromptImage`
+    has it."""
 
     lay_out: Callable[[SeeingModel, _Arrays], PreparedImage]
     placeholder: str | None = None
     around: tuple[str, str] = ("", "")
     options: Callable[[SeeingModel, int], dict[str, Any]] = lambda model, max_pixels: {}
     """Of the processor's call, for images of at most so many pixels."""
+    is_bidirectional: bool = False
 
 
 class SeeingModel:
@@ -124,6 +126,11 @@ class SeeingModel:
     @property
     def model_type(self) -> str:
         return str(self.config.get("model_type"))
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether the placeholders of an image see each other both ways."""
+        return self._family.is_bidirectional
 
     def prepare(self, data: bytes, max_pixels: int = MAX_PIXELS, owner: str = "") -> PreparedImage:
         """The image in a file's bytes, made smaller where it has more than `max_pixels`. Raises `UnreadableImageError`.
@@ -252,7 +259,12 @@ def _grid_size(model: SeeingModel, max_pixels: int) -> dict[str, Any]:
 
 
 _QWEN = _Family(_lay_out_grid, around=("<|vision_start|>", "<|vision_end|>"), options=_grid_size)
-_GEMMA_3 = _Family(_lay_out_square, "<start_of_image>", options=lambda model, max_pixels: {"do_pan_and_scan": False})
+_GEMMA_3 = _Family(
+    _lay_out_square,
+    "<start_of_image>",
+    options=lambda model, max_pixels: {"do_pan_and_scan": False},
+    is_bidirectional=True,
+)
 _IDEFICS_3 = _Family(_lay_out_tiles, options=lambda model, max_pixels: {"return_row_col_info": True})
 _PIXTRAL = _Family(_lay_out_rows, options=lambda model, max_pixels: {"patch_size": _merged_patch(model.config)})
 

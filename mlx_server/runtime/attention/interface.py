@@ -47,6 +47,7 @@ class StepPlan:
                                a window. Block 0 may be anybody's: what is read there must not count
         state_slots   [R]      where each request keeps recurrent state; empty if the planner does not tell
         next_slots    [R]      where it is to be kept behind the step
+        both_ways     [R]      1 if the request's tokens see those behind them in the step, too; empty if none do
     """
 
     num_decodes: int
@@ -57,6 +58,7 @@ class StepPlan:
     block_tables: IntArray
     state_slots: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     next_slots: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    both_ways: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def part(self, index: int, num_parts: int) -> StepPlan:
         """The same for layers that see each block as `num_parts` blocks, and use those at `index`."""
@@ -67,8 +69,32 @@ class StepPlan:
             block_tables=self.block_tables * num_parts + index,
         )
 
+    def with_spans(self, spans: IntArray) -> StepPlan:
+        """For attention alone: each of `spans` `[S, 2]`, rows [first, last) within prompt chunks, as a request whose
+        tokens see each other both ways, and what its chunk has before and behind it as requests, too.
+
+        A chunk of positions 40 to 45 that begins at row 3, and the span [5, 7): query starts 3, 5, 7, 9 and context
+        lengths 42, 44, 46. Spans of one row, which may be decodes, stay as they are.
+        """
+        spans = spans[spans[:, 1] - spans[:, 0] > 1]
+        query_starts = np.unique(np.concatenate([self.query_starts, spans.reshape(-1)]))
+        owners = np.searchsorted(self.query_starts, query_starts[:-1], side="right") - 1
+        return replace(
+            self,
+            query_starts=query_starts,
+            context_lens=self.positions[query_starts[1:] - 1] + 1,
+            block_tables=self.block_tables[owners],
+            both_ways=np.isin(query_starts[:-1], spans[:, 0]).astype(np.int32),
+        )
+
+    def is_both_ways(self, request: int) -> bool:
+        return bool(len(self.both_ways) and self.both_ways[request])
+
     def by_row(self) -> StepPlan:
-        """The same with each token of a prompt chunk as a decode of its own, which sees its context up to itself."""
+        """The same with each token of a prompt chunk as a decode of its own, which sees its context up to itself.
+        Raises `ValueError` for tokens that see more."""
+        if self.both_ways.any():
+            raise ValueError("tokens that see each other both ways cannot be computed one by one")
         owners = np.repeat(np.arange(self.num_requests), np.diff(self.query_starts))
         return replace(
             self,
@@ -183,7 +209,7 @@ class AttentionBackend(Protocol):
         window: int | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Stores this step's K/V, then attends causally.
+        """Stores this step's K/V, then attends causally, or to the end of its context where a request `is_both_ways`.
 
         queries `[T, H, 1, key_dim]`, keys `[T, Hkv, 1, key_dim]`, values `[T, Hkv, 1, value_dim]` (None: a
         layer that shares a pool which another layer has written); returns `[T, H, 1, value_dim]`. `window`
@@ -297,7 +323,7 @@ class ReferenceBackend:
                 pool.keys.read(slots).transpose(1, 0, 2)[None],
                 pool.values.read(slots).transpose(1, 0, 2)[None],
                 scale=scale,
-                mask=causal_mask(positions[:, None], mx.arange(slots.numbers.size), window),
+                mask=chunk_mask(positions[:, None], mx.arange(slots.numbers.size), window, step.is_both_ways(r)),
                 sinks=sinks,
             )
             parts.append(out.transpose(2, 1, 0, 3))
@@ -320,3 +346,13 @@ def causal_mask(positions: mx.array, keys: mx.array, window: int | None) -> mx.a
     if window is not None:
         mask = mask & (keys > positions - window)
     return mask
+
+
+_NO_WINDOW = 2**30
+
+
+def chunk_mask(positions: mx.array, keys: mx.array, window: int | None, is_both_ways: bool) -> mx.array:
+    """As `causal_mask`, of one request; one that `is_both_ways` sees all keys but those before its window."""
+    if not is_both_ways:
+        return causal_mask(positions, keys, window)
+    return keys > positions - (window or _NO_WINDOW)

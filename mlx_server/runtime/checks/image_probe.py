@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import KVCache
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk
@@ -58,6 +59,13 @@ def _by_row(config: Any, rng: np.random.Generator) -> Sample:
     return [*row, 1, *row], {"pixel_values": pixels, "image_sizes": np.array([[2 * unit, 3 * unit]])}
 
 
+def _by_square(config: Any, rng: np.random.Generator) -> Sample:
+    """Of models that make one square of every image."""
+    side = config.vision_config.image_size
+    pixels = rng.standard_normal((1, config.vision_config.num_channels, side, side), dtype=np.float32)
+    return [image_token_id(config)] * config.text_config.mm_tokens_per_image, {"pixel_values": pixels}
+
+
 def _merged_patch(config: Any) -> int:
     """The pixels along a side of what is one placeholder."""
     return int(config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1))
@@ -68,12 +76,17 @@ SAMPLES: Mapping[str, MakeSample] = {
     "qwen2_5_vl": _by_grid,
     "qwen3_vl": _by_grid,
     "qwen3_vl_moe": _by_grid,
+    "gemma3": _by_square,
     "idefics3": _by_tile,
     "smolvlm": _by_tile,
     "pixtral": _by_row,
     "mistral3": _by_row,
 }
 """The families whose images are served, by `model_type`, and what each one's encoder takes."""
+
+
+BIDIRECTIONAL = ("gemma3",)
+"""Those of them in which the placeholders of an image see each other both ways."""
 
 
 def _placeholders_by_grid(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
@@ -94,6 +107,13 @@ def _placeholders_by_tile(config: Any, inputs: Mapping[str, Any], is_image: Sequ
     return int((size // config.vision_config.patch_size) ** 2 // config.scale_factor**2)
 
 
+def _placeholders_by_square(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
+    _check(all(is_image))
+    vision = config.vision_config
+    _check(inputs["pixel_values"].shape == (1, vision.num_channels, vision.image_size, vision.image_size))
+    return int(config.text_config.mm_tokens_per_image)
+
+
 def _placeholders_by_row(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
     unit, vision = _merged_patch(config), config.vision_config
     height, width = np.asarray(inputs["image_sizes"]).reshape(2).tolist()
@@ -107,6 +127,7 @@ def _placeholders_by_row(config: Any, inputs: Mapping[str, Any], is_image: Seque
 
 _COUNTS: Mapping[MakeSample, Callable[[Any, Mapping[str, Any], Sequence[bool]], int]] = {
     _by_grid: _placeholders_by_grid,
+    _by_square: _placeholders_by_square,
     _by_tile: _placeholders_by_tile,
     _by_row: _placeholders_by_row,
 }
@@ -178,26 +199,48 @@ def _error(
     start = getattr(model.config, "vision_start_token_id", None)
     before = text[:_BEFORE] + ([] if start is None else [start])
     prompt = [*before, *placeholders, *text[_BEFORE:-1]]
-    image = PromptImage(len(before), len(placeholders), bytes(32), inputs)
-    plain = _plain_logits(model, prompt, text[-1], inputs)
+    image = PromptImage(len(before), len(placeholders), bytes(32), inputs, model.model_type in BIDIRECTIONAL)
+    plain = _plain_logits(model, prompt, text[-1], image)
     mx.eval(plain)
     ours = _ragged_logits(model, runner, prompt, text[-1], image)
     return relative_error(ours, plain), plain.dtype
 
 
-def _plain_logits(model: Any, prompt: list[int], following: int, inputs: Mapping[str, Any]) -> mx.array:
-    """Of mlx-vlm alone, after the prompt and after one more token: `[2, vocabulary]`."""
+def _plain_logits(model: Any, prompt: list[int], following: int, image: PromptImage) -> mx.array:
+    """Of mlx-vlm alone, after the prompt and after one more token: `[2, vocabulary]`. Where an image is bidirectional,
+    with our masks: mlx-vlm's own let all tokens of such a prompt see each other."""
     caches = model.make_cache()
-    arrays = {name: mx.array(value) for name, value in inputs.items()}
+    arrays = {name: mx.array(value) for name, value in image.inputs.items()}
     ids = mx.array([prompt])
-    first = model.module.Model.__call__(model, ids, arrays.pop("pixel_values"), mask=None, cache=caches, **arrays)
+    if image.is_bidirectional:
+        caches = [_MaskedCache(image) for _ in caches]
+        made = model.get_input_embeddings(ids, arrays.pop("pixel_values"), mask=mx.ones_like(ids), **arrays)
+        first = model.language_model(ids, inputs_embeds=made.inputs_embeds, cache=caches)
+    else:
+        first = model.module.Model.__call__(model, ids, arrays.pop("pixel_values"), mask=None, cache=caches, **arrays)
     second = model.language_model(mx.array([[following]]), cache=caches)
     return mx.stack([first.logits[0, -1], second.logits[0, -1]])
 
 
+class _MaskedCache(KVCache):  # type: ignore[misc]
+    """Keeps everything, and masks as transformers does: a placeholder sees all of its `image` beside what is before it,
+    and a window hides what is before that."""
+
+    def __init__(self, image: PromptImage) -> None:
+        super().__init__()
+        self._image = image
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        queries, keys = mx.arange(self.offset, self.offset + N)[:, None], mx.arange(self.offset + N)
+        start, end = self._image.start, self._image.end
+        is_within = (queries >= start) & (queries < end) & (keys >= start) & (keys < end)
+        mask = (keys <= queries) | is_within
+        return mask if window_size is None else mask & (keys > queries - window_size)
+
+
 def _ragged_logits(model: Any, runner: ModelRunner, prompt: list[int], following: int, image: PromptImage) -> mx.array:
-    """The same from three steps, with the end of the first chunk within the image, and a prompt of text alone beside
-    it, which decodes later."""
+    """The same from three steps, with the end of the first chunk within the image, or behind one that is whole, and a
+    prompt of text alone beside it, which decodes later."""
     encoder = ImageEncoder(model, max_bytes=0)
     windows = runner.cache.windows
     num_blocks = -(-(len(prompt) + 1) // BLOCK_SIZE)
@@ -224,7 +267,8 @@ def _ragged_logits(model: Any, runner: ModelRunner, prompt: list[int], following
     def chunk(name: str, start: int, end: int, block_ids: BlockIds = ()) -> ScheduledChunk:
         return ScheduledChunk(name, start, end - start, tuple(ids_of[name][start:end]), block_ids, True, 0)
 
-    cut, end, num_text = image.start + max(1, image.num_tokens // 2), len(prompt), image.start + 1
+    num_first = image.num_tokens + 1 if image.is_bidirectional else max(1, image.num_tokens // 2)
+    cut, end, num_text = image.start + num_first, len(prompt), image.start + 1
     run(chunk("text", 0, num_text, blocks(0, 1)), chunk("image", 0, cut, blocks(1, num_blocks)))
     last = run(chunk("text", num_text, num_text + 1), chunk("image", cut, end))
     decoded = run(chunk("image", end, end + 1))

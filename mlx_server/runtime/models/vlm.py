@@ -70,8 +70,20 @@ class _Arguments:
         own.setdefault("text_config", own.pop("llm_config", {}))
         own.setdefault("vision_config", {})
         own.setdefault("audio_config", {})
+        if own.get("model_type") == "gemma3":
+            _complete_gemma3(own)
         made = self.module.ModelConfig.from_dict(own)
         return vlm_module("utils").update_module_configs(made, self.module, own, list(_PARTS))
+
+
+def _complete_gemma3(config: dict[str, Any]) -> None:
+    """Gemma 3's files do not say again what mlx-vlm then takes from another model: it divides images by the root of the
+    whole's `hidden_size`, which the text part multiplies by its own, and looks for an image's tokens in that part."""
+    text = config["text_config"]
+    if "hidden_size" in text:
+        config["hidden_size"] = text["hidden_size"]
+    if "mm_tokens_per_image" in config:
+        text["mm_tokens_per_image"] = config["mm_tokens_per_image"]
 
 
 class VlmModel(nn.Module):  # type: ignore[misc]

@@ -38,13 +38,15 @@ def larger(model_type: str) -> dict[str, Any]:
 def image_of(config: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
     vision, num_patches = config["vision_config"], SIDE * SIDE
     ids = [IMAGE] * (num_patches // 4)
+    if config["model_type"] == "gemma3":
+        return [IMAGE] * 16, {"pixel_values": np.ones((1, 3, SIDE * PATCH, SIDE * PATCH), np.float32)}
     if "image_size" in vision:
         return ids, {"pixel_values": np.ones((1, 1, 3, SIDE * PATCH, SIDE * PATCH), np.float32)}
     pixels = np.ones((num_patches, 3 * vision["temporal_patch_size"] * PATCH**2), np.float32)
     return ids, {"pixel_values": pixels, "image_grid_thw": np.array([[1, SIDE, SIDE]])}
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "gemma3"])
 def test_the_encoder_takes_what_is_booked_and_not_far_less(model_type: str) -> None:
     config = larger(model_type)
     model = build_random(config, 7, sees=True)

@@ -236,13 +236,18 @@ class Attention {
     }
   }
 
-  // The keys [from, to) that a request's row sees.
-  int32_t visible_to(int32_t request, int32_t row) const {
+  // The end of a request's tokens up to a row's own.
+  int32_t end_of(int32_t request, int32_t row) const {
     const int32_t tokens = call_.query_starts[request + 1] - call_.query_starts[request];
     return call_.context_lens[request] - tokens + row / group_ + 1;
   }
+  // The keys [from, to) that a request's row sees.
+  int32_t visible_to(int32_t request, int32_t row) const {
+    const bool both_ways = call_.both_ways != nullptr && call_.both_ways[request] != 0;
+    return both_ways ? call_.context_lens[request] : end_of(request, row);
+  }
   int32_t visible_from(int32_t request, int32_t row) const {
-    return call_.window == 0 ? 0 : std::max<int64_t>(0, visible_to(request, row) - call_.window);
+    return call_.window == 0 ? 0 : std::max<int64_t>(0, end_of(request, row) - call_.window);
   }
 
   // Token and query head of an item's row.

@@ -38,9 +38,9 @@ _SLACK_BYTES = 64
 """What the widest vector load may read past the last row of V."""
 
 # `struct Pool` and `struct Call` of call.h. The latter: queries, keys and values with 2 strides each, sinks and output,
-# the pool, heads and window, the scale, 5 index arrays, 3 counts.
+# the pool, heads and window, the scale, 6 index arrays, 3 counts.
 _POOL = struct.Struct("=9q")
-_CALL = struct.Struct("=11q72s2qd8q")
+_CALL = struct.Struct("=11q72s2qd9q")
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class CpuPool:
 
 @dataclass(frozen=True, slots=True)
 class CpuMetadata:
-    """A step's plan as the native code reads it: `slots`, `starts`, `lengths`, `tables` and `sharing`."""
+    """A step's plan as the native code reads it: `slots`, `starts`, `lengths`, `tables`, `sharing` and `both_ways`."""
 
     arrays: tuple[npt.NDArray[Any], ...]
     lazy: Any
@@ -157,7 +157,8 @@ class CpuBackend:
             raise ValueError(f"a context of {lengths.max()} tokens is longer than its {tables.shape[1]} blocks")
         if min(int(tables.min(initial=0)), int(slots.min(initial=0))) < 0:
             raise ValueError("the plan names a negative block or slot")
-        arrays = (slots, starts, lengths, tables, _sharing(starts, lengths, tables))
+        both_ways = np.ascontiguousarray(step.both_ways, np.int32)
+        arrays = (slots, starts, lengths, tables, _sharing(starts, lengths, tables), both_ways)
         lazy = None if self._native is None else self._native.Plan(*(array.tobytes() for array in arrays))
         return CpuMetadata(arrays, lazy, step.num_tokens, largest + 1)
 
@@ -220,7 +221,7 @@ class _EagerAttention:
             heads,
             window,
             scale,
-            *(_address(array) for array in plan.arrays),
+            *(_address(array) if array.size else 0 for array in plan.arrays),
             plan.num_tokens,
             len(plan.arrays[2]),
             plan.arrays[3].shape[1],

@@ -30,5 +30,6 @@ struct Call {
   const int64_t* slots;
   const int32_t *query_starts, *context_lens, *block_tables;
   const int32_t* sharing;  // of each request: whose leading blocks it has, itself included, or -1; and how many of them
+  const int32_t* both_ways;  // of each request: 1 if its tokens see the later ones of the step, too; null if none do
   int64_t num_tokens, num_requests, table_width;
 };

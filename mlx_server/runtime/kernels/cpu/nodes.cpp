@@ -251,20 +251,22 @@ std::vector<T> numbers(const nb::bytes& given) {
 // A step's plan, kept for as long as a node needs it.
 struct Plan : std::enable_shared_from_this<Plan> {
   Plan(const nb::bytes& slots, const nb::bytes& starts, const nb::bytes& lengths, const nb::bytes& tables,
-       const nb::bytes& sharing)
+       const nb::bytes& sharing, const nb::bytes& both_ways)
       : slots(numbers<int64_t>(slots)),
         starts(numbers<int32_t>(starts)),
         lengths(numbers<int32_t>(lengths)),
         tables(numbers<int32_t>(tables)),
-        sharing(numbers<int32_t>(sharing)) {
+        sharing(numbers<int32_t>(sharing)),
+        both_ways(numbers<int32_t>(both_ways)) {
     if (this->starts.size() != this->lengths.size() + 1 || this->lengths.empty() ||
         this->tables.size() % this->lengths.size() != 0 || this->sharing.size() != 2 * this->lengths.size() ||
-        size_t(this->starts.back()) != this->slots.size())
+        size_t(this->starts.back()) != this->slots.size() ||
+        (!this->both_ways.empty() && this->both_ways.size() != this->lengths.size()))
       throw std::invalid_argument("a plan's arrays do not fit each other");
   }
 
   std::vector<int64_t> slots;
-  std::vector<int32_t> starts, lengths, tables, sharing;
+  std::vector<int32_t> starts, lengths, tables, sharing, both_ways;
 };
 
 // Zeros that take memory only where they are written, for as long as a pool or a node needs them. `give_back` returns
@@ -338,6 +340,7 @@ std::pair<mx::array, mx::array> attention(const EnginePtr& engine, const std::pa
     bound.slots = plan->slots.data(), bound.query_starts = plan->starts.data();
     bound.context_lens = plan->lengths.data(), bound.block_tables = plan->tables.data();
     bound.sharing = plan->sharing.data();
+    bound.both_ways = plan->both_ways.empty() ? nullptr : plan->both_ways.data();
     return [engine, memory, plan, bound, rows, used = out[1].data<int32_t>()]() mutable {
       Scratch rooms[3];
       bound.queries = tokens_of(rows[0], rooms[0]);
@@ -407,7 +410,7 @@ NB_MODULE(NATIVE_MODULE, m) {
       .def(made<Memory, size_t>())
       .def_prop_ro("address", &Memory::address)
       .def("give_back", &Memory::give_back);
-  nb::class_<Plan>(m, "Plan").def(made<Plan, nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes>());
+  nb::class_<Plan>(m, "Plan").def(made<Plan, nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes>());
   m.def("linear", &linear, nb::arg(), nb::arg(), nb::arg(), nb::arg("scales") = nb::none(), nb::arg("biases") = nb::none(),
         nb::arg("bits") = 0);
   m.def("rms_norm", &rms_norm);

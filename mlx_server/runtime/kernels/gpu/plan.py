@@ -12,9 +12,10 @@ from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.runtime.attention.interface import IntArray, StepPlan, causal_mask
+from mlx_server.runtime.attention.interface import IntArray, StepPlan, causal_mask, chunk_mask
 from mlx_server.runtime.cache.row_pool import SMALL_ARRAY
 from mlx_server.runtime.kernels.gpu.shared_work import THREADGROUPS_PER_CORE, SharedWork, make_shared_work
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant
@@ -145,7 +146,8 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class Launches:
     """How a step is attended from in layers of a kind: by `decodes` its requests of few tokens; chunks of more than
-    `gathers_beyond` are gathered, if there are any. `only` is there if it is one launch of all rows in their order."""
+    `gathers_beyond` are gathered, if there are any, and so are all that see both ways. `only` is there if it is one
+    launch of all rows in their order."""
 
     decodes: tuple[Launch, ...]
     gathers_beyond: int | None
@@ -258,7 +260,7 @@ class GpuMetadata:
     def _sharing(self, *, with_decodes: bool) -> tuple[_Sharing, ...]:
         if with_decodes not in self._sharings:
             lengths = np.diff(self.step.query_starts)
-            requests = np.flatnonzero(lengths <= FEW_ROWS)
+            requests = np.flatnonzero((lengths <= FEW_ROWS) & ~self._both_ways)
             if not with_decodes:
                 requests = requests[requests >= self.num_decodes]
             launches = np.cumsum(lengths[requests]) // DECODES_AT_ONCE
@@ -276,10 +278,15 @@ class GpuMetadata:
         queries, lengths = step.query_starts[requests], np.diff(step.query_starts)[requests]
         return Readers(step.block_tables[requests], queries, lengths, step.context_lens[requests])
 
+    @property
+    def _both_ways(self) -> npt.NDArray[np.bool_]:
+        """Of each request; False, of any shape, if none is."""
+        return self.step.both_ways > 0 if len(self.step.both_ways) else np.zeros(1, bool)
+
     def _chunks(self, longer_than: int) -> list[int]:
-        """Requests of more rows, behind the decodes."""
-        lengths = np.diff(self.step.query_starts)[self.num_decodes :]
-        return (self.num_decodes + np.flatnonzero(lengths > longer_than)).tolist()
+        """Requests of more rows, behind the decodes, and those of fewer that no kernel masks."""
+        is_chunk = (np.diff(self.step.query_starts) > longer_than) | self._both_ways
+        return (self.num_decodes + np.flatnonzero(is_chunk[self.num_decodes :])).tolist()
 
     def chunk_gathers(self, num_kv_heads: int, window: int | None, *, longer_than: int = 0) -> tuple[Gather, ...]:
         """What the prompt chunks of more than so many tokens see: each its own past and itself, causally, in its
@@ -312,9 +319,10 @@ class GpuMetadata:
         lowest = 0 if window is None else max(0, position - window + 1)
         rows, base = _pool_rows(step.block_tables[request : request + 1], lowest, length, num_kv_heads)
         mask: mx.array | str = "causal"
-        if window is not None and length > window:
+        is_both_ways = step.is_both_ways(request)
+        if is_both_ways or (window is not None and length > window):
             positions = mx.arange(position, length)[None, None, :, None]
-            mask = causal_mask(positions, mx.arange(lowest, length), window)
+            mask = chunk_mask(positions, mx.arange(lowest, length), window, is_both_ways)
         return Seen(slice(first_query, end_query), rows, lowest - base, length - base, mask)
 
 
