@@ -9,9 +9,8 @@ import pytest
 from scripted_servers import Asked, ScriptedServer
 from virtual_time import run_virtually
 
-from mlx_server.bench.lab import sweep
-from mlx_server.bench.lab.sweep import most_by_bisection, most_of_ladder
-from mlx_server.bench.serve import command
+from mlx_server.bench.serve import command, sweep
+from mlx_server.bench.serve.sweep import most_by_bisection, most_of_ladder
 from mlx_server.errors import ConfigError
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -227,21 +226,6 @@ async def start_streams(
     await asyncio.wait({waiting, *streams}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     return streams
-
-
-@asynccontextmanager
-async def in_background(work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Runs all of it while the block does, and cancels it then. Raises what ended one of them."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in work]
-    try:
-        yield tasks
-    finally:
-        for task in tasks:
-            task.cancel()
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
 
 
 async def _intrude(
