@@ -22,9 +22,7 @@ from mlx_server.api.http.middleware import ExchangeMiddleware, allow_origins
 from mlx_server.api.http.text_turns import TextWorkers
 from mlx_server.api.ollama import chat as ollama_chat
 from mlx_server.api.ollama import embeddings as ollama_embeddings
-from mlx_server.api.ollama import generate as ollama_generate
 from mlx_server.api.ollama import models as ollama_models
-from mlx_server.api.ollama import store as ollama_store
 from mlx_server.api.openai import chat, completions, embeddings, models, rerank, tokenization
 from mlx_server.api.openai.responses import routes as responses
 from mlx_server.api.openai.responses.store import ResponseStore
@@ -34,7 +32,6 @@ from mlx_server.environment import version
 from mlx_server.observability.tracing import Tracing, open_tracing
 from mlx_server.pool.model_pool import ModelPool
 
-_OLLAMA = (ollama_chat, ollama_generate, ollama_embeddings, ollama_models, ollama_store)
 _ROUTES = (
     probes,
     models,
@@ -47,7 +44,9 @@ _ROUTES = (
     rerank,
     tokenization,
     admin,
-    *_OLLAMA,
+    ollama_chat,
+    ollama_embeddings,
+    ollama_models,
     dashboard,
 )
 """What is served is what stands here. `/` is Ollama's on Ollama's port, before it is the dashboard's."""

@@ -2,8 +2,8 @@
 
 Every field may be null, which means "not given": many clients send null for what they leave out. Numbers and
 booleans are not coerced from text, as OpenAI does not. A declared field is honoured, or `Refused` when its value
-asks for something that this server does not do; one that is not declared changes nothing. `parameters.py` lists every
-field that clients know.
+asks for something that this server does not do; one that is not declared changes nothing. docs/parameters.md lists
+every field that clients know.
 """
 
 from __future__ import annotations

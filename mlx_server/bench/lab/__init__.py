@@ -1,1 +1,1 @@
-"""Instruments for developers of the server: what its steps, kernels and prefixes on disk cost, and how a machine does."""
+"""Instruments for developers of the server: what steps, kernels and prefixes on disk cost, and a machine's report."""
