@@ -447,9 +447,39 @@ def test_no_step_waits_for_drafts_that_cannot_come(settings: dict[str, int]) -> 
         world.schedule()
         assert not world.scheduler._composer.waits_to_draft()
         world.deliver()
-    assert world.model.choose({request: 4}, 4, StepRoom(1), world.speculation.costs, 0.0, fades=False).depth > 0
+    assert world.model.choose({request: 4}, 4, StepRoom(1), world.speculation.costs, 0.0).depth > 0
     world.finish()
     world.check_tokens()
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("fault", ["slow", "wrong"])
+def test_a_draft_model_that_was_given_up_is_tried_again(is_ahead: bool, fault: str) -> None:
+    """Its steps took long while the machine had other work, or what it drafted was wrong for a while."""
+    world = DraftingWorld(depth=2, num_blocks=128)
+
+    def step() -> None:
+        """As the loop does it, which composes a step while one runs."""
+        num_submitted = world.runner.num_submitted
+        is_full = num_submitted > is_ahead or (num_submitted > 0 and world.scheduler.waits_to_draft)
+        if is_full or world.schedule() is None:
+            world.deliver()
+
+    world.add(make_request("r", 8, max_tokens=2500))
+    while len(world.runner.bursts) < 5:
+        step()
+    for _ in range(80):
+        if fault == "slow":
+            world.model.costs.observe(1, 0.5)
+        else:
+            world.model.on_result("r", 4, 0)
+    before = world.scheduler.counters.num_steps
+    while len(world.runner.bursts) == 5:
+        step()
+    assert 20 < world.scheduler.counters.num_steps - before < 800
+    while len(world.runner.bursts) < 100:  # and is believed then
+        step()
+    assert world.scheduler.counters.num_steps - before < 1500
 
 
 def test_a_burst_that_changes_the_pool_says_nothing_of_what_drafts_cost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,27 +104,33 @@ class DraftModel:
 
     # --- a burst ------------------------------------------------------------------------------------------
 
-    def choose(
-        self, free: Mapping[Request, int], most: int, room: StepRoom, target: RowCosts, wait_s: float, *, fades: bool
-    ) -> Burst:
-        """The best burst for those with room for drafts, whether or not the draft model knows their tokens yet.
-        `fades`: requests that are not drafted for are tried again some time."""
+    def choose(self, free: Mapping[Request, int], most: int, room: StepRoom, target: RowCosts, wait_s: float) -> Burst:
+        """The best burst for those with room for drafts, whether or not the draft model knows their tokens yet."""
         able = [request for request, num_free in free.items() if num_free > 0 and self._can_follow(request)]
         rates = {request.request_id: self.rate(request.request_id) for request in able}
         is_off = self._is_held or self._has_failed
-        burst = NO_BURST if is_off else draft_burst.choose_burst(rates, most, room, target, self.costs, wait_s)
-        for request_id in rates.keys() - burst.request_ids if fades else ():
-            self._acceptances.fade(request_id)
-        return burst
+        return NO_BURST if is_off else draft_burst.choose_burst(rates, most, room, target, self.costs, wait_s)
+
+    def _pass_over(self, free: Mapping[Request, int], burst: Burst) -> None:
+        """A step comes without drafts for those who are not in `burst`. They are tried again some time, and so is a
+        draft model that is thought too slow."""
+        for request in free:
+            if request.request_id not in burst.request_ids:
+                self._acceptances.fade(request.request_id)
+        if free and not burst.depth:
+            self.costs.pass_over()
 
     def would_draft(
         self, free: Mapping[Request, int], most: int, room: StepRoom, target: RowCosts, wait_s: float
     ) -> bool:
         """Whether the best burst, once one more token of each is known, would compute anything: the draft model has
         read the prompt of one of them, or its time has come, and there are blocks for it."""
-        wanted = self.choose(free, most, room, target, wait_s, fades=False)
+        wanted = self.choose(free, most, room, target, wait_s)
         chosen = {self._followers[request_id] for request_id in wanted.request_ids}
-        return any(self._would_compute(follower, chosen, wanted.saved_s) for follower in chosen)
+        if any(self._would_compute(follower, chosen, wanted.saved_s) for follower in chosen):
+            return True  # and `compose` is asked for the same step
+        self._pass_over(free, wanted)
+        return False
 
     def _would_compute(self, follower: Follower, wanted: set[Follower], saved_s: float) -> bool:
         shadow, num_behind = follower.shadow, self._num_behind(follower)
@@ -143,7 +149,8 @@ class DraftModel:
         """The steps of the best burst. One that is far behind is brought up first, once what drafts would have saved it
         so far pays for that, and for no longer at a time than a step should take."""
         self._composed = _Composed()
-        wanted = self.choose(free, most, room, target, wait_s, fades=True)
+        wanted = self.choose(free, most, room, target, wait_s)
+        self._pass_over(free, wanted)
         chosen = {r: self._followers[r.request_id] for r in free if r.request_id in wanted.request_ids}
         near = {r: f for r, f in chosen.items() if self._num_behind(f) <= BLOCK_SIZE}
         burst = wanted

@@ -110,6 +110,11 @@ class RowCosts:
         gain = _FASTER_GAIN if step_time_s < known_s else _SLOWER_GAIN
         self._seconds[bucket] = known_s + gain * (min(step_time_s, _MOST_SURPRISE * known_s) - known_s)
 
+    def pass_over(self) -> None:
+        """A step was left out because of what is known here, which counts less for it in time."""
+        self._num_steps += 1
+        self._known = None
+
     @property
     def most_rows(self) -> int:
         """The largest number of rows that was measured; 0 if none was."""
