@@ -20,17 +20,15 @@ from mlx_server.api.context import Context
 from mlx_server.api.http.body import AnyTypeTurnRoute
 from mlx_server.api.http.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR, Strings
 from mlx_server.api.http.sse import whole_or_streamed
-from mlx_server.api.ollama.fields import ERROR_RESPONSES, OllamaFields
-from mlx_server.api.ollama.opening import OllamaCall, open_call, unload
 from mlx_server.api.ollama.output import NDJSON, ChatWriter, TextWriter, message_body, timestamp
+from mlx_server.api.ollama.request import ERROR_RESPONSES, OllamaCall, OllamaFields, open_call, unload
 from mlx_server.api.openai.chat import tool_use
 from mlx_server.api.openai.completions import CompletionRequest, plan_text
-from mlx_server.api.openai.document import NULL, STRING, either, list_of, members
+from mlx_server.api.openai.document import CALL, NULL, STRING, either, list_of, members
 from mlx_server.api.openai.fields import Bool, Ints, Refused
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 
-_CALL = members("function", function=members("name", name=STRING, arguments={"type": ["object", "null"]}))
 _Message = Annotated[
     dict[str, Any],
     WithJsonSchema(
@@ -40,7 +38,7 @@ _Message = Annotated[
             content=either(STRING, NULL),
             thinking=either(STRING, NULL),
             images=either(list_of(STRING), NULL),
-            tool_calls=either(list_of(_CALL), NULL),
+            tool_calls=either(list_of(CALL), NULL),
             tool_name=either(STRING, NULL),
         )
     ),

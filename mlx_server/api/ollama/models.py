@@ -25,9 +25,8 @@ from mlx_server.api.errors import error_info
 from mlx_server.api.http import sse
 from mlx_server.api.http.body import AnyTypeRoute
 from mlx_server.api.http.middleware import until_disconnect
-from mlx_server.api.ollama.fields import ERROR_RESPONSES, ModelBody, default_true
-from mlx_server.api.ollama.opening import find_name, listed
 from mlx_server.api.ollama.output import NDJSON, line, timestamp
+from mlx_server.api.ollama.request import ERROR_RESPONSES, ModelBody, default_true, find_name, listed
 from mlx_server.api.openai.fields import Bool
 from mlx_server.engine.embeddings.pooling import capabilities
 from mlx_server.engine.models.facts import ModelFacts, read_facts
