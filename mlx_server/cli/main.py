@@ -172,7 +172,6 @@ def _benchmarks() -> Group:
         "serve": ("serve.command", "over HTTP: latencies and throughput of any OpenAI-compatible server"),
         "compare": ("compare", "over HTTP: several servers side by side, in turns"),
         "peers": ("peers", "install the servers of others that run here, and compare with them"),
-        "sweep": ("serve.sweep", "over HTTP: how many streams keep stated latencies, by context"),
         "invariance": ("lab.invariance", "over HTTP: whether answers have the same bits alone and in batches"),
         "kernels": ("lab.kernels", "the attention kernels alone, each beside MLX's own"),
         "kv-bits": ("lab.kv_bits", "what K/V in fewer bits cost a model, on a text"),

@@ -31,7 +31,7 @@ from mlx_server.bench.serve.workloads import (
 )
 from mlx_server.errors import ServeError
 
-NUM_TOKENS_BEFORE = 8
+_NUM_TOKENS_BEFORE = 8
 """That each stream has given before anything is done to it."""
 
 _NUM_INTRUDER_TOKENS = 8
@@ -208,13 +208,13 @@ async def _hold(client: StreamClient, session: Session, tier: Tier, on_done: OnD
 async def start_streams(
     client: StreamClient, texts: Sequence[str], max_tokens: int, tier: Tier
 ) -> list[asyncio.Task[RequestRecord]]:
-    """A stream for each text. Returns when each has given `NUM_TOKENS_BEFORE` tokens, or one has ended."""
+    """A stream for each text. Returns when each has given `_NUM_TOKENS_BEFORE` tokens, or one has ended."""
     num_waiting = len(texts)
     all_decode = asyncio.Event()
 
     def on_token(record: RequestRecord) -> None:
         nonlocal num_waiting
-        num_waiting -= len(record.token_times_s) == NUM_TOKENS_BEFORE
+        num_waiting -= len(record.token_times_s) == _NUM_TOKENS_BEFORE
         if not num_waiting:
             all_decode.set()
 
