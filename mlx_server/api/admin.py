@@ -17,7 +17,6 @@ from mlx_server.engine.models.facts import folder_of, read_preparation
 from mlx_server.engine.models.fetch import Fetch, can_be_fetched
 from mlx_server.errors import InvalidRequestError, ModelNotFoundError, PermissionDeniedError
 from mlx_server.observability.server_metrics import SleepOperation
-from mlx_server.pool.model_pool import ModelPool
 from mlx_server.pool.pooled_model import ModelState, PooledModel
 
 router = APIRouter(tags=["admin"], route_class=JsonRoute, dependencies=[RequireAdmin])
@@ -151,11 +150,8 @@ async def wake_up(context: Context) -> dict[str, Any]:
 @router.get("/is_sleeping")
 async def is_sleeping(context: Context) -> dict[str, bool]:
     """Whether no model is loaded, nor being loaded."""
-    return {"is_sleeping": not _is_any_awake(context.pool)}
-
-
-def _is_any_awake(pool: ModelPool) -> bool:
-    return any(model.state in (ModelState.LOADING, ModelState.READY) for model in pool.models())
+    awake = (ModelState.LOADING, ModelState.READY)
+    return {"is_sleeping": not any(model.state in awake for model in context.pool.models())}
 
 
 def _reading(model: PooledModel) -> dict[str, Any]:

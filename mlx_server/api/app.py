@@ -16,7 +16,7 @@ from mlx_server.api.auth.fleet_quotas import FleetQuotas
 from mlx_server.api.auth.keys import build_key_ring
 from mlx_server.api.auth.quotas import Quotas
 from mlx_server.api.context import ServerContext
-from mlx_server.api.errors import ERROR_RESPONSES, install_error_handlers
+from mlx_server.api.errors import OpenAIError, error_responses, install_error_handlers
 from mlx_server.api.http.door import DoorMiddleware
 from mlx_server.api.http.middleware import ExchangeMiddleware, allow_origins
 from mlx_server.api.http.text_turns import TextWorkers
@@ -69,7 +69,7 @@ def create_app(
     store = open_store(config.fleet, now_ms)
     quotas = Quotas(keys.usage, clock) if store is None else FleetQuotas(store, keys.usage, clock)
     text_workers = TextWorkers(config.scheduler.max_num_waiting)
-    app = FastAPI(title="mlx-serve", version=version(), responses=ERROR_RESPONSES)
+    app = FastAPI(title="mlx-serve", version=version(), responses=error_responses(OpenAIError))
     chats = ChatPlanner(ImageLoader(config.server))
     context = ServerContext(pool, config, keys, quotas, GenerationService(quotas), text_workers, chats, store)
     app.state.context = context

@@ -64,13 +64,6 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
         ),
     }
 )
-ELSEWHERE: Mapping[str, str] = MappingProxyType(
-    {
-        "vllm-metal": "a plugin of vLLM, which has no wheel for macOS on PyPI",
-        "oMLX, LM Studio, Ollama": "not on PyPI",
-    }
-)
-"""Others, with the reason why they are not installed here. Start them, and add them with --url NAME=URL."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,8 +87,6 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name}: available", flush=True)
         except Unavailable as reason:
             print(f"{name}: unavailable: {reason}", flush=True)
-    for name, why in ELSEWHERE.items():
-        print(f"{name}: not installed here: {why}", flush=True)
     if args.install_only:
         return 0
     if len(servers) == 1 and not args.server and not args.url:

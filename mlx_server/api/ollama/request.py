@@ -25,6 +25,7 @@ from starlette.responses import Response
 
 from mlx_server.api.auth.authentication import caller_of, check_model_access, require_admin
 from mlx_server.api.context import ServerContext
+from mlx_server.api.errors import error_responses
 from mlx_server.api.http.request_bounds import check_name
 from mlx_server.api.openai.document import STRING, either
 from mlx_server.api.openai.exchange import Exchange, open_exchange
@@ -194,10 +195,7 @@ class OllamaError(BaseModel):
     error: str
 
 
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": OllamaError, "description": "The request is wrong, or refused"},
-    "5XX": {"model": OllamaError, "description": "The server cannot do it, or not now"},
-}
+ERROR_RESPONSES = error_responses(OllamaError)
 
 
 def listed(name: str) -> str:
