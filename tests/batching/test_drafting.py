@@ -120,6 +120,24 @@ def test_nothing_is_drafted_before_a_plain_step_was_timed() -> None:
     assert choose_depths({"a": 7}, {"a": 0.9}, StepRoom(1, 100), RowCosts()) == {}
 
 
+def _num_steps_until_tried(costs: RowCosts) -> int:
+    """Single rows take 10 ms; two are tried once they seem to take less than 15."""
+    for num_steps in range(10_000):
+        if costs.seconds(2) < 0.015:
+            return num_steps
+        costs.observe(1, 0.010)
+    raise AssertionError("never tried")
+
+
+def test_what_tries_show_to_be_slow_is_tried_less_often_until_it_is_not() -> None:
+    costs = _costs({1: 0.010, 2: 0.020})
+    waits = []
+    for seconds in (0.020, 0.020, 0.020, 0.017, 0.020):
+        waits.append(_num_steps_until_tried(costs))
+        costs.observe(2, seconds)
+    assert [round(num_steps, -1) for num_steps in waits] == [130, 230, 430, 430, 120]
+
+
 @given(
     seconds=st.dictionaries(st.sampled_from([1, 2, 4, 8, 16, 32]), st.floats(1e-4, 1.0), min_size=1),
     proposed=st.dictionaries(st.sampled_from("abcd"), st.integers(1, 8), max_size=4),

@@ -76,8 +76,12 @@ _SLOWER_GAIN = 0.1
 _FASTER_GAIN = 0.5
 _MOST_SURPRISE = 2.0
 _FRESH_STEPS = 100
+_MOST_FRESH_STEPS = 400
 _FORGIVING = 0.99
-"""What a step of other rows leaves of what was measured more than 100 steps ago: after 70 a half."""
+"""What a step of other rows leaves of what was measured more than 100 steps ago: after 70 a half. What a try has shown
+to be as slow as it was known is believed twice as long, up to 400 steps."""
+
+_AS_SLOW = 0.9
 
 
 class RowCosts:
@@ -90,6 +94,7 @@ class RowCosts:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._measured_at: dict[int, int] = {}
+        self._fresh_for: dict[int, int] = {}
         self._num_steps = 0
         self._known: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None = None  # as `curve` reads it
 
@@ -99,7 +104,7 @@ class RowCosts:
         self._num_steps += 1
         self._known = None
         bucket = _ROWS[min(bisect_left(_ROWS, num_rows), len(_ROWS) - 1)]
-        is_first = bucket not in self._measured_at
+        is_first, is_stale = bucket not in self._measured_at, self._stale_for(bucket) > 0
         self._measured_at[bucket] = self._num_steps
         if num_rows < bucket:  # `curve` reads it between this one and the one below, so that one must not fade
             below = max((rows for rows in self._seconds if rows < num_rows), default=bucket)
@@ -107,8 +112,17 @@ class RowCosts:
         if is_first:
             return
         known_s = self._seconds.get(bucket, step_time_s)
+        if step_time_s < _AS_SLOW * known_s:
+            self._fresh_for.pop(bucket, None)
+        elif is_stale:
+            self._fresh_for[bucket] = min(2 * self._fresh_for.get(bucket, _FRESH_STEPS), _MOST_FRESH_STEPS)
         gain = _FASTER_GAIN if step_time_s < known_s else _SLOWER_GAIN
         self._seconds[bucket] = known_s + gain * (min(step_time_s, _MOST_SURPRISE * known_s) - known_s)
+
+    def _stale_for(self, bucket: int) -> int:
+        """For how many steps what is known counts less and less."""
+        measured_at = self._measured_at.get(bucket, self._num_steps)
+        return max(0, self._num_steps - measured_at - self._fresh_for.get(bucket, _FRESH_STEPS))
 
     def pass_over(self) -> None:
         """A step was left out because of what is known here, which counts less for it in time."""
@@ -132,8 +146,7 @@ class RowCosts:
             return [0.0] * (last - first + 1)
         if self._known is None:
             known = sorted(self._seconds)
-            stale_for = [max(0, self._num_steps - self._measured_at[rows] - _FRESH_STEPS) for rows in known]
-            costs = [self._seconds[rows] * _FORGIVING**age for rows, age in zip(known, stale_for)]
+            costs = [self._seconds[rows] * _FORGIVING ** self._stale_for(rows) for rows in known]
             self._known = np.array(known, dtype=np.float64), np.maximum.accumulate(costs)
         seconds: list[float] = np.interp(np.arange(first, last + 1), *self._known).tolist()
         return seconds
