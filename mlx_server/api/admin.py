@@ -104,7 +104,7 @@ async def begin_pull(context: ServerContext, name: str) -> Fetch | None:
 
 
 async def end_of(fetch: Fetch) -> None:
-    """Raises what it has failed with. It goes on when the caller is cancelled."""
+    """Waits until the model is here, and raises what it failed with. The fetch goes on when the caller is cancelled."""
     await asyncio.shield(fetch.done)
 
 

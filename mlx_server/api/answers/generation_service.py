@@ -40,11 +40,6 @@ REVOCATION_S = 0.5
 _DRAIN_RETRY_S = 5.0
 
 
-def _most_at_a_time(engine: AsyncEngine) -> int:
-    """How many inputs of one request may be in the engine: half of its seats are left to others."""
-    return max(1, engine.info.max_num_seqs // 2)
-
-
 class PoolingRun:
     """The inputs of one job that wants vectors or scores, each a request of its own in the ragged batch. Await its
     results once; `close` it on every path. Event-loop thread only.
@@ -169,7 +164,8 @@ class GenerationService:
 
     async def start_pooling(self, engine: AsyncEngine, job: GenerationJob) -> PoolingRun:
         """As `start`, for inputs that are pooled: they go in as there is room, each caller's within its seats."""
-        width = min(len(job.prompts), _most_at_a_time(engine), self._quotas.seats_left(job.caller))
+        most = max(1, engine.info.max_num_seqs // 2)  # half of the engine's seats are left to others
+        width = min(len(job.prompts), most, self._quotas.seats_left(job.caller))
         return await self._opened(engine, job, width, 1, self._start_pooling)
 
     async def _opened(

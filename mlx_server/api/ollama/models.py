@@ -237,10 +237,10 @@ async def pull(body: PullRequest, request: Request, context: Context) -> Respons
     assert name is not None
     fetch = await begin_pull(context, name)
     if fetch is None:
-        return _streamed(None) if body.stream else _success()
+        return _streamed(None) if body.stream else JSONResponse(_SUCCESS)
     if not body.stream:
         await until_disconnect(request, end_of(fetch))
-        return _success()
+        return JSONResponse(_SUCCESS)
     with contextlib.suppress(TimeoutError):  # what fails at once has a status
         await asyncio.wait_for(asyncio.shield(fetch.done), _PULL_PERIOD_S)
     return _streamed(fetch)
@@ -293,10 +293,6 @@ async def unsupported(request: Request) -> None:
         f"{request.url.path} is not served: models are folders in mlx-lm format. Name one under [[models]] in the "
         "configuration, with aliases and adapters of its own."
     )
-
-
-def _success() -> Response:
-    return JSONResponse(_SUCCESS)
 
 
 router.include_router(admins)
