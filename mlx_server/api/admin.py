@@ -10,15 +10,13 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from mlx_server.api.auth.authentication import RequireAdmin
-from mlx_server.api.context import Context
+from mlx_server.api.context import Context, ServerContext
 from mlx_server.api.http.body import JsonRoute
 from mlx_server.api.http.middleware import until_disconnect
-from mlx_server.api.pulls import begin_pull
-from mlx_server.engine.models.facts import read_preparation
-from mlx_server.engine.models.fetch import Fetch
-from mlx_server.errors import InvalidRequestError
+from mlx_server.engine.models.facts import folder_of, read_preparation
+from mlx_server.engine.models.fetch import Fetch, can_be_fetched
+from mlx_server.errors import InvalidRequestError, ModelNotFoundError, PermissionDeniedError
 from mlx_server.observability.server_metrics import SleepOperation
-from mlx_server.pool.model_pool import ModelPool
 from mlx_server.pool.pooled_model import ModelState, PooledModel
 
 router = APIRouter(tags=["admin"], route_class=JsonRoute, dependencies=[RequireAdmin])
@@ -84,11 +82,29 @@ async def pull(body: LoadBody, request: Request, context: Context) -> dict[str, 
     It is fetched on when the caller leaves; `GET /admin/models` tells how far it is."""
     fetch = await begin_pull(context, body.model)
     if fetch is not None:
-        await until_disconnect(request, _end_of(fetch))
+        await until_disconnect(request, end_of(fetch))
     return {"model": body.model, "status": "pulled"}
 
 
-async def _end_of(fetch: Fetch) -> None:
+async def begin_pull(context: ServerContext, name: str) -> Fetch | None:
+    """The fetch of a model by its served name or its hub id, begun if nobody has; None if it is here. Raises
+    `ModelNotFoundError` for what cannot be fetched, `PermissionDeniedError` for what this server would not serve."""
+    offer = context.pool.look_up(name)
+    model = name if offer is None else offer.spec.root
+    if offer is not None and await asyncio.to_thread(folder_of, model) is not None:
+        return None
+    if not can_be_fetched(model):
+        raise ModelNotFoundError(name, "Models are pulled by their hub id, like mlx-community/Qwen3-0.6B-4bit.")
+    if offer is None and not context.config.pool.pulled_models:
+        raise PermissionDeniedError(
+            f"This server serves only the models of its configuration, and {name} is none of them. Start it with "
+            "--pulled-models to let clients pull and use others."
+        )
+    return context.fetches.join(model)
+
+
+async def end_of(fetch: Fetch) -> None:
+    """Waits until the model is here, and raises what it failed with. The fetch goes on when the caller is cancelled."""
     await asyncio.shield(fetch.done)
 
 
@@ -134,11 +150,8 @@ async def wake_up(context: Context) -> dict[str, Any]:
 @router.get("/is_sleeping")
 async def is_sleeping(context: Context) -> dict[str, bool]:
     """Whether no model is loaded, nor being loaded."""
-    return {"is_sleeping": not _is_any_awake(context.pool)}
-
-
-def _is_any_awake(pool: ModelPool) -> bool:
-    return any(model.state in (ModelState.LOADING, ModelState.READY) for model in pool.models())
+    awake = (ModelState.LOADING, ModelState.READY)
+    return {"is_sleeping": not any(model.state in awake for model in context.pool.models())}
 
 
 def _reading(model: PooledModel) -> dict[str, Any]:

@@ -16,15 +16,13 @@ from mlx_server.api.auth.fleet_quotas import FleetQuotas
 from mlx_server.api.auth.keys import build_key_ring
 from mlx_server.api.auth.quotas import Quotas
 from mlx_server.api.context import ServerContext
-from mlx_server.api.errors import ERROR_RESPONSES, install_error_handlers
+from mlx_server.api.errors import OpenAIError, error_responses, install_error_handlers
 from mlx_server.api.http.door import DoorMiddleware
 from mlx_server.api.http.middleware import ExchangeMiddleware, allow_origins
 from mlx_server.api.http.text_turns import TextWorkers
 from mlx_server.api.ollama import chat as ollama_chat
 from mlx_server.api.ollama import embeddings as ollama_embeddings
-from mlx_server.api.ollama import generate as ollama_generate
 from mlx_server.api.ollama import models as ollama_models
-from mlx_server.api.ollama import store as ollama_store
 from mlx_server.api.openai import chat, completions, embeddings, models, rerank, tokenization
 from mlx_server.api.openai.responses import routes as responses
 from mlx_server.api.openai.responses.store import ResponseStore
@@ -34,7 +32,6 @@ from mlx_server.environment import version
 from mlx_server.observability.tracing import Tracing, open_tracing
 from mlx_server.pool.model_pool import ModelPool
 
-_OLLAMA = (ollama_chat, ollama_generate, ollama_embeddings, ollama_models, ollama_store)
 _ROUTES = (
     probes,
     models,
@@ -47,7 +44,9 @@ _ROUTES = (
     rerank,
     tokenization,
     admin,
-    *_OLLAMA,
+    ollama_chat,
+    ollama_embeddings,
+    ollama_models,
     dashboard,
 )
 """What is served is what stands here. `/` is Ollama's on Ollama's port, before it is the dashboard's."""
@@ -70,7 +69,7 @@ def create_app(
     store = open_store(config.fleet, now_ms)
     quotas = Quotas(keys.usage, clock) if store is None else FleetQuotas(store, keys.usage, clock)
     text_workers = TextWorkers(config.scheduler.max_num_waiting)
-    app = FastAPI(title="mlx-serve", version=version(), responses=ERROR_RESPONSES)
+    app = FastAPI(title="mlx-serve", version=version(), responses=error_responses(OpenAIError))
     chats = ChatPlanner(ImageLoader(config.server))
     context = ServerContext(pool, config, keys, quotas, GenerationService(quotas), text_workers, chats, store)
     app.state.context = context

@@ -205,11 +205,12 @@ class OpenAIError(BaseModel):
     error: OpenAIErrorDetail
 
 
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": OpenAIError, "description": "The request is wrong, or refused"},
-    "5XX": {"model": OpenAIError, "description": "The server cannot do it, or not now"},
-}
-"""For the OpenAPI document: what every route answers when it does not do what was asked."""
+def error_responses(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """For the OpenAPI document: what a route answers when it does not do what was asked."""
+    return {
+        "4XX": {"model": model, "description": "The request is wrong, or refused"},
+        "5XX": {"model": model, "description": "The server cannot do it, or not now"},
+    }
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import shlex
 import shutil
 import sys
@@ -31,6 +30,7 @@ from mlx_server.bench.serve.client import CHAT
 from mlx_server.bench.serve.command import INTRUDER
 from mlx_server.bench.servers import Unavailable, run_to_end
 from mlx_server.bench.tables import tell
+from mlx_server.config import home
 from mlx_server.errors import ConfigError
 from mlx_server.runtime.models import random_models
 from mlx_server.runtime.models.bundled import SMOLLM2, pull_bundled
@@ -64,13 +64,6 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
         ),
     }
 )
-ELSEWHERE: Mapping[str, str] = MappingProxyType(
-    {
-        "vllm-metal": "a plugin of vLLM, which has no wheel for macOS on PyPI",
-        "oMLX, LM Studio, Ollama": "not on PyPI",
-    }
-)
-"""Others, with the reason why they are not installed here. Start them, and add them with --url NAME=URL."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints what is available, then what `compare` prints. Raises `ServeError` and its kinds."""
-    folder = peers_folder()
+    folder = home() / "peers"
     model = model_folder(args.model, folder / "models")
     servers = [OURS]
     for name in args.peers:
@@ -94,19 +87,12 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name}: available", flush=True)
         except Unavailable as reason:
             print(f"{name}: unavailable: {reason}", flush=True)
-    for name, why in ELSEWHERE.items():
-        print(f"{name}: not installed here: {why}", flush=True)
     if args.install_only:
         return 0
     if len(servers) == 1 and not args.server and not args.url:
         raise ConfigError("No peer is available to compare with; the reasons are above.")
     settings = vars(args) | {"model": str(model), "server": [*servers, *args.server]}
     return compare.run(argparse.Namespace(**settings))
-
-
-def peers_folder() -> Path:
-    """Where peers and their model are kept, outside of any repository."""
-    return Path(os.environ.get("MLX_SERVE_HOME", "~/.cache/mlx-serve")).expanduser() / "peers"
 
 
 def model_folder(name: str, folder: Path) -> Path:

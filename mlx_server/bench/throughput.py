@@ -12,17 +12,17 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_server.bench.arguments import add_json_argument, from_1
-from mlx_server.bench.chat_workloads import CHAT_WORKLOADS, make_chat_workload
-from mlx_server.bench.instruments import count_model_calls, describe_environment, time_attention
+from mlx_server.bench.instruments import count_model_calls, describe_environment
 from mlx_server.bench.systems import (
+    CHAT_WORKLOADS,
     SPECULATE,
     WORKLOADS,
     Batched,
@@ -31,6 +31,7 @@ from mlx_server.bench.systems import (
     System,
     Workload,
     check_lengths,
+    make_chat_workload,
     make_warm_up,
     make_workload,
 )
@@ -80,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-cache-memory", default="2GiB", help="of the engine")
     add("--speculate", nargs="+", default=["auto"], choices=SPECULATE, help="of the engine, a row each")
     add("--draft-model", help="of the engine, where it speculates")
-    add("--profile", action="store_true", help="then watch the engine once more: attention's share of the time")
     add_json_argument(parser, "every turn")
 
 
@@ -95,8 +95,7 @@ def run(args: argparse.Namespace) -> int:
         workload = _workload(name, loaded, args.seed).first(count)
         rows = compare(systems, workload, warm_up, type(loaded.model), num_turns=args.repeat, on_turn=_report_turn)
         print(f"\n{_title(args.model, workload)}\n\n{render_rows(rows)}", flush=True)
-        profiles = _profiles(systems, workload, warm_up) if args.profile else {}
-        documents.append(as_document(workload, rows, profiles))
+        documents.append(as_document(workload, rows))
     settings = {key: value for key, value in vars(args).items() if key != "json"}
     document = {"benchmark": "throughput", "environment": environment, "settings": settings, "results": documents}
     write_json(args.json, document)
@@ -138,16 +137,6 @@ def _systems(args: argparse.Namespace, loaded: LoadedModel) -> list[System]:
             for speculate in args.speculate
         ]
     return systems
-
-
-def _profiles(systems: Sequence[System], workload: Workload, warm_up: Workload) -> dict[str, Profile]:
-    """Of each engine row, by label; prints a line each."""
-    profiles = {}
-    for system in systems:
-        if isinstance(system, OurEngine):
-            profiles[system.label] = profile = profile_turn(system, workload, warm_up)
-            print(f"{system.label}: {describe_profile(profile)}", flush=True)
-    return profiles
 
 
 def _title(model: str, workload: Workload) -> str:
@@ -266,26 +255,6 @@ def take_turn(system: System, workload: Workload, warm_up: Workload, model_class
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """Shares of the time of one observed pass of the engine over the workload. `attention_share` is of all attention,
-    `gather_share` of writing and gathering K/V for MLX's attention: 0 where attention reads them in place."""
-
-    attention_share: float
-    gather_share: float
-
-
-def profile_turn(system: System, workload: Workload, warm_up: Workload) -> Profile:
-    """One more session of an engine, observed and for that reason slower: only shares are of use."""
-    with system.session() as generate:
-        generate(warm_up)
-        with time_attention() as attention:
-            start_s = time.perf_counter()
-            generate(workload)
-            elapsed_s = time.perf_counter() - start_s
-    return Profile(attention.attend_s / elapsed_s, attention.gather_s / elapsed_s)
-
-
 def _forget_memory() -> None:
     gc.collect()
     mx.clear_cache()
@@ -318,16 +287,8 @@ def render_rows(rows: Sequence[Row]) -> str:
     )
 
 
-def describe_profile(profile: Profile) -> str:
-    """One line for people."""
-    attention = f"attention takes {profile.attention_share:.0%} of the time"
-    if profile.gather_share == 0.0:
-        return f"{attention}, K/V read and written in place"
-    return f"{attention}; {profile.gather_share:.0%} is writing and gathering K/V"
-
-
-def as_document(workload: Workload, rows: Sequence[Row], profiles: Mapping[str, Profile]) -> dict[str, Any]:
-    """The same, with every turn, as JSON-ready values; `profiles` by label."""
+def as_document(workload: Workload, rows: Sequence[Row]) -> dict[str, Any]:
+    """The same, with every turn, as JSON-ready values."""
     return {
         "workload": workload.name,
         "num_requests": len(workload.requests),
@@ -345,5 +306,4 @@ def as_document(workload: Workload, rows: Sequence[Row], profiles: Mapping[str, 
             }
             for row in rows
         ],
-        "profiles": {label: asdict(profile) for label, profile in profiles.items()},
     }

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlx_server.bench import BENCHMARKS
 from mlx_server.environment import quiet_libraries, version
 from mlx_server.errors import ConfigError, ServeError, did_you_mean
 
@@ -108,10 +107,6 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
 
-def _benchmarks() -> dict[str, Command | Group]:
-    return {name: Command(f"mlx_server.bench.{one.module}", one.summary) for name, one in BENCHMARKS.items()}
-
-
 def commands() -> Group:
     """The whole tree."""
     return Group(
@@ -161,7 +156,7 @@ def commands() -> Group:
             ),
             "doctor": Command("mlx_server.cli.doctor", "show what this machine offers"),
             "completion": Command("mlx_server.cli.main", "complete commands and options in your shell", "completion"),
-            "bench": Group("measure speed; every figure of BENCHMARKS.md is one of these commands", _benchmarks()),
+            "bench": _benchmarks(),
         },
     )
 
@@ -169,6 +164,27 @@ def commands() -> Group:
 def _noun(module: str, summary: str, **verbs: str) -> Group:
     """The commands of one module, each with its summary."""
     return Group(summary, {verb: Command(module, about, verb) for verb, about in verbs.items()})
+
+
+def _benchmarks() -> Group:
+    modules = {
+        "throughput": ("throughput", "offline: this engine beside mlx-lm's own, on the same prompts"),
+        "serve": ("serve.command", "over HTTP: latencies and throughput of any OpenAI-compatible server"),
+        "compare": ("compare", "over HTTP: several servers side by side, in turns"),
+        "peers": ("peers", "install the servers of others that run here, and compare with them"),
+        "invariance": ("lab.invariance", "over HTTP: whether answers have the same bits alone and in batches"),
+        "kernels": ("lab.kernels", "the attention kernels alone, each beside MLX's own"),
+        "kv-bits": ("lab.kv_bits", "what K/V in fewer bits cost a model, on a text"),
+        "kv-disk": ("lab.kv_disk", "prefixes on disk: streams beside saving and loading"),
+        "simulate": ("lab.simulator.command", "the scheduler alone, on recorded or made-up traffic"),
+        "fleet": ("lab.simulator.fleet", "many simulated servers behind a router, by how it places requests"),
+        "host-cost": ("lab.host_cost", "what scheduling a step costs the host"),
+        "random-folder": ("random_folder", "write a random model that any mlx-lm server can load"),
+    }
+    return Group(
+        "measure speed; every figure of BENCHMARKS.md is one of these commands",
+        {name: Command(f"mlx_server.bench.{module}", summary) for name, (module, summary) in modules.items()},
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ import pytest_asyncio
 from mlx_server.api.answers.vectors import MAX_INPUTS
 from mlx_server.api.auth.key_file import KeyFile
 from mlx_server.api.context import ServerContext
-from mlx_server.api.ollama.opening import NOT_ENFORCED_HEADER
+from mlx_server.api.ollama.request import NOT_ENFORCED_HEADER
 from mlx_server.config import CacheConfig, Config, SchedulerConfig, ServerConfig
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.model_entries import ModelEntry

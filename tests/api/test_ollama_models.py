@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlx_server.api.ollama.opening import NOT_ENFORCED_HEADER
+from mlx_server.api.ollama.request import NOT_ENFORCED_HEADER
 from mlx_server.config import Config, PoolConfig, ServerConfig
 from mlx_server.engine.models import fetch as model_fetch
 from mlx_server.errors import DownloadError

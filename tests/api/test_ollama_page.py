@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from mlx_server.api.ollama.chat import ChatRequest
-from mlx_server.api.ollama.fields import Options
-from mlx_server.api.ollama.generate import GenerateRequest
+from mlx_server.api.ollama.chat import ChatRequest, GenerateRequest
+from mlx_server.api.ollama.request import Options
 from mlx_server.api.openai.fields import GenerationFields
 from tests.api.test_ollama_wire import ask
 from tests.api.worlds import World, user

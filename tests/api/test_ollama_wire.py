@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_server.api.ollama.opening import NOT_ENFORCED_HEADER
+from mlx_server.api.ollama.request import NOT_ENFORCED_HEADER
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import EngineDeadError
 from mlx_server.sampling_params import SamplingParams

@@ -11,8 +11,10 @@ from anthropic.types.beta.message_create_params import MessageCreateParamsBase a
 from anthropic.types.message_create_params import MessageCreateParamsBase as MessageParams
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
 
-from mlx_server.api.openai.fields import GenerationFields
-from mlx_server.api.openai.protocol_parameters import OWN, PROTOCOLS
+from mlx_server.api.anthropic.messages import MessagesRequest
+from mlx_server.api.llama_cpp import InfillRequest
+from mlx_server.api.openai.fields import GenerationFields, Refused
+from mlx_server.api.openai.responses.request import ResponsesRequest
 from tests.api.fakes import say
 from tests.api.rich_worlds import ask
 from tests.api.worlds import World, user
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PAGE = Path(__file__).parents[2] / "docs" / "parameters.md"
 ROW = re.compile(r"^\| `(?P<field>\w+)` \| (?P<status>honoured|ignored|refused) \| ?(?P<remark>.*)\|$", re.MULTILINE)
+BODIES = {"/v1/messages": MessagesRequest, "/v1/responses": ResponsesRequest, "/infill": InfillRequest}
 BASES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"max_tokens": 5, "messages": user("Hi")},
     "/v1/responses": {"input": "Hi"},
@@ -149,11 +152,15 @@ def rows(path: str) -> list[re.Match[str]]:
 
 @pytest.mark.parametrize("path", BASES)
 async def test_every_field_of_its_own_is_listed(path: str):
-    known = {PUBLIC_NAMES.get(name, name) if path == "/v1/messages" else name for name in PROTOCOLS[path].model_fields}
+    names = PUBLIC_NAMES if path == "/v1/messages" else {}
+    known = {names.get(name, name): field for name, field in BODIES[path].model_fields.items()}
     found = statuses(path)
+    assert len(rows(path)) == len(found)
     listed = {field for field, status in found.items() if status != "ignored"}
-    assert known - set(GenerationFields.model_fields) <= listed <= known | {"stop"}
-    assert len(rows(path)) == len(found) == len(OWN[path])
+    assert known.keys() - GenerationFields.model_fields.keys() <= listed <= known.keys()
+    for name in listed:
+        is_refused = any(isinstance(mark, Refused) for mark in known[name].metadata)
+        assert found[name] == ("refused" if is_refused else "honoured"), name
 
 
 @pytest.mark.parametrize("path", BASES)

@@ -20,7 +20,7 @@ from mlx_server.api import shared_store
 from mlx_server.api.auth import fleet_quotas
 from mlx_server.api.auth.fleet_quotas import LEASE_S
 from mlx_server.api.auth.key_file import KeyFile
-from mlx_server.api.openai.responses import kept
+from mlx_server.api.openai.responses import store as kept
 from mlx_server.config import Config
 from mlx_server.errors import ConfigError, OverloadedError
 from mlx_server.fleet import FleetConfig

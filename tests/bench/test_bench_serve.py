@@ -175,7 +175,9 @@ def test_failed_requests_count_nowhere_but_in_failed():
     summary = summarise([record(1.0, [1.2, 1.3]), record(3.0, [3.1], error="HTTP 503")], 2.0, {"e2el": 301.0})
     assert (summary["completed"], summary["failed"], summary["total_output_tokens"]) == (1, 1, 2)
     assert summary["request_goodput"] == 0.5
-    assert "| TTFT |" in render_summary(summary)
+    table = render_summary(summary)
+    assert "| TTFT |" in table
+    assert re.search(r"good requests +\| +1 of 2 \|", table)
 
 
 def test_a_request_of_one_token_meets_any_limit_of_tpot():

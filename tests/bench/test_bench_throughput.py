@@ -9,9 +9,9 @@ import pytest
 from tiny_models import VOCAB_SIZE, byte_tokenizer, reference_generate, save_model_folder, tiny_model
 
 from mlx_server.bench import throughput
-from mlx_server.bench.chat_workloads import CHAT_WORKLOADS, make_chat_workload
 from mlx_server.bench.instruments import count_model_calls
 from mlx_server.bench.systems import (
+    CHAT_WORKLOADS,
     WORKLOADS,
     Batched,
     Generated,
@@ -19,14 +19,14 @@ from mlx_server.bench.systems import (
     Sequential,
     Workload,
     WorkloadRequest,
+    make_chat_workload,
     make_warm_up,
     make_workload,
 )
 from mlx_server.bench.tables import format_bytes, format_rate, render_table
-from mlx_server.bench.throughput import Profile, Row, Turn, compare, profile_turn, take_turn
+from mlx_server.bench.throughput import Row, Turn, compare, take_turn
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ConfigError, ModelLoadError, ServeError
-from mlx_server.runtime.cache.kv_cache import PagedLayerCache
 from mlx_server.runtime.models.loader import LoadedModel
 from mlx_server.runtime.models.random_models import build_random
 
@@ -225,24 +225,6 @@ def test_pools_beside_mlx_count_with_the_blocks_that_hold_something(model):
     assert generated.num_host_bytes == (100 // 32) * layers * 32 * kv_heads * key_and_value * 4
 
 
-def test_a_profile_sees_the_gathering_of_the_reference_backend_and_takes_its_instruments_away(model):
-    before = mx.fast.scaled_dot_product_attention, PagedLayerCache.attend
-    profile = profile_turn(engine_on(model), SMALL, make_warm_up(VOCAB_SIZE))
-    assert 0 < profile.gather_share < profile.attention_share < 1
-    assert (mx.fast.scaled_dot_product_attention, PagedLayerCache.attend) == before
-
-
-@pytest.mark.parametrize(
-    ("profile", "text"),
-    [
-        (Profile(0.5, 0.375), "attention takes 50% of the time; 38% is writing and gathering K/V"),
-        (Profile(0.25, 0.0), "attention takes 25% of the time, K/V read and written in place"),
-    ],
-)
-def test_a_profile_in_words(profile, text):
-    assert throughput.describe_profile(profile) == text
-
-
 # Comparing
 
 
@@ -387,12 +369,11 @@ def test_the_command_prints_a_table_and_writes_every_turn(tmp_path, capsys):
     file = tmp_path / "out.json"
     options = (
         "--workload uniform --num-requests 2 --repeat 2 --batch-prefill 512x8 --attention-backend reference "
-        f"--kv-cache-memory 8MiB --profile --json {file}"
+        f"--kv-cache-memory 8MiB --json {file}"
     )
     assert throughput.run(parse("--model", str(folder), *options.split())) == 0
     printed = capsys.readouterr()
     assert "uniform: 2 requests, 256 prompt and 256 output tokens" in printed.out
-    assert "mlx-serve, reference: attention takes" in printed.out
     assert printed.err.count("mlx-lm, one by one: ") == 2
     document = json.loads(file.read_text())
     assert document["settings"]["batch_prefill"] == [[512, 8]]
@@ -405,7 +386,6 @@ def test_the_command_prints_a_table_and_writes_every_turn(tmp_path, capsys):
     assert all(128 <= count <= 136 for count in calls["mlx-serve, reference"])
     assert [system["num_outputs_as_first_row"] for system in systems.values()] == [2, 2, 2]
     assert systems["mlx-serve, reference"]["prefix_hit_rate"] == 0.0
-    assert 0 < result["profiles"]["mlx-serve, reference"]["attention_share"] < 1
 
 
 def test_what_a_model_keeps_beside_its_weights_reaches_the_thread_of_the_engine(tmp_path, capsys):

@@ -51,14 +51,6 @@ def test_finding_no_draft_costs_a_few_calls_more() -> None:
         assert 0 < more < most
 
 
-def test_metrics_cost_a_step_the_same_few_calls_for_any_number_of_requests() -> None:
-    few, many = (measure(num_running, 0, num_steps=32, has_metrics=True) for num_running in (4, 32))
-    assert few.metrics_calls == many.metrics_calls < 40
-    without = measure(32, 0, num_steps=32)
-    assert (without.schedule_calls, without.update_calls) == (many.schedule_calls, many.update_calls)
-    assert without.metrics_calls == 0
-
-
 def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     host_cost.add_arguments(parser)
@@ -70,15 +62,6 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     results = json.loads(path.read_text())["results"]
     assert [result["num_running"] for result in results] == [1, 4, 1, 4]
     assert all(result["total_us"] > 0 for result in results)
-
-
-def test_the_cost_of_metrics_is_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    host_cost.add_arguments(parser)
-    host_cost.run(parser.parse_args(["--num-running", "4", "--num-waiting", "0", "--num-steps", "5", "--metrics"]))
-    header, _, row = (line.split("|") for line in capsys.readouterr().out.splitlines())
-    assert header[-2].strip() == "metrics calls"
-    assert 0 < int(row[-2]) < 40
 
 
 def test_the_table_shows_whole_microseconds() -> None:

@@ -1,7 +1,8 @@
-"""`mlx-serve cache` on a folder that servers have written."""
+"""`mlx-serve cache` on a folder that servers have written, and what the files of `cache warm` may hold."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from mlx_server.batching.blocks.disk_saves import owner_tag
 from mlx_server.cli.main import main
+from mlx_server.cli.remote import URL_VARIABLE
 from mlx_server.kv_disk.disk import open_disk
 from mlx_server.kv_disk.files import Files
 from mlx_server.kv_disk.slab import Space
@@ -81,3 +83,38 @@ def test_nothing_is_purged_under_a_server(folder, capsys):
 
 def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
     assert str(tmp_path / "none") in run(tmp_path / "none", capsys, "ls", status=1)
+
+
+@pytest.fixture
+def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(URL_VARIABLE, "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", "has no entries"),
+        ("[]", "has no entries"),
+        ('["a", ', "is not JSON: Expecting value in line 1"),
+        ('"a"\n{"prompt": \n', "Line 2 is not JSON: Expecting value in column 12"),
+        ('"a"\n3', "Entry 2 is neither a string nor an object"),
+        ('{"input": "a"}', "Entry 1 is neither"),
+        ('{"messages": [], "prompt": "a"}', "Entry 1 is neither"),
+        ('{"prompt": ["a", "b"]}', "Entry 1 has several prompts"),
+        ('"a"', "No server answers at http://127.0.0.1:9"),
+        ('{"messages": "a"}', "No server answers"),
+    ],
+)
+@pytest.mark.usefixtures("nobody_listens")
+def test_what_cannot_be_warmed_is_named(monkeypatch, capsys, text, wanted):
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert main(["cache", "warm", "-"]) == 1
+    assert wanted in capsys.readouterr().err
+
+
+def test_files_to_warm_that_cannot_be_read_are_named(tmp_path, capsys):
+    assert main(["cache", "warm", str(tmp_path / "none.json")]) == 1
+    assert "none.json cannot be read: No such file or directory." in capsys.readouterr().err
+    (tmp_path / "image.json").write_bytes(b"\xff\xfe")
+    assert main(["cache", "warm", str(tmp_path / "image.json")]) == 1
+    assert "is not UTF-8 text: invalid start byte at byte 0." in capsys.readouterr().err

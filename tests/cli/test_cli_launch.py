@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mlx_server.cli.launch_recipes import CLIENTS
+from mlx_server.cli.launch import CLIENTS
 from mlx_server.cli.main import main
 from mlx_server.cli.remote import KEY_VARIABLE
 from tests.cli.test_cli_remote import FakeServer

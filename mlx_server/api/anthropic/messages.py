@@ -18,6 +18,7 @@ from mlx_server.api.answers.chat_plan import ChatCall, ToolUse
 from mlx_server.api.anthropic.conversation import MessageParam, TextBlock, read_conversation
 from mlx_server.api.anthropic.output import PING, MessageWriter
 from mlx_server.api.context import Context
+from mlx_server.api.errors import error_responses
 from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR
 from mlx_server.api.http.sse import whole_or_streamed
@@ -189,12 +190,7 @@ class AnthropicError(BaseModel):
     error: AnthropicErrorDetail
 
 
-_ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": AnthropicError, "description": "The request is wrong, or refused"},
-    "5XX": {"model": AnthropicError, "description": "The server cannot do it, or not now"},
-}
-
-router = APIRouter(tags=["messages"], route_class=TurnRoute, responses=_ERROR_RESPONSES)
+router = APIRouter(tags=["messages"], route_class=TurnRoute, responses=error_responses(AnthropicError))
 
 
 @router.post("/v1/messages", responses=whole_or_streamed("id", "type", "role", "model", "content", "usage"))

@@ -1,7 +1,13 @@
-"""POST /api/chat."""
+"""POST /api/chat, and POST /api/generate: one prompt, as a chat of one message, or raw.
+
+Ollama's messages become OpenAI's: images and thoughts stand in other places there, and calls need ids.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -9,20 +15,20 @@ from pydantic import Field, WithJsonSchema
 from starlette.responses import JSONResponse, Response
 
 from mlx_server.api.answers.chat_plan import ChatCall, ChatPlan
+from mlx_server.api.answers.generation import GenerationJob, Prompt
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import AnyTypeTurnRoute
-from mlx_server.api.http.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR
+from mlx_server.api.http.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR, Strings
 from mlx_server.api.http.sse import whole_or_streamed
-from mlx_server.api.ollama.fields import ERROR_RESPONSES, OllamaFields
-from mlx_server.api.ollama.messages import openai_messages
-from mlx_server.api.ollama.opening import OllamaCall, open_call, unload
-from mlx_server.api.ollama.output import NDJSON, ChatWriter, message_body, timestamp
+from mlx_server.api.ollama.output import NDJSON, ChatWriter, TextWriter, message_body, timestamp
+from mlx_server.api.ollama.request import ERROR_RESPONSES, OllamaCall, OllamaFields, open_call, unload
 from mlx_server.api.openai.chat import tool_use
-from mlx_server.api.openai.document import NULL, STRING, either, list_of, members
+from mlx_server.api.openai.completions import CompletionRequest, plan_text
+from mlx_server.api.openai.document import CALL, NULL, STRING, either, list_of, members
+from mlx_server.api.openai.fields import Bool, Ints, Refused
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 
-_CALL = members("function", function=members("name", name=STRING, arguments={"type": ["object", "null"]}))
 _Message = Annotated[
     dict[str, Any],
     WithJsonSchema(
@@ -32,7 +38,7 @@ _Message = Annotated[
             content=either(STRING, NULL),
             thinking=either(STRING, NULL),
             images=either(list_of(STRING), NULL),
-            tool_calls=either(list_of(_CALL), NULL),
+            tool_calls=either(list_of(CALL), NULL),
             tool_name=either(STRING, NULL),
         )
     ),
@@ -54,7 +60,7 @@ class ChatRequest(OllamaFields):
     def call(self, images: ImageParts | None) -> ChatCall:
         """The chat without what concerns sampling; an answer that is the last message is gone on with. Raises
         `InvalidRequestError`."""
-        messages = openai_messages(self.messages or ())
+        messages = _openai_messages(self.messages or ())
         last = messages[-1]
         continues = last.get("role") == "assistant" and not last.get("tool_calls")
         return ChatCall(
@@ -67,6 +73,48 @@ class ChatRequest(OllamaFields):
         )
 
 
+class GenerateRequest(OllamaFields):
+    """The body of POST /api/generate. Without a prompt, the model is loaded, or unloaded with `keep_alive` 0."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    raw: Bool | None = None
+    context: Ints | None = None
+    images: Strings | None = None
+    template: Annotated[Any, Refused(("",), "the model's own is used; send the whole prompt with raw: true")] = None
+
+    def check(self) -> None:
+        super().check()
+        if self.is_text and (self.system or self.context or self.images):
+            what = "raw" if self.raw else "suffix"
+            raise InvalidRequestError(f"{what} takes no system, context or images: the prompt is sent as it is.", what)
+        if self.raw and self.think:
+            raise InvalidRequestError("raw takes no think: nothing is looked for in the text.", "think")
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the prompt is not put into the model's chat template."""
+        return bool(self.raw or self.suffix)
+
+    def call(self, images: ImageParts | None) -> ChatCall:
+        """The chat without what concerns sampling. Raises `InvalidRequestError`."""
+        messages: list[Any] = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": _content_of(self.prompt, self.images)})
+        return ChatCall(
+            messages=messages if images is None else images.mark_messages(messages),
+            options=self.chat_options(continues=False),
+            structured=self.structured(),
+            truncation=self.prompt_truncation,
+            has_open_schemas=bool(self.open_schemas),
+        )
+
+    def text_request(self) -> CompletionRequest:
+        """The same as a text completion, which is what a raw prompt is. Raises `InvalidRequestError`."""
+        bounds = {name: getattr(self, name) for name in ("truncate_prompt_tokens", "truncation_side")}
+        return CompletionRequest.model_validate({"prompt": self.prompt or "", "suffix": self.suffix, **bounds})
+
+
 router = APIRouter(tags=["ollama"], route_class=AnyTypeTurnRoute, responses=ERROR_RESPONSES)
 
 
@@ -74,26 +122,155 @@ router = APIRouter(tags=["ollama"], route_class=AnyTypeTurnRoute, responses=ERRO
 async def chat(body: ChatRequest, request: Request, context: Context) -> Response:
     """A chat, streamed unless `stream` is false."""
     if not body.messages and body.keep_alive == 0:
-        return nothing_said(await unload(body, request, context), "unload", {"message": message_body()})
+        return _nothing_said(await unload(body, request, context), "unload", {"message": message_body()})
     call = await open_call(body, request, context)
     if not body.messages:
-        return call.finish(nothing_said(call.name, "load", {"message": message_body()}))
+        return call.finish(_nothing_said(call.name, "load", {"message": message_body()}))
     plan = await call.exchange.plan(body.call)
-    check_thinks(body, call, plan)
+    _check_thinks(body, call, plan)
     writer = ChatWriter(call)
     sampling = body.sampling(call.exchange.engine.default_sampling)
     job = call.exchange.chat_job(plan, sampling, writer.response_id)
     return call.finish(await call.exchange.answer(job, writer, writer.keep_alive, NDJSON))
 
 
-def nothing_said(name: str, reason: str, shown: dict[str, Any]) -> Response:
+def _nothing_said(name: str, reason: str, shown: dict[str, Any]) -> Response:
     """The answer to a request that only loads or unloads the model."""
     return JSONResponse({"model": name, "created_at": timestamp(), **shown, "done": True, "done_reason": reason})
 
 
-def check_thinks(body: OllamaFields, call: OllamaCall, plan: ChatPlan) -> None:
+def _check_thinks(body: OllamaFields, call: OllamaCall, plan: ChatPlan) -> None:
     """Raises `InvalidRequestError` for a model that is to think and cannot."""
     if body.think and not plan.can_reason:
         raise InvalidRequestError(
             f'"{call.name}" does not support thinking. Leave think out, or set it to false.', "think"
         )
+
+
+@router.post("/api/generate", responses=whole_or_streamed("model", "created_at", "response", "done", media_type=NDJSON))
+async def generate(body: GenerateRequest, request: Request, context: Context) -> Response:
+    """The answer to a prompt, streamed unless `stream` is false."""
+    if not body.prompt and not body.suffix and body.keep_alive == 0:
+        return _nothing_said(await unload(body, request, context), "unload", {"response": ""})
+    call = await open_call(body, request, context)
+    if not body.prompt and not body.suffix:
+        return call.finish(_nothing_said(call.name, "load", {"response": ""}))
+    writer, job = await (_text_job if body.is_text else _chat_job)(body, call)
+    return call.finish(await call.exchange.answer(job, writer, writer.keep_alive, NDJSON))
+
+
+async def _chat_job(body: GenerateRequest, call: OllamaCall) -> tuple[TextWriter, GenerationJob]:
+    plan = await call.exchange.plan(body.call)
+    _check_thinks(body, call, plan)
+    prompt = _behind(body.context or (), plan.prompt)
+    writer = TextWriter(call, prompt)
+    sampling = body.sampling(call.exchange.engine.default_sampling)
+    return writer, replace(call.exchange.chat_job(plan, sampling, writer.response_id), prompts=[prompt])
+
+
+def _behind(context: Sequence[int], prompt: Prompt) -> Prompt:
+    """A prompt behind the ids of an earlier exchange."""
+    images = tuple(replace(image, start=image.start + len(context)) for image in prompt.images)
+    return Prompt((*context, *prompt.token_ids), images=images)
+
+
+async def _text_job(body: GenerateRequest, call: OllamaCall) -> tuple[TextWriter, GenerationJob]:
+    plan = await plan_text(call.exchange, body.text_request())
+    writer = TextWriter(call, None)
+    sampling = body.sampling(call.exchange.engine.default_sampling)
+    return writer, plan.job(call.exchange, sampling, writer.response_id)
+
+
+def _openai_messages(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Copies. What else a message has is left as it is, and looked at where OpenAI's are.
+
+    Calls may come without ids, and results then name the tool, or nothing. Each result is that of the first call of
+    its tool that has none yet. Ids made here depend on the chat alone, so that prompts that begin alike stay alike: the
+    third call of a chat is `call00003`, nine characters, since some templates take no others."""
+    ids = _CallIds()
+    return [_openai_message(message, ids) for message in messages]
+
+
+class _CallIds:
+    """The calls so far, and which still wait for their results."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self._waiting: defaultdict[str, deque[str]] = defaultdict(deque)
+
+    def add(self, call_id: Any, name: str) -> str:
+        self._num_calls += 1
+        known = call_id if isinstance(call_id, str) and call_id else f"call{self._num_calls:05}"
+        self._waiting[name].append(known)
+        return known
+
+    def drop(self, call_id: object) -> None:
+        """A result says itself which call it belongs to."""
+        for name, waiting in list(self._waiting.items()):
+            if call_id in waiting:
+                waiting.remove(str(call_id))
+                if not waiting:
+                    del self._waiting[name]
+
+    def clear(self) -> None:
+        """Calls that no result has followed get none."""
+        self._waiting.clear()
+
+    def take(self, name: Any) -> tuple[str, str] | None:
+        """Id and name of the call that a result without an id belongs to; None if no call waits for one."""
+        called = name if isinstance(name, str) and name in self._waiting else next(iter(self._waiting), None)
+        if called is None:
+            return None
+        waiting = self._waiting[called]
+        call_id = waiting.popleft()
+        if not waiting:
+            del self._waiting[called]
+        return call_id, called
+
+
+def _openai_message(message: dict[str, Any], ids: _CallIds) -> dict[str, Any]:
+    copy = {key: value for key, value in message.items() if value is not None}
+    if isinstance(copy.get("role"), str):
+        copy["role"] = copy["role"].lower()
+    if "thinking" in copy:
+        copy["reasoning"] = copy.pop("thinking")
+    if images := copy.pop("images", None):
+        copy["content"] = _content_of(copy.get("content") or "", images)
+    if isinstance(copy.get("tool_calls"), list):
+        copy["tool_calls"] = [_openai_call(call, ids) for call in copy["tool_calls"]]
+    if copy.get("role") == "tool":
+        _name_result(copy, ids)
+    elif not copy.get("tool_calls"):
+        ids.clear()
+    return copy
+
+
+def _content_of(text: Any, images: Any) -> Any:
+    """Images and a text as parts, which are read or refused as in any other protocol. Images are first, as Ollama has
+    them."""
+    if not images:
+        return text
+    listed = images if isinstance(images, Sequence) and not isinstance(images, str) else [images]
+    pictures = [{"type": "image_url", "image_url": {"url": f"data:image;base64,{image}"}} for image in listed]
+    return [*pictures, *([{"type": "text", "text": text}] if text else [])]
+
+
+def _openai_call(call: Any, ids: _CallIds) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return call
+    return {**call, "id": ids.add(call.get("id"), function["name"]), "type": "function"}
+
+
+def _name_result(message: dict[str, Any], ids: _CallIds) -> None:
+    """Gives a result the id of its call, and the tool's name, which some templates need."""
+    name = message.pop("tool_name", None) or message.get("name")
+    own_id = message.get("tool_call_id")
+    if own_id:
+        ids.drop(own_id)
+    found = None if own_id else ids.take(name)
+    if found is not None:
+        message["tool_call_id"] = found[0]
+        name = name or found[1]
+    if name:
+        message["name"] = name

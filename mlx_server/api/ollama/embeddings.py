@@ -14,9 +14,8 @@ from mlx_server.api.answers.vectors import MAX_INPUTS, EmbeddingAsk, Embeddings
 from mlx_server.api.context import Context, ServerContext
 from mlx_server.api.http.body import AnyTypeTurnRoute
 from mlx_server.api.http.request_bounds import Strings, at_most
-from mlx_server.api.ollama.fields import ERROR_RESPONSES, KeepAlive
-from mlx_server.api.ollama.opening import NOT_ENFORCED_HEADER, find_name, keep_model
 from mlx_server.api.ollama.output import nanoseconds
+from mlx_server.api.ollama.request import ERROR_RESPONSES, NOT_ENFORCED_HEADER, KeepAlive, find_name, keep_model
 from mlx_server.api.openai.fields import Bool, Int
 from mlx_server.engine.embeddings.embedding import InputTruncation
 

@@ -12,7 +12,7 @@ from mlx_server.api.answers.collect import Answer, Choice, ToolCall, UsageMeter,
 from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
-from mlx_server.api.ollama.opening import OllamaCall
+from mlx_server.api.ollama.request import OllamaCall
 from mlx_server.api.openai.exchange import Writer
 from mlx_server.api.openai.output import TokenNames, finite
 from mlx_server.engine.tools.parser import ToolCallDelta

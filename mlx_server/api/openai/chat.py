@@ -22,7 +22,7 @@ from mlx_server.api.http.request_bounds import (
     at_most,
 )
 from mlx_server.api.http.sse import whole_or_streamed
-from mlx_server.api.openai.document import IMAGE_URL, NULL, STRING, either, list_of, members, of_type
+from mlx_server.api.openai.document import CALL, IMAGE_URL, NULL, STRING, either, list_of, members, of_type
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int, Refused, TokenLimit
 from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
@@ -41,7 +41,6 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 _TEXT_PART = members("type", "text", type={"enum": ["text", "input_text", "output_text"]}, text=STRING)
 _IMAGE_PART = of_type("image_url", image_url=either(IMAGE_URL, members("url", url=IMAGE_URL)))
 _NAMED = members("name", name=STRING)
-_CALL = members("function", function=members("name", name=STRING, arguments={"type": ["object", "null"]}))
 
 # Messages and tools go to the chat template as they came, with all their fields: what they must have is checked
 # there, and a model would only reorder them.
@@ -52,7 +51,7 @@ Message = Annotated[
             "role",
             role=STRING,
             content=either(STRING, list_of(either(_TEXT_PART, _IMAGE_PART)), NULL),
-            tool_calls=either(list_of(_CALL), NULL),
+            tool_calls=either(list_of(CALL), NULL),
         )
     ),
 ]

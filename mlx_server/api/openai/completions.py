@@ -18,9 +18,9 @@ from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
 from mlx_server.api.http.sse import whole_or_streamed
-from mlx_server.api.openai.document import STRING, either, list_of
+from mlx_server.api.openai.document import TEXT, TOKEN_IDS, either, list_of
 from mlx_server.api.openai.exchange import Exchange, open_exchange
-from mlx_server.api.openai.fields import Bool, GenerationFields, Int
+from mlx_server.api.openai.fields import Bool, GenerationFields, Int, are_all
 from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.text.fill_in import FillWriter, Gap, find_fill_format
@@ -42,7 +42,7 @@ def _as_prompts(value: Any) -> Any:
         raise ValueError(f"has {len(value)} prompts; at most {MAX_SEQUENCES} are taken at a time, send several")
     if isinstance(value, str):
         return [value]
-    if isinstance(value, list) and value and _are_ids(value):
+    if isinstance(value, list) and value and are_all(value, int):
         return [value]
     if isinstance(value, list) and value and all(_is_prompt(item) for item in value):
         return value
@@ -50,21 +50,14 @@ def _as_prompts(value: Any) -> Any:
 
 
 def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and _are_ids(value))
+    return isinstance(value, str) or (isinstance(value, list) and are_all(value, int))
 
 
-def _are_ids(values: list[Any]) -> bool:
-    """In C: there may be millions."""
-    return set(map(type, values)) <= {int}
-
-
-_TEXT = {**STRING, "minLength": 1}
-_TOKEN_IDS = list_of({"type": "integer", "minimum": 0}, minItems=1)
 Prompts = Annotated[
     list[str | list[int]],
     SkipValidation,  # of what `_as_prompts` has looked at: once for each of millions of ids is enough
     BeforeValidator(_as_prompts),
-    WithJsonSchema(either(_TEXT, list_of(_TEXT, minItems=1), _TOKEN_IDS, list_of(_TOKEN_IDS, minItems=1))),
+    WithJsonSchema(either(TEXT, list_of(TEXT, minItems=1), TOKEN_IDS, list_of(TOKEN_IDS, minItems=1))),
 ]
 
 

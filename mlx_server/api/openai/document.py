@@ -14,6 +14,7 @@ from mlx_server.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOP_
 JsonSchema = dict[str, Any]
 
 STRING: JsonSchema = {"type": "string"}
+TEXT: JsonSchema = {**STRING, "minLength": 1}
 NULL: JsonSchema = {"type": "null"}
 
 
@@ -35,6 +36,10 @@ def of_type(kind: str, **properties: JsonSchema) -> JsonSchema:
     return members("type", *properties, type={"const": kind}, **properties)
 
 
+TOKEN_IDS = list_of({"type": "integer", "minimum": 0}, minItems=1)
+CALL = members("function", function=members("name", name=STRING, arguments={"type": ["object", "null"]}))
+"""A call of a tool in a message."""
+
 IMAGE_URL: JsonSchema = {
     **STRING,
     "description": "data:image/...;base64,...; others only where the server was started with leave to open them.",
@@ -54,17 +59,16 @@ _BOUNDS: Mapping[str, JsonSchema] = {
 }
 """What narrows a field's type."""
 
-_TEXT = {"type": "string", "minLength": 1}
 _JSON_SCHEMA = {"type": ["object", "string"], "description": "A JSON schema, or the text of one."}
-_STOP_STRING = {**_TEXT, "maxLength": MAX_STOP_CHARS}
+_STOP_STRING = {**TEXT, "maxLength": MAX_STOP_CHARS}
 _STOP = either(_STOP_STRING, list_of(_STOP_STRING, maxItems=MAX_STOP_STRINGS))
 _CHOICE = list_of(STRING, minItems=1)
 _CONSTRAINTS: Mapping[str, JsonSchema] = {
     "json": _JSON_SCHEMA,
     "json_object": {"const": True},
-    "regex": _TEXT,
+    "regex": TEXT,
     "choice": _CHOICE,
-    "grammar": {**_TEXT, "description": "In Lark's notation, or in GBNF."},
+    "grammar": {**TEXT, "description": "In Lark's notation, or in GBNF."},
     "structural_tag": {"type": ["object", "string"]},
 }
 
@@ -89,11 +93,11 @@ _SHAPES: Mapping[str, JsonSchema] = {
         "oneOf": [{"required": [name]} for name in _CONSTRAINTS],
     },
     "guided_json": _JSON_SCHEMA,
-    "guided_regex": _TEXT,
+    "guided_regex": TEXT,
     "guided_choice": _CHOICE,
     "guided_grammar": _CONSTRAINTS["grammar"],
     "json_schema": _JSON_SCHEMA,
-    "regex": _TEXT,
+    "regex": TEXT,
     "ebnf": _CONSTRAINTS["grammar"],
     "grammar": _CONSTRAINTS["grammar"],
     "format": either({"const": "json"}, _JSON_SCHEMA),

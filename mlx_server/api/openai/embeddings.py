@@ -16,43 +16,34 @@ from mlx_server.api.answers.vectors import MAX_INPUTS, EmbeddingAsk, Embeddings,
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.text_turns import turn_of
-from mlx_server.api.openai.document import STRING, either, list_of
-from mlx_server.api.openai.fields import Bool, Int, Refused
+from mlx_server.api.openai.document import TEXT, TOKEN_IDS, either, list_of
+from mlx_server.api.openai.fields import Bool, Int, Refused, RequestId, are_all
 from mlx_server.engine.embeddings.embedding import FloatArray, InputTruncation
-
-RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern="^[!-~]+$")]
 
 
 def _as_inputs(value: Any) -> Any:
     """One input or several, as text or token ids, becomes a list of inputs."""
-    if isinstance(value, str) or (isinstance(value, list) and value and _are(value, int)):
+    if isinstance(value, str) or (isinstance(value, list) and value and are_all(value, int)):
         return [value]
     if not isinstance(value, list) or not value:
         raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
     if len(value) > MAX_INPUTS:
         raise ValueError(f"has {len(value)} inputs; at most {MAX_INPUTS} are taken at a time, send several requests")
-    if _are(value, str) or (_are(value, list) and all(_are(item, int) for item in value)):
+    if are_all(value, str) or (are_all(value, list) and all(are_all(item, int) for item in value)):
         return value
     raise ValueError("must have inputs of one kind: strings, or lists of token ids")
 
 
-def _are(values: list[Any], kind: type) -> bool:
-    """In C: there may be millions."""
-    return set(map(type, values)) <= {kind}
-
-
-_TEXT = {**STRING, "minLength": 1}
-_TOKEN_IDS = list_of({"type": "integer", "minimum": 0}, minItems=1)
 Inputs = Annotated[
     list[str] | list[list[int]],
     SkipValidation,
     BeforeValidator(_as_inputs),
     WithJsonSchema(
         either(
-            _TEXT,
-            list_of(_TEXT, minItems=1, maxItems=MAX_INPUTS),
-            _TOKEN_IDS,
-            list_of(_TOKEN_IDS, minItems=1, maxItems=MAX_INPUTS),
+            TEXT,
+            list_of(TEXT, minItems=1, maxItems=MAX_INPUTS),
+            TOKEN_IDS,
+            list_of(TOKEN_IDS, minItems=1, maxItems=MAX_INPUTS),
         )
     ),
 ]

@@ -2,8 +2,8 @@
 
 Every field may be null, which means "not given": many clients send null for what they leave out. Numbers and
 booleans are not coerced from text, as OpenAI does not. A declared field is honoured, or `Refused` when its value
-asks for something that this server does not do; one that is not declared changes nothing. `parameters.py` lists every
-field that clients know.
+asks for something that this server does not do; one that is not declared changes nothing. docs/parameters.md lists
+every field that clients know.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ StringOrList = Annotated[
 Ints = Annotated[list[Int], FIRST_ERROR]
 
 
+def are_all(values: list[Any], kind: type) -> bool:
+    """In C: there may be millions."""
+    return set(map(type, values)) <= {kind}
+
+
 def no_limit(value: Any) -> Any:
     """-1, which llama.cpp and LM Studio write for it, is none given."""
     return None if value == -1 and not isinstance(value, bool) else value
@@ -68,7 +73,7 @@ TokenLimit = Annotated[Annotated[Int, Field(ge=1)] | None, BeforeValidator(no_li
 
 MAX_CHOICES = 128
 _Penalty = Annotated[Number, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
-_RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern="^[!-~]+$")]
+RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern="^[!-~]+$")]
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # `Annotated` takes equal ones for the same, and 1.0 equals 1
@@ -141,8 +146,8 @@ class GenerationFields(BaseModel):
     speculate: Bool | None = None
     priority: Int | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[^@/\\\u0000]+$")
-    request_id: _RequestId | None = None
-    rid: _RequestId | None = None
+    request_id: RequestId | None = None
+    rid: RequestId | None = None
 
     response_format: Any = None
     structured_outputs: Any = None

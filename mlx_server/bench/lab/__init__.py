@@ -1,1 +1,1 @@
-"""Instruments for developers of the server: of its steps, kernels, tiers and structured outputs, and of a machine."""
+"""Instruments for developers of the server: what steps, kernels and prefixes on disk cost, and a machine's report."""

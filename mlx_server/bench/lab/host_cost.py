@@ -2,20 +2,19 @@
 
 A full batch decodes, one step ahead, while others wait. Times are medians of single steps, for this machine
 and this moment; calls are of Python and of C functions, counted by the interpreter, and repeat exactly for
-one version of Python. With `--metrics`, what the bookkeeping of the server's metrics adds to a step, too; with
-`--speculate`, what it takes to look for drafts and find none.
+one version of Python. With `--speculate`, looking for drafts that are not there is a part of it. With `--streams`, a
+whole server is measured in place of the scheduler: see `stream_cost`.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import count
 from types import FrameType
@@ -31,10 +30,7 @@ from mlx_server.bench.arguments import add_json_argument, from_0, from_1
 from mlx_server.bench.instruments import describe_environment
 from mlx_server.bench.lab.stream_cost import measure_streams, render_streams
 from mlx_server.bench.tables import render_items, write_json
-from mlx_server.engine.observed import ObservedExecutor
-from mlx_server.observability.engine_metrics import EngineMetrics
-from mlx_server.observability.tracing import NO_TRACER
-from mlx_server.outputs import ModelRunnerOutput, RequestOutput, SampledToken, SchedulerOutput
+from mlx_server.outputs import ModelRunnerOutput, SampledToken, SchedulerOutput
 from mlx_server.request import Priority, Request
 from mlx_server.runtime.model_runner import BlockTables
 from mlx_server.sampling_params import SamplingParams
@@ -55,12 +51,9 @@ class HostCost:
     plan_us: float
     schedule_calls: float
     update_calls: float
-    metrics_us: float = 0.0
-    metrics_calls: float = 0.0
 
     @property
     def total_us(self) -> float:
-        """Without metrics."""
         return self.schedule_us + self.update_us + self.plan_us
 
 
@@ -72,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-steps", type=from_1, default=500, metavar="N", help="steps that are measured")
     add("--streams", nargs="+", type=from_1, default=[], metavar="N", help="chats that a server streams")
     add("--step-ms", type=from_0, default=20, metavar="MS", help="time of a step of streams; 0 is as fast as may be")
-    add("--metrics", action="store_true", help="measure the bookkeeping of metrics, too")
     add("--speculate", action="store_true", help="look for drafts in each step, and find none")
     add_json_argument(parser)
 
@@ -84,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         print(render_streams(streams))
         return _write(args, [asdict(cost) for cost in streams])
     costs = [
-        measure(num_running, num_waiting, args.num_steps, has_metrics=args.metrics, speculates=args.speculate)
+        measure(num_running, num_waiting, args.num_steps, speculates=args.speculate)
         for num_waiting in args.num_waiting
         for num_running in args.num_running
     ]
@@ -99,27 +91,24 @@ def _write(args: argparse.Namespace, results: list[dict[str, Any]]) -> int:
 
 def render(costs: list[HostCost]) -> str:
     """The table for people."""
-    columns: dict[str, Callable[[HostCost], str]] = {
-        "running": lambda cost: f"{cost.num_running:,}",
-        "waiting": lambda cost: f"{cost.num_waiting:,}",
-        "schedule us": lambda cost: f"{cost.schedule_us:.0f}",
-        "update us": lambda cost: f"{cost.update_us:.0f}",
-        "plan us": lambda cost: f"{cost.plan_us:.0f}",
-        "sum us": lambda cost: f"{cost.total_us:.0f}",
-        "schedule calls": lambda cost: f"{cost.schedule_calls:,.0f}",
-        "update calls": lambda cost: f"{cost.update_calls:,.0f}",
-    }
-    if any(cost.metrics_calls for cost in costs):
-        columns["metrics us"] = lambda cost: f"{cost.metrics_us:.1f}"
-        columns["metrics calls"] = lambda cost: f"{cost.metrics_calls:,.0f}"
-    return render_items(costs, columns)
+    return render_items(
+        costs,
+        {
+            "running": lambda cost: f"{cost.num_running:,}",
+            "waiting": lambda cost: f"{cost.num_waiting:,}",
+            "schedule us": lambda cost: f"{cost.schedule_us:.0f}",
+            "update us": lambda cost: f"{cost.update_us:.0f}",
+            "plan us": lambda cost: f"{cost.plan_us:.0f}",
+            "sum us": lambda cost: f"{cost.total_us:.0f}",
+            "schedule calls": lambda cost: f"{cost.schedule_calls:,.0f}",
+            "update calls": lambda cost: f"{cost.update_calls:,.0f}",
+        },
+    )
 
 
-def measure(
-    num_running: int, num_waiting: int, num_steps: int, *, has_metrics: bool = False, speculates: bool = False
-) -> HostCost:
+def measure(num_running: int, num_waiting: int, num_steps: int, *, speculates: bool = False) -> HostCost:
     """Times steps first, then counts the calls of as many others, which counting slows down."""
-    bench = _SteadyState(num_running, num_waiting, _NUM_WARM_UP_STEPS + 2 * num_steps, has_metrics, speculates)
+    bench = _SteadyState(num_running, num_waiting, _NUM_WARM_UP_STEPS + 2 * num_steps, speculates)
     for _ in range(_NUM_WARM_UP_STEPS):
         bench.step(_timed)
     gc.collect()
@@ -135,8 +124,6 @@ def measure(
         us.plan,
         schedule_calls=mean.schedule,
         update_calls=mean.update,
-        metrics_us=us.metrics,
-        metrics_calls=mean.metrics,
     )
 
 
@@ -146,13 +133,12 @@ class _StepCost(NamedTuple):
     schedule: float
     update: float
     plan: float
-    metrics: float
 
 
 class _SteadyState:
     """A full batch of requests that decode for `num_steps` steps at least, and others that wait behind."""
 
-    def __init__(self, num_running: int, num_waiting: int, num_steps: int, has_metrics: bool, speculates: bool) -> None:
+    def __init__(self, num_running: int, num_waiting: int, num_steps: int, speculates: bool) -> None:
         num_tokens = _NUM_PROMPT_TOKENS + num_running + num_steps + 2
         num_blocks = num_running * num_blocks_for(num_tokens) + num_running
         limits = SchedulerLimits(
@@ -167,10 +153,8 @@ class _SteadyState:
         self._tables = BlockTables()
         self._submitted: deque[SchedulerOutput] = deque()
         self._now = 0.0
-        requests = [_request(index, num_tokens) for index in range(num_running + num_waiting)]
-        for request in requests:
-            self._scheduler.add_request(request)
-        self._metered = _Metered(requests) if has_metrics else None
+        for index in range(num_running + num_waiting):
+            self._scheduler.add_request(_request(index, num_tokens))
         while self._scheduler.num_running < num_running:
             self.step(_timed)
 
@@ -183,16 +167,13 @@ class _SteadyState:
             self._tables.add(data.request_id)
         _, plan_cost = observe(lambda: self._tables.plan(output.chunks))
         self._submitted.append(output)
-        metrics_cost = 0.0 if self._metered is None else self._metered.submit(output, observe)
         if len(self._submitted) < 2:
-            return _StepCost(schedule_cost, 0.0, plan_cost, metrics_cost)
+            return _StepCost(schedule_cost, 0.0, plan_cost)
         oldest = self._submitted.popleft()
         sampled = {chunk.request_id: self._token() for chunk in oldest.chunks if chunk.is_sampling}
         result = ModelRunnerOutput(oldest.step_id, sampled, step_time_s=_STEP_S)
-        outputs, update_cost = observe(lambda: self._scheduler.update(result))
-        if self._metered is not None:
-            metrics_cost += self._metered.take(result, outputs, self._now, observe)
-        return _StepCost(schedule_cost, update_cost, plan_cost, metrics_cost)
+        _, update_cost = observe(lambda: self._scheduler.update(result))
+        return _StepCost(schedule_cost, update_cost, plan_cost)
 
     def _schedule(self) -> SchedulerOutput | None:
         """One step ahead, unless the scheduler would rather wait for the last one's result."""
@@ -202,59 +183,6 @@ class _SteadyState:
     def _token(self) -> SampledToken:
         """One that nothing can be looked up behind."""
         return SampledToken(1000 + next(self._fresh_ids))
-
-
-class _Metered:
-    """The engine's bookkeeping of metrics around a device that does nothing."""
-
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._requests = {request.request_id: request for request in requests}
-        self._metrics = EngineMetrics(max_model_len=100_000)
-        self._executor = ObservedExecutor(_NoDevice(), self._metrics, NO_TRACER)
-        self._pending: deque[asyncio.Future[ModelRunnerOutput]] = deque()
-
-    def submit(self, output: SchedulerOutput, observe: _Observe) -> float:
-        """A step goes to the device; what that costs."""
-        pending, cost = observe(lambda: self._executor.submit(output))
-        self._pending.append(pending)
-        return cost
-
-    def take(self, result: ModelRunnerOutput, outputs: list[RequestOutput], now: float, observe: _Observe) -> float:
-        """The oldest step's result comes back, and the requests' news with it; what that costs."""
-        pending = self._pending.popleft()
-        assert isinstance(pending, _Result)
-        pending.set_result(result)
-        return observe(pending.call_back)[1] + observe(lambda: self._deliver(outputs, now))[1]
-
-    def _deliver(self, outputs: list[RequestOutput], now: float) -> None:
-        requests = self._requests
-        advanced = [requests[o.request_id] for o in outputs if o.new_token_ids and o.request_id in requests]
-        self._metrics.on_tokens(advanced, now)
-
-
-class _NoDevice:
-    """An executor whose results come when they are set."""
-
-    def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
-        return _Result(loop=_NoLoop())  # type: ignore[abstract]
-
-    def flush(self) -> None:
-        pass
-
-
-class _Result(asyncio.Future[ModelRunnerOutput]):
-    """Calls back when it is told to, and not by the event loop, which is no part of the cost."""
-
-    def add_done_callback(self, callback: Callable[[_Result], object], *, context: object = None) -> None:
-        self._on_done = callback
-
-    def call_back(self) -> None:
-        self._on_done(self)
-
-
-class _NoLoop(asyncio.AbstractEventLoop):
-    def get_debug(self) -> bool:
-        return False
 
 
 def _request(index: int, max_total_tokens: int) -> Request:

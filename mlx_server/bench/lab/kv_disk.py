@@ -1,8 +1,8 @@
-"""What prefixes on disk cost: the index at the start of a server, and streams beside saving and beside a load.
+"""What prefixes on disk cost streams: beside saving, and beside a load.
 
-The index is measured on sparse files that hold nothing but headers: all that a scan reads. Streams are an engine's in
-this process: a second without saving, two with blocks that are saved all the time, and one without, again and again,
-since longer contexts take longer; then streams beside nothing and beside a prefix that is loaded.
+Streams are an engine's in this process: a second without saving, two with blocks that are saved all the time, and one
+without, again and again, since longer contexts take longer; then streams beside nothing and beside a prefix that is
+loaded.
 
 example:
   mlx-serve bench kv-disk --num-tokens 8000 --rounds 3
@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -33,12 +30,8 @@ from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.errors import ServeError
 from mlx_server.kv_disk.disk import ModelRecords
-from mlx_server.kv_disk.files import Files
-from mlx_server.kv_disk.slab import SLAB_HEADER_BYTES, SUFFIX, RecordHeader, SlabHeader, Space
-from mlx_server.kv_disk.store import MOST_SLAB_BYTES, RecordStore
 from mlx_server.request import Request
 from mlx_server.sampling_params import SamplingParams
-from mlx_server.setting import parse_size
 
 _STREAM_TOKENS = 200
 _TURNS_TOKENS = 1600
@@ -55,107 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-streams", type=from_1, default=4, metavar="N", help="that decode beside it")
     add("--rounds", type=from_1, default=3, metavar="N", help="of each kind, in turns")
     add("--kv-cache-memory", default="1GB", metavar="SIZE", help="of the engine's pool")
-    add("--num-records", type=from_1, default=100_000, metavar="N", help="of the index")
-    add("--record-size", type=parse_size, default="4.5MiB", metavar="SIZE", help="of one of them, in a sparse file")
     add("--folder", type=Path, help="where files are made meanwhile; default: that of temporary files")
-    add("--only-index", action="store_true", help="no streams")
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the figures of the index, and a table of streams."""
+    """Prints a table."""
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        tell(f"writing the headers of {args.num_records:,} records")
-        index = measure_index(Path(folder) / "index", args.num_records, args.record_size)
-        print(index.summary())
-        phases: list[Phase] = []
-        if not args.only_index:
-            phases = asyncio.run(_measure_streams(args, Path(folder) / "streams"))
-            print(f"\n{render_phases(phases)}")
-    document = {"benchmark": "kv-disk", "environment": describe_environment(), "index": index.__dict__}
+        phases = asyncio.run(_measure_streams(args, Path(folder)))
+    print(render_phases(phases))
+    document = {"benchmark": "kv-disk", "environment": describe_environment()}
     write_json(args.json, {**document, "streams": [phase.__dict__ for phase in phases]})
     return 0
-
-
-# --- the index --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Index:
-    """`num_bytes` are those of the files as they would be, `read_bytes` what the scan has read of them. `lookup_s` is
-    for one block."""
-
-    num_records: int
-    num_bytes: int
-    read_bytes: int
-    cpu_s: float
-    wall_s: float
-    index_bytes: int
-    lookup_s: float
-
-    def summary(self) -> str:
-        per_10_gb = 1e10 * self.cpu_s / self.num_bytes
-        return (
-            f"{self.num_records:,} records, {self.num_bytes / 1e9:,.1f} GB: the scan read {self.read_bytes / 1e6:,.1f} "
-            f"MB and took {self.cpu_s:.2f} s of a core ({self.wall_s:.2f} s in all), {per_10_gb:.3f} s each 10 GB; "
-            f"{self.index_bytes / self.num_records:.0f} bytes a record in memory; {1e9 * self.lookup_s:.0f} ns to look "
-            "up a block."
-        )
-
-
-class _CountingFiles(Files):
-    num_read = 0
-
-    def read(self, name: str, offsets: Sequence[int], num_bytes: int) -> list[bytes]:
-        found = super().read(name, offsets, num_bytes)
-        self.num_read += sum(map(len, found))
-        return found
-
-
-def measure_index(folder: Path, num_records: int, record_bytes: int) -> Index:
-    """Of so many records, each in a sparse file without its content."""
-    files = _CountingFiles(folder)
-    digests = [blake2b(number.to_bytes(8, "little"), digest_size=16).digest() for number in range(num_records)]
-    _write_headers(files, digests, record_bytes)
-    tracemalloc.start()
-    store = _scanned(files)
-    index_bytes = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    files.num_read = 0
-    cpu_s, wall_s = time.thread_time(), time.perf_counter()
-    store = _scanned(files)
-    cpu_s, wall_s = time.thread_time() - cpu_s, time.perf_counter() - wall_s
-    if len(store) != num_records:
-        raise ServeError(f"The scan has found {len(store)} of {num_records} records.")
-    asked = digests[:: max(1, num_records // 10_000)]
-    start_s = time.perf_counter()
-    num_found = sum([digest in store for digest in asked])
-    lookup_s = (time.perf_counter() - start_s) / len(asked)
-    assert num_found == len(asked), "what is in the index is found"
-    return Index(num_records, store.num_bytes, files.num_read, cpu_s, wall_s, index_bytes, lookup_s)
-
-
-def _scanned(files: Files) -> RecordStore:
-    store = RecordStore(files, 2**60)
-    store.scan()
-    return store
-
-
-def _write_headers(files: Files, digests: Sequence[bytes], record_bytes: int) -> None:
-    space = Space(bytes(16), "bench", record_bytes)
-    num_slots = max(1, (MOST_SLAB_BYTES - SLAB_HEADER_BYTES) // space.stride)
-    header = SlabHeader(space, num_slots)
-    for first in range(0, len(digests), num_slots):
-        name = f"{first:016x}{SUFFIX}"
-        files.create(name, header.pack())
-        here = digests[first : first + num_slots]
-        for slot, digest in enumerate(here):
-            record = RecordHeader(digest, bytes(16), bytes(8), record_bytes, bytes(16))
-            files.write(name, header.offset(slot), record.pack())
-        os.truncate(files.folder / name, header.offset(len(here)))
-
-
-# --- streams ----------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -117,16 +117,14 @@ class StreamClient:
         tier: Tier = DEFAULT_TIER,
         *,
         group: str | None = None,
-        extra_body: Mapping[str, Any] = MappingProxyType({}),
         on_token: Callable[[RequestRecord], None] = lambda record: None,
     ) -> RequestRecord:
         """Sends one request and reads it to its end. Failures are in the record, not raised. Where the server
-        completes text, the prompt is the messages' contents, one after the other. `extra_body` is on top of the
-        target's."""
+        completes text, the prompt is the messages' contents, one after the other."""
         clock = asyncio.get_running_loop().time
         record = RequestRecord(tier.name if group is None else group, clock())
         headers = {"authorization": f"Bearer {tier.api_key}"} if tier.api_key else {}
-        body = self._body(messages, max_tokens, extra_body)
+        body = self._body(messages, max_tokens)
         request = self._http.stream("POST", self._path, json=body, headers=headers)
         try:
             async with request as response:
@@ -155,7 +153,7 @@ class StreamClient:
             return ""
         return response.text if response.status_code == httpx.codes.OK else ""
 
-    def _body(self, messages: Sequence[Message], max_tokens: int, extra_body: Mapping[str, Any]) -> dict[str, Any]:
+    def _body(self, messages: Sequence[Message], max_tokens: int) -> dict[str, Any]:
         prompt = list(messages) if self._is_chat else "".join(str(message["content"]) for message in messages)
         body = {
             "model": self.model,
@@ -166,7 +164,6 @@ class StreamClient:
             "stream": True,
             "stream_options": {"include_usage": True},
             **self._extra_body,
-            **extra_body,
         }
         return {name: value for name, value in body.items() if value is not None}
 

@@ -173,6 +173,8 @@ def render_summary(summary: Mapping[str, Any]) -> str:
         ["total tokens/s", f"{summary['total_token_throughput']:.1f}"],
     ]
     if summary["request_goodput"] is not None:
+        num_sent = summary["completed"] + summary["failed"]
+        counts.append(["good requests", f"{summary['good_completed']} of {num_sent}"])
         counts.append(["good requests/s", f"{summary['request_goodput']:.2f}"])
     rows = [[name.upper(), *(f"{summary[f'{kind}_{name}_ms']:.1f}" for kind in SPREADS)] for name in FIGURES]
     return render_table(["", "value"], counts) + "\n\n" + render_table(["ms", *SPREADS], rows)
@@ -195,10 +197,10 @@ def _render_tiers(tiers: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def render_errors(errors: Sequence[str], most: int = 5) -> str:
-    """The commonest errors, a line each."""
+def render_errors(errors: Sequence[str]) -> str:
+    """The commonest five errors, a line each."""
     counts = Counter(error for error in errors if error)
-    return "\n".join(f"{count} x {error}" for error, count in counts.most_common(most))
+    return "\n".join(f"{count} x {error}" for error, count in counts.most_common(5))
 
 
 def _drafts_rows(result: Mapping[str, Any]) -> list[list[str]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -32,7 +31,7 @@ from mlx_server.bench.serve.workloads import (
 )
 from mlx_server.errors import ServeError
 
-NUM_TOKENS_BEFORE = 8
+_NUM_TOKENS_BEFORE = 8
 """That each stream has given before anything is done to it."""
 
 _NUM_INTRUDER_TOKENS = 8
@@ -209,13 +208,13 @@ async def _hold(client: StreamClient, session: Session, tier: Tier, on_done: OnD
 async def start_streams(
     client: StreamClient, texts: Sequence[str], max_tokens: int, tier: Tier
 ) -> list[asyncio.Task[RequestRecord]]:
-    """A stream for each text. Returns when each has given `NUM_TOKENS_BEFORE` tokens, or one has ended."""
+    """A stream for each text. Returns when each has given `_NUM_TOKENS_BEFORE` tokens, or one has ended."""
     num_waiting = len(texts)
     all_decode = asyncio.Event()
 
     def on_token(record: RequestRecord) -> None:
         nonlocal num_waiting
-        num_waiting -= len(record.token_times_s) == NUM_TOKENS_BEFORE
+        num_waiting -= len(record.token_times_s) == _NUM_TOKENS_BEFORE
         if not num_waiting:
             all_decode.set()
 
@@ -227,21 +226,6 @@ async def start_streams(
     await asyncio.wait({waiting, *streams}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     return streams
-
-
-@asynccontextmanager
-async def in_background(work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Runs all of it while the block does, and cancels it then. Raises what ended one of them."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in work]
-    try:
-        yield tasks
-    finally:
-        for task in tasks:
-            task.cancel()
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
 
 
 async def _intrude(

@@ -18,9 +18,8 @@ from mlx_server.api.openai.exchange import Exchange, Writer
 from mlx_server.api.openai.output import cached_tokens
 from mlx_server.api.openai.responses.custom_tools import InputReader
 from mlx_server.api.openai.responses.items import unqualified
-from mlx_server.api.openai.responses.kept import KeptResponses
 from mlx_server.api.openai.responses.request import ResponsesRequest
-from mlx_server.api.openai.responses.store import KeptItem, StoredResponse
+from mlx_server.api.openai.responses.store import KeptItem, KeptResponses, StoredResponse
 from mlx_server.engine.tools.parser import ToolCallDelta
 from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import SamplingParams

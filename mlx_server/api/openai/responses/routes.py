@@ -19,10 +19,9 @@ from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
 from mlx_server.api.http.sse import whole_or_streamed
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.openai.responses.items import normalise_input, referenced_ids
-from mlx_server.api.openai.responses.kept import KeptResponses
 from mlx_server.api.openai.responses.output import ResponseWriter, check_echo
 from mlx_server.api.openai.responses.request import ResponsesRequest
-from mlx_server.api.openai.responses.store import KeptItem, total_bytes
+from mlx_server.api.openai.responses.store import KeptItem, KeptResponses, total_bytes
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError, UnsupportedError
 
