@@ -77,10 +77,6 @@ class DraftingRunner:
         self._draft.close()
 
     @property
-    def is_eager(self) -> bool:
-        return self._target.is_eager
-
-    @property
     def launch_is_host_only(self) -> bool:
         return self._target.launch_is_host_only and self._draft.launch_is_host_only
 

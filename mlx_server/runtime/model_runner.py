@@ -208,14 +208,9 @@ class ModelRunner:
         self._contents = BlockContents(cache)
 
     @property
-    def is_eager(self) -> bool:
-        """Whether `launch` does nearly all of the work itself, so that launching ahead gains nothing."""
-        return self.cache.is_eager
-
-    @property
     def launch_is_host_only(self) -> bool:
-        """Whether `launch` only takes host time: it neither does the work itself nor waits for the step before."""
-        return not (self.cache.is_eager or self._needs_synchronous_steps)
+        """Whether `launch` only takes host time: it does not wait for the step before."""
+        return not self._needs_synchronous_steps
 
     @property
     def _needs_synchronous_steps(self) -> bool:

@@ -212,10 +212,6 @@ class _LeadingRunner:
         self._leader = leader
 
     @property
-    def is_eager(self) -> bool:
-        return self._runner.is_eager
-
-    @property
     def launch_is_host_only(self) -> bool:
         return self._runner.launch_is_host_only
 

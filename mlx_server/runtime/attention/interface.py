@@ -127,13 +127,11 @@ class LayerSpec:
 class AttentionBackend(Protocol):
     """Writes K/V into pools of 32-token blocks and attends over them where they lie.
 
-    `is_eager` says that `attend` and states that are written evaluate their inputs themselves (host code), so that
-    nothing of a step can be submitted ahead. `needs_synchronous_steps` says that a step may be built but not
-    submitted while another runs: its writes would copy the pools.
+    `needs_synchronous_steps` says that a step may be built but not submitted while another runs: its writes would copy
+    the pools.
     """
 
     name: str
-    is_eager: bool
 
     @property
     def needs_synchronous_steps(self) -> bool: ...
@@ -226,7 +224,6 @@ class ReferenceBackend:
     """
 
     name = "reference"
-    is_eager = False
     needs_synchronous_steps = True
 
     def __init__(self, make_rows: MakeRows = PlainRows.zeros) -> None:

@@ -66,8 +66,6 @@ class GpuBackend:
     prelude: str | None = None
     """The header of each kernel's text."""
 
-    is_eager = False
-
     by_row = False
     """Whether the tokens of prompts are computed like decodes, each with the same bits as if it were one, where a
     decode kernel supports the layer. They then read K/V once a token instead of once a chunk, and share no reads."""
