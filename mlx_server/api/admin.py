@@ -15,7 +15,7 @@ from mlx_server.api.http.body import JsonRoute
 from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.pulls import begin_pull
 from mlx_server.engine.models.facts import read_preparation
-from mlx_server.engine.models.fetch import Fetch
+from mlx_server.engine.models.store import Fetch
 from mlx_server.errors import InvalidRequestError
 from mlx_server.observability.server_metrics import SleepOperation
 from mlx_server.pool.model_pool import ModelPool

@@ -6,7 +6,7 @@ import asyncio
 
 from mlx_server.api.context import ServerContext
 from mlx_server.engine.models.facts import folder_of
-from mlx_server.engine.models.fetch import Fetch, can_be_fetched
+from mlx_server.engine.models.store import Fetch, can_be_fetched
 from mlx_server.errors import ModelNotFoundError, PermissionDeniedError
 
 

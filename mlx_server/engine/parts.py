@@ -28,8 +28,7 @@ from mlx_server.engine.draft_parts import (
     make_draft,
     make_speculation,
 )
-from mlx_server.engine.embeddings.embedding import InputReader
-from mlx_server.engine.embeddings.pooling import Pooling
+from mlx_server.engine.embeddings import InputReader, Pooling
 from mlx_server.engine.loading import PoolRoom, find_model, make_model_runner, read_model
 from mlx_server.engine.memory.budget import MemoryBudget, MemoryShare
 from mlx_server.engine.memory.guard import KvMemory, MemoryGuard, MemoryWatch

@@ -19,7 +19,7 @@ from transformers import AutoImageProcessor
 
 from mlx_server.config import BLOCK_SIZE, Config
 from mlx_server.pool.model_pool import ModelPool
-from mlx_server.prompt_image import PromptImage
+from mlx_server.request import PromptImage
 from mlx_server.runtime.models.loader import LoadedModel
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import vlm_module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_server.prompt_image import PromptImage
+from mlx_server.request import PromptImage
 from tests.batching.worlds import World, make_request, make_world
 
 

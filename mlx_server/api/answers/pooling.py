@@ -16,7 +16,7 @@ from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import OverloadedError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
-from mlx_server.pooling_params import Vector
+from mlx_server.request import Vector
 
 
 def most_at_a_time(engine: AsyncEngine) -> int:

@@ -18,7 +18,7 @@ from mlx_server.api.ollama.fields import ERROR_RESPONSES, KeepAlive
 from mlx_server.api.ollama.opening import NOT_ENFORCED_HEADER, find_name, keep_model
 from mlx_server.api.ollama.output import nanoseconds
 from mlx_server.api.openai.fields import Bool, Int
-from mlx_server.engine.embeddings.embedding import InputTruncation
+from mlx_server.engine.embeddings import InputTruncation
 
 
 class _EmbedFields(BaseModel):

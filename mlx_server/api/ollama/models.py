@@ -20,7 +20,7 @@ from mlx_server.api.http.body import AnyTypeRoute
 from mlx_server.api.ollama.fields import ERROR_RESPONSES, ModelBody
 from mlx_server.api.ollama.opening import find_name, listed
 from mlx_server.api.ollama.output import timestamp
-from mlx_server.engine.embeddings.pooling import capabilities
+from mlx_server.engine.embeddings import capabilities
 from mlx_server.engine.models.facts import ModelFacts, read_facts
 from mlx_server.environment import version
 from mlx_server.pool.catalog import Offer

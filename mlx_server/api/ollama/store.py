@@ -23,8 +23,7 @@ from mlx_server.api.ollama.opening import find_name
 from mlx_server.api.ollama.output import NDJSON, line
 from mlx_server.api.openai.fields import Bool
 from mlx_server.api.pulls import begin_pull
-from mlx_server.engine.models.fetch import Fetch
-from mlx_server.engine.models.store import remove_stored
+from mlx_server.engine.models.store import Fetch, remove_stored
 from mlx_server.errors import InvalidRequestError, PermissionDeniedError, UnsupportedError
 
 _PERIOD_S = 0.5

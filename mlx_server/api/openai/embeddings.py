@@ -18,7 +18,7 @@ from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.text_turns import turn_of
 from mlx_server.api.openai.document import STRING, either, list_of
 from mlx_server.api.openai.fields import Bool, Int, Refused
-from mlx_server.engine.embeddings.embedding import FloatArray, InputTruncation
+from mlx_server.engine.embeddings import FloatArray, InputTruncation
 
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern="^[!-~]+$")]
 

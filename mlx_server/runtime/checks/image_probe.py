@@ -12,7 +12,7 @@ import numpy as np
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk
-from mlx_server.prompt_image import PromptImage
+from mlx_server.request import PromptImage
 from mlx_server.runtime.adapters import is_adapted
 from mlx_server.runtime.checks.probe import TOLERANCES, relative_error
 from mlx_server.runtime.model_runner import BlockTables, ModelRunner

@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_server.errors import ModelLoadError
-from mlx_server.pooling_params import PoolingMethod
+from mlx_server.request import PoolingMethod
 from mlx_server.runtime.models.blueprint import model_classes
 from mlx_server.runtime.models.folder import read_headers, read_model_json
 from mlx_server.runtime.pooling import ACTIVATIONS, DenseLayer
