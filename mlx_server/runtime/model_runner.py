@@ -27,8 +27,8 @@ from mlx_server.runtime.attention.interface import IntArray, StepPlan
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.cache.state_slots import StateSlots
+from mlx_server.runtime.drafts.hidden_states import HiddenStates, KeptRows
 from mlx_server.runtime.forward import ModelForward
-from mlx_server.runtime.hidden_states import HiddenStates, KeptRows
 from mlx_server.runtime.pooling import NO_POOLING, PooledBatch, Pooler
 from mlx_server.runtime.sampling.edits import ScoredTokens, score_tokens
 from mlx_server.runtime.sampling.sampler import SampledBatch, SampledRows, Sampler, SampleRow, plan_samples

@@ -11,9 +11,9 @@ from itertools import accumulate
 import mlx.core as mx
 
 from mlx_server.outputs import ModelRunnerOutput, ScheduledChunk, SchedulerOutput
-from mlx_server.runtime.hidden_states import HiddenStates
+from mlx_server.runtime.drafts.heads import HeadLink
+from mlx_server.runtime.drafts.hidden_states import HiddenStates
 from mlx_server.runtime.model_runner import LaunchedStep, ModelRunner
-from mlx_server.runtime.models.heads import HeadLink
 from mlx_server.runtime.sampling.sampler import SampledBatch, Sampler, SampleRow
 
 logger = logging.getLogger(__name__)

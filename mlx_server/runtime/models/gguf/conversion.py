@@ -1,8 +1,8 @@
 """A GGUF file as a folder in mlx-lm's format, written a file of weights after the other.
 
-`gguf_weights.py` has the layout of the tensors, `gguf_architectures.py` their names and the configuration,
-`gguf_tokenizer.py` the tokenizer. What is read of the file is mapped, and written in shards. A shard appears by one
-rename: a conversion that was cut off goes on with the next one.
+`weights.py` has the layout of the tensors, `architectures.py` their names and the configuration, `tokenizer.py` the
+tokenizer. What is read of the file is mapped, and written in shards. A shard appears by one rename: a conversion that
+was cut off goes on with the next one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.models.conversions import save_shard
 from mlx_server.runtime.models.folder import is_whole_file, read_headers
 from mlx_server.runtime.models.gguf import WeightFormat
-from mlx_server.runtime.models.gguf_architectures import (
+from mlx_server.runtime.models.gguf.architectures import (
     ROPE_TENSORS,
     Architecture,
     Facts,
     common_config,
     find_architecture,
 )
-from mlx_server.runtime.models.gguf_tokenizer import check_vocabulary, special_ids, write_tokenizer
-from mlx_server.runtime.models.gguf_weights import GROUP_SIZE, Loss, bits_of, convert_tensor, expand_tensor
+from mlx_server.runtime.models.gguf.tokenizer import check_vocabulary, special_ids, write_tokenizer
+from mlx_server.runtime.models.gguf.weights import GROUP_SIZE, Loss, bits_of, convert_tensor, expand_tensor
 from mlx_server.runtime.models.progress import Report
 
 logger = logging.getLogger(__name__)
