@@ -38,7 +38,7 @@ from mlx_server.outputs import (
     TokenLogprob,
 )
 from mlx_server.request import FinishReason, PoolingParams, Request, Vector
-from mlx_server.runtime.model_runner import BlockTables
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.sampling_params import SamplingParams
 
 VOCAB_SIZE = 997

@@ -35,7 +35,7 @@ from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.choice import choices_path, load_choice, store_choices
 from mlx_server.runtime.kernels.gpu.plan import decode_bytes
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, check_variant, default_variant
-from mlx_server.runtime.kernels.timing import median_times
+from mlx_server.runtime.kernels.trials import median_times
 from tests.attention_worlds import ALL_BITS
 from tests.engine_worlds import on_the_cpu
 

@@ -14,7 +14,7 @@ from mlx_server.engine.memory.need import estimate_need
 from mlx_server.outputs import NewRequestData, ScheduledChunk
 from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.checks.image_probe import SAMPLES, find_fault
-from mlx_server.runtime.models import weights
+from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.loader import RunnerInfo, exhaust, load, make_runner
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import VlmModel
@@ -67,7 +67,7 @@ def test_without_weights_of_an_encoder_the_text_part_is_loaded(folder: Path, tmp
 
 
 def test_without_the_extra_the_text_part_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "is_installed", lambda: False)
+    monkeypatch.setattr(vlm, "is_installed", lambda: False)
     model, info = load_and_probe(folder)
     assert not isinstance(model, VlmModel)
     assert "pip install 'mlx-server[vision]'" in info.no_vision

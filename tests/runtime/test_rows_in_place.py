@@ -17,17 +17,17 @@ from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.attention import backends
 from mlx_server.runtime.attention.regroup import Level, Scope
 from mlx_server.runtime.attention.seam import install_seam
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.cache.kv_cache import PagedKVCache, StateLayerCache
 from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.cache.row_pool import MakeRows, PlainRows, Slots
-from mlx_server.runtime.kernels.cpu.attention import CpuBackend
-from mlx_server.runtime.kernels.cpu.rows import NativeRows
+from mlx_server.runtime.kernels.cpu.attention import CpuBackend, NativeRows
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu import rows as gpu_rows
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import buffer_address
 from mlx_server.runtime.kernels.gpu.rows import RowKernels
-from mlx_server.runtime.model_runner import BlockTables, ModelRunner
+from mlx_server.runtime.model_runner import ModelRunner
 from tests.architectures import VOCAB_SIZE
 from tests.conformance import Subject, answer, worst_error
 from tests.device_memory import active_bytes

@@ -36,7 +36,7 @@ from mlx_server.observability.engine_metrics import EngineMetrics
 from mlx_server.observability.tracing import NO_TRACER
 from mlx_server.outputs import ModelRunnerOutput, RequestOutput, SampledToken, SchedulerOutput
 from mlx_server.request import Priority, Request
-from mlx_server.runtime.model_runner import BlockTables
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.sampling_params import SamplingParams
 
 _NUM_PROMPT_TOKENS = 100

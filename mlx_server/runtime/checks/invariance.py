@@ -21,9 +21,10 @@ from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import ScheduledChunk
 from mlx_server.runtime.attention.interface import AttentionBackend
 from mlx_server.runtime.attention.regroup import Scope
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
-from mlx_server.runtime.model_runner import BlockTables, ModelRunner
+from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.products import RowProduct, install_products
 
 _BLOCKS = (16, 8, 4)

@@ -30,11 +30,10 @@ from mlx_server.runtime.kernels.gpu.product_choice import gpu_products
 from mlx_server.runtime.kernels.gpu.products import ProductKernels
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models import random_models
-from mlx_server.runtime.models.blueprint import DTYPES
+from mlx_server.runtime.models.blueprint import DTYPES, load_folder, read_folder, why_blind
 from mlx_server.runtime.models.embedder import PoolingSpec, load_dense, read_pooling
 from mlx_server.runtime.models.folder import CONTEXT_KEYS
 from mlx_server.runtime.models.resolve import find_folder
-from mlx_server.runtime.models.weights import load_folder, read_folder, why_blind
 from mlx_server.runtime.native_layers import bfloat16_weights, install_native, native_library
 from mlx_server.runtime.pooling import Pooler
 from mlx_server.runtime.sharding import NO_IMAGES, Group, agreement, shard_model

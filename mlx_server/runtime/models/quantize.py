@@ -16,10 +16,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.models.blueprint import why_blind
 from mlx_server.runtime.models.conversions import Recipe, made_folder, save_shard
 from mlx_server.runtime.models.folder import HUB_FILES, is_whole_file, read_headers, read_model_json
 from mlx_server.runtime.models.progress import Report
-from mlx_server.runtime.models.weights import why_blind
 
 _VERSION = 1
 """A higher number makes folders anew that an older version has quantised."""

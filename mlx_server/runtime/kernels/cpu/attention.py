@@ -1,4 +1,5 @@
-"""The `cpu` backend: attention in C++ over pools in host memory, float32 or quantised, written and read in place.
+"""The `cpu` backend: attention in C++ over pools in host memory, float32 or quantised, written and read in place; and
+rows that native operations write in place.
 
 An attention is a lazy node of MLX's graph, so that a step is built, submitted and then computed without a stop. The
 pools are anonymous memory maps: page-aligned, zero, never moved, and without cost until a block is first written.
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,10 +23,9 @@ import numpy.typing as npt
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention.interface import IntArray, LayerSpec, StepPlan
-from mlx_server.runtime.cache.row_pool import Rows, RowsShape, group_size_of, side_bits
+from mlx_server.runtime.cache.row_pool import Rows, RowsShape, Slots, group_size_of, side_bits
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.build import NativeBuildError
-from mlx_server.runtime.kernels.cpu.rows import NativeRows
 from mlx_server.runtime.kernels.sharing import Readers, find_runs
 
 _SLACK_BYTES = 64
@@ -164,6 +166,60 @@ class CpuBackend:
 
     def state(self, pool: CpuPool) -> list[mx.array]:
         return [pool.last_use.token]
+
+
+@dataclass(slots=True)
+class _Memory:
+    """An array that is never replaced, and the token of its last use."""
+
+    array: mx.array
+    token: mx.array
+
+
+class NativeRows:
+    """Rows `[num_slots, ...]` that nodes of the native library read and write where they lie.
+
+    MLX cannot see that a node writes into the array, so whatever reads or writes it takes the token of the use before
+    and leaves one of its own: a chain through all uses of the memory, in whichever shape, across steps.
+    """
+
+    needs_synchronous_steps = False
+
+    def __init__(self, library: Any, array: mx.array) -> None:
+        mx.eval(array)
+        self._library = library
+        self._memory = _Memory(array, mx.array([0]))
+        self._shape = array.shape
+
+    def write(self, slots: Slots, rows: mx.array) -> None:
+        memory = self._memory
+        memory.token = self._library.write_rows(
+            rows.astype(memory.array.dtype), memory.array, slots.padded, memory.token
+        )
+
+    def read(self, slots: Slots) -> mx.array:
+        memory, numbers = self._memory, slots.numbers
+        shape = [*numbers.shape, *self._shape[1:]]
+        rows: mx.array
+        rows, memory.token = self._library.read_rows(memory.array, slots.padded, shape, memory.token, numbers.size)
+        return rows
+
+    def take(self, slots: Slots) -> NativeRows:
+        return NativeRows(self._library, self.read(slots))
+
+    def parts(self) -> Sequence[Rows]:
+        return [self]
+
+    def view(self, shape: RowsShape) -> NativeRows:
+        view = copy(self)
+        view._shape = shape
+        return view
+
+    def arrays(self) -> list[mx.array]:
+        return [self._memory.array, self._memory.token]
+
+    def tokens(self) -> list[mx.array]:
+        return [self._memory.token]
 
 
 def _buffer(memory: Any, num_bytes: int) -> Any:
