@@ -8,11 +8,11 @@ from pathlib import Path
 
 from mlx_server.config import Config, ModelConfig
 from mlx_server.errors import ModelNotFoundError
-from mlx_server.runtime.adapters import merged_adapter
+from mlx_server.runtime.layers.adapters import merged_adapter
+from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces, make_runner
 from mlx_server.runtime.models.resolve import find_folder
-from mlx_server.runtime.sharding import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,13 @@ from mlx_server.outputs import (
     ScheduledChunk,
     SchedulerOutput,
 )
-from mlx_server.runtime.adapters import NONE, AdapterRows
 from mlx_server.runtime.attention.interface import IntArray
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.drafts.hidden_states import HiddenStates, KeptRows
 from mlx_server.runtime.forward import ModelForward
+from mlx_server.runtime.layers.adapters import NONE, AdapterRows
 from mlx_server.runtime.pooling import NO_POOLING, PooledBatch, Pooler
 from mlx_server.runtime.sampling.edits import ScoredTokens, score_tokens
 from mlx_server.runtime.sampling.sampler import SampledBatch, SampledRows, Sampler, SampleRow, plan_samples

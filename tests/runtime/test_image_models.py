@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten
 from mlx_server.config import CacheConfig, Config, ModelConfig
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.outputs import NewRequestData, ScheduledChunk
-from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.checks.image_probe import SAMPLES, find_fault
+from mlx_server.runtime.layers.adapters import AdapterRows
 from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.loader import RunnerInfo, exhaust, load, make_runner
 from mlx_server.runtime.models.random_models import build_random
@@ -106,7 +106,7 @@ def test_families_that_are_not_served_are_named() -> None:
 
 
 def test_adapters_of_the_encoder_leave_the_model_blind() -> None:
-    from mlx_server.runtime.adapters import AdaptedLinear, LowRank
+    from mlx_server.runtime.layers.adapters import AdaptedLinear, LowRank
 
     model = build_random({"model_type": "qwen3_vl", **CONFIGS["qwen3_vl"]}, 1, sees=True)
     merger = model.vision_tower.merger

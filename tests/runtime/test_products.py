@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_server.runtime.products import RowProduct, install_products, remove_products
+from mlx_server.runtime.layers.products import RowProduct, install_products, remove_products
 
 
 class _Model(nn.Module):  # type: ignore[misc]

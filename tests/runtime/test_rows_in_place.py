@@ -13,7 +13,6 @@ import pytest
 from emulator.worlds import make_backend
 
 from mlx_server.outputs import BlockIds, ScheduledChunk
-from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.attention import backends
 from mlx_server.runtime.attention.regroup import Level, Scope
 from mlx_server.runtime.attention.seam import install_seam
@@ -27,6 +26,7 @@ from mlx_server.runtime.kernels.gpu import rows as gpu_rows
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import buffer_address
 from mlx_server.runtime.kernels.gpu.rows import RowKernels
+from mlx_server.runtime.layers.adapters import AdapterRows
 from mlx_server.runtime.model_runner import ModelRunner
 from tests.architectures import VOCAB_SIZE
 from tests.conformance import Subject, answer, worst_error

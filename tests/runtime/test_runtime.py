@@ -18,13 +18,13 @@ from mlx_server.config import CacheConfig
 from mlx_server.errors import ConfigError, EngineDeadError, InsufficientMemoryError, ModelLoadError
 from mlx_server.outputs import ModelRunnerOutput, ScheduledChunk, SchedulerOutput
 from mlx_server.runtime import memory
-from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.attention import backends
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.attention.seam import check_seam, install_seam
 from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.forward import RowSelector
+from mlx_server.runtime.layers.adapters import AdapterRows
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models import loader
 from mlx_server.runtime.models.loader import LoadedModel, exhaust, load, make_runner, release

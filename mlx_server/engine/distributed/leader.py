@@ -40,10 +40,10 @@ from mlx_server.engine.loading import PoolRoom
 from mlx_server.errors import ConfigError, EngineDeadError, ModelLoadError
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
 from mlx_server.runtime.executor import MLXThread, StepRunner
+from mlx_server.runtime.layers.sharding import Group, from_first, join_group
 from mlx_server.runtime.memory import MemoryReading, read_memory
 from mlx_server.runtime.model_runner import LaunchedStep
 from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
-from mlx_server.runtime.sharding import Group, from_first, join_group
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import numpy as np
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk
 from mlx_server.request import PromptImage
-from mlx_server.runtime.adapters import is_adapted
 from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.checks.probe import TOLERANCES, relative_error
+from mlx_server.runtime.layers.adapters import is_adapted
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.vlm import VlmModel
 from mlx_server.runtime.vision import ImageEncoder
