@@ -39,11 +39,6 @@ _KERNEL_FILES = ("paged_decode.msl", "paged_reduce.msl")
 _SIZES = ("num_query_heads", "num_kv_heads", "key_dim", "value_dim")
 
 
-def choices_path() -> Path:
-    """The file, in the user's cache folder."""
-    return _stored().path
-
-
 def load_choice() -> Callable[[DecodeShape], KernelVariant]:
     """What GPU backends take as `choose_variant`: the stored choice for this chip, else `default_variant`."""
     here = _stored().load()
