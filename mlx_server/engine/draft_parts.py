@@ -232,7 +232,7 @@ def _fault(info: RunnerInfo, target: ModelRunner, *, is_head: bool) -> str | Non
 
 def _feed(head: HeadModel, target: ModelRunner, num_requests: int) -> HeadFeed:
     weight = head.model.hidden_norm.weight
-    states = HiddenStates(target.cache.backend.make_states, num_requests, weight.shape[0], weight.dtype)
+    states = HiddenStates(target.cache.backend.make_rows, num_requests, weight.shape[0], weight.dtype)
     return HeadFeed(head.model.link, states)
 
 

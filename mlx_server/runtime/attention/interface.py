@@ -142,12 +142,8 @@ class AttentionBackend(Protocol):
         ...
 
     def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
-        """Zeros for K/V that modules read by group. Written in place where this backend can."""
-        ...
-
-    def make_states(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
-        """Zeros for recurrent states, which are read and then written in every step. Written in place where this
-        backend can."""
+        """Zeros for recurrent states, and for K/V that modules read by group. Written in place where this backend
+        can."""
         ...
 
     def change_pool(self, pool: Any, change: PoolChange) -> Any:
@@ -227,7 +223,7 @@ class ReferenceBackend:
     needs_synchronous_steps = True
 
     def __init__(self, make_rows: MakeRows = PlainRows.zeros) -> None:
-        self.make_rows = self.make_states = make_rows
+        self.make_rows = make_rows
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> RowPool:
         dims = spec.key_dim, spec.value_dim

@@ -274,7 +274,7 @@ class PagedKVCache:
         for pool in self.pools:
             pool.allocate(self.backend, num_blocks, max_blocks)
         for states in self.recurrent:
-            states.allocate(self.backend.make_states, num_slots + num_checkpoints)
+            states.allocate(self.backend.make_rows, num_slots + num_checkpoints)
         self._num_slots = num_slots
         self.num_blocks = num_blocks
 

@@ -53,8 +53,8 @@ def progress_of(model: str) -> Progress | None:
 
 @contextlib.contextmanager
 def shown(model: str, stage: str, total_bytes: int) -> Iterator[Report]:
-    """While it is open, `progress_of` tells what its user reports; so does a bar, where standard error is a terminal. Any
-    thread; one at a time for a model."""
+    """While it is open, `progress_of` tells what its user reports; so does a bar, where standard error is a terminal.
+    Any thread; one at a time for a model."""
     progress = _running[model] = Progress(stage, total_bytes)
 
     def report(num_bytes: int, *, was_kept: bool = False) -> None:

@@ -103,8 +103,6 @@ class CpuBackend:
     def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
         return NativeRows(self._native, mx.zeros(shape, dtype))
 
-    make_states = make_rows
-
     def change_pool(self, pool: CpuPool, change: PoolChange) -> CpuPool:
         """Raises `ValueError` beyond the size that the pool was made for."""
         if change.num_blocks > pool.max_blocks:

@@ -173,8 +173,6 @@ class GpuBackend:
             return GpuRows(self._row_kernels, rows)
         return PlainRows(rows)
 
-    make_states = make_rows
-
     def change_pool(self, pool: GpuPool, change: PoolChange) -> GpuPool:
         pool.change(change)
         return pool

@@ -69,8 +69,8 @@ KERNEL_TEXTS = (KV_WRITE, KV_WRITE_QUANTIZED, KV_GATHER, PAGED_DECODE, PAGED_SHA
 
 
 def read_text(file_name: str) -> str:
-    """A kernel text or header that ships beside this module."""
-    return resources.files(__package__).joinpath(file_name).read_text(encoding="utf-8")
+    """A kernel text or header that ships in the folder `texts`."""
+    return resources.files(__package__).joinpath("texts", file_name).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
