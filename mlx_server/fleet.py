@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from mlx_server.setting import STRICT, Text, form
+from mlx_server.setting import STRICT, Text, declare, form
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
@@ -45,40 +44,36 @@ def parse_topic(text: str) -> str:
         raise ValueError("it may name {host}, {port} and {model}, and nothing else in braces") from error
 
 
-def _setting(default: Any, help: str, **limits: Any) -> Any:
-    return Field(default=default, description=help, **limits)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class FleetConfig:
     """[fleet]: several servers behind a router, or several machines for one model; see docs/scale-out.md."""
 
-    kv_events: Annotated[Text, form(parse_endpoint)] = _setting(
+    kv_events: Annotated[Text, form(parse_endpoint)] = declare(
         None,
         "tell routers which prefixes are cached, as vLLM does, at a ZeroMQ endpoint like tcp://127.0.0.1:5557: bound "
         "at an address of this machine (`*` is all), connected to at another's. Whoever reads it reads prompts",
     )
-    kv_events_replay: Annotated[Text, form(parse_endpoint)] = _setting(
+    kv_events_replay: Annotated[Text, form(parse_endpoint)] = declare(
         None, "endpoint at which routers may ask for the last 10,000 batches of such events again"
     )
-    kv_events_topic: Annotated[str, form(parse_topic)] = _setting(
+    kv_events_topic: Annotated[str, form(parse_topic)] = declare(
         "kv@{host}:{port}@{model}",
         "topic of a model's events, which may name the server's {host} and {port} and must name the {model} where "
         "there are several; empty for a vllm-router that is told its sources",
     )
-    shared_store: Annotated[Text, form(parse_store)] = _setting(
+    shared_store: Annotated[Text, form(parse_store)] = declare(
         None,
         "Redis or Valkey server like redis://HOST:6379/0 in which all servers of a fleet count what keys use, and keep "
         "responses; each server by itself without it",
         repr=False,
     )
-    discovery_key: Text = _setting(
+    discovery_key: Text = declare(
         None, "key with which routers may list models and read health and metrics, and nothing else", repr=False
     )
-    discovery_key_file: Text = _setting(None, "file with the discovery key in it")
-    tensor_parallel_size: int = _setting(
+    discovery_key_file: Text = declare(None, "file with the discovery key in it")
+    tensor_parallel_size: int = declare(
         1, "machines that one model is spread over, each started by `mlx.launch`; experimental", ge=1
     )
-    tensor_parallel_host: Text = _setting(
+    tensor_parallel_host: Text = declare(
         None, "address at which the others reach the first of them; default: the one that `mlx.launch` gives it"
     )

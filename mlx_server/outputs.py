@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ServeError
-from mlx_server.pooling_params import PoolingParams, Vector
-from mlx_server.prompt_image import PromptImage
-from mlx_server.request import FinishReason, Request
+from mlx_server.request import FinishReason, PoolingParams, PromptImage, Request, Vector
 from mlx_server.sampling_params import SamplingParams
 
 

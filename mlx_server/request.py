@@ -1,15 +1,76 @@
-"""A request as every floor below HTTP sees it: token ids, parameters and progress, no text."""
+"""A request as every floor below HTTP sees it: token ids, images as arrays, parameters and progress, no text."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from mlx_server.pooling_params import PoolingParams
-from mlx_server.prompt_image import PromptImage
 from mlx_server.sampling_params import SamplingParams
+
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImage:
+    """An image whose placeholders are the prompt's tokens [start, start + num_tokens): as many as its embeddings.
+
+    `digest` (`DIGEST_BYTES` long) is of `inputs`, so that equal digests mean equal embeddings. `inputs` are the NumPy
+    arrays that the model's vision encoder takes for this image alone, by their names in the model's own processor
+    (`pixel_values`, `image_grid_thw`, ...). In an image that `is_bidirectional` each placeholder sees those behind it,
+    too, in the layers of text: all that are not cached are computed in one step.
+    """
+
+    start: int
+    num_tokens: int
+    digest: bytes
+    inputs: Mapping[str, Any]
+    is_bidirectional: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+def images_within(images: Iterable[PromptImage], start: int, end: int) -> list[tuple[bytes, int]]:
+    """The digest of each image that has placeholders among tokens [start, end), and the place of `start` in it: below 0
+    if it begins later."""
+    return [(image.digest, start - image.start) for image in images if image.start < end and start < image.end]
+
+
+class PoolingMethod(enum.StrEnum):
+    """Which positions of a prompt of N tokens count how much, as sentence-transformers defines and names them."""
+
+    LAST = "lasttoken"
+    """The last one alone, which in a causal model has seen all others."""
+
+    CLS = "cls_token"
+    """The first one alone."""
+
+    MEAN = "mean_tokens"
+    """Each 1 / N."""
+
+    MEAN_SQRT_LEN = "mean_sqrt_len_tokens"
+    """Each 1 / sqrt(N)."""
+
+    WEIGHTED_MEAN = "weightedmean_tokens"
+    """Position i, counted from 1, i / (1 + 2 + ... + N) (SGPT, Muennighoff 2022)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """For a request that ends with its prompt. Its result is the pooled hidden state, taken behind the model's last
+    norm and sent through the dense layers of the model's folder; or, if `logit_ids` are given, the logits of these
+    tokens after the last position. `is_whole` asks for all of the prompt in one step: each position sees all others."""
+
+    method: PoolingMethod = PoolingMethod.LAST
+    logit_ids: tuple[int, ...] = ()
+    is_whole: bool = False
+
+
+Vector = bytes
+"""Of float32 numbers, in the byte order of this machine."""
 
 
 class Priority(enum.IntEnum):

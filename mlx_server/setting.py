@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, StringConstraints, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from mlx_server.errors import ConfigError, did_you_mean
@@ -74,6 +74,11 @@ class Setting:
             return str
         is_optional = isinstance(self.field.annotation, types.UnionType)
         return get_args(self.field.annotation)[0] if is_optional else self.field.annotation
+
+
+def declare(default: Any, help: str, **limits: Any) -> Any:
+    """A field of a section."""
+    return Field(default=default, description=help, **limits)
 
 
 def parse_size(text: str) -> int:

@@ -1,8 +1,8 @@
 """Schedulers over the real executor, MLX thread and device queue, on a made-up device in virtual time.
 
-There are three kinds of device. An eager one computes in `launch`, as attention on the host does. A filled one has only
-the last tenth of a step left when `launch` returns, as MLX's CPU, which lets few tasks wait. One that is `SELF_RUNNING`
-is only told what to do there and computes by itself, as Metal and CUDA do.
+There are two kinds of device. A filled one has only the last tenth of a step left when `launch` returns, as MLX's CPU,
+which lets few tasks wait. One that is `SELF_RUNNING` is only told what to do there and computes by itself, as Metal and
+CUDA do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ NUM_BLOCKS = 8192
 
 
 class Kind(Enum):
-    EAGER = "eager"
     FILLED = "filled"
     SELF_RUNNING = "self-running"
 
@@ -99,7 +98,7 @@ class Device:
         self._free_s = began_s + seconds
         self.steps.append(DeviceStep(model, step, launched_s, began_s, self._free_s))
         if self.kind is not Kind.SELF_RUNNING:
-            self._threads.sleep_until(self._free_s - (0.1 * seconds if self.kind is Kind.FILLED else 0.0))
+            self._threads.sleep_until(self._free_s - 0.1 * seconds)
         return self._free_s
 
     def idle_s(self, from_s: float, to_s: float) -> float:
@@ -117,9 +116,9 @@ class _Launched:
 class DeviceRunner:
     """A `ModelRunner` of the fake model of `tests/batching/worlds.py`."""
 
+    launch_is_host_only = True
+
     def __init__(self, name: str, threads: VirtualThreads, device: Device, runner: FakeRunner) -> None:
-        self.is_eager = device.kind is Kind.EAGER
-        self.launch_is_host_only = not self.is_eager
         self.runner = runner
         self._name, self._threads, self._device = name, threads, device
 

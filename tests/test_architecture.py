@@ -21,8 +21,6 @@ VOCABULARY = {
     "fleet",
     "setting",
     "tiers",
-    "pooling_params",
-    "prompt_image",
     "model_entries",
     "errors",
     "environment",

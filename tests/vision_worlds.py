@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_server.prompt_image import PromptImage
+from mlx_server.request import PromptImage
 from mlx_server.runtime.models.loader import LoadedModel
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import vlm_module

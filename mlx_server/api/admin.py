@@ -14,7 +14,7 @@ from mlx_server.api.context import Context, ServerContext
 from mlx_server.api.http.body import JsonRoute
 from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.engine.models.facts import folder_of, read_preparation
-from mlx_server.engine.models.fetch import Fetch, can_be_fetched
+from mlx_server.engine.models.store import Fetch, can_be_fetched
 from mlx_server.errors import InvalidRequestError, ModelNotFoundError, PermissionDeniedError
 from mlx_server.observability.server_metrics import SleepOperation
 from mlx_server.pool.pooled_model import ModelState, PooledModel

@@ -14,7 +14,7 @@ from mlx_server.api.auth.quotas import Quotas
 from mlx_server.api.http.text_turns import TextWorkers
 from mlx_server.api.shared_store import SharedStore
 from mlx_server.config import Config
-from mlx_server.engine.models.fetch import Fetches
+from mlx_server.engine.models.store import Fetches
 from mlx_server.observability.server_metrics import HttpMetrics, ProcessMetrics, SleepMetrics
 from mlx_server.pool.model_pool import ModelPool
 

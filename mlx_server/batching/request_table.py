@@ -29,9 +29,7 @@ from mlx_server.outputs import (
     ScheduledChunk,
     SchedulerOutput,
 )
-from mlx_server.pooling_params import Vector
-from mlx_server.prompt_image import images_within
-from mlx_server.request import FinishReason, Request, RequestStatus
+from mlx_server.request import FinishReason, Request, RequestStatus, Vector, images_within
 
 Rank = tuple[bool, int, float]
 """Smaller is better. All models' requests age at one rate, so that ranks of one server make one order."""

@@ -25,8 +25,8 @@ from mlx_server.engine.models.store import stored_models
 from mlx_server.errors import ConfigError
 from mlx_server.runtime.attention.backends import available_backends
 from mlx_server.runtime.kernels.cpu.build import NativeBuildError, find_compiler
+from mlx_server.runtime.layers.cpu import describe_native
 from mlx_server.runtime.machine import METAL, inspect_machine
-from mlx_server.runtime.native_layers import describe_native
 
 _NOT_WIRED = (
     "memory is not wired: macOS may unwire it when idle, and the next step is slower then; --wire-memory keeps it, at "

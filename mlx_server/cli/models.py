@@ -29,7 +29,7 @@ def run_ls(args: argparse.Namespace) -> int:
       mlx-serve models ls
       mlx-serve models ls --json
     """
-    from mlx_server.engine.models.fit import fits_of  # the engine's libraries, which asking a server does not need
+    from mlx_server.engine.models.facts import fits_of  # the engine's libraries, which asking a server does not need
     from mlx_server.engine.models.store import stored_models
 
     models = stored_models()

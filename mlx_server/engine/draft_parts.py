@@ -24,10 +24,10 @@ from mlx_server.engine.memory.need import estimate_heads
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.attention.regroup import Scope
-from mlx_server.runtime.draft_runner import DraftingRunner, HeadFeed
-from mlx_server.runtime.hidden_states import HiddenStates
+from mlx_server.runtime.drafts.heads import HeadModel, NoHeadsError, find_heads, load_head
+from mlx_server.runtime.drafts.hidden_states import HiddenStates
+from mlx_server.runtime.drafts.runner import DraftingRunner, HeadFeed
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.heads import HeadModel, NoHeadsError, find_heads, load_head
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces, make_runner
 from mlx_server.runtime.models.resolve import find_folder
 
@@ -232,7 +232,7 @@ def _fault(info: RunnerInfo, target: ModelRunner, *, is_head: bool) -> str | Non
 
 def _feed(head: HeadModel, target: ModelRunner, num_requests: int) -> HeadFeed:
     weight = head.model.hidden_norm.weight
-    states = HiddenStates(target.cache.backend.make_states, num_requests, weight.shape[0], weight.dtype)
+    states = HiddenStates(target.cache.backend.make_rows, num_requests, weight.shape[0], weight.dtype)
     return HeadFeed(head.model.link, states)
 
 

@@ -19,15 +19,15 @@ from mlx_server.batching.limits import SchedulerCounters
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.speculation.drafting import SpeculationCounters
 from mlx_server.config import Config
-from mlx_server.engine.embeddings.pooling import Pooling, check_generates
+from mlx_server.engine.embeddings import Pooling, check_generates
 from mlx_server.engine.grammar.constraints import GrammarCompiler
+from mlx_server.engine.loading import served_names
 from mlx_server.engine.memory.guard import GuardCounters
 from mlx_server.engine.observed import ObservedExecutor, told
 from mlx_server.engine.parts import EngineParts, GivenModels, Surroundings, load_parts, unload_parts
 from mlx_server.engine.prefixes.kv_events import ModelEvents, follow
 from mlx_server.engine.prefixes.model_on_disk import flush
 from mlx_server.engine.request_stream import GenerationRequest, OutputText, RequestStream, make_request
-from mlx_server.engine.served_names import served_names
 from mlx_server.engine.text.chat import ChatFormatter, TextTools
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.vision.seeing import SeeingModel

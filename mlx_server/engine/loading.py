@@ -1,4 +1,5 @@
-"""A model's weights and its runner, by the settings of a configuration: the same on all ranks that share a model."""
+"""A model's names, its weights and its runner, by the settings of a configuration: the same on all ranks that share a
+model."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_server.config import Config, ModelConfig
+from mlx_server.errors import ModelNotFoundError
+from mlx_server.runtime.layers.adapters import merged_adapter
+from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, load_in_pieces, make_runner
 from mlx_server.runtime.models.resolve import find_folder
-from mlx_server.runtime.sharding import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +56,40 @@ def make_model_runner(config: Config, loaded: LoadedModel, room: PoolRoom) -> Pi
         drafts=config.drafts,
         batch_invariant=config.model.batch_invariant,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedNames:
+    """`base` is what the model is called without adapters. `merged` names the adapter that it has for all requests,
+    if that cannot differ by request; else each may name one of `adapters`, or none."""
+
+    base: str
+    merged: str | None
+    adapters: tuple[str, ...]
+
+    @property
+    def model(self) -> str:
+        """What the model is called that answers requests which name no adapter."""
+        return self.base if self.merged is None else f"{self.base}:{self.merged}"
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """The model's, and with each of its adapters."""
+        return self.model, *map(self.with_adapter, self.adapters)
+
+    def check(self, adapter: str | None) -> None:
+        """Raises `ModelNotFoundError` for an adapter that the model does not have."""
+        if adapter is not None and adapter not in self.adapters:
+            raise ModelNotFoundError(f"{self.base}:{adapter}", f"What there is of it: {', '.join(self.all)}.")
+
+    def with_adapter(self, adapter: str | None) -> str:
+        return self.model if adapter is None else f"{self.base}:{adapter}"
+
+
+def served_names(settings: ModelConfig, loaded: LoadedModel | None = None) -> ServedNames:
+    """Of the model that is `loaded` already, or of the one to be loaded: reads what an only adapter says of itself."""
+    if loaded is not None:
+        return ServedNames(settings.name, None, loaded.adapters.names)
+    merged = merged_adapter(settings.adapters)
+    adapters = () if merged is not None else tuple(adapter.name for adapter in settings.adapters)
+    return ServedNames(settings.name, None if merged is None else merged.name, adapters)

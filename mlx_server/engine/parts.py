@@ -28,8 +28,7 @@ from mlx_server.engine.draft_parts import (
     make_draft,
     make_speculation,
 )
-from mlx_server.engine.embeddings.embedding import InputReader
-from mlx_server.engine.embeddings.pooling import Pooling
+from mlx_server.engine.embeddings import InputReader, Pooling
 from mlx_server.engine.loading import PoolRoom, find_model, make_model_runner, read_model
 from mlx_server.engine.memory.budget import MemoryBudget, MemoryShare
 from mlx_server.engine.memory.guard import KvMemory, MemoryGuard, MemoryWatch
@@ -41,10 +40,10 @@ from mlx_server.engine.vision.seeing import SeeingModel, load_if_seeing
 from mlx_server.errors import ConfigError, EngineDeadError
 from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
+from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.embedder import read_pooling
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, is_gpu, release
-from mlx_server.runtime.sharding import Group
 
 logger = logging.getLogger(__name__)
 

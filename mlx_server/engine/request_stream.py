@@ -14,9 +14,15 @@ from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ContextLengthError, InvalidRequestError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.outputs import CompletionDelta, RequestOutput, RequestTimings
-from mlx_server.pooling_params import PoolingParams
-from mlx_server.prompt_image import DIGEST_BYTES, PromptImage
-from mlx_server.request import FinishReason, Priority, Request, TokenConstraint
+from mlx_server.request import (
+    DIGEST_BYTES,
+    FinishReason,
+    PoolingParams,
+    Priority,
+    PromptImage,
+    Request,
+    TokenConstraint,
+)
 from mlx_server.sampling_params import SamplingParams
 
 CountPlaceholders = Callable[[Sequence[int], Mapping[str, Any]], int | None]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_server.config import Config, PoolConfig
+from mlx_server.engine.loading import ServedNames, served_names
 from mlx_server.engine.models.store import find_in, find_pulled, models_in, stored_models
-from mlx_server.engine.served_names import ServedNames, served_names
 from mlx_server.errors import ModelNotFoundError
 from mlx_server.model_entries import ModelEntry
 

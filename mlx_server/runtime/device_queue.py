@@ -82,12 +82,6 @@ class DeviceQueue:
         """Waits for it if it is not over."""
         self._book(self._steps.popleft(), self._outcomes.get())
 
-    def settle_now(self, step: DeviceStep, wait: Callable[[], None]) -> None:
-        """For a step that its launch has computed: settles all older ones first, since they have ended before it."""
-        while self._steps:
-            self.settle_oldest()
-        self._book(step, self._outcome(wait))
-
     def stop(self) -> None:
         """Ends the queue's thread behind the steps that it has, and waits for it."""
         self._unwatched.put(None)

@@ -34,9 +34,6 @@ class StepRunner(Protocol):
     """Launches and fetches steps as `ModelRunner` does. MLX thread only, except `wait`."""
 
     @property
-    def is_eager(self) -> bool: ...
-
-    @property
     def launch_is_host_only(self) -> bool: ...
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep: ...
@@ -249,7 +246,7 @@ class MLXExecutor:
     """Runs one model's steps on the MLX thread; `submit` is called on the event loop's thread.
 
     One step ahead: a step may be launched while another one, of any model, runs, but for a long one that its launch has
-    computed. A future gets its result when the device has finished, or right after the launch if the runner is eager.
+    computed. A future gets its result when the device has finished.
     An exception in a step is set on every waiting future and on all later ones, since the state of the pools is unknown
     then; but only when the device is done with all of the model's steps, so that the model may be unloaded at once.
     """
@@ -309,8 +306,7 @@ class MLXExecutor:
         self._thread.charge(self, self._last_step_s)
         # No request waited for this step if all are new.
         is_awaited = bool(step.draft_steps) or len(step.new_requests) < len(step.chunks)
-        hand_over = self._device.settle_now if self._runner.is_eager else self._device.push
-        hand_over(DeviceStep(self, started_s, is_awaited, is_computed), partial(self._runner.wait, launched))
+        self._device.push(DeviceStep(self, started_s, is_awaited, is_computed), partial(self._runner.wait, launched))
 
     def settle(self, step_time_s: float, idle_time_s: float) -> None:
         """Hands out the oldest launched step's result and charges for it: the launch has only charged as much as the

@@ -9,13 +9,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.attention.cache_views import RowGroup, UnpageableError
 from mlx_server.runtime.attention.interface import IntArray, StepPlan
 from mlx_server.runtime.attention.regroup import LEVELS, Level, Regrouping, Scope, StepGroups
 from mlx_server.runtime.attention.seam import caches_in_use, swiglu_in_use
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
-from mlx_server.runtime.native_layers import SWIGLU
+from mlx_server.runtime.layers.adapters import AdapterRows
+from mlx_server.runtime.layers.cpu import SWIGLU
 from mlx_server.runtime.vision import ImageRows
 
 _BODIES = ("model", "backbone", "transformer")

@@ -10,10 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import (
-    NULL_BLOCK_ID,
-    BlockMove,
     ModelRunnerOutput,
     NewRequestData,
     PoolChange,
@@ -22,127 +19,18 @@ from mlx_server.outputs import (
     ScheduledChunk,
     SchedulerOutput,
 )
-from mlx_server.runtime.adapters import NONE, AdapterRows
-from mlx_server.runtime.attention.interface import IntArray, StepPlan
+from mlx_server.runtime.attention.interface import IntArray
 from mlx_server.runtime.cache.block_contents import BlockContents
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
-from mlx_server.runtime.cache.state_slots import StateSlots
+from mlx_server.runtime.drafts.hidden_states import HiddenStates, KeptRows
 from mlx_server.runtime.forward import ModelForward
-from mlx_server.runtime.hidden_states import HiddenStates, KeptRows
+from mlx_server.runtime.layers.adapters import NONE, AdapterRows
 from mlx_server.runtime.pooling import NO_POOLING, PooledBatch, Pooler
 from mlx_server.runtime.sampling.edits import ScoredTokens, score_tokens
 from mlx_server.runtime.sampling.sampler import SampledBatch, SampledRows, Sampler, SampleRow, plan_samples
 from mlx_server.runtime.vision import NO_NEWS, ImageEncoder, ImageNews
 from mlx_server.sampling_params import SamplingParams
-
-
-class BlockTables:
-    """Block tables of running requests, one row each in every layer group, which grow as chunks bring new blocks.
-
-    Entries before a group's window are never cleared here; plans leave them out.
-    """
-
-    def __init__(self, windows: Sequence[int | None] = (None,)) -> None:
-        """`windows` are those of the layer groups."""
-        self._windows = tuple(windows)
-        self._tables: IntArray = np.zeros((len(self._windows), 8, 16), dtype=np.int32)
-        self._rows: dict[str, int] = {}
-        self._lengths: dict[str, list[int]] = {}
-        self._free_rows: list[int] = []
-        self._states = StateSlots()
-
-    def add(self, request_id: str) -> None:
-        """A request with empty tables."""
-        assert request_id not in self._rows, f"{request_id} is here already"
-        row = self._free_rows.pop() if self._free_rows else len(self._rows)
-        if row == self._states.num_rows:
-            self._states.add_row()
-        if row == self._tables.shape[1]:
-            self._tables = np.concatenate([self._tables, np.zeros_like(self._tables)], axis=1)
-        self._tables[:, row] = 0
-        self._rows[request_id] = row
-        self._lengths[request_id] = [0] * len(self._windows)
-
-    def drop(self, request_id: str) -> None:
-        """Forgets a request; unknown ones are ignored."""
-        row = self._rows.pop(request_id, None)
-        if row is not None:
-            del self._lengths[request_id]
-            self._free_rows.append(row)
-            self._states.forget(row)
-
-    def state_slot(self, request_id: str) -> int:
-        """Where the request's recurrent state is behind the last step that was planned."""
-        return self._states.slot(self._rows[request_id])
-
-    def move(self, moves: Sequence[BlockMove]) -> None:
-        """Renames blocks that were moved."""
-        if moves:
-            ids = np.arange(max(int(self._tables.max()), max(move.source for move in moves)) + 1, dtype=np.int32)
-            for move in moves:
-                ids[move.source] = move.destination
-            self._tables = ids[self._tables]
-
-    def plan(self, chunks: Sequence[ScheduledChunk]) -> tuple[StepPlan, ...]:
-        """Appends the chunks' new blocks and plans the step for each layer group. Single-token chunks must come first.
-
-        A decode at position 40 and a prompt of 3 tokens, in blocks (7, 2) and (4,): positions 40, 0, 1, 2; slots
-        2 * 32 + 8 = 72, 128, 129, 130; query starts 0, 1, 4; context lengths 41, 3.
-        """
-        for chunk in chunks:
-            if chunk.new_block_ids:
-                self._extend(chunk.request_id, chunk.new_block_ids)
-        rows = np.array([self._rows[chunk.request_id] for chunk in chunks], dtype=np.int32)
-        starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
-        counts = [chunk.num_tokens for chunk in chunks]
-        num_decodes = counts.count(1)
-        assert counts[:num_decodes] == [1] * num_decodes, "single-token chunks come first"
-        lengths = np.array(counts, dtype=np.int32)
-        context_lens = starts + lengths
-        query_starts = np.zeros(len(chunks) + 1, dtype=np.int32)
-        lengths.cumsum(out=query_starts[1:])
-        if num_decodes == len(chunks):
-            owners, positions = np.arange(len(chunks)), starts
-        else:
-            owners = np.repeat(np.arange(len(chunks)), lengths)
-            positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[owners]
-        num_blocks = int(-(-context_lens.max() // BLOCK_SIZE))
-        block_tables = self._tables[:, :, :num_blocks].take(rows, axis=1)
-        blocks = block_tables[:, owners, positions // BLOCK_SIZE].astype(np.int64)
-        slot_mapping = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
-        state_slots, next_slots = self._states.plan(chunks, rows, num_decodes)
-        return tuple(
-            StepPlan(
-                num_decodes=num_decodes,
-                positions=positions,
-                slot_mapping=slots,
-                query_starts=query_starts,
-                context_lens=context_lens,
-                block_tables=_seen(tables, starts, window),
-                state_slots=state_slots,
-                next_slots=next_slots,
-            )
-            for slots, tables, window in zip(slot_mapping, block_tables, self._windows)
-        )
-
-    def _extend(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        lengths = self._lengths[request_id]
-        for group, new_ids in enumerate(block_ids):
-            end = lengths[group] + len(new_ids)
-            if end > self._tables.shape[2]:
-                missing = max(end, 2 * self._tables.shape[2]) - self._tables.shape[2]
-                self._tables = np.pad(self._tables, ((0, 0), (0, 0), (0, missing)))
-            self._tables[group, self._rows[request_id], lengths[group] : end] = new_ids
-            lengths[group] = end
-
-
-def _seen(block_tables: IntArray, starts: IntArray, window: int | None) -> IntArray:
-    """The tables `[R, B]` of requests that go on at `starts` `[R]`, without the blocks before the window, which may be
-    other requests' by now."""
-    if window is not None:
-        firsts = np.maximum(starts - window + 1, 0) // BLOCK_SIZE
-        block_tables[np.arange(block_tables.shape[1]) < firsts[:, None]] = NULL_BLOCK_ID
-    return block_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +96,9 @@ class ModelRunner:
         self._contents = BlockContents(cache)
 
     @property
-    def is_eager(self) -> bool:
-        """Whether `launch` does nearly all of the work itself, so that launching ahead gains nothing."""
-        return self.cache.is_eager
-
-    @property
     def launch_is_host_only(self) -> bool:
-        """Whether `launch` only takes host time: it neither does the work itself nor waits for the step before."""
-        return not (self.cache.is_eager or self._needs_synchronous_steps)
+        """Whether `launch` only takes host time: it does not wait for the step before."""
+        return not self._needs_synchronous_steps
 
     @property
     def _needs_synchronous_steps(self) -> bool:

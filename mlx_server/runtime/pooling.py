@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_server.outputs import NewRequestData, ScheduledChunk
-from mlx_server.pooling_params import PoolingMethod, PoolingParams, Vector
+from mlx_server.request import PoolingMethod, PoolingParams, Vector
 
 FloatArray = npt.NDArray[np.float32]
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_server.outputs import NewRequestData, ScheduledChunk
-from mlx_server.prompt_image import PromptImage
+from mlx_server.request import PromptImage
 from mlx_server.runtime.attention.interface import IntArray
 
 logger = logging.getLogger(__name__)

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlx_server.config import Config
-from mlx_server.engine.embeddings.pooling import Pooling
+from mlx_server.engine.embeddings import Pooling
 from mlx_server.engine.engine import EngineState
 from mlx_server.engine.grammar.constraints import GrammarCompiler
+from mlx_server.engine.loading import ServedNames
 from mlx_server.engine.memory.budget import MemoryBudget
 from mlx_server.engine.memory.need import MemoryNeed
 from mlx_server.engine.parts import Surroundings
 from mlx_server.engine.request_stream import GenerationRequest, OutputText
-from mlx_server.engine.served_names import ServedNames
 from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.vision.seeing import SeeingModel

@@ -12,7 +12,7 @@ from anthropic.types import ContentBlockParam
 from anthropic.types.beta import BetaContentBlockParam
 
 from mlx_server.api.anthropic.conversation import PASSED_OVER
-from mlx_server.engine.text import media
+from mlx_server.engine.text import messages as media
 from tests.api.test_media_parts import CHAT, IMAGE, OTHER_SERVERS, PDF, PNG, RESPONSES, TEXT
 from tests.api.worlds import World, user
 

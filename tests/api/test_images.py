@@ -28,7 +28,7 @@ from mlx_server.engine.vision import decoding, seeing
 from mlx_server.engine.vision.parts import UNREADABLE_NOTE
 from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import ContextLengthError
-from mlx_server.prompt_image import PromptImage
+from mlx_server.request import PromptImage
 from mlx_server.sampling_params import SamplingParams
 from tests.api.worlds import World, running, until, user
 from tests.picture_worlds import QWEN, data_url, encoded, picture

@@ -19,7 +19,7 @@ from transformers import AutoImageProcessor
 
 from mlx_server.config import BLOCK_SIZE, Config
 from mlx_server.pool.model_pool import ModelPool
-from mlx_server.prompt_image import PromptImage
+from mlx_server.request import PromptImage
 from mlx_server.runtime.checks.image_probe import image_token_id
 from mlx_server.runtime.models.loader import LoadedModel
 from mlx_server.runtime.models.vlm import vlm_module

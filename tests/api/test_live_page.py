@@ -17,7 +17,7 @@ import pytest_asyncio
 from mlx_server.api.auth.key_file import KeyFile
 from mlx_server.config import CacheConfig, Config, PoolConfig, ServerConfig
 from mlx_server.engine.grammar.constraints import GrammarCompiler
-from mlx_server.engine.models import fetch as model_fetch
+from mlx_server.engine.models import store
 from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.model_entries import ModelEntry
 from mlx_server.pool.model_pool import build_pool
@@ -294,7 +294,7 @@ async def test_admins_load_unload_and_fetch_models(site: Site, monkeypatch: pyte
             release.wait(30)
         return Path()
 
-    monkeypatch.setattr(model_fetch, "resolve_model", fetch)
+    monkeypatch.setattr(store, "resolve_model", fetch)
     state = "document.querySelector('#models tr:nth-child({}) td:nth-child(2)')?.textContent"
     press = "document.querySelector('#models button[data-model={}]').click()"
     try:

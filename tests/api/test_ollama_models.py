@@ -13,7 +13,7 @@ import pytest
 
 from mlx_server.api.ollama.request import NOT_ENFORCED_HEADER
 from mlx_server.config import Config, PoolConfig, ServerConfig
-from mlx_server.engine.models import fetch as model_fetch
+from mlx_server.engine.models import store
 from mlx_server.errors import DownloadError
 from mlx_server.runtime.models.progress import shown
 from tests.api.worlds import World, user
@@ -237,7 +237,7 @@ async def test_a_pull_tells_how_far_it_is(world: World, stored: Path, monkeypatc
     import threading
 
     release = threading.Event()
-    monkeypatch.setattr(model_fetch, "resolve_model", fetch)
+    monkeypatch.setattr(store, "resolve_model", fetch)
     parts = []
     async with world.http.stream("POST", "/api/pull", json={"name": "hf.co/owner/new:latest"}) as response:
         async for line in response.aiter_lines():
@@ -265,7 +265,7 @@ async def test_two_pulls_of_a_model_are_one_fetch(world: World, stored: Path, mo
         release.wait(10)
         raise DownloadError("The connection is lost.")
 
-    monkeypatch.setattr(model_fetch, "resolve_model", fetch)
+    monkeypatch.setattr(store, "resolve_model", fetch)
     whole = asyncio.create_task(world.http.post("/api/pull", json={"model": "owner/new", "stream": False}))
     async with world.http.stream("POST", "/api/pull", json={"model": "owner/new"}) as response:
         read = response.aiter_lines()

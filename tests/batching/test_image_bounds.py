@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_server.batching.image_bounds import with_whole_images
-from mlx_server.prompt_image import PromptImage
-from mlx_server.request import Request
+from mlx_server.request import PromptImage, Request
 from tests.batching.worlds import World, chunks, make_request, make_scheduler, make_world
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from mlx_server.outputs import SchedulerOutput
-from mlx_server.pooling_params import PoolingParams
-from mlx_server.request import FinishReason, Priority, Request
+from mlx_server.request import FinishReason, PoolingParams, Priority, Request
 from tests.batching.worlds import World, chunks, make_request, make_scheduler, make_world, pooled_vector
 from tests.device_worlds import ALL_KINDS, FAST_GPU, DeviceWorld, Kind
 

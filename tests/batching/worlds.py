@@ -37,9 +37,8 @@ from mlx_server.outputs import (
     SchedulerOutput,
     TokenLogprob,
 )
-from mlx_server.pooling_params import PoolingParams, Vector
-from mlx_server.request import FinishReason, Request
-from mlx_server.runtime.model_runner import BlockTables
+from mlx_server.request import FinishReason, PoolingParams, Request, Vector
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.sampling_params import SamplingParams
 
 VOCAB_SIZE = 997

@@ -32,10 +32,10 @@ from mlx_server.runtime.attention import backends
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.kernels.gpu import stored as gpu_stored
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
-from mlx_server.runtime.kernels.gpu.choice import choices_path, load_choice, store_choices
+from mlx_server.runtime.kernels.gpu.choice import load_choice, store_choices
 from mlx_server.runtime.kernels.gpu.plan import decode_bytes
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, check_variant, default_variant
-from mlx_server.runtime.kernels.timing import median_times
+from mlx_server.runtime.kernels.trials import median_times
 from tests.attention_worlds import ALL_BITS
 from tests.engine_worlds import on_the_cpu
 
@@ -142,7 +142,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning_and_replaced(
 
 
 def test_a_file_that_cannot_be_opened_is_ignored_with_one_warning(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    choices_path().mkdir(parents=True)
+    (home / "kernels" / "variants.json").mkdir(parents=True)
     assert load_choice()(SHAPE) == default_variant(SHAPE)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 

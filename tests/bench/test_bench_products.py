@@ -12,8 +12,8 @@ import pytest
 from mlx_server.bench.lab.attention import Copy
 from mlx_server.bench.lab.products import MLX, ProductResult, Weight, measure_products, render_products
 from mlx_server.cli.main import main
-from mlx_server.runtime.native_layers import native_library
-from mlx_server.runtime.products import RowProduct
+from mlx_server.runtime.layers.cpu import native_library
+from mlx_server.runtime.layers.products import RowProduct
 
 WEIGHT = Weight(num_columns=48, depth=128, bits=4, dtype=mx.float16)
 

@@ -160,7 +160,6 @@ def check_decode(
     *,
     window: int | None = None,
     has_sinks: bool = False,
-    softcap: float | None = None,
 ) -> None:
     """Decodes and compares with the oracle within the dtype's tolerance."""
     scale = world.shape.key_dim**-0.5
@@ -174,16 +173,13 @@ def check_decode(
         scale=scale,
         window=window,
         sinks=sinks,
-        softcap=softcap,
     )
-    wanted = oracle(world, scale, window, sinks, softcap)
+    wanted = oracle(world, scale, window, sinks)
     tolerance = TOLERANCE[world.shape.dtype]
     np.testing.assert_allclose(_float64(out), wanted, atol=tolerance, rtol=tolerance)
 
 
-def oracle(
-    world: DecodeWorld, scale: float, window: int | None, sinks: mx.array | None, softcap: float | None
-) -> np.ndarray:
+def oracle(world: DecodeWorld, scale: float, window: int | None, sinks: mx.array | None) -> np.ndarray:
     """Attention in float64, one row and head after the other."""
     queries, keys, values = _float64(world.queries), world.keys, world.values
     group = world.shape.group_size
@@ -195,8 +191,6 @@ def oracle(
         blocks, offsets = world.step.block_tables[sequence][slots // BLOCK_SIZE], slots % BLOCK_SIZE
         for head in range(world.shape.num_query_heads if length else 0):
             logits = keys[blocks, head // group, offsets] @ queries[row, head, 0] * scale
-            if softcap is not None:
-                logits = softcap * np.tanh(logits / softcap)
             extra = [] if sinks is None else [_float64(sinks)[head]]
             top = max([*extra, logits.max()])
             weights = np.exp(logits - top)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from mlx_server.engine.grammar.closing import adapted_schema
+from mlx_server.engine.grammar.schema import adapted_schema
 from mlx_server.engine.grammar.spec import parse_structured
 from tests.constraint_worlds import accepts, is_whole, start
 

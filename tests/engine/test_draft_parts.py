@@ -19,7 +19,7 @@ from mlx_server.engine.library.llm import Completion
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.outputs import EngineStats, NewRequestData
-from mlx_server.runtime.draft_runner import DraftSampler
+from mlx_server.runtime.drafts.runner import DraftSampler
 from mlx_server.runtime.models.loader import LoadedModel
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.sampling.sampler import Sampler, SampleRow

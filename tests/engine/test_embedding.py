@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_server.engine.embeddings.scoring import DEFAULT_INSTRUCTION
+from mlx_server.engine.embeddings import DEFAULT_INSTRUCTION
 from mlx_server.engine.library.llm import LLM
 from mlx_server.errors import ContextLengthError, InvalidRequestError, ModelLoadError
-from mlx_server.pooling_params import PoolingMethod
+from mlx_server.request import PoolingMethod
 from mlx_server.sampling_params import SamplingParams
 from tests.conformance import Subject
 from tests.embedders import PROMPTS, Dense, TinyEmbedder, cosine, embedder_tokenizer, save_embedder

@@ -18,7 +18,7 @@ from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.parts import GivenModels
 from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.errors import InvalidRequestError
-from mlx_server.pooling_params import PoolingParams
+from mlx_server.request import PoolingParams
 from mlx_server.runtime.models.loader import LoadedModel
 from tests.conformance import preempt_every
 from tests.drafters import always

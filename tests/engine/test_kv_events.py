@@ -26,7 +26,7 @@ from mlx_server.engine.request_stream import GenerationRequest
 from mlx_server.errors import ConfigError
 from mlx_server.fleet import FleetConfig
 from mlx_server.pool.model_pool import ModelPool, build_pool
-from mlx_server.prompt_image import PromptImage
+from mlx_server.request import PromptImage
 from tests.adapter_files import write_adapter
 from tests.batching.worlds import make_request, make_world
 from tests.engine_worlds import greedy, make_folder, random_prompts

@@ -18,7 +18,6 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_server.outputs import SchedulerOutput
-from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.attention.regroup import possible_levels
 from mlx_server.runtime.attention.seam import install_seam
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
@@ -27,6 +26,7 @@ from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import buffer_address
+from mlx_server.runtime.layers.adapters import AdapterRows
 from mlx_server.runtime.model_runner import ModelRunner
 from replay import models, stand_ins
 from replay.graph import Graph, Op, Spec, Submission, Wait

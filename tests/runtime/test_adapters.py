@@ -20,9 +20,9 @@ from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import ConfigError, InvalidRequestError, ModelLoadError, ModelNotFoundError
 from mlx_server.model_entries import Adapter
 from mlx_server.outputs import ScheduledChunk
-from mlx_server.runtime.adapters import NONE, AdaptedLinear, AdapterRows, ColumnLayout, LowRank, install_adapters
 from mlx_server.runtime.attention.cache_views import UnpageableError, row_groups
-from mlx_server.runtime.model_runner import BlockTables
+from mlx_server.runtime.cache.block_tables import BlockTables
+from mlx_server.runtime.layers.adapters import NONE, AdaptedLinear, AdapterRows, ColumnLayout, LowRank, install_adapters
 from mlx_server.runtime.models.loader import exhaust, load, load_in_pieces
 from tests.adapter_files import plain_model, save_adapter, write_adapter, write_model
 from tests.conformance import CROWDED, NUM_LOGPROBS, Answers, Subject, preempt_every, worst_error

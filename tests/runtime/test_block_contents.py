@@ -22,7 +22,6 @@ class GpuLikeBackend:
     """Makes the pools of a GPU in the CPU's memory, which is the GPU's own on a Mac."""
 
     name = "gpu-like"
-    is_eager = False
     needs_synchronous_steps = False
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> GpuPool:

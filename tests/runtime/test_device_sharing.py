@@ -23,9 +23,9 @@ class TimedRunner:
     """Steps that take `step_s` on the device, which runs them in the order of launch; `bench.log` has who was launched
     and who was fetched."""
 
-    def __init__(self, name: str, step_s: float, bench: Bench, *, is_eager: bool) -> None:
-        self.is_eager = is_eager
-        self.launch_is_host_only = not is_eager
+    launch_is_host_only = True
+
+    def __init__(self, name: str, step_s: float, bench: Bench) -> None:
         self._name, self._step_s, self._bench = name, step_s, bench
 
     def launch(self, step: SchedulerOutput) -> tuple[int, float]:
@@ -66,8 +66,8 @@ class Bench:
         self._free_s = max(self._free_s, self.threads.now_s) + seconds
         return self._free_s
 
-    def executor(self, name: str, step_s: float, weight: float = 1.0, *, is_eager: bool = True) -> MLXExecutor:
-        runner = TimedRunner(name, step_s, self, is_eager=is_eager)
+    def executor(self, name: str, step_s: float, weight: float = 1.0) -> MLXExecutor:
+        runner = TimedRunner(name, step_s, self)
         return MLXExecutor(self.thread, runner, weight)  # type: ignore[arg-type]
 
     def piece(self, name: str, seconds: float) -> asyncio.Future[None]:
@@ -102,8 +102,9 @@ def submit(executor: MLXExecutor, num_steps: int) -> list[asyncio.Future[ModelRu
 
 def test_equal_models_take_turns(bench: Bench):
     a, b = bench.executor("a", 1.0), bench.executor("b", 1.0)
-    bench.run(lambda: submit(a, 3) + submit(b, 3))
-    assert bench.launched() == ["a", "b"] * 3
+    bench.run(lambda: submit(a, 6) + submit(b, 6))
+    order = bench.launched()
+    assert all(abs(order[:end].count("a") - order[:end].count("b")) <= 1 for end in range(len(order)))
 
 
 def test_long_steps_of_one_leave_the_other_its_time(bench: Bench):
@@ -120,25 +121,14 @@ def test_weights_are_shares_of_the_time(bench: Bench):
 
 
 def test_pieces_of_a_load_and_steps_take_turns(bench: Bench):
+    """Behind a piece, the device gets as many steps as it may have."""
     a = bench.executor("a", 1.0)
 
     def submit_all() -> list[asyncio.Future[Any]]:
         return [*(bench.piece("piece", 5.0) for _ in range(4)), *submit(a, 20)]
 
     bench.run(submit_all)
-    order = bench.launched()
-    between = [sum(name == "a" for name in part) for part in _split(order, "piece")]
-    assert between == [0, 5, 5, 5, 5]
-
-
-def _split(order: list[str], mark: str) -> list[list[str]]:
-    parts: list[list[str]] = [[]]
-    for name in order:
-        if name == mark:
-            parts.append([])
-        else:
-            parts[-1].append(name)
-    return parts
+    assert bench.launched() == [*["piece", "a", "a"] * 4, *["a"] * 12]
 
 
 def test_who_was_away_does_not_make_up_for_it():
@@ -167,7 +157,7 @@ def test_nobody_goes_when_nobody_has_work_and_who_left_pays_nothing():
 
 
 def test_the_device_has_one_step_ahead_whoever_it_is_from(bench: Bench):
-    a, b = (bench.executor(name, 1.0, is_eager=False) for name in "ab")
+    a, b = (bench.executor(name, 1.0) for name in "ab")
     results = bench.run(lambda: submit(a, 3) + submit(b, 3))
     # The second turn is b's again: what its first step costs is not known yet.
     order = ["a", "b", "b", "a", "b", "a"]
@@ -181,7 +171,7 @@ def test_the_device_has_one_step_ahead_whoever_it_is_from(bench: Bench):
 
 def test_each_model_pays_for_its_own_steps_only(bench: Bench):
     """The long step is waited for while the short model's next one is launched; it counts as the long model's."""
-    long, short = bench.executor("long", 10.0, is_eager=False), bench.executor("short", 1.0, is_eager=False)
+    long, short = bench.executor("long", 10.0), bench.executor("short", 1.0)
     results = bench.run(lambda: submit(long, 2) + submit(short, 8))
     assert [result.step_time_s for result in results] == [10.0] * 2 + [1.0] * 8
 
@@ -191,7 +181,7 @@ def test_idle_time_is_what_the_device_waited_for_a_step_that_somebody_waited_for
     step_s: float, idle_s: float, bench: Bench
 ):
     """The second step comes 0.2 s after the first. A device that is still busy with that then was never idle."""
-    executor = bench.executor("a", step_s, is_eager=False)
+    executor = bench.executor("a", step_s)
     chunk = ScheduledChunk("a", 3, 1, (1,), (), True, 1)
 
     async def submit_in_time(step: int) -> ModelRunnerOutput:
@@ -207,7 +197,7 @@ def test_idle_time_is_what_the_device_waited_for_a_step_that_somebody_waited_for
 def test_a_failed_step_of_one_model_fails_no_other(
     bad_step: int, message: str, bench: Bench, caplog: pytest.LogCaptureFixture
 ):
-    a, b = (bench.executor(name, 1.0, is_eager=False) for name in "ab")
+    a, b = (bench.executor(name, 1.0) for name in "ab")
     bad, *good = bench.run(lambda: [a.submit(SchedulerOutput(bad_step, ())), *submit(b, 3)])
     assert str(bad) == message
     assert [result.step_id for result in good] == [0, 1, 2]
@@ -216,7 +206,7 @@ def test_a_failed_step_of_one_model_fails_no_other(
 
 def test_nobody_holds_a_model_whose_steps_are_over(bench: Bench):
     def serve() -> weakref.ref[TimedRunner]:
-        runner = TimedRunner("a", 1.0, bench, is_eager=False)
+        runner = TimedRunner("a", 1.0, bench)
         executor = MLXExecutor(bench.thread, runner)  # type: ignore[arg-type]
         bench.run(lambda: submit(executor, 3))
         executor.close()
@@ -235,7 +225,7 @@ def test_nobody_holds_a_model_whose_failure_is_known(
     monkeypatch.setattr(executor.logger, "disabled", True)  # what keeps records keeps tracebacks, too
 
     def serve() -> weakref.ref[TimedRunner]:
-        runner = TimedRunner("a", 1.0, bench, is_eager=False)
+        runner = TimedRunner("a", 1.0, bench)
         served = MLXExecutor(bench.thread, runner)  # type: ignore[arg-type]
 
         async def first_failure() -> None:
@@ -252,24 +242,8 @@ def test_nobody_holds_a_model_whose_failure_is_known(
     held = serve()
     gc.collect()
     assert held() is None
-    b = bench.executor("b", 1.0, is_eager=False)
+    b = bench.executor("b", 1.0)
     assert [result.step_time_s for result in bench.run(lambda: submit(b, 2))] == [1.0, 1.0]
-
-
-def test_steps_computed_at_launch_are_booked_behind_those_before_them(bench: Bench):
-    """A model computes in `launch` while another one's step runs: no time is booked twice, and none is negative."""
-    ahead = bench.executor("ahead", 1.0, is_eager=False)
-    runner = TimedRunner("eager", 1.0, bench, is_eager=True)
-
-    def launch(step: SchedulerOutput) -> tuple[int, float]:
-        launched = plain(step)
-        bench.threads.sleep_until(launched[1])
-        return launched
-
-    plain, runner.launch = runner.launch, launch  # type: ignore[method-assign]
-    eager = MLXExecutor(bench.thread, runner)  # type: ignore[arg-type]
-    results = bench.run(lambda: submit(ahead, 4) + submit(eager, 4))
-    assert [result.step_time_s for result in results] == [1.0] * 8
 
 
 @pytest.mark.parametrize(
@@ -283,7 +257,7 @@ def test_no_result_waits_for_a_long_launch_that_computes_the_next_step(
     """MLX's CPU has computed nearly all of a step when its launch returns. Launched ahead, steps came in pairs there:
     no result for the time of two, and then both. The launches of a device that runs by itself may be as long."""
     bench = Bench(monkeypatch, computes_at_launch=computes_at_launch)
-    executor = bench.executor("a", step_s, is_eager=False)
+    executor = bench.executor("a", step_s)
     runner = executor._runner
     plain = runner.launch
 

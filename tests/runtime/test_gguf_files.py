@@ -17,9 +17,10 @@ from gguf import GGUFReader
 
 from mlx_server import LLM
 from mlx_server.errors import DownloadError, ModelLoadError
-from mlx_server.runtime.models import conversions, gguf_conversion, resolve
-from mlx_server.runtime.models.gguf_tokenizer import build_tokenizer
-from mlx_server.runtime.models.gguf_weights import Loss, convert_tensor, expand_tensor
+from mlx_server.runtime.models import conversions, resolve
+from mlx_server.runtime.models.gguf import conversion
+from mlx_server.runtime.models.gguf.tokenizer import build_tokenizer
+from mlx_server.runtime.models.gguf.weights import Loss, convert_tensor, expand_tensor
 from mlx_server.runtime.models.progress import progress_of
 from mlx_server.runtime.models.resolve import resolve_model
 from tests.engine_worlds import answers
@@ -85,12 +86,12 @@ def test_greedy_answers_are_mlx_lms_from_the_same_weights(kind: Kind, tmp_path: 
 
 def test_a_conversion_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "tiny.gguf")
-    monkeypatch.setattr(gguf_conversion, "_SHARD_BYTES", 10_000)
+    monkeypatch.setattr(conversion, "_SHARD_BYTES", 10_000)
     name, written, readings = str(tmp_path / "tiny.gguf"), [], []
-    write_shard = gguf_conversion.Conversion._write_shard
+    write_shard = conversion.Conversion._write_shard
 
     def write_until(limit: int) -> None:
-        def write(self: gguf_conversion.Conversion, shard: gguf_conversion._Shard, path: Path) -> None:
+        def write(self: conversion.Conversion, shard: conversion._Shard, path: Path) -> None:
             if len(written) == limit:
                 raise KeyboardInterrupt
             write_shard(self, shard, path)
@@ -99,7 +100,7 @@ def test_a_conversion_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pyte
             assert progress is not None
             readings.append(progress.reading())
 
-        monkeypatch.setattr(gguf_conversion.Conversion, "_write_shard", write)
+        monkeypatch.setattr(conversion.Conversion, "_write_shard", write)
 
     write_until(2)
     with pytest.raises(KeyboardInterrupt):
@@ -165,7 +166,7 @@ def test_a_vocabulary_that_lacks_something_is_named(
     changes: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf")
-    read = gguf_conversion.GGUFReader
+    read = conversion.GGUFReader
 
     def read_changed(path: Path) -> GGUFReader:
         reader = read(path)
@@ -174,7 +175,7 @@ def test_a_vocabulary_that_lacks_something_is_named(
             reader.fields[f"tokenizer.ggml.{key}"] = field
         return reader
 
-    monkeypatch.setattr(gguf_conversion, "GGUFReader", read_changed)
+    monkeypatch.setattr(conversion, "GGUFReader", read_changed)
     with pytest.raises(ModelLoadError, match=words):
         resolve_model(str(tmp_path / "tiny.gguf"))
 

@@ -20,8 +20,8 @@ from mlx.utils import tree_flatten
 from mlx_server.errors import DownloadError, ModelLoadError
 from mlx_server.outputs import HELD_STATES, ScheduledChunk
 from mlx_server.runtime.cache.row_pool import PlainRows
-from mlx_server.runtime.hidden_states import HiddenStates
-from mlx_server.runtime.models.heads import HeadModel, find_heads, load_head
+from mlx_server.runtime.drafts.heads import HeadModel, find_heads, load_head
+from mlx_server.runtime.drafts.hidden_states import HiddenStates
 from mlx_server.runtime.models.loader import LoadedModel, exhaust, load
 from tests.heads import NAMES, as_published, head_folder, head_weights, save_head
 

@@ -13,11 +13,11 @@ from mlx_server.config import CacheConfig, Config, ModelConfig
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.vision import seeing
 from mlx_server.outputs import NewRequestData, ScheduledChunk
-from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.attention import regroup
 from mlx_server.runtime.attention.interface import ReferenceBackend, StepPlan
 from mlx_server.runtime.checks.image_probe import BIDIRECTIONAL, SAMPLES, find_fault
-from mlx_server.runtime.models import weights
+from mlx_server.runtime.layers.adapters import AdapterRows
+from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.loader import RunnerInfo, exhaust, load, make_runner
 from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import VlmModel
@@ -70,7 +70,7 @@ def test_without_weights_of_an_encoder_the_text_part_is_loaded(folder: Path, tmp
 
 
 def test_without_the_extra_the_text_part_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "is_installed", lambda: False)
+    monkeypatch.setattr(vlm, "is_installed", lambda: False)
     model, info = load_and_probe(folder)
     assert not isinstance(model, VlmModel)
     assert "pip install 'mlx-server[vision]'" in info.no_vision
@@ -153,7 +153,7 @@ def test_families_that_are_not_served_are_named() -> None:
 
 
 def test_adapters_of_the_encoder_leave_the_model_blind() -> None:
-    from mlx_server.runtime.adapters import AdaptedLinear, LowRank
+    from mlx_server.runtime.layers.adapters import AdaptedLinear, LowRank
 
     model = build_random({"model_type": "qwen3_vl", **CONFIGS["qwen3_vl"]}, 1, sees=True)
     merger = model.vision_tower.merger

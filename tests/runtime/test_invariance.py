@@ -14,8 +14,8 @@ from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.checks import invariance
 from mlx_server.runtime.checks.invariance import FixedRows, compute_by_row
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
+from mlx_server.runtime.layers.products import install_products
 from mlx_server.runtime.models.loader import LoadedModel, exhaust, make_runner
-from mlx_server.runtime.products import install_products
 from tests.engine_worlds import NATIVE_BACKEND, on_the_cpu
 from tests.tiny_models import tiny_model
 

@@ -20,7 +20,7 @@ from mlx_server.runtime.cache.kv_cache import PagedKVCache, PagedLayerCache
 from mlx_server.runtime.cache.row_pool import KvBits, QuantizedRows, Slots, rotate, row_bytes
 from mlx_server.runtime.checks import kv_loss
 from mlx_server.runtime.checks.kv_loss import KvLoss
-from mlx_server.runtime.kernels.cpu.rows import exact_rows
+from mlx_server.runtime.kernels.trials import exact_rows
 from tests.architectures import config_of
 from tests.conformance import CROWDED, LENGTHS, MAX_TOKENS, Subject, answer, preempt_every
 from tests.engine_worlds import random_prompts

@@ -16,10 +16,10 @@ from emulator.worlds import Chunk, make_backend, step_of, step_rows
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockMove, PoolChange, ScheduledChunk
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend, block_sources
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
-from mlx_server.runtime.model_runner import BlockTables
 from tests.device_memory import active_bytes
 
 SPEC = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)

@@ -16,8 +16,8 @@ from mlx_server.config import load_config
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import DownloadError, ModelLoadError
 from mlx_server.runtime.models import conversions, quantize
+from mlx_server.runtime.models.blueprint import load_folder, why_blind
 from mlx_server.runtime.models.resolve import find_folder
-from mlx_server.runtime.models.weights import load_folder, why_blind
 from tests.engine_worlds import answers, make_folder, random_prompts
 from tests.homes import with_kernels
 from tests.runtime.test_image_models import load_and_probe

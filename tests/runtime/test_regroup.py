@@ -12,8 +12,8 @@ from mlx_server.errors import InsufficientMemoryError
 from mlx_server.outputs import ScheduledChunk
 from mlx_server.runtime import memory
 from mlx_server.runtime.attention.cache_views import row_groups
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.memory import state_slots
-from mlx_server.runtime.model_runner import BlockTables
 from tests.conformance import Subject, answer, worst_error
 from tests.engine_worlds import random_prompts
 

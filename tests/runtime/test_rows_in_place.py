@@ -13,21 +13,21 @@ import pytest
 from emulator.worlds import make_backend
 
 from mlx_server.outputs import BlockIds, ScheduledChunk
-from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.attention import backends
 from mlx_server.runtime.attention.regroup import Level, Scope
 from mlx_server.runtime.attention.seam import install_seam
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.cache.kv_cache import PagedKVCache, StateLayerCache
 from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.cache.row_pool import MakeRows, PlainRows, Slots
-from mlx_server.runtime.kernels.cpu.attention import CpuBackend
-from mlx_server.runtime.kernels.cpu.rows import NativeRows
+from mlx_server.runtime.kernels.cpu.attention import CpuBackend, NativeRows
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu import rows as gpu_rows
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import buffer_address
 from mlx_server.runtime.kernels.gpu.rows import RowKernels
-from mlx_server.runtime.model_runner import BlockTables, ModelRunner
+from mlx_server.runtime.layers.adapters import AdapterRows
+from mlx_server.runtime.model_runner import ModelRunner
 from tests.architectures import VOCAB_SIZE
 from tests.conformance import Subject, answer, worst_error
 from tests.device_memory import active_bytes
@@ -239,7 +239,7 @@ def stored(states: StateLayerCache) -> list[mx.array]:
     return [array for array in states.state() if array.size > 1]
 
 
-@pytest.mark.parametrize("make_rows", [CpuBackend(threads=1).make_states, PlainRows.zeros], ids=["host", "plain"])
+@pytest.mark.parametrize("make_rows", [CpuBackend(threads=1).make_rows, PlainRows.zeros], ids=["host", "plain"])
 def test_states_on_a_cpu_stay_where_they_are_while_work_is_queued(make_rows: MakeRows) -> None:
     """States that are read, computed with for long, and written in one step: what MLX's scatter copies a pool for."""
     layers = [StateLayerCache([mx.zeros((1, 8, 128, 128))]) for _ in range(2)]
@@ -286,7 +286,7 @@ def test_an_engine_on_a_cpu_never_moves_its_states(architecture: str) -> None:
 
 def test_writes_and_reads_that_wait_keep_their_order() -> None:
     """Nothing is evaluated until the end, and each reading is of the writes before it."""
-    rows = CpuBackend(threads=1).make_states((6, 1000), mx.float32)
+    rows = CpuBackend(threads=1).make_rows((6, 1000), mx.float32)
     assert isinstance(rows, NativeRows)
     (array, _), readings = rows.arrays(), []
     for value in range(1, 40):
@@ -298,7 +298,7 @@ def test_writes_and_reads_that_wait_keep_their_order() -> None:
 
 
 def test_rows_of_bfloat16_are_written_in_place() -> None:
-    rows = CpuBackend(threads=1).make_states((4, 3), mx.bfloat16)
+    rows = CpuBackend(threads=1).make_rows((4, 3), mx.bfloat16)
     written = mx.array([[1.5, -2, 1e30], [0.1, 0, 7]]).astype(mx.bfloat16)
     rows.write(Slots(np.array([2, 0])), written)
     seen = rows.read(Slots(np.array([[0], [2]])))

@@ -18,13 +18,14 @@ from mlx_server.config import CacheConfig
 from mlx_server.errors import ConfigError, EngineDeadError, InsufficientMemoryError, ModelLoadError
 from mlx_server.outputs import ModelRunnerOutput, ScheduledChunk, SchedulerOutput
 from mlx_server.runtime import memory
-from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.attention import backends
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.attention.seam import check_seam, install_seam
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.forward import RowSelector
-from mlx_server.runtime.model_runner import BlockTables, ModelRunner
+from mlx_server.runtime.layers.adapters import AdapterRows
+from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models import loader
 from mlx_server.runtime.models.loader import LoadedModel, exhaust, load, make_runner, release
 from tests.conformance import Subject
@@ -235,9 +236,9 @@ def test_tables_grow_and_rows_are_used_again():
 class _FakeRunner:
     """Records what happens to it, in order."""
 
-    def __init__(self, is_eager: bool = False) -> None:
-        self.is_eager = is_eager
-        self.launch_is_host_only = not is_eager
+    launch_is_host_only = True
+
+    def __init__(self) -> None:
         self.events: list[str] = []
         self.threads: dict[str, set[str]] = {"launch": set(), "wait": set(), "fetch": set()}
 
@@ -272,15 +273,6 @@ async def test_results_come_without_a_next_step(thread):
     for step in range(3):
         assert (await executor.submit(SchedulerOutput(step, ()))).num_model_calls == 1
     assert runner.threads == {"launch": {"mlx"}, "wait": {"mlx-device"}, "fetch": {"mlx"}}
-
-
-async def test_an_eager_runner_is_fetched_at_once(thread):
-    runner = _FakeRunner(is_eager=True)
-    executor = MLXExecutor(thread, runner)
-    for step in range(2):
-        assert (await executor.submit(SchedulerOutput(step, ()))).step_id == step
-    assert runner.events == ["launch 0", "fetch 0", "launch 1", "fetch 1"]
-    assert runner.threads == {"launch": {"mlx"}, "wait": {"mlx"}, "fetch": {"mlx"}}
 
 
 async def test_a_failed_step_fails_what_is_in_flight_and_all_that_follows(thread, caplog):

@@ -19,11 +19,11 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockMove, ScheduledChunk, SchedulerOutput
 from mlx_server.runtime import memory
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.cache.kv_cache import PagedKVCache, PagedLayerCache, leaves
 from mlx_server.runtime.cache.layer_pools import LayerGroup, group_layers
 from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
-from mlx_server.runtime.model_runner import BlockTables
 from tests.architectures import ARCHITECTURES, REFUSED, WINDOW, config_of
 from tests.batching.worlds import count_held
 from tests.conformance import CROWDED, Subject, answer, worst_error

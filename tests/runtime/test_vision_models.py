@@ -16,7 +16,7 @@ from mlx_server.config import Config, ModelConfig
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.text.chat import ChatFormatter
 from mlx_server.engine.text.tokenizer import Tokenizer
-from mlx_server.runtime.models import weights
+from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.loader import load
 from mlx_server.runtime.models.random_models import build_random
 from tests.architectures import config_of
@@ -48,7 +48,7 @@ PROMPT = list(range(40, 80))
 @pytest.fixture(autouse=True)
 def no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without mlx-vlm, which would load such folders whole."""
-    monkeypatch.setattr(weights, "is_installed", lambda: False)
+    monkeypatch.setattr(vlm, "is_installed", lambda: False)
 
 
 NEITHER_PIL_NOR_TORCH = """

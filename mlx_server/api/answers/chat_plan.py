@@ -21,7 +21,7 @@ from mlx_server.engine.grammar.constraints import CompiledGrammar, GrammarCompil
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import LarkWriter, json_expression, json_options
 from mlx_server.engine.text.chat import ChatOptions
-from mlx_server.engine.text.media import UnseenPartError
+from mlx_server.engine.text.messages import UnseenPartError
 from mlx_server.engine.text.reasoning import (
     Dialect,
     ReasoningConstraint,

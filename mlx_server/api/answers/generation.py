@@ -23,9 +23,7 @@ from mlx_server.engine.tools.parser import ToolCallDelta, ToolCallExtractor, Too
 from mlx_server.errors import ContextLengthError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.outputs import CompletionDelta, PositionLogprobs, RequestTimings
-from mlx_server.pooling_params import PoolingParams
-from mlx_server.prompt_image import PromptImage
-from mlx_server.request import FinishReason, Priority, TokenConstraint
+from mlx_server.request import FinishReason, PoolingParams, Priority, PromptImage, TokenConstraint
 from mlx_server.sampling_params import SamplingParams
 
 

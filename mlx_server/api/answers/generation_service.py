@@ -29,7 +29,7 @@ from mlx_server.errors import OverloadedError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.observability.logs import log_event
 from mlx_server.pool.model_pool import ModelPool
-from mlx_server.pooling_params import Vector
+from mlx_server.request import Vector
 
 logger = logging.getLogger(__name__)
 request_logger = logging.getLogger("mlx_server.requests")

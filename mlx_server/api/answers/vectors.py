@@ -25,12 +25,10 @@ from mlx_server.api.context import ServerContext
 from mlx_server.api.http.middleware import REQUEST_ID_HEADER, until_disconnect
 from mlx_server.api.http.text_turns import turn_of
 from mlx_server.api.probes import load_headers
-from mlx_server.engine.embeddings.embedding import FloatArray, InputTruncation
-from mlx_server.engine.embeddings.pooling import embedder_of, scorer_of
-from mlx_server.engine.embeddings.scoring import ScorePlan
+from mlx_server.engine.embeddings import FloatArray, InputTruncation, ScorePlan, embedder_of, scorer_of
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.errors import ServeError
-from mlx_server.pooling_params import PoolingParams, Vector
+from mlx_server.request import PoolingParams, Vector
 from mlx_server.sampling_params import SamplingParams
 
 T = TypeVar("T")

@@ -17,8 +17,7 @@ from pydantic import BaseModel, ConfigDict, WithJsonSchema
 from mlx_server.api.answers.chat_plan import Turns
 from mlx_server.api.http.request_bounds import FIRST_ERROR
 from mlx_server.api.openai.document import IMAGE_URL, STRING, either, list_of, of_type
-from mlx_server.engine.text.media import media_note, unreadable_part
-from mlx_server.engine.text.messages import string_in
+from mlx_server.engine.text.messages import media_note, string_in, unreadable_part
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 

@@ -17,7 +17,7 @@ from mlx_server.api.http.request_bounds import Strings, at_most
 from mlx_server.api.ollama.output import nanoseconds
 from mlx_server.api.ollama.request import ERROR_RESPONSES, NOT_ENFORCED_HEADER, KeepAlive, find_name, keep_model
 from mlx_server.api.openai.fields import Bool, Int
-from mlx_server.engine.embeddings.embedding import InputTruncation
+from mlx_server.engine.embeddings import InputTruncation
 
 
 class _EmbedFields(BaseModel):

@@ -28,10 +28,9 @@ from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.ollama.output import NDJSON, line, timestamp
 from mlx_server.api.ollama.request import ERROR_RESPONSES, ModelBody, default_true, find_name, listed
 from mlx_server.api.openai.fields import Bool
-from mlx_server.engine.embeddings.pooling import capabilities
+from mlx_server.engine.embeddings import capabilities
 from mlx_server.engine.models.facts import ModelFacts, read_facts
-from mlx_server.engine.models.fetch import Fetch
-from mlx_server.engine.models.store import remove_stored
+from mlx_server.engine.models.store import Fetch, remove_stored
 from mlx_server.environment import version
 from mlx_server.errors import InvalidRequestError, PermissionDeniedError, UnsupportedError
 from mlx_server.pool.catalog import Offer

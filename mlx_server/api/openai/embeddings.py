@@ -18,7 +18,7 @@ from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.text_turns import turn_of
 from mlx_server.api.openai.document import TEXT, TOKEN_IDS, either, list_of
 from mlx_server.api.openai.fields import Bool, Int, Refused, RequestId, are_all
-from mlx_server.engine.embeddings.embedding import FloatArray, InputTruncation
+from mlx_server.engine.embeddings import FloatArray, InputTruncation
 
 
 def _as_inputs(value: Any) -> Any:

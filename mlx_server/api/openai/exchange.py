@@ -29,7 +29,7 @@ from mlx_server.api.http.middleware import REQUEST_ID_HEADER, until_disconnect
 from mlx_server.api.http.text_turns import TextTurn, turn_of
 from mlx_server.api.openai.fields import GenerationFields
 from mlx_server.api.probes import load_headers
-from mlx_server.engine.embeddings.pooling import check_generates
+from mlx_server.engine.embeddings import check_generates
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.sampling_params import SamplingParams
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 
 from mlx_server.api.auth.authentication import caller_of, check_model_access, may_use
 from mlx_server.api.context import Context
-from mlx_server.engine.embeddings.pooling import capabilities
+from mlx_server.engine.embeddings import capabilities
 from mlx_server.pool.catalog import Offer
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.pool.pooled_model import ModelState

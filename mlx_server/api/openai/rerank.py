@@ -17,7 +17,7 @@ from mlx_server.api.http.request_bounds import FIRST_ERROR, at_most
 from mlx_server.api.http.text_turns import turn_of
 from mlx_server.api.openai.embeddings import PoolingFields, list_head
 from mlx_server.api.openai.fields import Bool, Int, Refused
-from mlx_server.engine.embeddings.scoring import pair_up
+from mlx_server.engine.embeddings import pair_up
 from mlx_server.errors import InvalidRequestError
 
 

@@ -18,8 +18,7 @@ from mlx_server.batching.blocks.layer_groups import first_seen
 from mlx_server.batching.blocks.prefix_changes import BlockRemoved, BlocksStored, CacheCleared, Tell
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import STATES
-from mlx_server.prompt_image import images_within
-from mlx_server.request import Request
+from mlx_server.request import Request, images_within
 
 DIGEST_BYTES = 16
 

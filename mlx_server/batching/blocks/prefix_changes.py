@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.prompt_image import PromptImage
-from mlx_server.request import Request
+from mlx_server.request import PromptImage, Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,10 @@ import numpy as np
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention.interface import AttentionBackend, IntArray, StepPlan
 from mlx_server.runtime.kernels.cpu.native import default_threads
-from mlx_server.runtime.kernels.cpu.rows import exact_kv
 from mlx_server.runtime.kernels.gpu.backend import CudaBackend, GpuBackend, MetalBackend
 from mlx_server.runtime.kernels.gpu.plan import decode_bytes
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, check_variant, default_variant
-from mlx_server.runtime.kernels.timing import Clock, median_times
+from mlx_server.runtime.kernels.trials import Clock, exact_kv, median_times
 
 _RUN_BLOCKS = 8
 _MOST_LAYER_BYTES = 256 * 2**20

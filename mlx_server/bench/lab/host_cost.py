@@ -32,7 +32,7 @@ from mlx_server.bench.lab.stream_cost import measure_streams, render_streams
 from mlx_server.bench.tables import render_items, write_json
 from mlx_server.outputs import ModelRunnerOutput, SampledToken, SchedulerOutput
 from mlx_server.request import Priority, Request
-from mlx_server.runtime.model_runner import BlockTables
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.sampling_params import SamplingParams
 
 _NUM_PROMPT_TOKENS = 100

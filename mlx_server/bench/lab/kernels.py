@@ -41,7 +41,7 @@ from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 from mlx_server.runtime.kernels.gpu.choice import store_choices
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, default_variant
-from mlx_server.runtime.kernels.timing import median_times
+from mlx_server.runtime.kernels.trials import median_times
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}

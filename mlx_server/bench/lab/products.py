@@ -17,9 +17,9 @@ from mlx_server.bench.tables import document_of, format_rate, render_items, tell
 from mlx_server.runtime.kernels.gpu.product_choice import chain
 from mlx_server.runtime.kernels.gpu.products import Form, ProductKernels, form_maker
 from mlx_server.runtime.kernels.gpu.stored import dtype_name
-from mlx_server.runtime.kernels.timing import median_times
-from mlx_server.runtime.native_layers import native_product
-from mlx_server.runtime.products import MakeProduct
+from mlx_server.runtime.kernels.trials import median_times
+from mlx_server.runtime.layers.cpu import native_product
+from mlx_server.runtime.layers.products import MakeProduct
 
 MLX = "MLX"
 _GROUP_SIZE = 64

@@ -40,10 +40,10 @@ from mlx_server.engine.loading import PoolRoom
 from mlx_server.errors import ConfigError, EngineDeadError, ModelLoadError
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
 from mlx_server.runtime.executor import MLXThread, StepRunner
+from mlx_server.runtime.layers.sharding import Group, from_first, join_group
 from mlx_server.runtime.memory import MemoryReading, read_memory
 from mlx_server.runtime.model_runner import LaunchedStep
 from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
-from mlx_server.runtime.sharding import Group, from_first, join_group
 
 logger = logging.getLogger(__name__)
 
@@ -210,10 +210,6 @@ class _LeadingRunner:
     def __init__(self, runner: StepRunner, leader: Leader) -> None:
         self._runner = runner
         self._leader = leader
-
-    @property
-    def is_eager(self) -> bool:
-        return self._runner.is_eager
 
     @property
     def launch_is_host_only(self) -> bool:

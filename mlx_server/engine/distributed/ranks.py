@@ -17,9 +17,9 @@ from mlx_server.config import FULL_KV, Config
 from mlx_server.engine.loading import PoolRoom
 from mlx_server.errors import ConfigError
 from mlx_server.runtime.executor import StepRunner
+from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.memory import MemoryReading, read_memory
 from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
-from mlx_server.runtime.sharding import Group
 
 T = TypeVar("T")
 

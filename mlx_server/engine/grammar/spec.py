@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlx_server.engine.grammar.closing import adapted_schema
 from mlx_server.engine.grammar.schema import (
     MAX_GRAMMAR_CHARS,
     MAX_REGEX_CHARS,
+    adapted_schema,
     check_length,
     check_patterns,
     checked_schema,

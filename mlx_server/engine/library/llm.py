@@ -13,16 +13,18 @@ from typing import Any, TypeVar
 
 from mlx_server.config import FULL_KV, WHOLE_WEIGHTS, Config, load_config
 from mlx_server.engine.engine import AsyncEngine
-from mlx_server.engine.library import vectors
 from mlx_server.engine.library.completions import (
     Asked,
     Asker,
     Chat,
     Completion,
     CompletionOutput,
+    Embedding,
     Prompt,
     complete,
+    embed,
     for_each,
+    score,
 )
 from mlx_server.engine.parts import GivenModels, Surroundings
 from mlx_server.engine.text.chat import ChatOptions
@@ -162,14 +164,14 @@ class LLM:
         prompt_name: str | None = None,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
-    ) -> list[vectors.Embedding]:
+    ) -> list[Embedding]:
         """Every prompt's vector (text or token ids), all in one continuous batch; results in the same order.
 
         `prompt_name` is one of the model's, to go before texts; `dimensions` cuts the vectors (Matryoshka), and
         `truncate_prompt_tokens` long prompts (-1: to what the model takes). Raises `InvalidRequestError` before
         anything runs if the model gives no vectors or a prompt cannot be served.
         """
-        work = vectors.embed(
+        work = embed(
             self._engine,
             prompts,
             dimensions=dimensions,
@@ -189,9 +191,7 @@ class LLM:
     ) -> list[float]:
         """How well each of `text_2` fits `text_1`, one text for all or one for each: 0 to 1 of a reranker, the cosine
         of both vectors of an embedder. Raises as `embed`."""
-        work = vectors.score(
-            self._engine, text_1, text_2, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm
-        )
+        work = score(self._engine, text_1, text_2, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm)
         return self._loop.run(work)
 
     def stats(self) -> EngineStats:
@@ -297,9 +297,9 @@ class AsyncLLM:
         dimensions: int | None = None,
         prompt_name: str | None = None,
         truncate_prompt_tokens: int | None = None,
-    ) -> list[vectors.Embedding]:
+    ) -> list[Embedding]:
         """As `LLM.embed`, without a bar of progress."""
-        return await vectors.embed(
+        return await embed(
             self._engine,
             prompts,
             dimensions=dimensions,
@@ -312,9 +312,7 @@ class AsyncLLM:
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
     ) -> list[float]:
         """As `LLM.score`, without a bar of progress."""
-        return await vectors.score(
-            self._engine, text_1, text_2, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=False
-        )
+        return await score(self._engine, text_1, text_2, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=False)
 
     @property
     def engine(self) -> AsyncEngine:

@@ -15,17 +15,16 @@ from mlx_server.batching.limits import FEWEST_SAMPLED_ROWS
 from mlx_server.config import BLOCK_SIZE, FEWER_KV, WHOLE_WEIGHTS, Config, ModelConfig
 from mlx_server.engine.loading import find_model
 from mlx_server.outputs import HELD_STATES
-from mlx_server.runtime.adapters import adapter_tensors
 from mlx_server.runtime.cache.layers import plan_pools
 from mlx_server.runtime.cache.row_pool import KvBits
+from mlx_server.runtime.drafts.heads import HeadFiles, find_heads
+from mlx_server.runtime.layers.adapters import adapter_tensors
 from mlx_server.runtime.memory import MAX_IN_FLIGHT, first_kv_blocks, max_elements
 from mlx_server.runtime.models import random_models
-from mlx_server.runtime.models.blueprint import foresee_cache
+from mlx_server.runtime.models.blueprint import foresee_cache, why_blind
 from mlx_server.runtime.models.folder import CONTEXT_KEYS, TensorHeader, read_headers
-from mlx_server.runtime.models.heads import HeadFiles, find_heads
 from mlx_server.runtime.models.loader import is_gpu, is_metal
 from mlx_server.runtime.models.resolve import find_folder
-from mlx_server.runtime.models.weights import why_blind
 
 
 @dataclass(frozen=True, slots=True)

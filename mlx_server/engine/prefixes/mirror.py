@@ -30,7 +30,7 @@ from mlx_server.batching.blocks.prefix_changes import (
     StateChanged,
 )
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.prompt_image import images_within
+from mlx_server.request import images_within
 
 TELL_AGAIN_S = 60.0
 """Blocks that are hit are announced again after so long, for whoever has come late."""

@@ -22,9 +22,9 @@ from mlx_server.kv_disk.fingerprint import fingerprint, root_key
 from mlx_server.kv_disk.rounding import Rounding
 from mlx_server.kv_disk.slab import FORMAT_VERSION, Space
 from mlx_server.outputs import SchedulerOutput
-from mlx_server.runtime.adapters import merged_adapter
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.executor import MLXThread
+from mlx_server.runtime.layers.adapters import merged_adapter
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
 from mlx_server.setting import parse_size

@@ -24,7 +24,7 @@ from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import Tool
 from mlx_server.engine.vision.prompt import Layout, Pictures, cut_images
 from mlx_server.errors import InvalidRequestError, ModelLoadError
-from mlx_server.prompt_image import PromptImage
+from mlx_server.request import PromptImage
 from mlx_server.runtime.models.folder import read_model_json
 from mlx_server.runtime.models.tool_parsers import find_chat_renderer
 from mlx_server.sampling_params import SamplingParams

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_server.engine.grammar.closing import adapted_schema
-from mlx_server.engine.grammar.schema import changed_schema, check_patterns, checked_schema
+from mlx_server.engine.grammar.schema import adapted_schema, changed_schema, check_patterns, checked_schema
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import ANY_TEXT, LarkWriter, alternatives, json_expression, json_options
 from mlx_server.engine.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from typing import Any
 from mlx_server.engine.vision.parts import UNREADABLE_NOTE, ImageParts
 from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel
 from mlx_server.errors import InvalidRequestError
-from mlx_server.prompt_image import PromptImage
+from mlx_server.request import PromptImage
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message]], str | None]

@@ -20,9 +20,9 @@ from mlx_server.runtime.attention.interface import (
     causal_mask,
 )
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
-from mlx_server.runtime.kernels.cpu.rows import exact_kv, exact_rows
 from mlx_server.runtime.kernels.gpu.backend import CudaBackend, MetalBackend
 from mlx_server.runtime.kernels.gpu.choice import load_choice
+from mlx_server.runtime.kernels.trials import exact_kv, exact_rows
 
 logger = logging.getLogger(__name__)
 

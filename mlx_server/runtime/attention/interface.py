@@ -153,13 +153,11 @@ class LayerSpec:
 class AttentionBackend(Protocol):
     """Writes K/V into pools of 32-token blocks and attends over them where they lie.
 
-    `is_eager` says that `attend` and states that are written evaluate their inputs themselves (host code), so that
-    nothing of a step can be submitted ahead. `needs_synchronous_steps` says that a step may be built but not
-    submitted while another runs: its writes would copy the pools.
+    `needs_synchronous_steps` says that a step may be built but not submitted while another runs: its writes would copy
+    the pools.
     """
 
     name: str
-    is_eager: bool
 
     @property
     def needs_synchronous_steps(self) -> bool: ...
@@ -170,12 +168,8 @@ class AttentionBackend(Protocol):
         ...
 
     def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
-        """Zeros for K/V that modules read by group. Written in place where this backend can."""
-        ...
-
-    def make_states(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
-        """Zeros for recurrent states, which are read and then written in every step. Written in place where this
-        backend can."""
+        """Zeros for recurrent states, and for K/V that modules read by group. Written in place where this backend
+        can."""
         ...
 
     def change_pool(self, pool: Any, change: PoolChange) -> Any:
@@ -252,11 +246,10 @@ class ReferenceBackend:
     """
 
     name = "reference"
-    is_eager = False
     needs_synchronous_steps = True
 
     def __init__(self, make_rows: MakeRows = PlainRows.zeros) -> None:
-        self.make_rows = self.make_states = make_rows
+        self.make_rows = make_rows
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> RowPool:
         dims = spec.key_dim, spec.value_dim

@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.attention.cache_views import RowGroup, StepMask, row_groups
 from mlx_server.runtime.attention.interface import StepPlan
 from mlx_server.runtime.cache.kv_cache import LayerCache, PagedLayerCache, StateLayerCache
+from mlx_server.runtime.layers.adapters import AdapterRows
 
 
 class Scope(enum.StrEnum):

@@ -261,11 +261,6 @@ class PagedKVCache:
         return sum(layer.slot_bytes for layer in self.recurrent)
 
     @property
-    def is_eager(self) -> bool:
-        """Whether a forward pass evaluates itself as it goes."""
-        return self.backend.is_eager and (bool(self.recurrent) or any(not pool.is_viewed for pool in self.pools))
-
-    @property
     def needs_synchronous_steps(self) -> bool:
         """Whether a step may be submitted only when the one before has finished: scatters copy what is in use."""
         return self.backend.needs_synchronous_steps or True in [store.needs_synchronous_steps for store in self._stores]
@@ -279,7 +274,7 @@ class PagedKVCache:
         for pool in self.pools:
             pool.allocate(self.backend, num_blocks, max_blocks)
         for states in self.recurrent:
-            states.allocate(self.backend.make_states, num_slots + num_checkpoints)
+            states.allocate(self.backend.make_rows, num_slots + num_checkpoints)
         self._num_slots = num_slots
         self.num_blocks = num_blocks
 
@@ -348,7 +343,7 @@ class PagedKVCache:
 
     def state(self) -> list[mx.array]:
         """What must be evaluated with a step for its K/V and states to be written."""
-        pools = [pool.backend.state(pool.contents[0]) for pool in self.pools if pool.is_lazy]
+        pools = [pool.backend.state(pool.contents[0]) for pool in self.pools]
         return list(chain(*pools, *[states.state() for states in self.recurrent]))
 
 

@@ -36,14 +36,13 @@ class LayerPool:
     of their own shape. `contents[seat_of(spec)]` is the pool as layers of this shape see it, in the backend's form.
 
     `is_viewed` is set once a layer's own code reads its K/V (`rows`) instead of having the backend attend over them.
-    The pool is then a `RowPool`. From the first allocation on, `is_lazy` says whether K/V are written only when
-    `backend.state` is evaluated, and `needs_synchronous_steps` is as for `PagedKVCache`.
+    The pool is then a `RowPool`. From the first allocation on, `needs_synchronous_steps` is as for `PagedKVCache`.
     """
 
     def __init__(self, spec: LayerSpec, seen_as: Sequence[LayerSpec] = ()) -> None:
         """`seen_as` are the layers that share it."""
         self.contents: list[Any] = []
-        self.is_viewed = self.is_lazy = self.needs_synchronous_steps = False
+        self.is_viewed = self.needs_synchronous_steps = False
         self._specs = list(dict.fromkeys([spec, *seen_as]))
         self._num_blocks = 0
         self.backend: AttentionBackend  # from the first allocation on
@@ -62,7 +61,6 @@ class LayerPool:
     def allocate(self, backend: AttentionBackend, num_blocks: int, max_blocks: int | None = None) -> None:
         """Takes memory, which may grow to `max_blocks`."""
         self.backend = ReferenceBackend(backend.make_rows) if self.is_viewed else backend
-        self.is_lazy = not self.backend.is_eager
         self._num_blocks = num_blocks
         self._show(self.backend.make_pool(self.spec, num_blocks, max_blocks))
 

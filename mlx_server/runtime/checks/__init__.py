@@ -1,1 +1,1 @@
-"""What a loaded model is compared with before it serves."""
+"""What is found out of a loaded model before it serves."""

@@ -13,10 +13,11 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk
-from mlx_server.prompt_image import PromptImage
-from mlx_server.runtime.adapters import is_adapted
+from mlx_server.request import PromptImage
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.checks.probe import TOLERANCES, relative_error
-from mlx_server.runtime.model_runner import BlockTables, ModelRunner
+from mlx_server.runtime.layers.adapters import is_adapted
+from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.vlm import VlmModel
 from mlx_server.runtime.vision import ImageEncoder
 from mlx_server.sampling_params import SamplingParams

@@ -21,10 +21,11 @@ from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import ScheduledChunk
 from mlx_server.runtime.attention.interface import AttentionBackend
 from mlx_server.runtime.attention.regroup import Scope
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
-from mlx_server.runtime.model_runner import BlockTables, ModelRunner
-from mlx_server.runtime.products import RowProduct, install_products
+from mlx_server.runtime.layers.products import RowProduct, install_products
+from mlx_server.runtime.model_runner import ModelRunner
 
 _BLOCKS = (16, 8, 4)
 """Numbers of rows that may be computed at a time, the best first. Fewer are padded to it."""

@@ -13,11 +13,12 @@ import numpy as np
 from mlx_server.config import AUTO_KV, BLOCK_SIZE, FEWER_KV, FULL_KV
 from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.outputs import CopyPlace, ScheduledChunk
-from mlx_server.runtime.adapters import NONE
 from mlx_server.runtime.attention.backends import choose_backend
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.cache.layers import attention_specs
 from mlx_server.runtime.cache.row_pool import KvBits
-from mlx_server.runtime.model_runner import BlockTables, ModelRunner
+from mlx_server.runtime.layers.adapters import NONE
+from mlx_server.runtime.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import BlockIds, ScheduledChunk
-from mlx_server.runtime.adapters import NONE, AdapterRows
 from mlx_server.runtime.attention.cache_views import UnpageableError
 from mlx_server.runtime.attention.regroup import Level, Scope, possible_levels
+from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.cache.layers import model_failure
-from mlx_server.runtime.model_runner import BlockTables, ModelRunner
+from mlx_server.runtime.layers.adapters import NONE, AdapterRows
+from mlx_server.runtime.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

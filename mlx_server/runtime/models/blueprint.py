@@ -1,21 +1,29 @@
-"""A model as its configuration describes it, without weights: shows what it keeps of tokens before it is loaded."""
+"""A model as its configuration describes it: without weights, which shows what it keeps of tokens before it is loaded,
+and with those of its folder, by mlx-lm's loader. Folders that hold a model's body alone, as embedders are published,
+are loaded, too."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes
+from mlx_lm.utils import load_model as load_mlx_model
 
-from mlx_server.errors import ModelLoadError
+from mlx_server.errors import ModelLoadError, ServeError
 from mlx_server.runtime.attention.interface import ReferenceBackend
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.cache.layers import discover_layers
+from mlx_server.runtime.checks.image_probe import SAMPLES, TEXT_ONLY, not_served
 from mlx_server.runtime.models import vlm
+from mlx_server.runtime.models.folder import read_headers, read_model_json
 
 _MISSING_PACKAGES = {"olmo": "ai2-olmo"}
 """Packages without which some of mlx-lm's modules end the process when they are imported."""
@@ -112,3 +120,79 @@ def foresee_cache(config: Mapping[str, Any], dtype: str) -> PagedKVCache:
     """The caches that the model of `config` will have with weights of type `dtype`, one of `DTYPES`, not allocated.
     Any thread. Raises `ModelLoadError` for a model that cannot be served, as far as that shows."""
     return PagedKVCache(discover_layers(build_blank(config, DTYPES[dtype])), ReferenceBackend())
+
+
+logger = logging.getLogger(__name__)
+
+
+def load_folder(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, Any], str]:
+    """The model with its vision encoder if it has one and that can be loaded, else its text part; its configuration;
+    and why there is no encoder. Weights are lazy. MLX thread. Raises `ModelLoadError`."""
+    no_vision = why_blind(folder)
+    if not no_vision:
+        try:
+            return *read_folder(folder, trust_remote_code, sees=True), ""
+        except ModelLoadError as error:
+            # Clients are told it, and the error names the folder.
+            no_vision = "its vision encoder cannot be loaded; the server's log says why"
+            logger.warning("%s is loaded without its vision encoder: %s", folder, error)
+    return *read_folder(folder, trust_remote_code), no_vision
+
+
+def why_blind(folder: Path) -> str:
+    """Why the model in a folder is loaded without a vision encoder; empty if it may have one that is served."""
+    config = read_model_json(folder / "config.json")
+    if not config.get("vision_config"):
+        return TEXT_ONLY
+    if config.get("model_type") not in SAMPLES:
+        return not_served(config.get("model_type"))
+    names = {name for path in folder.glob("model*.safetensors") for name in read_headers(path)}
+    if not any("vis" in name for name in names):
+        return "its files have no weights of a vision encoder"
+    return "" if vlm.is_installed() else f"mlx-vlm is not installed on the server: {vlm.INSTALL}"
+
+
+def read_folder(folder: Path, trust_remote_code: bool, *, sees: bool = False) -> tuple[Any, dict[str, Any]]:
+    """As `load_folder`: the text part, or the whole of a model that `sees`."""
+    try:
+        get_classes, lacking = checked_classes(folder)
+        model, config = load_mlx_model(
+            folder,
+            lazy=True,
+            model_config=lacking,
+            get_model_classes=partial(model_classes, sees=True) if sees else get_classes,
+            trust_remote_code=trust_remote_code,
+        )
+    except ServeError:
+        raise
+    except Exception as error:  # mlx-lm raises errors of any kind
+        raise ModelLoadError(f"Cannot load the model in {folder}: {type(error).__name__}: {error}") from error
+    return model, config
+
+
+def checked_classes(folder: Path) -> tuple[Callable[[dict[str, Any]], tuple[type[nn.Module], Any]], dict[str, Any]]:
+    """What mlx-lm's loader takes to find the classes of the model in `folder`, and what its configuration lacks: where
+    only a model's body is there, its weights get the names that they have in the whole. Raises `ModelLoadError`."""
+    names = {name for path in folder.glob("model*.safetensors") for name in read_headers(path)}
+    heads = sorted(name for name in names if name.split(".")[0] in ("score", "classifier"))
+    if heads:
+        raise ModelLoadError(
+            f"The model in {folder} classifies sequences ({heads[0]}), and mlx-lm loads no such head. To rank, take a "
+            "model that answers with yes or no, like Qwen3-Reranker as it is published."
+        )
+    if not any(name.startswith("layers.") for name in names) or any(name.startswith("model.") for name in names):
+        return model_classes, {}
+
+    def classes_of_body(config: dict[str, Any]) -> tuple[type[nn.Module], Any]:
+        model_class, arguments_class = model_classes(config)
+
+        class Whole(model_class):  # type: ignore[misc, valid-type]
+            def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+                named = {name if name.startswith("lm_head.") else f"model.{name}": w for name, w in weights.items()}
+                sanitized: dict[str, mx.array] = super().sanitize(named) if hasattr(model_class, "sanitize") else named
+                return sanitized
+
+        return Whole, arguments_class
+
+    # Without a head of its own a model has that of its embeddings, which vectors do not need.
+    return classes_of_body, {} if "lm_head.weight" in names else {"tie_word_embeddings": True}

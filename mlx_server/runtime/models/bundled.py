@@ -14,7 +14,6 @@ is neither installed nor imported, and its dependencies are not fetched.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import json
 import logging
@@ -33,6 +32,7 @@ from typing import NamedTuple
 
 from mlx_server import config
 from mlx_server.errors import DownloadError
+from mlx_server.runtime.models.conversions import held_lock, not_kept
 from mlx_server.runtime.models.folder import damaged_files, missing_parts, sha256_of, write_manifest
 from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf, native_weight_format
 from mlx_server.runtime.models.progress import Report, shown
@@ -196,25 +196,20 @@ def pull_bundled(model: BundledModel = SMOLLM2, weight_format: WeightFormat | No
     home = config.home()
     try:
         if weight_format is None and not any((home / "models").glob(f"{model.name}-*")):
-            home.mkdir(parents=True, exist_ok=True)
-            with _pull_lock(home), _scratch(home) as scratch:
+            with _scratch(home) as scratch:
                 _fetched_file(model, home, scratch)  # what the format depends on is compiled meanwhile
         weight_format = weight_format or native_weight_format()
         folder = home / "models" / f"{model.name}-{weight_format}"
         origin = model.origin(weight_format)
         if _is_made(folder, origin):
             return folder
-        home.mkdir(parents=True, exist_ok=True)
-        with _pull_lock(home), _scratch(home) as scratch:
+        with _scratch(home) as scratch:
             if not _is_made(folder, origin):
                 _check_space(home, model, weight_format)
                 source = _fetched_file(model, home, scratch)
                 _convert(model, source, folder, weight_format, scratch)
     except OSError as error:
-        raise DownloadError(
-            f"Cannot keep {model.name} in {error.filename or home}: {error.strerror}. Make room or give the right to "
-            "write there, or set MLX_SERVE_HOME to another folder."
-        ) from error
+        raise not_kept(model.name, error) from error
     return folder
 
 
@@ -233,24 +228,13 @@ def _is_made(folder: Path, origin: dict[str, object]) -> bool:
 
 
 @contextlib.contextmanager
-def _pull_lock(home: Path) -> Iterator[None]:
-    """Held by one process at a time; the system releases it when that process ends in any way."""
-    with (home / ".pull.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.warning("Another process is pulling into %s; waiting for it.", home)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
 def _scratch(home: Path) -> Iterator[Path]:
-    """An empty folder on the home's own disk. Needs the lock, since it removes what killed pulls have left."""
-    for leftover in home.glob(".partial-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=home, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+    """An empty folder on the home's own disk, of one pull at a time; what killed pulls have left is removed."""
+    with held_lock(home / ".pull.lock", f"is pulling into {home}"):
+        for leftover in home.glob(".partial-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=home, ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
 
 
 def _check_space(home: Path, model: BundledModel, weight_format: WeightFormat) -> None:

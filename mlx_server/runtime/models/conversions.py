@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -93,7 +94,7 @@ def made_folder(recipe: Recipe, make: Callable[[Path, Report], None]) -> Path:
         if _is_made(folder, content):
             return folder
         work = home() / "conversions" / folder.name
-        with _lock(work):
+        with held_lock(work.with_name(f"{work.name}.lock"), f"makes {work.name}"):
             if not _is_made(folder, content):
                 _check_space(recipe, work)
                 work.mkdir(exist_ok=True)
@@ -104,10 +105,7 @@ def made_folder(recipe: Recipe, make: Callable[[Path, Report], None]) -> Path:
                 write_manifest(work)
                 _put(work, folder)
     except OSError as error:
-        raise DownloadError(
-            f"Cannot keep {recipe.source} in {error.filename or home()}: {error.strerror}. Make room or give the right "
-            "to write there, or set MLX_SERVE_HOME to another folder."
-        ) from error
+        raise not_kept(recipe.source, error) from error
     return folder
 
 
@@ -118,6 +116,15 @@ def save_shard(path: Path, weights: dict[str, mx.array], metadata: Mapping[str, 
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_index(folder: Path, shards: Mapping[str, str]) -> None:
+    """Which tensor is in which shard, as mlx-lm reads it."""
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": shards})
 
 
 def _place(recipe: Recipe) -> Path:
@@ -134,16 +141,24 @@ def _is_made(folder: Path, content: Mapping[str, object]) -> bool:
 
 
 @contextlib.contextmanager
-def _lock(work: Path) -> Iterator[None]:
-    """Held by one process at a time; the system releases it when that process ends in any way."""
-    work.parent.mkdir(parents=True, exist_ok=True)
-    with work.with_name(f"{work.name}.lock").open("w") as lock:
+def held_lock(path: Path, work: str) -> Iterator[None]:
+    """Held by one process at a time, which does `work`; the system releases it when that process ends in any way."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.warning("Another process makes %s; waiting for it.", work.name)
+            logger.warning("Another process %s; waiting for it.", work)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def not_kept(source: str, error: OSError) -> DownloadError:
+    """The refusal of a model that cannot be written."""
+    return DownloadError(
+        f"Cannot keep {source} in {error.filename or home()}: {error.strerror}. Make room or give the right to write "
+        "there, or set MLX_SERVE_HOME to another folder."
+    )
 
 
 def _check_space(recipe: Recipe, work: Path) -> None:

@@ -1,29 +1,25 @@
 """What a model's folder says of vectors and scores: the files that sentence-transformers writes beside a model.
 
-    modules.json                        which modules follow the model: Pooling, Dense, Normalize
-    1_Pooling/config.json               how hidden states become one vector
-    2_Dense/config.json, *.safetensors  a linear layer behind it, with an activation
-    config_sentence_transformers.json   prompts by name, that go before a text
-    sentence_bert_config.json           the most tokens of a text
-
-Folders that hold the body of a model alone, as such models are published, are loaded, too.
+modules.json                        which modules follow the model: Pooling, Dense, Normalize
+1_Pooling/config.json               how hidden states become one vector
+2_Dense/config.json, *.safetensors  a linear layer behind it, with an activation
+config_sentence_transformers.json   prompts by name, that go before a text
+sentence_bert_config.json           the most tokens of a text
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_server.errors import ModelLoadError
-from mlx_server.pooling_params import PoolingMethod
-from mlx_server.runtime.models.blueprint import model_classes
+from mlx_server.request import PoolingMethod
 from mlx_server.runtime.models.folder import read_headers, read_model_json
 from mlx_server.runtime.pooling import ACTIVATIONS, DenseLayer
 
@@ -88,34 +84,6 @@ def read_pooling(folder: Path | None, name: str, config: Mapping[str, Any], sett
 def load_dense(spec: PoolingSpec | None) -> tuple[DenseLayer, ...]:
     """The layers behind the pooling, in float32. MLX thread. Raises `ModelLoadError`."""
     return () if spec is None else tuple(map(_dense, spec.dense))
-
-
-def checked_classes(folder: Path) -> tuple[Callable[[dict[str, Any]], tuple[type[nn.Module], Any]], dict[str, Any]]:
-    """What mlx-lm's loader takes to find the classes of the model in `folder`, and what its configuration lacks: where
-    only a model's body is there, its weights get the names that they have in the whole. Raises `ModelLoadError`."""
-    names = {name for path in folder.glob("model*.safetensors") for name in read_headers(path)}
-    heads = sorted(name for name in names if name.split(".")[0] in ("score", "classifier"))
-    if heads:
-        raise ModelLoadError(
-            f"The model in {folder} classifies sequences ({heads[0]}), and mlx-lm loads no such head. To rank, take a "
-            "model that answers with yes or no, like Qwen3-Reranker as it is published."
-        )
-    if not any(name.startswith("layers.") for name in names) or any(name.startswith("model.") for name in names):
-        return model_classes, {}
-
-    def classes_of_body(config: dict[str, Any]) -> tuple[type[nn.Module], Any]:
-        model_class, arguments_class = model_classes(config)
-
-        class Whole(model_class):  # type: ignore[misc, valid-type]
-            def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-                named = {name if name.startswith("lm_head.") else f"model.{name}": w for name, w in weights.items()}
-                sanitized: dict[str, mx.array] = super().sanitize(named) if hasattr(model_class, "sanitize") else named
-                return sanitized
-
-        return Whole, arguments_class
-
-    # Without a head of its own a model has that of its embeddings, which vectors do not need.
-    return classes_of_body, {} if "lm_head.weight" in names else {"tie_word_embeddings": True}
 
 
 def _is_yes_no(name: str, folder: Path | None, config: Mapping[str, Any]) -> bool:

@@ -15,7 +15,6 @@ from mlx.utils import tree_flatten
 from mlx_server.config import FULL_KV, CacheConfig
 from mlx_server.errors import ModelLoadError
 from mlx_server.model_entries import Adapter
-from mlx_server.runtime.adapters import AdapterRows, apply_adapter, install_adapters, merged_adapter
 from mlx_server.runtime.attention.backends import choose_backend
 from mlx_server.runtime.attention.bidirectional import BidirectionalBackend
 from mlx_server.runtime.attention.regroup import Scope
@@ -26,19 +25,19 @@ from mlx_server.runtime.checks.image_probe import find_fault
 from mlx_server.runtime.checks.invariance import check_invariance, compute_by_row
 from mlx_server.runtime.checks.kv_loss import quantize_kv
 from mlx_server.runtime.checks.probe import Probe
+from mlx_server.runtime.checks.step_costs import FirstSteps, context_doubling, measure_first_steps
 from mlx_server.runtime.kernels.gpu.product_choice import gpu_products
 from mlx_server.runtime.kernels.gpu.products import ProductKernels
+from mlx_server.runtime.layers.adapters import AdapterRows, apply_adapter, install_adapters, merged_adapter
+from mlx_server.runtime.layers.cpu import bfloat16_weights, install_native, native_library
+from mlx_server.runtime.layers.sharding import NO_IMAGES, Group, agreement, shard_model
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models import random_models
-from mlx_server.runtime.models.blueprint import DTYPES
+from mlx_server.runtime.models.blueprint import DTYPES, load_folder, read_folder, why_blind
 from mlx_server.runtime.models.embedder import PoolingSpec, load_dense, read_pooling
 from mlx_server.runtime.models.folder import CONTEXT_KEYS
 from mlx_server.runtime.models.resolve import find_folder
-from mlx_server.runtime.models.weights import load_folder, read_folder, why_blind
-from mlx_server.runtime.native_layers import bfloat16_weights, install_native, native_library
 from mlx_server.runtime.pooling import Pooler
-from mlx_server.runtime.sharding import NO_IMAGES, Group, agreement, shard_model
-from mlx_server.runtime.step_costs import FirstSteps, context_doubling, measure_first_steps
 from mlx_server.runtime.vision import IMAGE_SHARE, ImageEncoder
 
 logger = logging.getLogger(__name__)

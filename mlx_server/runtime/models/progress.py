@@ -52,30 +52,23 @@ def progress_of(model: str) -> Progress | None:
 
 
 @contextlib.contextmanager
-def reported(model: str, stage: str, total_bytes: int = 0) -> Iterator[Progress]:
-    """While it is open, `progress_of` tells what its user writes into it. Any thread; one at a time for a model."""
+def shown(model: str, stage: str, total_bytes: int) -> Iterator[Report]:
+    """While it is open, `progress_of` tells what its user reports; so does a bar, where standard error is a terminal.
+    Any thread; one at a time for a model."""
     progress = _running[model] = Progress(stage, total_bytes)
+
+    def report(num_bytes: int, *, was_kept: bool = False) -> None:
+        progress.done_bytes += num_bytes
+        progress.kept_bytes += num_bytes * was_kept
+        if was_kept and not bar.disable:  # no part of the rate
+            bar.initial += num_bytes
+            bar.last_print_n += num_bytes
+        bar.update(num_bytes)
+
+    title = f"{stage.capitalize()} {model}"
     try:
-        yield progress
+        with tqdm(total=total_bytes, unit="B", unit_scale=True, desc=title, disable=None) as bar:
+            yield report
     finally:
         if _running.get(model) is progress:
             del _running[model]
-
-
-@contextlib.contextmanager
-def shown(model: str, stage: str, total_bytes: int) -> Iterator[Report]:
-    """The same with a bar, where standard error is a terminal."""
-    with (
-        reported(model, stage, total_bytes) as progress,
-        tqdm(total=total_bytes, unit="B", unit_scale=True, desc=f"{stage.capitalize()} {model}", disable=None) as bar,
-    ):
-
-        def report(num_bytes: int, *, was_kept: bool = False) -> None:
-            progress.done_bytes += num_bytes
-            progress.kept_bytes += num_bytes * was_kept
-            if was_kept and not bar.disable:  # no part of the rate
-                bar.initial += num_bytes
-                bar.last_print_n += num_bytes
-            bar.update(num_bytes)
-
-        yield report

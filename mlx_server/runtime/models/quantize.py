@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +15,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.models.conversions import Recipe, made_folder, save_shard
+from mlx_server.runtime.models.blueprint import why_blind
+from mlx_server.runtime.models.conversions import Recipe, made_folder, save_shard, write_index, write_json
 from mlx_server.runtime.models.folder import HUB_FILES, is_whole_file, read_headers, read_model_json
 from mlx_server.runtime.models.progress import Report
-from mlx_server.runtime.models.weights import why_blind
 
 _VERSION = 1
 """A higher number makes folders anew that an older version has quantised."""
@@ -115,9 +114,8 @@ class _Quantization:
             index.update(dict.fromkeys(shard, path.name))
             report(total_bytes * part_bytes // num_bytes, was_kept=was_kept)
         _copy_others(self.folder, work)
-        index_text = json.dumps({"metadata": {}, "weight_map": index}, indent=2)
-        (work / "model.safetensors.index.json").write_text(index_text + "\n", encoding="utf-8")
-        (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_index(work, index)
+        write_json(work / "config.json", config)
 
 
 _LANGUAGE = "language_model."

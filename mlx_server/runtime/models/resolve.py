@@ -14,13 +14,13 @@ from mlx_server.config import WHOLE_WEIGHTS
 from mlx_server.errors import DownloadError, ModelLoadError
 from mlx_server.model_entries import hub_id
 from mlx_server.runtime.models import random_models
+from mlx_server.runtime.models.blueprint import load_folder
 from mlx_server.runtime.models.bundled import SMOLLM2, pull_bundled
 from mlx_server.runtime.models.conversions import gguf_folder
 from mlx_server.runtime.models.folder import HUB_FILES, missing_parts
 from mlx_server.runtime.models.gguf import WeightFormat, split_names
 from mlx_server.runtime.models.hub_fetch import fetch_snapshot
 from mlx_server.runtime.models.quantize import quantized_folder
-from mlx_server.runtime.models.weights import load_folder
 
 _SITE = r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
 _HUB_FILE = re.compile(rf"(?:{_SITE})?([^/]+/[^/]+)/(?:(?:blob|resolve)/main/)?([^?]+\.gguf)(?:\?.*)?")

@@ -20,8 +20,8 @@ from mlx_server.config import load_config
 from mlx_server.engine.distributed.ranks import check_shardable
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import ConfigError, ModelLoadError
+from mlx_server.runtime.layers.sharding import shard_model
 from mlx_server.runtime.models.random_models import build_random
-from mlx_server.runtime.sharding import shard_model
 from tests.architectures import config_of
 from tests.engine.ranks.worlds import END_S, MOST_S, Ranks, alone, complete, metric, serving
 from tests.engine_worlds import built, make_folder, on_the_cpu, random_prompts

@@ -18,7 +18,7 @@ from mlx_server.runtime.attention.backends import choose_backend
 from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend, CpuPool
-from mlx_server.runtime.kernels.cpu.rows import exact_rows
+from mlx_server.runtime.kernels.trials import exact_rows
 from tests.attention_worlds import ALL_BITS, EIGHT, FOUR, Floats, Layer, Span, World, as_stored, make_step
 
 TOLERANCE = 5e-6

@@ -93,18 +93,15 @@ def test_whole_pieces_of_256_tokens_are_read_from_one_table_alone() -> None:
     cpu = CpuBackend(2)
     pool = cpu.make_pool(world.layer.spec, world.num_blocks)
     wanted = world.attend(cpu, pool)
-    metadata = cpu.plan(world.step())
-    assert metadata.arrays[4].tolist() == [[0, 18], [0, 18]]
-    tables = metadata.arrays[3]
+    step = world.step()
+    slots, starts = step.slot_mapping.astype(np.int64), step.query_starts.astype(np.int32)
+    lengths, tables = step.context_lens.astype(np.int32), step.block_tables.astype(np.int32)
+    sharing = cpu_attention._sharing(starts, lengths, tables)
+    assert sharing.tolist() == [[0, 18], [0, 18]]
     for num_wrong, is_right in ((16, True), (17, False)):
         tables[1, :num_wrong] = world.num_blocks - 1
-        if metadata.lazy is not None:
-            metadata = cpu_attention.CpuMetadata(
-                metadata.arrays,
-                cpu._native.Plan(*(array.tobytes() for array in metadata.arrays)),
-                metadata.num_tokens,
-                metadata.num_blocks,
-            )
+        plan = cpu._native.Plan(*(array.tobytes() for array in (slots, starts, lengths, tables, sharing)))
+        metadata = cpu_attention.CpuMetadata(plan, step.num_tokens, world.num_blocks)
         queries = world.inputs([slice(span.start, span.end) for span in world.spans])[0]
         out = np.array(cpu.attend(pool, queries, None, None, metadata, scale=world.layer.scale))
         assert np.array_equal(out, wanted) == is_right

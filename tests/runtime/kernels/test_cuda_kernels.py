@@ -115,7 +115,7 @@ def recorded(spec: LayerSpec, num_heads: int, partition_tokens: int | None, has_
     step = step_of([Chunk((0, 1), 40), Chunk((2,), 0, 5), Chunk((3,), 0, 20)], 1)
     rows = step_rows(0, spec, num_heads, step.num_tokens)
     sinks = mx.zeros((num_heads,), spec.dtype) if has_sinks else None
-    backend.attend(pool, *rows, backend.plan(step), scale=0.1, sinks=sinks, softcap=30.0 if has_sinks else None)
+    backend.attend(pool, *rows, backend.plan(step), scale=0.1, sinks=sinks)
     return kernels
 
 

@@ -31,11 +31,11 @@ def window_mask() -> mx.array:
 
 @pytest.mark.parametrize("mask", ["causal", "window"])
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize(("dim", "softcap"), [(256, None), (512, None), (64, 3.0)])
+@pytest.mark.parametrize("dim", [256, 512])
 def test_pieces_give_what_the_whole_gives(
-    mask: str, has_sinks: bool, dim: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+    mask: str, has_sinks: bool, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scores = Scores(dim**-0.5, softcap, random(3, NUM_HEADS) if has_sinks else None)
+    scores = Scores(dim**-0.5, random(3, NUM_HEADS) if has_sinks else None)
     seen: mx.array | str = window_mask() if mask == "window" else mask
     whole = attend(dim, seen, scores)
     pieces = []

@@ -18,13 +18,13 @@ from emulator.worlds import Chunk, step_of
 from mlx_lm.models import base, llama
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_server.runtime.adapters import AdapterRows
 from mlx_server.runtime.attention.seam import install_seam
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.forward import ModelForward
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
+from mlx_server.runtime.layers.adapters import AdapterRows
 
 CALLS = {dis.opmap[name] for name in ("CALL", "CALL_KW", "CALL_FUNCTION_EX") if name in dis.opmap}
 BATCH = 8

@@ -95,12 +95,6 @@ def test_sinks_take_weight_and_give_no_value(dtype: mx.Dtype) -> None:
         check_decode(backend, decode_world(backend, shape_of(8, 64, dtype), contexts), window=128, has_sinks=True)
 
 
-@pytest.mark.parametrize("cap", [0.7, 50.0])
-def test_capped_scores(cap: float) -> None:
-    backend = make_backend()
-    check_decode(backend, decode_world(backend, shape_of(2, 256), [70, 200]), softcap=cap, has_sinks=True)
-
-
 @pytest.mark.parametrize(
     "variant",
     [

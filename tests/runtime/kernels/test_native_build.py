@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
-from mlx_server.runtime.kernels.cpu.build import NativeBuildError, load_library
+from mlx_server.runtime.kernels.cpu.build import NativeBuildError, Unit, build
 
 SOURCE = '#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n'
 
@@ -23,6 +24,10 @@ def write_source(folder: Path, answer: str = "42", text: str = SOURCE) -> Path:
     source.write_text(text)
     source.with_name("answer.h").write_text(f"#define ANSWER {answer}\n")
     return source
+
+
+def built(source: Path, cache: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(build(source.stem, [Unit(source)], cache)))
 
 
 def recording_compiler(folder: Path) -> Path:
@@ -38,18 +43,18 @@ def test_builds_once_with_the_compiler_of_the_environment(tmp_path: Path, monkey
     cache = tmp_path / "home" / "kernels"
     for answer in ("42", "42", "43", "42"):
         source = write_source(tmp_path / "source", answer)
-        assert load_library(source, cache).answer() == int(answer)
+        assert built(source, cache).answer() == int(answer)
     commands = (tmp_path / "log").read_text().splitlines()
     assert len(commands) == len(list(cache.iterdir())) == 2
     assert all(command.startswith("-DUNUSED -std=c++20") for command in commands)
 
 
 BUILD = """
-import sys
+import ctypes, sys
 from pathlib import Path
-from mlx_server.runtime.kernels.cpu.build import load_library
+from mlx_server.runtime.kernels.cpu.build import Unit, build
 source, cache = map(Path, sys.argv[1:])
-print(load_library(source, cache).answer())
+print(ctypes.CDLL(str(build(source.stem, [Unit(source)], cache))).answer())
 """
 
 
@@ -65,9 +70,9 @@ def test_processes_that_build_at_once_all_succeed(tmp_path: Path) -> None:
 ENDS = """
 import sys, threading, time
 from pathlib import Path
-from mlx_server.runtime.kernels.cpu.build import load_library
+from mlx_server.runtime.kernels.cpu.build import Unit, build
 source, cache, mark = map(Path, sys.argv[1:])
-threading.Thread(target=load_library, args=(source, cache), daemon=True).start()
+threading.Thread(target=build, args=(source.stem, [Unit(source)], cache), daemon=True).start()
 while not mark.exists():
     time.sleep(0.01)
 """
@@ -91,14 +96,19 @@ def test_a_process_that_ends_does_not_wait_for_its_compilers(tmp_path: Path, mon
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(native, "library", lambda: None)
+    source = write_source(tmp_path / "source")
     with pytest.raises(NativeBuildError, match=r"No C\+\+ compiler \(c\+\+, clang\+\+, g\+\+\) is installed; .*"):
-        CpuBackend()
+        built(source, tmp_path / "home")
     monkeypatch.setenv("CXX", "icpx -O2")
     with pytest.raises(NativeBuildError, match="CXX is `icpx -O2`, which is not installed"):
-        CpuBackend()
+        built(source, tmp_path / "home")
     assert not (tmp_path / "home").exists()
+
+
+def test_without_the_library_there_is_no_cpu_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_found", lambda: NativeBuildError("no headers"))
+    with pytest.raises(NativeBuildError, match="no headers"):
+        CpuBackend()
 
 
 def test_with_a_compiler_that_cannot_run_or_speaks_no_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,32 +117,22 @@ def test_with_a_compiler_that_cannot_run_or_speaks_no_utf8(tmp_path: Path, monke
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(NativeBuildError, match=r"compiler` cannot be run: .*Exec format error"):
-        load_library(source, tmp_path / "kernels")
+        built(source, tmp_path / "kernels")
     compiler.write_bytes(b"#!/bin/sh\nprintf 'error: \\351\\n' >&2\nexit 1\n")
     with pytest.raises(NativeBuildError, match=r"cannot compile answer.cpp: error: \ufffd"):
-        load_library(source, tmp_path / "kernels")
+        built(source, tmp_path / "kernels")
 
 
 def test_with_a_compiler_that_fails(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", "undeclared_name")
     cache = tmp_path / "kernels"
     with pytest.raises(NativeBuildError, match=r"cannot compile answer.cpp: .*error.*undeclared_name"):
-        load_library(source, cache)
+        built(source, cache)
     assert list(cache.iterdir()) == []
 
 
 def test_with_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
     (tmp_path / "kernels").write_text("a file, not a folder")
-    with pytest.raises(NativeBuildError, match=r"kernels.* cannot be built or loaded"):
-        load_library(source, tmp_path / "kernels")
-
-
-def test_with_a_library_that_is_damaged(tmp_path: Path) -> None:
-    source = write_source(tmp_path / "source")
-    cache = tmp_path / "kernels"
-    subprocess.run([sys.executable, "-c", BUILD, str(source), str(cache)], check=True, capture_output=True)
-    (library,) = cache.iterdir()
-    library.write_bytes(b"not a library")
-    with pytest.raises(NativeBuildError, match=f"{library.name} cannot be built or loaded"):
-        load_library(source, cache)
+    with pytest.raises(NativeBuildError, match=r"kernels.* cannot be built"):
+        built(source, tmp_path / "kernels")

@@ -499,33 +499,3 @@ void attend(Engine& engine, const Call& call) {
     default: return run_over<WholeRows>(engine, room, call);
   }
 }
-
-// Without MLX: for ctypes.
-extern "C" {
-
-// Null when there is no memory.
-void* cpu_attention_start(int threads) {
-  try {
-    return new Engine(threads);
-  } catch (...) {
-    return nullptr;
-  }
-}
-
-// In a forked child what the helpers hold is left alone.
-void cpu_attention_stop(void* engine) {
-  Engine* stopped = static_cast<Engine*>(engine);
-  if (!stopped->threads.is_forked()) delete stopped;
-}
-
-// Returns 0, or 1 when there is no memory.
-int cpu_attention_run(void* engine, const void* call) {
-  try {
-    attend(*static_cast<Engine*>(engine), *static_cast<const Call*>(call));
-    return 0;
-  } catch (...) {
-    return 1;
-  }
-}
-
-}  // extern "C"

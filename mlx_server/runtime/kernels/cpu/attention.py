@@ -1,9 +1,8 @@
-"""The `cpu` backend: attention in C++ over pools in host memory, float32 or quantised, written and read in place.
+"""The `cpu` backend: attention in C++ over pools in host memory, float32 or quantised, written and read in place; and
+rows that native operations write in place.
 
-With the native library an attention is a lazy node of MLX's graph, so that a step is built, submitted and then computed
-without a stop. Without it, the same C++ is called through ctypes, which evaluates in each layer.
-
-The pools are anonymous memory maps: page-aligned, zero, never moved, and without cost until a block is first written.
+An attention is a lazy node of MLX's graph, so that a step is built, submitted and then computed without a stop. The
+pools are anonymous memory maps: page-aligned, zero, never moved, and without cost until a block is first written.
 So a pool is mapped as large as it may become; growing it is a larger bound, and cutting it gives the pages of its end
 back.
 """
@@ -11,36 +10,29 @@ back.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import struct
-import sys
-import weakref
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_server import config
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.attention.interface import IntArray, LayerSpec, StepPlan
-from mlx_server.runtime.cache.row_pool import PlainRows, Rows, RowsShape, group_size_of, side_bits
+from mlx_server.runtime.cache.row_pool import Rows, RowsShape, Slots, group_size_of, side_bits
 from mlx_server.runtime.kernels.cpu import native
-from mlx_server.runtime.kernels.cpu.build import load_library
-from mlx_server.runtime.kernels.cpu.rows import NativeRows
+from mlx_server.runtime.kernels.cpu.build import NativeBuildError
 from mlx_server.runtime.kernels.sharing import Readers, find_runs
 
-_SOURCE = Path(__file__).with_name("attention.cpp")
 _SLACK_BYTES = 64
 """What the widest vector load may read past the last row of V."""
 
-# `struct Pool` and `struct Call` of call.h. The latter: queries, keys and values with 2 strides each, sinks and output,
-# the pool, heads and window, the scale, 6 index arrays, 3 counts.
 _POOL = struct.Struct("=9q")
-_CALL = struct.Struct("=11q72s2qd9q")
+"""`struct Pool` of call.h."""
 
 
 @dataclass(slots=True)
@@ -61,25 +53,23 @@ class CpuPool:
     keys: npt.NDArray[Any]
     values: npt.NDArray[Any]
     fields: bytes
-    memory: tuple[Any, Any]
-    """The native library's, which nodes keep, too; without it the memory maps."""
+    memory: tuple[Any, ...]
+    """The native library's, which nodes keep, too."""
     last_use: _LastUse = field(default_factory=_LastUse)
 
 
 @dataclass(frozen=True, slots=True)
 class CpuMetadata:
-    """A step's plan as the native code reads it: `slots`, `starts`, `lengths`, `tables`, `sharing` and `both_ways`."""
+    """A step's plan as the native code has it."""
 
-    arrays: tuple[npt.NDArray[Any], ...]
-    lazy: Any
-    """A copy that nodes share; None without the library."""
+    plan: Any
     num_tokens: int
     num_blocks: int
     """The pool must hold at least this many blocks: one more than the largest id in the plan."""
 
 
 class CpuBackend:
-    """Attention in C++, with its own threads. Raises `NativeBuildError` when it cannot be compiled here.
+    """Attention in C++, with its own threads. Raises `NativeBuildError` where the native library cannot be had.
 
     `threads` counts the caller too; by default `MLX_SERVE_CPU_THREADS`, or the CPUs that this process may use.
     """
@@ -89,12 +79,11 @@ class CpuBackend:
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or native.default_threads()
-        self._native = native.library()
-        self.is_eager = self._native is None
-        if self._native is not None:
-            self._engine = native.engine(self.threads)
-        else:
-            self._eager = _EagerAttention(self.threads)
+        library = native.library()
+        if library is None:
+            raise NativeBuildError(native.why_missing())
+        self._native: Any = library
+        self._engine = native.engine(self.threads)
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> CpuPool:
         """Raises `ValueError` unless the layer is float32, and `OSError` when the system refuses the memory."""
@@ -104,23 +93,15 @@ class CpuBackend:
         rows = max_blocks * spec.num_kv_heads * BLOCK_SIZE
         dtype = np.float32 if spec.bits is None else np.uint8
         sizes = [rows * num_bytes for num_bytes in spec.row_bytes]
-        memory = self._map(sizes[0]), self._map(sizes[1])
+        memory = tuple(self._native.Memory(size + _SLACK_BYTES) for size in sizes)
         keys, values = (
             np.frombuffer(_buffer(one, size), dtype, size // np.dtype(dtype).itemsize)
             for one, size in zip(memory, sizes)
         )
         return CpuPool(spec, num_blocks, max_blocks, keys, values, _fields(spec, keys, values), memory)
 
-    def _map(self, num_bytes: int) -> Any:
-        """Zeros that take memory only where they are written."""
-        num_bytes += _SLACK_BYTES
-        return _Map(num_bytes) if self._native is None else self._native.Memory(num_bytes)
-
     def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
-        rows = mx.zeros(shape, dtype)
-        return PlainRows(rows) if self._native is None else NativeRows(self._native, rows)
-
-    make_states = make_rows
+        return NativeRows(self._native, mx.zeros(shape, dtype))
 
     def change_pool(self, pool: CpuPool, change: PoolChange) -> CpuPool:
         """Raises `ValueError` beyond the size that the pool was made for."""
@@ -159,8 +140,7 @@ class CpuBackend:
             raise ValueError("the plan names a negative block or slot")
         both_ways = np.ascontiguousarray(step.both_ways, np.int32)
         arrays = (slots, starts, lengths, tables, _sharing(starts, lengths, tables), both_ways)
-        lazy = None if self._native is None else self._native.Plan(*(array.tobytes() for array in arrays))
-        return CpuMetadata(arrays, lazy, step.num_tokens, largest + 1)
+        return CpuMetadata(self._native.Plan(*(array.tobytes() for array in arrays)), step.num_tokens, largest + 1)
 
     def attend(
         self,
@@ -176,103 +156,73 @@ class CpuBackend:
     ) -> mx.array:
         _check(pool, queries, keys, values, metadata)
         given = [array if array is None else array.astype(mx.float32) for array in (queries, keys, values, sinks)]
-        if self._native is None:
-            out = self._eager.attend(pool, given, metadata, scale, window or 0)
-        else:
-            last = pool.last_use
-            out, last.token = self._native.attention(
-                self._engine, pool.memory, pool.fields, metadata.lazy, last.token, *given, scale, window or 0
-            )
+        last = pool.last_use
+        out: mx.array
+        out, last.token = self._native.attention(
+            self._engine, pool.memory, pool.fields, metadata.plan, last.token, *given, scale, window or 0
+        )
         return out.astype(queries.dtype)
 
     def state(self, pool: CpuPool) -> list[mx.array]:
         return [pool.last_use.token]
 
 
-class _EagerAttention:
-    """The same C++ without MLX, for arrays that are evaluated when it is called. One caller at a time."""
+@dataclass(slots=True)
+class _Memory:
+    """An array that is never replaced, and the token of its last use."""
 
-    def __init__(self, threads: int) -> None:
-        self._library = load_library(_SOURCE, config.home() / "kernels")
-        self._library.cpu_attention_start.restype = ctypes.c_void_p
-        self._engine = ctypes.c_void_p(self._library.cpu_attention_start(threads))
-        if not self._engine:
-            raise MemoryError(f"cannot start {threads} attention threads")
-        # Not at exit: the MLX thread may be inside a call, and the process takes its threads along.
-        weakref.finalize(self, self._library.cpu_attention_stop, self._engine).atexit = False
+    array: mx.array
+    token: mx.array
 
-    def attend(
-        self, pool: CpuPool, given: list[mx.array | None], plan: CpuMetadata, scale: float, window: int
-    ) -> mx.array:
-        """`given` are queries, keys, values and sinks in float32."""
-        mx.eval(*given)
-        q, k, v = (_locate(array) for array in given[:3])
-        queries, sinks = given[0], given[3]
-        assert queries is not None
-        rows, heads = queries.shape[:2]
-        output = np.empty((rows, heads, 1, pool.spec.value_dim), np.float32)
-        call = _CALL.pack(
-            *q[:3],
-            *k[:3],
-            *v[:3],
-            0 if sinks is None else _address(np.asarray(sinks)),
-            _address(output),
-            pool.fields,
-            heads,
-            window,
-            scale,
-            *(_address(array) if array.size else 0 for array in plan.arrays),
-            plan.num_tokens,
-            len(plan.arrays[2]),
-            plan.arrays[3].shape[1],
+
+class NativeRows:
+    """Rows `[num_slots, ...]` that nodes of the native library read and write where they lie.
+
+    MLX cannot see that a node writes into the array, so whatever reads or writes it takes the token of the use before
+    and leaves one of its own: a chain through all uses of the memory, in whichever shape, across steps.
+    """
+
+    needs_synchronous_steps = False
+
+    def __init__(self, library: Any, array: mx.array) -> None:
+        mx.eval(array)
+        self._library = library
+        self._memory = _Memory(array, mx.array([0]))
+        self._shape = array.shape
+
+    def write(self, slots: Slots, rows: mx.array) -> None:
+        memory = self._memory
+        memory.token = self._library.write_rows(
+            rows.astype(memory.array.dtype), memory.array, slots.padded, memory.token
         )
-        if self._library.cpu_attention_run(self._engine, call):
-            raise MemoryError("no memory for the scratch of attention")
-        return mx.array(output)
 
+    def read(self, slots: Slots) -> mx.array:
+        memory, numbers = self._memory, slots.numbers
+        shape = [*numbers.shape, *self._shape[1:]]
+        rows: mx.array
+        rows, memory.token = self._library.read_rows(memory.array, slots.padded, shape, memory.token, numbers.size)
+        return rows
 
-class _Rows(NamedTuple):
-    """Where an evaluated array `[tokens, heads, 1, dim]` lies. Strides are in floats; `owner` keeps it there."""
+    def take(self, slots: Slots) -> NativeRows:
+        return NativeRows(self._library, self.read(slots))
 
-    address: int
-    token_stride: int
-    head_stride: int
-    owner: object
+    def parts(self) -> Sequence[Rows]:
+        return [self]
 
+    def view(self, shape: RowsShape) -> NativeRows:
+        view = copy(self)
+        view._shape = shape
+        return view
 
-def _locate(array: mx.array | None) -> _Rows:
-    """Views the array where it lies; copies it only if its last axis is strided."""
-    if array is None:
-        return _Rows(0, 0, 0, None)
-    try:
-        buffer: Any = array
-        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    except (TypeError, BufferError):  # not contiguous
-        view = np.asarray(array)
-        if view.strides[-1] != view.itemsize:
-            view = np.ascontiguousarray(view)
-        return _Rows(_address(view), view.strides[0] // view.itemsize, view.strides[1] // view.itemsize, view)
-    _, heads, _, dim = array.shape
-    return _Rows(address, heads * dim, dim, array)
+    def arrays(self) -> list[mx.array]:
+        return [self._memory.array, self._memory.token]
 
-
-class _Map:
-    """As the native library's `Memory`, for when there is none."""
-
-    def __init__(self, num_bytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self.map = mmap.mmap(-1, num_bytes, flags=flags)
-
-    def give_back(self, start: int) -> None:
-        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        if start < len(self.map):
-            self.map.madvise(mmap.MADV_DONTNEED if sys.platform == "linux" else mmap.MADV_FREE, start)
+    def tokens(self) -> list[mx.array]:
+        return [self._memory.token]
 
 
 def _buffer(memory: Any, num_bytes: int) -> Any:
     """For NumPy, which keeps it and so the memory."""
-    if isinstance(memory, _Map):
-        return memory.map
     buffer: Any = (ctypes.c_char * num_bytes).from_address(memory.address)
     buffer.memory = memory
     return buffer

@@ -8,7 +8,6 @@ processes that build at the same time each move a whole file of the same content
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import os
@@ -50,15 +49,6 @@ class Unit:
     flags: tuple[str, ...] = FAST_FLAGS
 
 
-def load_library(source: Path, folder: Path) -> ctypes.CDLL:
-    """The library of `source`, built into `folder` unless it is there already. Raises `NativeBuildError`."""
-    library = build(source.stem, [Unit(source)], folder)
-    try:
-        return ctypes.CDLL(str(library))
-    except OSError as error:
-        raise NativeBuildError(f"{library} cannot be built or loaded: {error}") from error
-
-
 def build(
     name: str, units: Sequence[Unit], folder: Path, *, link: Sequence[str] = (), versions: Sequence[str] = ()
 ) -> Path:
@@ -72,7 +62,7 @@ def build(
             logger.info("Compiling %s for this machine, once; it takes some seconds.", name)
             builder.make(units, library)
     except OSError as error:
-        raise NativeBuildError(f"{library} cannot be built or loaded: {error}") from error
+        raise NativeBuildError(f"{library} cannot be built: {error}") from error
     return library
 
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-// One layer's memory, in the layout of pool.h. Bits 0 are whole floats; else so many numbers of a row share a scale as
+// One layer's memory, in the layout of pool.h. Mirrored field by field in attention.py. Bits 0 are whole floats; else so many numbers of a row share a scale as
 // a group has.
 struct Pool {
   void *keys, *values;
@@ -19,7 +19,7 @@ struct Tokens {
   const float* row(int64_t token, int64_t head) const { return data + token * token_stride + head * head_stride; }
 };
 
-// Mirrored field by field in attention.py. `keys` and `sinks` may be null; `window` 0 is none.
+// `keys` and `sinks` may be null; `window` 0 is none.
 struct Call {
   Tokens queries, keys, values;
   const float* sinks;

@@ -66,8 +66,6 @@ class GpuBackend:
     prelude: str | None = None
     """The header of each kernel's text."""
 
-    is_eager = False
-
     by_row = False
     """Whether the tokens of prompts are computed like decodes, each with the same bits as if it were one, where a
     decode kernel supports the layer. They then read K/V once a token instead of once a chunk, and share no reads."""
@@ -92,7 +90,7 @@ class GpuBackend:
         self._refusals: dict[DecodeShape, str] = {}
         self._write_failures: dict[LayerSpec, str | None] = {}
         self._row_failures: dict[tuple[int, mx.Dtype], str | None] = {}
-        self._layers: dict[tuple[LayerSpec, int, float, float | None, mx.Dtype | None], _Layer] = {}
+        self._layers: dict[tuple[LayerSpec, int, float, mx.Dtype | None], _Layer] = {}
 
     def _most_cores(self) -> int:
         """Of GPUs that are not told apart."""
@@ -118,18 +116,11 @@ class GpuBackend:
         """How the decode kernel is cut for such a layer; None if there is none."""
         return self._variant(DecodeShape.of(spec, num_query_heads))
 
-    def warm_up(
-        self,
-        spec: LayerSpec,
-        num_query_heads: int,
-        *,
-        sinks: mx.array | None = None,
-        softcap: float | None = None,
-    ) -> None:
+    def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
         """Compiles every kernel that such a layer can meet, and proves each right on this machine."""
         self._writes(spec)
         shape = DecodeShape.of(spec, num_query_heads)
-        scores = Scores(shape.key_dim**-0.5, softcap, sinks)
+        scores = Scores(shape.key_dim**-0.5, sinks)
         failure = self._prove(shape, self._variant(shape), scores, self._variants, decode_failure)
         if failure is not None:
             self._refuse(shape, failure)
@@ -182,8 +173,6 @@ class GpuBackend:
             return GpuRows(self._row_kernels, rows)
         return PlainRows(rows)
 
-    make_states = make_rows
-
     def change_pool(self, pool: GpuPool, change: PoolChange) -> GpuPool:
         pool.change(change)
         return pool
@@ -211,14 +200,13 @@ class GpuBackend:
         scale: float,
         window: int | None = None,
         sinks: mx.array | None = None,
-        softcap: float | None = None,
     ) -> mx.array:
-        """As `AttentionBackend.attend`; `softcap` c bends each logit x to c * tanh(x / c)."""
-        kind = pool.spec, queries.shape[1], scale, softcap, None if sinks is None else sinks.dtype
+        """As `AttentionBackend.attend`."""
+        kind = pool.spec, queries.shape[1], scale, None if sinks is None else sinks.dtype
         try:
             layer = self._layers[kind]
         except KeyError:
-            layer = self._layers[kind] = self._layer(pool.spec, queries.shape[1], Scores(scale, softcap, sinks))
+            layer = self._layers[kind] = self._layer(pool.spec, queries.shape[1], Scores(scale, sinks))
         if keys is not None and values is not None:
             if pool.memory.is_scattered:
                 slots = metadata.slots[: metadata.step.num_tokens]

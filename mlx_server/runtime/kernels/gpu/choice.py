@@ -18,7 +18,6 @@ import numpy as np
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention.interface import IntArray, LayerSpec
 from mlx_server.runtime.cache.row_pool import KvBits
-from mlx_server.runtime.kernels.cpu.rows import exact_kv, exact_rows
 from mlx_server.runtime.kernels.gpu.kernels import DecodeKernels, PagedKernels, Scores, read_text
 from mlx_server.runtime.kernels.gpu.plan import DecodeIndices, Gather, Seen, Work, make_work
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
@@ -34,14 +33,10 @@ from mlx_server.runtime.kernels.gpu.variants import (
     unsupported_reason,
 )
 from mlx_server.runtime.kernels.sharing import Readers, Run
+from mlx_server.runtime.kernels.trials import exact_kv, exact_rows
 
 _KERNEL_FILES = ("paged_decode.msl", "paged_reduce.msl")
 _SIZES = ("num_query_heads", "num_kv_heads", "key_dim", "value_dim")
-
-
-def choices_path() -> Path:
-    """The file, in the user's cache folder."""
-    return _stored().path
 
 
 def load_choice() -> Callable[[DecodeShape], KernelVariant]:

@@ -32,6 +32,8 @@ MakeKernel = Callable[..., Kernel]
 
 _MAX_THREADS = MAX_SIMDGROUPS * SIMD_WIDTH
 _LOG2_E = 1.4426950408889634
+"""In what queries are multiplied by, it makes exp(x) an exp2(x)."""
+
 _TOKEN = (1,)
 
 
@@ -56,7 +58,7 @@ KV_WRITE_QUANTIZED = KernelText("kv_write_quantized", KV_WRITE.inputs, KV_WRITE.
 KV_GATHER = KernelText("kv_gather", ("key_pool", "value_pool", "rows", "token"), ("keys", "values", "token_out"))
 PAGED_DECODE = KernelText(
     "paged_decode",
-    ("queries", "key_pool", "value_pool", "block_tables", "work_items", "scale", "softcap", "sinks", "token"),
+    ("queries", "key_pool", "value_pool", "block_tables", "work_items", "scale", "sinks", "token"),
     ("out", "stats", "token_out"),
 )
 PAGED_SHARED = KernelText(
@@ -67,8 +69,8 @@ KERNEL_TEXTS = (KV_WRITE, KV_WRITE_QUANTIZED, KV_GATHER, PAGED_DECODE, PAGED_SHA
 
 
 def read_text(file_name: str) -> str:
-    """A kernel text or header that ships beside this module."""
-    return resources.files(__package__).joinpath(file_name).read_text(encoding="utf-8")
+    """A kernel text or header that ships in the folder `texts`."""
+    return resources.files(__package__).joinpath("texts", file_name).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,6 @@ class Scores:
     """How a layer turns dot products into softmax logits."""
 
     scale: float
-    softcap: float | None = None
     sinks: mx.array | None = None
 
 
@@ -182,11 +183,11 @@ class DecodeKernels:
         if is_shared:
             sizes, tiles = _shared_sizes(shape, variant), shared_tiles(shape, variant)
             threads = SIMD_WIDTH * variant.simdgroups
-        sizes |= {"SINKS": scores.sinks is not None, "SOFTCAP": scores.softcap is not None}
+        sizes |= {"SINKS": scores.sinks is not None}
         self.shape = shape
         self._decode = kernels.make(PAGED_SHARED if is_shared else PAGED_DECODE, sizes)
         self._reduce = kernels.make(PAGED_REDUCE, {"VALUE_DIM": shape.value_dim, "QUERY_HEADS": shape.num_query_heads})
-        self._factors = _score_factors(kernels, scores)
+        self._factor = kernels.number(scores.scale * _LOG2_E)
         self._no_sinks = kernels.number(0.0)
         pool_dtype = shape.dtype if shape.bits is None else mx.uint32
         sinks_dtype = self._no_sinks.dtype if scores.sinks is None else scores.sinks.dtype
@@ -208,7 +209,7 @@ class DecodeKernels:
         starts = indices.item_starts
         dtype = shape.dtype if starts is None else mx.float32
         rows = indices.num_results, shape.num_query_heads
-        numbers = *self._factors, self._no_sinks if sinks is None else sinks
+        numbers = self._factor, self._no_sinks if sinks is None else sinks
         out, stats, memory.token = self._decode(
             inputs=[queries, *memory.handles, *indices.arrays, *numbers, memory.token],
             output_shapes=[(*rows, 1, shape.value_dim), (*rows, 2), _TOKEN],
@@ -227,13 +228,6 @@ class DecodeKernels:
                 template=self._reduce_template,
             )
         return out if asked == shape.dtype else out.astype(asked)
-
-
-def _score_factors(kernels: PagedKernels, scores: Scores) -> tuple[mx.array, mx.array]:
-    """What queries are multiplied by, and the cap of capped scores; log2 e makes exp(x) an exp2(x)."""
-    if scores.softcap is None:
-        return kernels.number(scores.scale * _LOG2_E), kernels.number(0.0)
-    return kernels.number(scores.scale / scores.softcap), kernels.number(scores.softcap * _LOG2_E)
 
 
 def _decode_sizes(shape: DecodeShape, variant: KernelVariant) -> dict[str, int | bool]:

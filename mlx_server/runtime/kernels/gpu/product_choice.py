@@ -32,8 +32,8 @@ from mlx_server.runtime.kernels.gpu.products import (
 )
 from mlx_server.runtime.kernels.gpu.stored import StoredChoices, digest, dtype_name, whole_number
 from mlx_server.runtime.kernels.gpu.variants import DTYPES
-from mlx_server.runtime.kernels.timing import median_times
-from mlx_server.runtime.products import RowProduct, install_products
+from mlx_server.runtime.kernels.trials import median_times
+from mlx_server.runtime.layers.products import RowProduct, install_products
 
 logger = logging.getLogger(__name__)
 

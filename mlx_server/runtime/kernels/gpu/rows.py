@@ -205,7 +205,7 @@ def attend_rows(queries: mx.array, rows: GatheredRows, scores: Scores) -> mx.arr
     seen = rows.seen
     keys, values = (array[:, :, seen.first : seen.end] for array in (rows.keys, rows.values))
     length, num_keys = queries.shape[2], keys.shape[2]
-    piece = _queries_at_once(queries, num_keys, scores)
+    piece = _queries_at_once(queries, num_keys)
     if piece >= length:
         return _attend(queries, keys, values, seen.mask, scores)
     parts = []
@@ -220,41 +220,16 @@ def attend_rows(queries: mx.array, rows: GatheredRows, scores: Scores) -> mx.arr
     return mx.concatenate(parts, axis=2)
 
 
-def _queries_at_once(queries: mx.array, num_keys: int, scores: Scores) -> int:
+def _queries_at_once(queries: mx.array, num_keys: int) -> int:
     """As many as one command buffer has room for the logits of, where MLX has no kernel that keeps these to itself: of
     a prompt's chunk at a long context there would be gigabytes."""
     sequences, num_heads, length, key_dim = queries.shape
-    if key_dim in _FUSED_DIMS and scores.softcap is None:
+    if key_dim in _FUSED_DIMS:
         return int(length)
     return max(_FEWEST_QUERIES, max_elements() // (2 * sequences * num_heads * num_keys))
 
 
 def _attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str, scores: Scores) -> mx.array:
-    if scores.softcap is not None:
-        return _attend_capped(queries, keys, values, mask, scores, scores.softcap)
     return mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=scores.scale, mask=mask, sinks=scores.sinks
     )
-
-
-def _attend_capped(
-    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str, scores: Scores, cap: float
-) -> mx.array:
-    """MLX's attention knows no cap on its logits, so this spells it out, in float32."""
-    sequences, num_heads, length, _ = queries.shape
-    num_kv_heads, num_keys = keys.shape[1:3]
-    grouped = queries.astype(mx.float32).reshape(sequences, num_kv_heads, -1, length, queries.shape[-1])
-    logits = cap * mx.tanh(grouped @ keys.astype(mx.float32)[:, :, None].swapaxes(-1, -2) * (scores.scale / cap))
-    if isinstance(mask, str):
-        mask = mx.arange(num_keys) <= mx.arange(num_keys - length, num_keys)[:, None]
-    else:
-        mask = mask[:, None]
-    logits = mx.where(mask, logits, -mx.inf)
-    if scores.sinks is not None:
-        sinks = scores.sinks.astype(mx.float32).reshape(1, num_kv_heads, -1, 1, 1)
-        sinks = mx.broadcast_to(sinks, (*logits.shape[:-1], 1))
-        weights = mx.softmax(mx.concatenate([logits, sinks], axis=-1), axis=-1)[..., :-1]
-    else:
-        weights = mx.softmax(logits, axis=-1)
-    out = weights @ values.astype(mx.float32)[:, :, None]
-    return out.reshape(sequences, num_heads, length, -1).astype(queries.dtype)

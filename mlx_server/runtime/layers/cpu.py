@@ -23,7 +23,7 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from mlx_server.runtime.kernels.cpu import native
-from mlx_server.runtime.products import MakeProduct, RowProduct, install_products, keep_rows_in
+from mlx_server.runtime.layers.products import MakeProduct, RowProduct, install_products, keep_rows_in
 
 logger = logging.getLogger(__name__)
 

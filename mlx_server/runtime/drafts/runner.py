@@ -11,9 +11,9 @@ from itertools import accumulate
 import mlx.core as mx
 
 from mlx_server.outputs import ModelRunnerOutput, ScheduledChunk, SchedulerOutput
-from mlx_server.runtime.hidden_states import HiddenStates
+from mlx_server.runtime.drafts.heads import HeadLink
+from mlx_server.runtime.drafts.hidden_states import HiddenStates
 from mlx_server.runtime.model_runner import LaunchedStep, ModelRunner
-from mlx_server.runtime.models.heads import HeadLink
 from mlx_server.runtime.sampling.sampler import SampledBatch, Sampler, SampleRow
 
 logger = logging.getLogger(__name__)
@@ -75,10 +75,6 @@ class DraftingRunner:
         """Frees the draft model's pools; the model's own runner is closed by whoever made it."""
         self._target.hidden_states = self._feed = None
         self._draft.close()
-
-    @property
-    def is_eager(self) -> bool:
-        return self._target.is_eager
 
     @property
     def launch_is_host_only(self) -> bool:

@@ -87,12 +87,3 @@ def install_products(model: Any, make: MakeProduct) -> int:
 def keep_rows_in(embedding: Any, dtype: mx.Dtype) -> None:
     """Gives what an embedding with a product looks up in another type than its weight has."""
     object.__setattr__(embedding, "_rows_dtype", dtype)
-
-
-def remove_products(model: Any) -> None:
-    """Gives all layers MLX's own product again."""
-    for module in model.modules():
-        own = next((own for own, ours in _OURS.items() if type(module) is ours), None)
-        if own is not None:
-            module.__class__ = own
-            object.__delattr__(module, "_product")

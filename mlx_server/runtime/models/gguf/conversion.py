@@ -1,8 +1,8 @@
 """A GGUF file as a folder in mlx-lm's format, written a file of weights after the other.
 
-`gguf_weights.py` has the layout of the tensors, `gguf_architectures.py` their names and the configuration,
-`gguf_tokenizer.py` the tokenizer. What is read of the file is mapped, and written in shards. A shard appears by one
-rename: a conversion that was cut off goes on with the next one.
+`weights.py` has the layout of the tensors, `architectures.py` their names and the configuration, `tokenizer.py` the
+tokenizer. What is read of the file is mapped, and written in shards. A shard appears by one rename: a conversion that
+was cut off goes on with the next one.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 from gguf import GGUFReader
 
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.models.conversions import save_shard
+from mlx_server.runtime.models.conversions import save_shard, write_index, write_json
 from mlx_server.runtime.models.folder import is_whole_file, read_headers
 from mlx_server.runtime.models.gguf import WeightFormat
-from mlx_server.runtime.models.gguf_architectures import (
+from mlx_server.runtime.models.gguf.architectures import (
     ROPE_TENSORS,
     Architecture,
     Facts,
     common_config,
     find_architecture,
 )
-from mlx_server.runtime.models.gguf_tokenizer import check_vocabulary, special_ids, write_tokenizer
-from mlx_server.runtime.models.gguf_weights import GROUP_SIZE, Loss, bits_of, convert_tensor, expand_tensor
+from mlx_server.runtime.models.gguf.tokenizer import check_vocabulary, special_ids, write_tokenizer
+from mlx_server.runtime.models.gguf.weights import GROUP_SIZE, Loss, bits_of, convert_tensor, expand_tensor
 from mlx_server.runtime.models.progress import Report
 
 logger = logging.getLogger(__name__)
@@ -94,10 +94,10 @@ class Conversion:
             index.update(dict.fromkeys(read_headers(path), shard.file_name))
             report(shard.num_bytes, was_kept=was_kept)
         if len(set(index.values())) > 1:
-            _write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
+            write_index(folder, index)
         if self._is_packed:
             _tell(loss)
-        _write_json(folder / "config.json", config)
+        write_json(folder / "config.json", config)
 
     def _config(self) -> dict[str, Any]:
         config = {
@@ -188,7 +188,3 @@ def _tell(loss: Loss) -> None:
             logger.info(
                 "%s: converted weights differ by %.2g %% of the file's (root of mean squares).", kind, 100 * error
             )
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -23,9 +23,6 @@ __device__ __forceinline__ float simd_sum(float x) {
 namespace fast {
 __device__ __forceinline__ float exp2(float x) { return exp2f(x); }
 }
-namespace precise {
-__device__ __forceinline__ float tanh(float x) { return tanhf(x); }
-}
 // Last: __device__ itself expands to an attribute of that name.
 #define device
 #define constant

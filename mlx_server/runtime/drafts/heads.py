@@ -26,9 +26,9 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.drafts.head_fetch import fetched_heads
 from mlx_server.runtime.models.blueprint import build_model
 from mlx_server.runtime.models.folder import read_headers, read_model_json
-from mlx_server.runtime.models.head_fetch import fetched_heads
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, is_gpu, prepare_weights
 
 Config = dict[str, Any]

@@ -1,4 +1,4 @@
-"""GGUF files: in which format their weights are kept here, and their conversion, which `gguf_conversion.py` does."""
+"""GGUF files: in which format their weights are kept here, and their conversion, which `conversion.py` does."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def convert_gguf(
     Raises `ModelLoadError` when the file is no GGUF, or has an architecture, tensor or vocabulary that is not known
     here. Needs memory for the largest shard.
     """
-    from mlx_server.runtime.models import gguf_conversion  # its reader takes half a second to import
+    from mlx_server.runtime.models.gguf.conversion import Conversion  # its reader takes half a second to import
 
     paths = [source.with_name(name) for name in split_names(source.name)]
-    gguf_conversion.Conversion.of(paths, weight_format).write(folder, report)
+    Conversion.of(paths, weight_format).write(folder, report)

@@ -1,0 +1,60 @@
+"""What kernels are tried with: rows whose values a self-test knows, in fewer bits, too; and measurements in turns, so
+that what slows the machine meanwhile slows all candidates."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_server.runtime.attention.interface import LayerSpec
+from mlx_server.runtime.cache.row_pool import group_size_of, side_bits
+
+Clock = Callable[[], float]
+
+_NUM_WARM_UPS = 2
+
+
+def exact_kv(rng: np.random.Generator, places: tuple[int, ...], spec: LayerSpec) -> tuple[mx.array, mx.array]:
+    """K and V `[*places, dim]` as `exact_rows` are, for layers like `spec`."""
+    keys, values = side_bits(spec.bits)
+    return (
+        exact_rows(rng, (*places, spec.key_dim), spec.dtype, keys),
+        exact_rows(rng, (*places, spec.value_dim), spec.dtype, values),
+    )
+
+
+def exact_rows(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype, bits: int | None) -> mx.array:
+    """Rows of `shape`: normal ones, or for `bits` such as lose nothing when they are quantised.
+
+    Each group of such a row has all that `bits` can count from, its steps are a power of two, and 0 is one of them.
+    """
+    if bits is None:
+        return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
+    group_size = group_size_of(shape[-1])
+    groups = (*shape[:-1], shape[-1] // group_size)
+    num_codes = 2**bits
+    codes = rng.integers(0, num_codes, size=(*groups, group_size), dtype=np.uint8).astype(np.float32)
+    codes[..., 0], codes[..., 1] = 0, num_codes - 1
+    steps = rng.choice(np.array([-2, -1, 1, 2], np.float32), size=(*groups, 1)) * 2 / num_codes
+    return mx.array(((codes - num_codes // 2) * steps).reshape(shape)).astype(dtype)
+
+
+def median_times(
+    candidates: Sequence[Callable[[], object]], num_repeats: int, clock: Clock = time.perf_counter
+) -> list[float]:
+    """Median seconds of each candidate, warmed up, then measured in turns that begin with another one each time."""
+    for _ in range(_NUM_WARM_UPS):
+        for candidate in candidates:
+            candidate()
+    times: list[list[float]] = [[] for _ in candidates]
+    for repeat in range(num_repeats):
+        for offset in range(len(candidates)):
+            index = (repeat + offset) % len(candidates)
+            start_s = clock()
+            candidates[index]()
+            times[index].append(clock() - start_s)
+    return [statistics.median(column) for column in times]
