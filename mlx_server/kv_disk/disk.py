@@ -70,7 +70,7 @@ class _Waiting:
 
     condition: threading.Condition = field(default_factory=threading.Condition)
     writes: deque[_Write] = field(default_factory=deque)
-    digests: set[bytes] = field(default_factory=set)
+    contents: dict[bytes, memoryview] = field(default_factory=dict)  # by digest, as they were given
     num_bytes: int = 0
     num_reads: int = 0
     is_closing: bool = False
@@ -110,14 +110,14 @@ class KvDisk:
     @property
     def is_quiet(self) -> bool:
         """Whether nothing waits to be read or written, the scan at the start included."""
-        return not self._waiting.num_reads and not self._waiting.digests
+        return not self._waiting.num_reads and not self._waiting.contents
 
     def has(self, digest: bytes) -> bool:
-        """Whether a block is there, or waits to be written."""
-        return self.is_on and (digest in self.store or digest in self._waiting.digests)
+        """Whether a block can be read: it is there, or waits to be written."""
+        return self.is_on and (digest in self.store or digest in self._waiting.contents)
 
     def is_stored(self, digest: bytes) -> bool:
-        """Whether a block can be read."""
+        """Whether a block is on the disk."""
         return self.is_on and digest in self.store
 
     def read(
@@ -128,7 +128,7 @@ class KvDisk:
         rounding: Rounding | None = None,
     ) -> None:
         """Reads a block, which may be stored with a `rounding`; its content, or None if it cannot be had or is not
-        wanted when its turn comes, comes on a thread of the tier."""
+        wanted when its turn comes, comes on a thread of the tier. What waits to be written comes as it was given."""
         with self._waiting.condition:
             self._waiting.num_reads += 1
         self._reads.put(lambda: self._read(digest, on_done, is_wanted, rounding))
@@ -157,14 +157,14 @@ class KvDisk:
         thread in any case."""
         with self._waiting.condition:
             self._waiting.writes.append(_Write(space, digest, parent, owner, content, on_done, rounding))
-            self._waiting.digests.add(digest)
+            self._waiting.contents[digest] = content
             self._waiting.num_bytes += len(content)
             self._waiting.condition.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until all that was given is written; whether it is."""
         with self._waiting.condition:
-            return self._waiting.condition.wait_for(lambda: not self._waiting.digests or not self.is_on, timeout_s)
+            return self._waiting.condition.wait_for(lambda: not self._waiting.contents or not self.is_on, timeout_s)
 
     def close(self) -> None:
         """Ends the threads, after the reads and writes that are under way; what waits is not written."""
@@ -196,14 +196,21 @@ class KvDisk:
         is_wanted: Callable[[], bool],
         rounding: Rounding | None,
     ) -> None:
-        content = self._tried(lambda: self.store.get(digest)) if self.is_on and is_wanted() else None
+        content = self._get(digest, rounding) if self.is_on and is_wanted() else None
         with self._waiting.condition:
             self._waiting.num_reads -= 1
-            self.counters.num_bytes_read += 0 if content is None else len(content)
             self._waiting.condition.notify_all()
-        if content is not None and rounding is not None:
-            content = self._tried(partial(rounding.unpack, content))
         on_done(content)
+
+    def _get(self, digest: bytes, rounding: Rounding | None) -> memoryview | None:
+        if (waiting := self._waiting.contents.get(digest)) is not None:
+            return waiting
+        stored = self._tried(lambda: self.store.get(digest))
+        if stored is None:
+            return None
+        with self._waiting.condition:
+            self.counters.num_bytes_read += len(stored)
+        return stored if rounding is None else self._tried(partial(rounding.unpack, stored))
 
     def _read_all(self) -> None:
         while (read := self._reads.get()) is not None:
@@ -215,7 +222,7 @@ class KvDisk:
             if self.is_on:
                 self._tried(partial(self._write, write))
             with self._waiting.condition:
-                self._waiting.digests.discard(write.digest)
+                self._waiting.contents.pop(write.digest, None)
                 self._waiting.num_bytes -= len(write.content)
                 self._waiting.condition.notify_all()
             write.on_done()
@@ -286,11 +293,11 @@ class ModelRecords:
         return self.disk.is_quiet
 
     def has(self, digest: bytes) -> bool:
-        """Whether a block need not be written."""
+        """Whether a block can be read, and need not be written."""
         return self.disk.has(digest)
 
     def is_stored(self, digest: bytes) -> bool:
-        """Whether a block can be read."""
+        """Whether a block is on the disk."""
         return self.disk.is_stored(digest)
 
     def read(

@@ -94,16 +94,11 @@ class FakeStore:
         self.lost: set[bytes] = set()
         self.reads: list[tuple[bytes, Callable[[memoryview | None], None], Callable[[], bool]]] = []
         self.num_read = 0
-        self.num_sought = 0
         self.most_room = 100
         self.owners: dict[bytes, bytes] = {}
         self.parents: dict[bytes, bytes] = {}
 
     def has(self, block_hash: bytes) -> bool:
-        return block_hash in self.blocks
-
-    def is_stored(self, block_hash: bytes) -> bool:
-        self.num_sought += 1
         return block_hash in self.blocks
 
     def read(

@@ -15,10 +15,21 @@ from mlx_server.kv_disk.budget import WriteBudget
 from mlx_server.kv_disk.disk import KvDisk, ModelRecords, open_disk
 from mlx_server.kv_disk.files import Files
 from mlx_server.kv_disk.fingerprint import fingerprint
+from mlx_server.kv_disk.rounding import Rounding
 from tests.kv_disk.faults import FaultyFiles
 from tests.kv_disk.test_store import SPACE, content_of, digest_of
 
 DAY = 10**12
+
+
+class Wiped(Rounding):
+    """Stores all, and gives zeros back."""
+
+    def pack(self, content: memoryview) -> memoryview:
+        return content
+
+    def unpack(self, packed: memoryview) -> memoryview:
+        return memoryview(bytes(len(packed)))
 
 
 def write(disk: KvDisk, *numbers: int) -> None:
@@ -48,6 +59,28 @@ def test_blocks_are_written_and_read_on_threads(disk):
     assert disk.is_stored(digest_of(2))
     assert (read(disk, 2), read(disk, 3)) == (content_of(2), None)
     assert (disk.counters.num_bytes_written, disk.counters.num_bytes_read) == (10_000, 5_000)
+
+
+def test_what_waits_to_be_written_can_be_read_as_it_was_given(disk, monkeypatch):
+    put, may_write = disk.store.put, threading.Event()
+    monkeypatch.setattr(disk.store, "put", lambda *args: may_write.wait(10) and put(*args))
+    records = ModelRecords(disk, SPACE, rounding=Wiped("float32", SPACE.content_bytes))
+    for number in (1, 2):
+        records.write(digest_of(number), bytes(16), bytes(8), content_of(number))
+    assert (records.has(digest_of(2)), records.is_stored(digest_of(2))) == (True, False)
+    done, found = threading.Event(), []
+    records.notify = done.set
+    records.read(digest_of(2), found.append)
+    assert done.wait(10)
+    assert found == [content_of(2)]
+    assert disk.counters.num_bytes_read == 0
+    may_write.set()
+    assert disk.drain(10)
+    assert records.is_stored(digest_of(2))
+    done.clear()
+    records.read(digest_of(2), found.append)
+    assert done.wait(10)
+    assert found[1] == bytes(len(content_of(2)))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])

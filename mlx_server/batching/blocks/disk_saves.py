@@ -61,11 +61,7 @@ class BlockStore(Protocol):
         ...
 
     def has(self, digest: bytes) -> bool:
-        """Whether a content need not be written."""
-        ...
-
-    def is_stored(self, digest: bytes) -> bool:
-        """Whether a content can be read."""
+        """Whether a content can be read, if only because it waits to be written, and need not be written."""
         ...
 
     def read(

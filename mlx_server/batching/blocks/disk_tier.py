@@ -284,7 +284,7 @@ class DiskTier:
 
     def _is_stored(self, block_hash: bytes, group: int) -> bool:
         """Where layers keep states only, blocks are nothing but places in a prefix."""
-        return not content_bytes(self._store, group) or self._store.is_stored(record_digest(block_hash, group))
+        return not content_bytes(self._store, group) or self._store.has(record_digest(block_hash, group))
 
     def _pays(self, first: int, end: int) -> bool:
         """Whether a prefix of `end` blocks is read sooner than computed behind its first blocks, as far as either is

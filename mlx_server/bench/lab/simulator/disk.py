@@ -62,9 +62,6 @@ class SimulatedDisk:
     def has(self, digest: bytes) -> bool:
         return digest in self._records or digest in self._waiting
 
-    def is_stored(self, digest: bytes) -> bool:
-        return digest in self._records
-
     def read(
         self,
         digest: bytes,
@@ -74,8 +71,8 @@ class SimulatedDisk:
         is_state: bool,
     ) -> None:
         def done() -> None:
-            is_there = is_wanted() and digest in self._records
-            if is_there:
+            is_there = is_wanted() and self.has(digest)
+            if digest in self._records:
                 self._records.move_to_end(digest)
             on_done(_CONTENT if is_there else None)
 
