@@ -56,6 +56,18 @@ class ImageTurns:
         self._next = min(begun or self._held_up, key=lambda other: (other.priority, other.arrival_s), default=None)
         self._held_up = []
 
+    def pass_turn(self, step: Step) -> bool:
+        """Whether the step, which is empty, may be shared out again: whose turn it was takes nothing, since it has
+        ended or cannot start, and others have asked. Who runs comes first, since it can go on."""
+        asked = [request for request in self._held_up if request is not self._next]
+        if self._next is None or not asked:
+            return False
+        self._next = min(asked, key=lambda other: (other.status is RequestStatus.WAITING, other.arrival_s))
+        self._held_up = []
+        if step.closed_because is _ONE_IMAGE:
+            step.closed_because = step.closed_by = None
+        return True
+
     def allow(self, step: Step, request: Request, num_tokens: int) -> int:
         """As many of the request's next tokens as may come, of up to `num_tokens` more than the step gives it already.
         Of one that waits it is not known yet which of its images are cached: it starts when the step's image is free,

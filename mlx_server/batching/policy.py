@@ -70,12 +70,15 @@ class Policy:
         self._due = 0.0  # prompt tokens that those who have aged are due
         self._started = Counter({Priority.HIGH: AGED_SHARE})  # by tier, since the last promotion
 
-    # --- what is decided in a step, and why not ---------------------------------------------------------------
-
     def share_out(self, step: Step, prefilling: list[Request]) -> None:
         """Gives the prompts' tokens of a step (`step.given`) to those who run and have prompt to compute, and to those
         who start."""
         self._images.begin(prefilling)
+        self._share_out(step, prefilling)
+        if not step.given and not step.requests and self._images.pass_turn(step):
+            self._share_out(step, prefilling)
+
+    def _share_out(self, step: Step, prefilling: list[Request]) -> None:
         first = min(_some(*prefilling, self._next_to_start(step)), key=_turn, default=None)
         if first is None:
             return

@@ -180,12 +180,13 @@ class RequestTable:
 
     def is_prefilling(self, request: Request) -> bool:
         """Whether a running request without tokens in flight takes its next ones from the prompts' share: its first, or
-        those that it computes again after a preemption, more than a block. They have had their blocks since it
-        started."""
+        those that it computes again after a preemption, more than a block or some of an image. They have had their
+        blocks since it started."""
         if not request.output_token_ids:
             return True
-        num_tokens = request.num_tokens
-        return num_tokens - request.num_computed_tokens > BLOCK_SIZE and self.blocks.holds(request, num_tokens)
+        num_tokens, num_computed = request.num_tokens, request.num_computed_tokens
+        is_much = num_tokens - num_computed > BLOCK_SIZE or (request.images and request.images[-1].end > num_computed)
+        return bool(is_much) and self.blocks.holds(request, num_tokens)
 
     def admit(self, step: Step, request: Request, prefix: CachedPrefix, *, is_promoted: bool = False) -> BlockIds:
         """A waiting request runs, with blocks for all its tokens; its whole block tables. There must be room."""

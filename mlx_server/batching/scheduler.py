@@ -341,10 +341,13 @@ class ContinuousBatchingScheduler:
     # --- memory -------------------------------------------------------------------------------------------
 
     def shrink(self, num_blocks: int, *, saves_first: bool = False) -> int:
-        """`PagedBlockManager.shrink` with the next step; if it `saves_first`, 0 while what would go is being saved."""
+        """`PagedBlockManager.shrink` with the next step; if it `saves_first`, 0 while what would go is being saved.
+        With no blocks: nobody waits for that any more."""
         self._wake.set()
-        disk = self.disk if saves_first else None
-        return self.blocks.shrink(num_blocks, None if disk is None else disk.saves.puts_off)
+        if self.disk is None:
+            return self.blocks.shrink(num_blocks)
+        self.disk.saves.is_hasty = False
+        return self.blocks.shrink(num_blocks, self.disk.saves.puts_off if saves_first else None)
 
     def hold_admission(self, is_held: bool) -> None:
         """While it is held, nobody starts beside one who runs. Wakes `run`, which may wait for memory."""

@@ -101,3 +101,34 @@ def test_blocks_behind_a_window_can_be_hit_once_the_image_before_them_is_certain
         world.finish()
         hits.append(request.num_cached_tokens)
     assert hits == [0, 128]
+
+
+@pytest.mark.parametrize("how", ["ended", "cannot start"])
+def test_a_turn_that_nobody_takes_is_another_s(how: str) -> None:
+    """Who was held up at its image has ended since, or cannot start: the other goes on at its own in the same step."""
+    world = make_world(300, max_num_batched_tokens=256, max_num_seqs=8)
+    world.add(
+        make_request("a", 400, 2, images=(_image(0, 1), _image(100, 2)), arrival_s=0.0),
+        make_request("b", 400, 2, images=(_image(0, 3),), arrival_s=1.0),
+    )
+    assert list(chunks(world.schedule())) == ["a"]
+    world.deliver()
+    if how == "ended":
+        world.scheduler.finish_request("b")
+    else:
+        world.scheduler.hold_admission(True)
+    assert list(chunks(world.schedule())) == ["a"]
+
+
+def test_a_short_image_that_comes_again_is_no_decode() -> None:
+    """After a preemption, with less than a block to compute."""
+    world = make_world(300, max_num_batched_tokens=256, max_num_seqs=4)
+    request = make_request("a", 40, 20, images=(PromptImage(20, 16, bytes(32), {}, True),))
+    world.add(request)
+    for _ in range(3):
+        world.step()
+    table, num_computed = world.scheduler._table, request.num_computed_tokens
+    assert not table.is_prefilling(request)
+    request.num_computed_tokens = 19
+    assert table.is_prefilling(request)
+    request.num_computed_tokens = num_computed

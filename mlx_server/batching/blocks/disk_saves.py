@@ -219,7 +219,7 @@ class DiskSaves:
             chosen.append((place, self._worth.pop(digest)))
             num_bytes += size
         else:
-            self.is_hasty = False
+            self.is_hasty &= bool(chosen) and bool(self._worth)
         self._counters.num_blocks_not_saved += sum([self._worth.pop(digest, None) is not None for digest in evicted])
         self.landing.clear()
         if chosen:
@@ -266,14 +266,17 @@ class DiskSaves:
         it may be written by a step in flight still."""
         if evicted_first:
             yield from evicted.items()
-        for _ in range(min(_MOST_PASSED, len(self._worth)) if has_more else 0):
+        num_left = min(_MOST_PASSED, len(self._worth)) if has_more else 0
+        while num_left and self._worth:
             digest, save = next(iter(self._worth.items()))
             place = evicted.get(digest) or self._find(save.block_hash, save.group)
             block = None if save.group == STATES else self._blocks.cached_block(save.block_hash, save.group)
             if digest not in evicted and block is not None and block.ref_cnt:
                 self._worth.move_to_end(digest)
+                num_left -= 1
             elif place is None or digest in self.landing or self.store.has(digest):
                 del self._worth[digest]
+                num_left -= 1
             else:
                 yield digest, place
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import logging
 from collections.abc import Callable
@@ -20,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _SAMPLE_S = 1.0
 _RETRY_S = 0.005
+_SAVING_S = 0.05
 _PATIENT_SHARE = 0.5
 """Of the time that memory may take to be given, for how long cached prefixes may be saved on disk first."""
 
@@ -148,6 +148,8 @@ class MemoryGuard:
         self.level = level
         self._scheduler.hold_admission(level >= PressureLevel.HOLD)
         if level < PressureLevel.EVICT:
+            if self._num_put_off:
+                self._scheduler.shrink(0)  # nobody waits for what is being saved
             self._num_put_off = 0
         else:
             is_urgent = level >= PressureLevel.PREEMPT
@@ -170,7 +172,7 @@ class MemoryGuard:
         """Gives idle blocks back, cached ones included, up to that many bytes, and waits until they are free for
         others; how many bytes are. For half of the time at most, what is worth keeping on disk is saved first."""
         wanted = -(-num_bytes // self._kv_memory.block_bytes)
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(timeout_s):
                 clock = asyncio.get_running_loop().time
                 patient_until_s = clock() + _PATIENT_SHARE * timeout_s
@@ -179,9 +181,10 @@ class MemoryGuard:
                     if num_cut:
                         await self._kv_memory.given_back(self._num_cut)
                         return num_cut * self._kv_memory.block_bytes
-                    await asyncio.sleep(
-                        _RETRY_S
-                    )  # the pool is being changed already, or what would be lost is being saved
+                    is_changed = self._scheduler.blocks.is_changed  # already; else what would be lost is being saved
+                    await asyncio.sleep(_RETRY_S if is_changed else _SAVING_S)
+        except TimeoutError:
+            self._scheduler.shrink(0)  # as above
         return 0
 
     def _shrink(self, num_blocks: int, *, saves_first: bool) -> int:

@@ -22,6 +22,7 @@ from mlx_server.outputs import ScheduledChunk
 from mlx_server.runtime.attention.interface import AttentionBackend
 from mlx_server.runtime.attention.regroup import Scope
 from mlx_server.runtime.cache.block_tables import BlockTables
+from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 from mlx_server.runtime.layers.products import RowProduct, install_products
@@ -160,9 +161,11 @@ def compute_by_row(model: Any, backend: AttentionBackend, adapters: Sequence[str
     if isinstance(backend, GpuBackend):
         backend.by_row = True
     elif not isinstance(backend, CpuBackend):
+        why = native.why_missing()
+        remedy = "use --attention-backend auto" if why is None else f"have the native library, which is missing ({why})"
         raise ModelLoadError(
             f"The {backend.name} attention backend gives rows other bits in another batch, so that --batch-invariant "
-            f"cannot be kept; use --attention-backend auto, or {_REMEDY}."
+            f"cannot be kept; {remedy}, or {_REMEDY}."
         )
     _refuse_adapters(adapters)
     install_products(model, FixedRows())

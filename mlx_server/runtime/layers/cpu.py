@@ -106,7 +106,7 @@ def describe_native() -> str:
         return "not needed: MLX computes on a GPU"
     library = native.library()
     if library is None:
-        return f"none, so products are MLX's own and steps take longer: {native.why_missing()}"
+        return f"none, so products and attention are MLX's own and steps take longer: {native.why_missing()}"
     fault = find_fault(library, native.engine(native.default_threads()))
     return "its results are MLX's" if fault is None else f"not used: {fault} is not what MLX computes"
 

@@ -9,7 +9,6 @@ import pytest
 from emulator.worlds import make_backend
 
 from mlx_server.runtime.attention.interface import AttentionBackend, ReferenceBackend
-from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from tests.attention_worlds import EIGHT_FOUR, Layer, Span, World
 
@@ -25,7 +24,6 @@ CHUNKS = [
 BACKENDS = {
     "reference": ReferenceBackend,
     "cpu": lambda: CpuBackend(2),
-    "eager": lambda: CpuBackend(2),
     "gpu": make_backend,
 }
 
@@ -37,11 +35,7 @@ def attend(name: str, world: World) -> np.ndarray:
 
 @pytest.mark.parametrize("window", [None, 1, 25, 100])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_they_see_all_of_their_span_and_what_is_before_it(
-    name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if name == "eager":
-        monkeypatch.setattr(native, "library", lambda: None)
+def test_they_see_all_of_their_span_and_what_is_before_it(name: str, window: int | None) -> None:
     world = World(Layer(4, 2, 64, 64, window, has_sinks=True), CHUNKS)
     assert list(world.step().both_ways) == [0, 0, 0, 1, 0, 1, 1, 0, 0, 1, 0, 0]
     np.testing.assert_allclose(attend(name, world), world.expected(), atol=1e-5, rtol=0)

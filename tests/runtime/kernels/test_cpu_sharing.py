@@ -100,7 +100,7 @@ def test_whole_pieces_of_256_tokens_are_read_from_one_table_alone() -> None:
     assert sharing.tolist() == [[0, 18], [0, 18]]
     for num_wrong, is_right in ((16, True), (17, False)):
         tables[1, :num_wrong] = world.num_blocks - 1
-        plan = cpu._native.Plan(*(array.tobytes() for array in (slots, starts, lengths, tables, sharing)))
+        plan = cpu._native.Plan(*(array.tobytes() for array in (slots, starts, lengths, tables, sharing)), b"")
         metadata = cpu_attention.CpuMetadata(plan, step.num_tokens, world.num_blocks)
         queries = world.inputs([slice(span.start, span.end) for span in world.spans])[0]
         out = np.array(cpu.attend(pool, queries, None, None, metadata, scale=world.layer.scale))

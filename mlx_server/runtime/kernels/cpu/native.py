@@ -69,7 +69,8 @@ def _found() -> Any:
         return load(config.home() / "kernels")
     except NativeBuildError as error:
         logger.warning(
-            "The native CPU operations are not used, so products are MLX's own and steps take longer: %s.", error
+            "The native CPU operations are not used, so products and attention are MLX's own and take longer: %s.",
+            error,
         )
         return error
 
