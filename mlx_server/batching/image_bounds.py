@@ -52,8 +52,8 @@ class ImageTurns:
 
     def begin(self, prefilling: Iterable[Request]) -> None:
         """A step is composed, in which those run who have prompt to compute."""
-        begun = [request for request in prefilling if _is_within_image(request)]
-        self._next = min(begun or self._held_up, key=lambda other: (other.priority, other.arrival_s), default=None)
+        first = [request for request in prefilling if _is_within_image(request)] or self._held_up
+        self._next = min(first, key=lambda other: (other.priority, other.arrival_s)) if first else None
         self._held_up = []
 
     def pass_turn(self, step: Step) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
@@ -167,6 +167,19 @@ def test_what_a_wrong_draft_has_left_is_written_over() -> None:
 
 
 @settings(max_examples=80, deadline=None)
+@example(
+    wrongness=0.2,
+    depth=1,
+    most=1,
+    windows=(None,),
+    draft_windows=(None,),
+    num_blocks=9,
+    num_draft_blocks=2,
+    with_lookup=False,
+    states={},
+    sizes=[(1, 1), (32, 10), (1, 11), (63, 4)],
+    seed=589,
+)
 @given(
     wrongness=st.sampled_from([0.0, 0.2, 0.6]),
     depth=st.integers(1, 2),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from mlx_server.batching.blocks.block_manager import PagedBlockManager
+from mlx_server.batching.blocks.prefix_cache import CachedPrefix
 from mlx_server.batching.speculation import draft_burst
 from mlx_server.batching.speculation.draft_burst import NO_BURST, Burst, BurstSteps, Follower
 from mlx_server.batching.speculation.drafting import (
@@ -137,7 +138,7 @@ class DraftModel:
         is_near = num_behind <= BLOCK_SIZE
         if not is_near and not self._is_paid(follower, num_behind, saved_s):
             return False
-        prefix = None if self.blocks.holds(shadow, 1) else self.blocks.find_prefix(shadow)
+        prefix = self._find_prefix(follower)
         num_blocks = self.blocks.num_new_blocks(shadow, shadow.num_tokens + 1, prefix)
         others = self._others(wanted if not is_near else {follower})
         *_, num_freed = self.blocks.num_freed_in_turn((other.shadow.request_id for other in others), prefix or ())
@@ -216,14 +217,18 @@ class DraftModel:
         """Who may lose what it holds, those first that joined last."""
         return [other for other in reversed(self._followers.values()) if other not in kept]
 
+    def _find_prefix(self, follower: Follower) -> CachedPrefix | None:
+        """What it may begin with, if it holds nothing yet."""
+        return None if self.blocks.holds(follower.shadow, 1) else self.blocks.find_prefix(follower.shadow)
+
     def _admit(self, steps: BurstSteps, follower: Follower, num_tokens: int, others: Iterable[Follower]) -> bool:
         """Whether there are blocks for so many tokens, maybe of `others`."""
-        shadow = follower.shadow
-        prefix = None if self.blocks.holds(shadow, 1) else self.blocks.find_prefix(shadow)
+        shadow, prefix = follower.shadow, self._find_prefix(follower)
         for other in others:
             if self.blocks.make_room(self.blocks.num_new_blocks(shadow, num_tokens, prefix)):
                 break
             self._let_go(other)
+            prefix = self._find_prefix(follower)  # whose blocks the other may have been the last to hold
         block_ids = self.blocks.allocate(shadow, num_tokens, prefix)
         if block_ids is None:
             return False
