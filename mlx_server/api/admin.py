@@ -82,7 +82,7 @@ async def pull(body: LoadBody, request: Request, context: Context) -> dict[str, 
     It is fetched on when the caller leaves; `GET /admin/models` tells how far it is."""
     fetch = await begin_pull(context, body.model)
     if fetch is not None:
-        await until_disconnect(request, end_of(fetch))
+        await until_disconnect(request, asyncio.shield(fetch.done))
     return {"model": body.model, "status": "pulled"}
 
 
@@ -101,11 +101,6 @@ async def begin_pull(context: ServerContext, name: str) -> Fetch | None:
             "--pulled-models to let clients pull and use others."
         )
     return context.fetches.join(model)
-
-
-async def end_of(fetch: Fetch) -> None:
-    """Waits until the model is here, and raises what it failed with. The fetch goes on when the caller is cancelled."""
-    await asyncio.shield(fetch.done)
 
 
 @router.post("/admin/models/load")

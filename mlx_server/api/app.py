@@ -25,7 +25,6 @@ from mlx_server.api.ollama import embeddings as ollama_embeddings
 from mlx_server.api.ollama import models as ollama_models
 from mlx_server.api.openai import chat, completions, embeddings, models, rerank, tokenization
 from mlx_server.api.openai.responses import routes as responses
-from mlx_server.api.openai.responses.store import ResponseStore
 from mlx_server.api.shared_store import open_store
 from mlx_server.config import Config
 from mlx_server.environment import version
@@ -62,9 +61,8 @@ def create_app(
 ) -> FastAPI:
     """The HTTP side of `pool`. Neither starts nor stops it: that is the owner's (`server.serve`, or a test).
 
-    `tracing` is what `config` says unless given; `clock` is that of the quotas, and `now_ms` that of a
-    shared store, if not its own. Raises `ConfigError` for keys that
-    cannot be read."""
+    `tracing` is what `config` says unless given; `clock` is that of the quotas, and `now_ms` that of a shared store, if
+    not its own. Raises `ConfigError` for keys that cannot be read."""
     keys = build_key_ring(config)
     store = open_store(config.fleet, now_ms)
     quotas = Quotas(keys.usage, clock) if store is None else FleetQuotas(store, keys.usage, clock)
@@ -73,7 +71,6 @@ def create_app(
     chats = ChatPlanner(ImageLoader(config.server))
     context = ServerContext(pool, config, keys, quotas, GenerationService(quotas), text_workers, chats, store)
     app.state.context = context
-    app.state.responses = ResponseStore()
     for routes in _ROUTES:
         app.include_router(routes.router)
     install_error_handlers(app)

@@ -12,6 +12,7 @@ from mlx_server.api.answers.generation_service import GenerationService
 from mlx_server.api.auth.keys import KeyRing
 from mlx_server.api.auth.quotas import Quotas
 from mlx_server.api.http.text_turns import TextWorkers
+from mlx_server.api.openai.responses.store import ResponseStore
 from mlx_server.api.shared_store import SharedStore
 from mlx_server.config import Config
 from mlx_server.engine.models.store import Fetches
@@ -35,6 +36,7 @@ class ServerContext:
     http_metrics: HttpMetrics = field(default_factory=HttpMetrics)
     process_metrics: ProcessMetrics = field(default_factory=ProcessMetrics)
     sleep_metrics: SleepMetrics = field(default_factory=SleepMetrics)
+    responses: ResponseStore = field(default_factory=ResponseStore)
 
 
 async def _context_of(request: Request) -> ServerContext:

@@ -84,7 +84,7 @@ async def loads(context: Context) -> dict[str, Any]:
 
 def _load(rank: int, engine: AsyncEngine, config: Config) -> dict[str, Any]:
     stats = engine.stats()
-    usage = _kv_cache_usage(stats)
+    usage = round(stats.kv_usage, 4)
     max_seqs = config.scheduler.max_num_seqs
     return {
         "dp_rank": rank,
@@ -150,7 +150,7 @@ def load_headers(requested: Mapping[str, str], stats: EngineStats) -> dict[str, 
     """The header with KV use and queue length in the format that `requested` (request headers) names; ORCA's, as vLLM
     answers it."""
     wanted = requested.get(REQUEST_HEADER, "").upper()
-    used = _kv_cache_usage(stats)
+    used = round(stats.kv_usage, 4)
     if wanted == "JSON":
         metrics = {"kv_cache_usage_perc": used, "num_requests_waiting": stats.num_waiting}
         return {RESPONSE_HEADER: "JSON " + json.dumps({"named_metrics": metrics})}
@@ -158,11 +158,6 @@ def load_headers(requested: Mapping[str, str], stats: EngineStats) -> dict[str, 
         text = f"named_metrics.kv_cache_usage_perc={used}, named_metrics.num_requests_waiting={stats.num_waiting}"
         return {RESPONSE_HEADER: "TEXT " + text}
     return {}
-
-
-def _kv_cache_usage(stats: EngineStats) -> float:
-    """Share of blocks that requests hold; cached blocks without a holder count as free."""
-    return round(stats.kv_usage, 4)
 
 
 _LOADED = (EngineState.READY, EngineState.DRAINING)

@@ -41,7 +41,7 @@ InPieces = Callable[[Pieces[Any]], Awaitable[Any]]
 @dataclass(frozen=True, slots=True)
 class DraftParts:
     """Of a draft model that is loaded. `runner` runs the model's steps, too. `state_bytes` are those of hidden states
-    that are kept for a head, and `first_bytes` these and the pool's at first."""
+    that are kept for a head."""
 
     loaded: LoadedModel
     runner: DraftingRunner
@@ -49,8 +49,6 @@ class DraftParts:
     guard: MemoryGuard
     block_bytes: int
     state_bytes: int
-    first_bytes: int
-    weight_bytes: int
 
     @property
     def kv_bytes(self) -> int:
@@ -203,8 +201,6 @@ async def make_draft(
         guard=MemoryGuard(model, memory),
         block_bytes=info.block_bytes,
         state_bytes=state_bytes,
-        first_bytes=info.num_blocks * info.block_bytes + state_bytes,
-        weight_bytes=loaded.weight_bytes,
     )
 
 

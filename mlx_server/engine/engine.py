@@ -410,9 +410,10 @@ class AsyncEngine:
         if not self._streams:
             self._is_drained.set()
 
-    def _end_request(self, request_id: str, reason: FinishReason, num_void: int = 0) -> bool:
+    def _end_request(self, request_id: str, reason: FinishReason, num_void: int) -> None:
         self._forget(request_id, reason)
-        return self._parts is not None and self._parts.scheduler.finish_request(request_id, reason, num_void)
+        if self._parts is not None:
+            self._parts.scheduler.finish_request(request_id, reason, num_void)
 
     def _fail_streams(self, new_error: Callable[[], ServeError]) -> list[str]:
         """Ends every stream with an error of its own: raising one object for all would pile up their tracebacks. The

@@ -9,8 +9,10 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from functools import partial
+from typing import TypeVar
 
 from mlx_server.errors import QuotaExceededError
 from mlx_server.request import Priority
@@ -151,11 +153,7 @@ def own_clock() -> Callable[[], float]:
     """A clock of the calling thread's processor time in seconds, which any thread may read while this one lives. Once
     it has ended, the clock's reading means nothing; it may raise `OSError`."""
     clock_of = getattr(time, "pthread_getcpuclockid", None)  # macOS has none
-    return _mach_clock() if clock_of is None else _posix_clock(clock_of(threading.get_ident()))
-
-
-def _posix_clock(clock_id: int) -> Callable[[], float]:
-    return lambda: time.clock_gettime(clock_id)
+    return _mach_clock() if clock_of is None else partial(time.clock_gettime, clock_of(threading.get_ident()))
 
 
 def _mach_clock() -> Callable[[], float]:
@@ -181,28 +179,17 @@ T = TypeVar("T")
 async def in_daemon_thread(function: Callable[[], T], *, stack_bytes: int = 0) -> T:
     """Like `asyncio.to_thread`, but a cancelled caller leaves nothing that keeps the process from ending. The thread's
     stack may grow to `stack_bytes`; 0 is as large as usual."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(cast(T, result))
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
 
     def work() -> None:
-        result, error = None, None
         try:
-            result = function()
-        except BaseException as raised:
-            error = raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
 
     _start(threading.Thread(target=work, name="background", daemon=True), stack_bytes)
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 def _start(thread: threading.Thread, stack_bytes: int) -> None:

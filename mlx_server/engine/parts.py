@@ -1,4 +1,4 @@
-"""What an engine is made of once its model is loaded, and what the model and its adapters are called."""
+"""What an engine is made of once its model is loaded."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class EngineParts:
 
     @property
     def kv_bytes(self) -> int:
-        """What all pools take now."""
-        own_bytes = self.scheduler.blocks.num_blocks * self.info.block_bytes
+        """What all pools take now, recurrent states included."""
+        own_bytes = self.scheduler.blocks.num_blocks * self.info.block_bytes + self.info.state_bytes
         return own_bytes if self.draft is None else own_bytes + self.draft.kv_bytes
 
     async def give_memory(self, num_bytes: int, timeout_s: float) -> int:
@@ -219,7 +219,7 @@ async def _load_parts(
             draft = await make_draft(
                 draft_config, loaded_draft, loaded, runner, info, share, most_tokens, limits.largest_chunk, run
             )
-            weight_bytes, kv_bytes = weight_bytes + draft.weight_bytes, kv_bytes + draft.first_bytes
+            weight_bytes, kv_bytes = weight_bytes + draft.loaded.weight_bytes, kv_bytes + draft.kv_bytes
         except BaseException as error:
             if not isinstance(error, Exception) or config.draft_model is not None or config.needs_heads:
                 await asyncio.wrap_future(around.thread.call(runner.close))

@@ -120,7 +120,7 @@ class RequestStream:
     """
 
     def __init__(
-        self, request: Request, text: OutputText | None, end: Callable[[str, FinishReason, int], bool]
+        self, request: Request, text: OutputText | None, end: Callable[[str, FinishReason, int], None]
     ) -> None:
         """`text` None gives deltas without text. `end` ends the request in the scheduler, of whose output the last so
         many tokens are void."""
@@ -277,9 +277,8 @@ def make_request(
     """The scheduler's request. `max_model_len` bounds prompt and output together, in tokens; `vocab_size` every token
     id; `no_vision` says why the model takes no images, if it does not; `count_placeholders` how many an image with
     these tokens and arrays has, None if there is none with them; `largest_chunk` how many tokens of a prompt a step
-    computes at most. Raises `InvalidRequestError` or `ContextLengthError`
-    with value, limit and remedy. More `max_tokens` than the context has left, however many, are cut to that: agents ask
-    for what hosted models allow."""
+    computes at most. Raises `InvalidRequestError` or `ContextLengthError` with value, limit and remedy. More
+    `max_tokens` than the context has left, however many, are cut to that: agents ask for what hosted models allow."""
     prompt, sampling = generation.prompt_token_ids, generation.sampling
     limit, num_prompt = max_model_len, len(prompt)
     if sampling.n > 1 or sampling.structured_outputs is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -428,7 +429,7 @@ async def test_what_a_response_goes_on_from_is_bounded(world: World, monkeypatch
 @pytest.mark.parametrize("is_referenced", [False, True])
 async def test_the_store_is_bounded_by_size_too(world: World, is_referenced: bool):
     app = create_app(world.pool, Config())
-    app.state.responses = ResponseStore(max_bytes=4500)
+    app.state.context = replace(app.state.context, responses=ResponseStore(max_bytes=4500))
     ids: list[str] = []
     text = "x" * 200
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:

@@ -301,7 +301,8 @@ async def test_recurrent_state_leaves_others_what_they_hold(thread):
     async with engine_with(share, thread, NATIVE_BACKEND, loaded, num_kv_blocks=8) as engine:
         info = engine.info
         assert (info.max_num_seqs, info.num_checkpoints, info.num_spares) == (8, 6, 2), "a fifth of 40 each"
-        assert engine.info.state_bytes <= share.need.kv_bytes <= 40 * slot_bytes
+        assert 0 < engine.info.state_bytes <= share.need.kv_bytes <= 40 * slot_bytes
+        assert engine.stats().kv_pool_bytes == share.need.kv_bytes
         assert budget.held_bytes <= budget.limit_bytes
 
 

@@ -66,7 +66,7 @@ DEEP = tool(
     {
         "type": "object",
         "properties": {
-            "tree": {"$ref": "#/$defs/node"},
+            "tree": {"$ref": "#/$defs/a~1node"},
             "either": {"anyOf": [{"type": "number"}, {"type": "array", "items": {"enum": ["a", 2, True, None]}}]},
             "free": {"type": "object"},
             "maybe": {"type": ["null", "string"]},
@@ -75,11 +75,11 @@ DEEP = tool(
         },
         "required": ["tree", "either", "free", "maybe", "fixed", "any"],
         "$defs": {
-            "node": {
+            "a/node": {
                 "type": "object",
                 "properties": {
                     "name": {"type": "string"},
-                    "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+                    "next": {"anyOf": [{"$ref": "#/$defs/a~1node"}, {"type": "null"}]},
                     "is_leaf": {"type": "boolean"},
                 },
                 "required": ["name"],

@@ -11,8 +11,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
@@ -136,7 +136,7 @@ def allow_origins(app: FastAPI, server: ServerConfig) -> None:
     )
 
 
-async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
     """Runs `work` to its end, or cancels it and raises `ClientDisconnectedError` once the client has gone.
 
     The body must have been read: what arrives after it can only be the disconnect.

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Match
 from starlette.types import Scope
 
-from mlx_server.api.admin import begin_pull, end_of
+from mlx_server.api.admin import begin_pull
 from mlx_server.api.auth.authentication import RequireAdmin, caller_of, check_model_access, may_use
 from mlx_server.api.context import Context
 from mlx_server.api.errors import error_info
@@ -238,7 +238,7 @@ async def pull(body: PullRequest, request: Request, context: Context) -> Respons
     if fetch is None:
         return _streamed(None) if body.stream else JSONResponse(_SUCCESS)
     if not body.stream:
-        await until_disconnect(request, end_of(fetch))
+        await until_disconnect(request, asyncio.shield(fetch.done))
         return JSONResponse(_SUCCESS)
     with contextlib.suppress(TimeoutError):  # what fails at once has a status
         await asyncio.wait_for(asyncio.shield(fetch.done), _PULL_PERIOD_S)
@@ -256,7 +256,8 @@ async def _lines(fetch: Fetch | None) -> AsyncGenerator[bytes, None]:
         digest = hashlib.sha256(fetch.name.encode()).hexdigest()  # by which clients know what the bytes are of
         part: dict[str, Any] = {"status": f"pulling {digest[:12]}", "digest": f"sha256:{digest}"}
         while not fetch.done.done():
-            num_bytes, total = fetch.progress()
+            read = fetch.reading()
+            num_bytes, total = read["done_bytes"], read["total_bytes"]
             yield line({**part, **({} if not total else {"total": total, "completed": min(num_bytes, total)})})
             await asyncio.wait((fetch.done,), timeout=_PULL_PERIOD_S)
         error = fetch.done.exception()

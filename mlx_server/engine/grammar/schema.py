@@ -1,4 +1,4 @@
-"""Clients' schemas: how long and deep they may be, whether they are any, what llguidance needs changed in them; and
+"""Clients' schemas: how long and deep they may be, whether they are valid, what llguidance needs changed in them; and
 schemas as they are meant: objects have the members that are listed, and a tagged union has its tag.
 
 Compiling a grammar takes time and stack in proportion to its length, at best.
@@ -177,16 +177,10 @@ _INNER = frozenset(("items", "prefixItems", "additionalProperties"))
 
 def adapted_schema(schema: Any, *, is_closed: bool) -> Any:
     """A copy of a whole schema with its tags required, and closed if asked for. Raises `RecursionError`."""
-    return with_tags(closed_schema(schema) if is_closed else schema)
+    return _with_tags(_Closing(schema).copy(schema, "#", "") if is_closed else schema)
 
 
-def closed_schema(schema: Any) -> Any:
-    """A copy of a whole schema in which objects have no members that it does not name. `unevaluatedProperties`, where
-    it says that, is replaced by it. Raises `RecursionError`."""
-    return _Closing(schema).copy(schema, "#", "")
-
-
-def with_tags(schema: Any) -> Any:
+def _with_tags(schema: Any) -> Any:
     """A copy of a whole schema in which each branch of a `oneOf` with a `discriminator` requires the tag: without it
     nobody can tell which branch is meant, and pydantic refuses it. The `oneOf` becomes an `anyOf`, which llguidance
     can always follow. Raises `RecursionError`."""
@@ -267,7 +261,7 @@ class _Closing:
         reference = _reference(schema)
         if reference is not None and reference not in seen:
             seen.add(reference)
-            branches.append(_target(self._root, reference))
+            branches.append(referenced(self._root, reference))
         for branch in branches:
             inner = self._names(branch, seen)
             if inner is None:
@@ -282,7 +276,7 @@ class _Closing:
         reference = _reference(schema)
         if meets and reference is not None and reference not in self._parts:
             self._parts.add(reference)
-            self._find_parts(_target(self._root, reference), reference, "allOf")
+            self._find_parts(referenced(self._root, reference), reference, "allOf")
         return _copied(
             schema,
             path,
@@ -320,7 +314,7 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _target(root: Any, reference: str) -> Any:
+def referenced(root: Any, reference: str) -> Any:
     """What a reference within the schema points at; a schema of unknown members for any other."""
     if not reference.startswith("#"):
         return _UNKNOWN

@@ -48,23 +48,6 @@ class StructuredSpec:
 
 JSON_OBJECT_SCHEMA = '{"type":"object"}'
 
-STRUCTURED_FIELDS = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "guided_whitespace_pattern",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "grammar",
-    "format",
-    "open_schemas",
-)
-"""All fields of a request's body that `parse_structured` reads."""
-
 _TAG_SCHEMAS = frozenset(("json_schema", "schema"))
 """Where schemas stand in a structural tag."""
 
@@ -214,6 +197,9 @@ _TOP_LEVEL: dict[str, _Reader] = {
     "grammar": _grammar,
     "format": _json_or_schema,
 }
+
+STRUCTURED_FIELDS = ("response_format", "structured_outputs", "guided_whitespace_pattern", "open_schemas", *_TOP_LEVEL)
+"""All fields of a request's body that `parse_structured` reads."""
 
 
 def _text(value: Any, where: str, most: int) -> str:

@@ -184,7 +184,7 @@ class MemoryGuard:
                     is_changed = self._scheduler.blocks.is_changed  # already; else what would be lost is being saved
                     await asyncio.sleep(_RETRY_S if is_changed else _SAVING_S)
         except TimeoutError:
-            self._scheduler.shrink(0)  # as above
+            self._scheduler.shrink(0)  # what is being saved for this cut need not be saved in a hurry any more
         return 0
 
     def _shrink(self, num_blocks: int, *, saves_first: bool) -> int:

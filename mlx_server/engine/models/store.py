@@ -125,13 +125,8 @@ class Fetch:
     done: asyncio.Task[None]
 
     def reading(self) -> dict[str, Any]:
-        """The same as `progress` and more, for people and programs to read: its stage, its rate, the time left."""
+        """Its stage, bytes, rate and the time left, for people and programs to read."""
         return {"model": self.name, **(progress_of(self.name) or Progress("fetching")).reading()}
-
-    def progress(self) -> tuple[int, int]:
-        """Bytes that are here, and how many there are in all; zeros while that is being found out."""
-        found = progress_of(self.name)
-        return (0, 0) if found is None else (found.done_bytes, found.total_bytes)
 
 
 class Fetches:

@@ -93,17 +93,12 @@ class ModelEvents:
         self.topic = topic
         self.num_lost = 0
         self.ring = _Ring()
-        self._next_sequence = 0
+        self.num_sent = 0
         self._wake = wake
         self._queue: deque[PrefixChange | CacheEvents | _DiskChange] = deque()
         self._opened: CacheEvents | None = None
         self._cache: CacheEvents | None = None
         self._is_closed = False
-
-    @property
-    def num_sent(self) -> int:
-        """Batches so far."""
-        return self._next_sequence
 
     def open(self, cache: CacheEvents) -> None:
         """What is added from here on is of a new cache, which is empty."""
@@ -135,7 +130,7 @@ class ModelEvents:
         if self._cache is None:
             return
         for events in _in_batches(_events(self._cache, self._cache.mirror.take(now))):
-            sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
+            sequence, self.num_sent = self.num_sent, self.num_sent + 1
             payload = encode([time.time(), events, 0])
             self.ring.add(sequence, payload)
             yield sequence, payload

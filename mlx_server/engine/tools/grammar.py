@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_server.engine.grammar.schema import adapted_schema, changed_schema, check_patterns, checked_schema
+from mlx_server.engine.grammar.schema import adapted_schema, changed_schema, check_patterns, checked_schema, referenced
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import ANY_TEXT, LarkWriter, alternatives, json_expression, json_options
 from mlx_server.engine.text.tokenizer import Tokenizer
@@ -332,13 +332,10 @@ class _NotationWriter:
     def _referenced(self, reference: str) -> str:
         """Schemas may contain themselves, so each has a rule that it can name."""
         if reference not in self._references:
-            target: Any = self._schema
-            for step in reference.removeprefix("#/").split("/"):
-                target = target.get(step, True) if isinstance(target, Mapping) else True
-            if reference == "#" or not reference.startswith("#/"):
+            if not reference.startswith("#/"):
                 return self._anything()
             self._references[reference] = name = self._writer.declare("reference")
-            self._writer.define(name, self.value(target))
+            self._writer.define(name, self.value(referenced(self._schema, reference)))
         return self._references[reference]
 
     def _anything(self) -> str:

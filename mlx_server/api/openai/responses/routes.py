@@ -29,7 +29,7 @@ router = APIRouter(tags=["responses"], route_class=TurnRoute)
 
 
 async def _store_of(request: Request, context: Context) -> KeptResponses:
-    return KeptResponses(request.app.state.responses, context.shared_store, caller_of(request).identity)
+    return KeptResponses(context.responses, context.shared_store, caller_of(request).identity)
 
 
 Store = Annotated[KeptResponses, Depends(_store_of)]
