@@ -127,6 +127,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+CONFIGS["ministral3"] = {
+    **CONFIGS["mistral3"],
+    "model_type": "mistral3",
+    "text_config": {
+        **_TEXT,
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "sliding_window": 24,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "llama_4_scaling_beta": 0.5,
+            "original_max_position_embeddings": 16,
+        },
+    },
+}
+"""With a text part that scales queries by their positions."""
+
 
 @dataclass(frozen=True)
 class TinyVlm:
@@ -153,7 +172,7 @@ def build_tiny(config: dict[str, Any]) -> Any:
 def tiny_vlm(model_type: str) -> TinyVlm:
     config = {"model_type": model_type, **CONFIGS[model_type]}
     model = build_tiny(config)
-    module = vlm_module(f"models.{model_type}")
+    module = vlm_module(f"models.{config['model_type']}")
     plain = module.Model(model.config)
     plain.load_weights(tree_flatten(model.parameters()))
     if CONFIGS[model_type]["vision_config"] is _ROWS:  # a lazy constant that is no parameter: it belongs to this thread

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.adapter_files import write_adapter
 from tests.architectures import config_of
 from tests.engine_worlds import greedy, make_folder, on_the_cpu, random_prompts
 from tests.tiny_models import build_random, byte_tokenizer, save_model_folder
+from tests.vision_worlds import tiny_vlm
 
 pytestmark = on_the_cpu
 
@@ -354,3 +356,22 @@ def test_a_model_ends_at_once_when_no_block_may_be_written_any_more(tmp_path, mo
         assert len(waits) <= 3
 
     run(world)
+
+
+@pytest.mark.parametrize("sees", [False, True], ids=["text", "sees"])
+def test_an_update_of_mlx_vlm_makes_prefixes_others_only_where_its_code_computed_them(tmp_path, monkeypatch, sees):
+    folder = make_folder(tmp_path / "model")
+    if sees:
+        loaded = tiny_vlm("qwen2_vl").loaded
+        folder = save_model_folder(loaded.model, loaded.config, tmp_path / "sees", byte_tokenizer())
+    keys: list[str] = []
+    find = metadata.version
+
+    async def world() -> None:
+        for version in ("0.7.10", "0.7.11"):
+            monkeypatch.setattr(metadata, "version", lambda name, v=version: v if name == "mlx-vlm" else find(name))
+            async with serving(folder, tmp_path / "disk") as engine:
+                keys.append(engine._parts.disk.model_key)
+
+    run(world)
+    assert (keys[0] != keys[1]) is sees

@@ -8,7 +8,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
+from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_server.runtime.drafts.heads import FAMILIES, HeadBody, HeadFiles, HeadModel, _language_model, _link
 from mlx_server.runtime.models.blueprint import build_blank
 
 _COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131072}
@@ -114,10 +116,25 @@ def config_of(name: str, num_layers: int | None = None) -> dict[str, Any]:
     return config
 
 
-def build(config: dict[str, Any], bits: int = 4) -> nn.Module:
+def build(config: dict[str, Any], bits: int = 4, *, sees: bool = False) -> nn.Module:
     """The model with `bits` a weight in groups of 64, its activations in bfloat16. Every weight is one evaluated zero
-    that only looks as large as it should."""
-    model = build_blank(config, mx.bfloat16)
+    that only looks as large as it should. With its vision encoder if it `sees`."""
+    return _packed(build_blank(config, mx.bfloat16, sees=sees), bits)
+
+
+def build_head(config: dict[str, Any], model: nn.Module) -> HeadModel:
+    """As `build`, the multi-token-prediction head of `model`, which is that of `config`."""
+    files = HeadFiles(FAMILIES[config["model_type"]], config, {})
+    template, owner = build_blank(files.one_layer, mx.bfloat16), _language_model(model)
+    size, eps = owner.model.norm.weight.shape[0], owner.model.norm.eps
+    body = HeadBody(files.family, list(template.layers), size, eps, _link(owner))
+    head = HeadModel(body, make_prompt_cache(template), config["model_type"])
+    head.set_dtype(mx.bfloat16)
+    packed: HeadModel = _packed(head, 4)
+    return packed
+
+
+def _packed(model: Any, bits: int) -> Any:
     nn.quantize(
         model,
         group_size=64,

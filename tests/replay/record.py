@@ -23,6 +23,8 @@ from mlx_server.runtime.attention.seam import install_seam
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.cache.row_pool import KvBits
+from mlx_server.runtime.drafts.hidden_states import HiddenStates
+from mlx_server.runtime.drafts.runner import DraftingRunner, HeadFeed
 from mlx_server.runtime.kernels.gpu import backend as gpu_backend
 from mlx_server.runtime.kernels.gpu.backend import MetalBackend
 from mlx_server.runtime.kernels.gpu.pool import buffer_address
@@ -30,7 +32,7 @@ from mlx_server.runtime.layers.adapters import AdapterRows
 from mlx_server.runtime.model_runner import ModelRunner
 from replay import models, stand_ins
 from replay.graph import Graph, Op, Spec, Submission, Wait
-from replay.traffic import Traffic
+from replay.traffic import Drafting, Traffic
 
 _NUM_CORES = 16
 _NUM_SLOTS = 64
@@ -50,12 +52,64 @@ def record(
     """The graph of `num_steps` steps, each launched before the one before is waited for, by a runner of its own with
     the Metal backend for a GPU of 16 cores. It is told of `num_elements` a command buffer, in 2^20, and has pools of
     `num_blocks`."""
-    install_seam()
-    with _kernel_names() as names, patch.dict(os.environ, MLX_MAX_MB_PER_BUFFER=str(num_elements)):
-        runner = _make_runner(models.build(config), config["vocab_size"], num_blocks, kv_bits)
-        num_groups = len(runner.cache.windows)
+    with (
+        patch.dict(os.environ, MLX_MAX_MB_PER_BUFFER=str(num_elements)),
+        recording(lambda: models.build(config), config["vocab_size"], num_blocks, kv_bits) as recorder,
+    ):
+        num_groups = len(recorder.runner.cache.windows)
+        return recorder.graph([traffic.step(index, num_groups) for index in range(num_steps)])
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """A runner whose steps are recorded."""
+
+    runner: ModelRunner
+    names: set[str]
+
+    def graph(self, steps: Sequence[SchedulerOutput]) -> Graph:
         with stand_ins.installed():
-            return _trace(runner, [traffic.step(index, num_groups) for index in range(num_steps)], names)
+            return _trace([self.runner], steps, self.names)
+
+
+@contextmanager
+def recording(
+    build: Callable[[], Any], vocab_size: int, num_blocks: int = 256, kv_bits: int | None = None
+) -> Iterator[Recorder]:
+    """Builds a model and a runner of it."""
+    install_seam()
+    with _kernel_names() as names:
+        model = build()
+        install_seam()  # reaches the modules of the model's code
+        yield Recorder(_make_runner(model, vocab_size, num_blocks, kv_bits), names)
+
+
+def record_drafting(
+    config: dict[str, Any],
+    draft_config: dict[str, Any] | None,
+    traffic: Drafting,
+    *,
+    num_rounds: int = 2,
+    num_blocks: int = 256,
+) -> Graph:
+    """As `record`, of a model that a smaller one of `draft_config` drafts for, or without one its own head: in each
+    round a burst, and the step that checks what came of it."""
+    install_seam()
+    with _kernel_names() as names:
+        vocab_size = config["vocab_size"]
+        target = _make_runner(models.build(config), vocab_size, num_blocks, None)
+        feed = None
+        if draft_config is None:
+            head = models.build_head(config, target.forward._model)
+            draft = _make_runner(head, vocab_size, num_blocks, None)
+            with _untried():
+                states = HiddenStates(target.cache.backend.make_rows, 4, config["hidden_size"], mx.bfloat16)
+            feed = HeadFeed(head.model.link, states)
+        else:
+            draft = _make_runner(models.build(draft_config), vocab_size, num_blocks, None)
+        runner = DraftingRunner(target, draft, feed)
+        with stand_ins.installed():
+            return _trace([target, draft], list(traffic.steps(num_rounds)), names, runner)
 
 
 def _make_runner(model: Any, vocab_size: int, num_blocks: int, kv_bits: int | None) -> ModelRunner:
@@ -64,13 +118,20 @@ def _make_runner(model: Any, vocab_size: int, num_blocks: int, kv_bits: int | No
         cache.quantize(KvBits(kv_bits, kv_bits))
     runner = ModelRunner(model, cache, vocab_size, AdapterRows())
     runner.forward.use(possible_levels(cache.layers)[0], selects_rows=True)
-    with (
-        patch.object(mx, "zeros", models.zeros),
-        patch.object(gpu_backend, "write_failure", lambda *_: None),  # nothing can be tried here
-        patch.object(gpu_backend, "row_failure", lambda *_: None),
-    ):
+    with _untried():
         cache.allocate(num_blocks, num_slots=_NUM_SLOTS)
     return runner
+
+
+@contextmanager
+def _untried() -> Iterator[None]:
+    """Pools and rows are made that take no memory, of kernels that cannot be tried here."""
+    with (
+        patch.object(mx, "zeros", models.zeros),
+        patch.object(gpu_backend, "write_failure", lambda *_: None),
+        patch.object(gpu_backend, "row_failure", lambda *_: None),
+    ):
+        yield
 
 
 @contextmanager
@@ -123,14 +184,21 @@ class _Trace:
         return found
 
 
-def _trace(runner: ModelRunner, steps: Sequence[SchedulerOutput], kernel_names: set[str]) -> Graph:
-    pools = _arrays_in([runner.cache])
-    weights = {id(array) for array in _arrays_in([runner.forward])} - {id(pool) for pool in pools}
+def _trace(
+    runners: Sequence[ModelRunner],
+    steps: Sequence[SchedulerOutput],
+    kernel_names: set[str],
+    whole: DraftingRunner | None = None,
+) -> Graph:
+    """Of the first of `runners`, or of all as one `whole`."""
+    launch = runners[0].launch if whole is None else whole.launch
+    pools = _arrays_in([(runner.cache, runner.hidden_states) for runner in runners])
+    weights = {id(array) for array in _arrays_in([runner.forward for runner in runners])} - {id(pool) for pool in pools}
     trace = _Trace([copy(pool) for pool in pools], weights)
 
     def run(_: mx.array) -> list[mx.array]:
         for step in steps:
-            runner.launch(step)
+            launch(step)
         return trace.outputs()
 
     with ExitStack() as stack:

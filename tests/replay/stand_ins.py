@@ -131,7 +131,7 @@ def _is_fused(q: mx.array, k: mx.array, v: mx.array) -> bool:
 def _compiled_functions() -> Iterator[tuple[Any, str, Any]]:
     """Those of `mx.compile` in the modules loaded. They are taken to be elementwise, and so one operation each."""
     for module_name, module in list(sys.modules.items()):
-        if module_name.startswith(("mlx_lm.models", "mlx.nn", "mlx_server.runtime")):
+        if module_name.startswith(("mlx_lm.models", "mlx_vlm.models", "mlx.nn", "mlx_server.runtime")):
             for name, value in list(vars(module).items()):
                 inner = getattr(value, "_mlx_server_original", value)  # ours asks for another way first
                 if isinstance(inner, _COMPILED):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mlx_server.config import BLOCK_SIZE
@@ -48,6 +49,50 @@ class Traffic:
             if index == 0
         ]
         return SchedulerOutput(index, tuple(chunks), tuple(new))
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Requests with so many tokens before them, for which `depth` tokens are drafted at a time, all of them right: a
+    step of one token each, and then rounds of a burst and of the step that checks it."""
+
+    requests: tuple[int, ...] = (100, 700)
+    depth: int = 4
+
+    def steps(self, num_rounds: int) -> Iterator[SchedulerOutput]:
+        starts = {str(number): start for number, start in enumerate(self.requests)}
+        new = tuple(
+            NewRequestData(name, (1,) * (start + 1), (), SamplingParams(), frozenset())
+            for name, start in starts.items()
+        )
+        most = max(self.requests) + (num_rounds + 1) * (self.depth + 1)
+        per_request = -(-most // BLOCK_SIZE)
+        firsts = {name: 1 + number * per_request for number, name in enumerate(starts)}
+        blocks = {name: (tuple(range(first, first + per_request)),) for name, first in firsts.items()}
+
+        def step(index: int, behind: int, count: int, *, is_new: bool, num_drafts: int = 0) -> SchedulerOutput:
+            chunks = [
+                ScheduledChunk(
+                    name,
+                    start + behind,
+                    max(count, 1),
+                    (1,) * count or None,
+                    blocks[name] if is_new else (),
+                    True,
+                    behind,
+                    num_drafts=num_drafts,
+                )
+                for name, start in starts.items()
+            ]
+            return SchedulerOutput(index, tuple(chunks), new if is_new else ())
+
+        yield step(0, 0, 1, is_new=True)
+        for number in range(num_rounds):
+            first = number * (self.depth + 1)
+            burst = [step(-1, first, 1, is_new=not number)]
+            burst += [step(-1, first + place, 0, is_new=False) for place in range(1, self.depth)]
+            yield SchedulerOutput(2 * number + 1, (), draft_steps=tuple(burst))
+            yield step(2 * number + 2, first + 1, self.depth + 1, is_new=False, num_drafts=self.depth)
 
 
 KINDS = {

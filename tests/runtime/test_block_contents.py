@@ -6,10 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_server.outputs import CopyPlace, PoolChange
-from mlx_server.runtime.attention.interface import LayerSpec
+from mlx_server.outputs import STATES, CopyPlace, PoolChange
+from mlx_server.runtime.attention.interface import LayerSpec, ReferenceBackend
 from mlx_server.runtime.cache.block_contents import BlockContents
-from mlx_server.runtime.cache.kv_cache import PagedKVCache, PagedLayerCache
+from mlx_server.runtime.cache.kv_cache import PagedKVCache, PagedLayerCache, StateLayerCache
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 from tests.attention_worlds import EIGHT_FOUR
@@ -76,3 +76,31 @@ def test_a_gpus_blocks_go_out_and_come_back(dtype: mx.Dtype, bits: KvBits | None
     contents.write([(CopyPlace(8), saved[1])])
     for got, one in zip(stored(cache, 8), written[1], strict=True):
         np.testing.assert_array_equal(got, one)
+
+
+def test_states_of_all_layers_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait is a round trip to the device, and a hybrid has dozens of arrays of states."""
+    layers = [StateLayerCache([mx.zeros((1, 3, 8), mx.bfloat16), mx.zeros((1, 4, 4))]) for _ in range(5)]
+    cache = PagedKVCache([*layers, PagedLayerCache(None, LayerSpec(1, 64, 64, mx.float32))], ReferenceBackend())
+    cache.allocate(4, num_slots=2, num_checkpoints=4)
+    contents, rng = BlockContents(cache), np.random.default_rng(1)
+    states = [memoryview(rng.integers(0, 100, contents.state_bytes(), np.uint8)) for _ in range(3)]
+    waits: list[list[mx.array]] = []
+    evaluate = mx.eval
+
+    def counted(arrays: list[mx.array]) -> None:
+        waits.append(arrays)
+        evaluate(arrays)
+
+    monkeypatch.setattr(mx, "eval", counted)
+    monkeypatch.setattr(mx, "synchronize", lambda: None)
+    places = [CopyPlace(number, STATES) for number in (0, 2, 3)]
+    contents.write(list(zip(places, states, strict=True)))
+    before = len(waits)
+    assert contents.read(places) == tuple(states)
+    assert len(waits) - before == 1
+    assert all(array.dtype == mx.uint8 and array.ndim == 1 for array in waits[-1]), "no view is left to be computed"
+    rounds = len(waits)
+    contents.write(list(zip(places[::-1], states, strict=True)))
+    assert len(waits) - rounds <= 1 + 10, "that of the readings of each array, and one"
+    assert contents.read(places) == tuple(states[::-1])

@@ -18,6 +18,7 @@ from mlx_server.outputs import HELD_STATES
 from mlx_server.runtime.cache.layers import plan_pools
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.drafts.heads import HeadFiles, find_heads
+from mlx_server.runtime.kernels.gpu.rows import FUSED_DIMS
 from mlx_server.runtime.layers.adapters import adapter_tensors
 from mlx_server.runtime.memory import MAX_IN_FLIGHT, first_kv_blocks, max_elements
 from mlx_server.runtime.models import random_models
@@ -156,9 +157,6 @@ def step_bytes(
     return math.ceil(min(in_flight * item_bytes, launched))
 
 
-_ENCODER_FUSED_DIMS = (64, 80, 128)
-"""Head dimensions for which MLX keeps the logits of attention without a mask to itself, on Metal."""
-
 _MASKS = 2
 """Some encoders make one, as wide as the logits of a head, in another type first."""
 
@@ -192,7 +190,7 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
         "vocab_size": 0,
     }
     tower = {**layers, "intermediate_size": inner, "num_attention_heads": num_heads}
-    is_fused = is_metal() and hidden // num_heads in _ENCODER_FUSED_DIMS
+    is_fused = is_metal() and hidden // num_heads in FUSED_DIMS
     num_elements = _INPUT_COPIES * max(1, size("temporal_patch_size")) * 3 * num_pixels
     num_elements += (_MASKS + (0 if is_fused else num_heads)) * num_patches**2
     text = _first_size({**described, **(described.get("text_config") or {})}, "hidden_size")

@@ -27,14 +27,13 @@ from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.layers.adapters import merged_adapter
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
+from mlx_server.runtime.models.vlm import VlmModel
 from mlx_server.setting import parse_size
 
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 10.0
 """The longest that a model's end waits for its prefixes to be written."""
-
-_LIBRARIES = ("mlx", "mlx-lm")
 
 
 def disk_folder(settings: MemoryConfig) -> Path:
@@ -93,7 +92,7 @@ async def join_disk(
             str(FORMAT_VERSION),
             str(BLOCK_SIZE),
             version(),
-            *(f"{name} {metadata.version(name)}" for name in _LIBRARIES),
+            *(f"{name} {metadata.version(name)}" for name in _libraries(loaded)),
             f"batch_invariant {config.model.batch_invariant}",
             *await asyncio.wrap_future(thread.call(contents.layout)),
             *(() if rounding is None else ("8 bits on disk",)),
@@ -149,6 +148,11 @@ def _rounding(config: Config, dtype: str | None, block_bytes: int) -> Rounding |
         100 * rounding.packed_bytes / block_bytes,
     )
     return rounding
+
+
+def _libraries(loaded: LoadedModel) -> tuple[str, ...]:
+    """Whose code computes the model's K/V."""
+    return ("mlx", "mlx-lm", "mlx-vlm") if isinstance(loaded.model, VlmModel) else ("mlx", "mlx-lm")
 
 
 def _fingerprints(disk: KvDisk, folder: Path, config: Config) -> tuple[str, dict[str, str]]:

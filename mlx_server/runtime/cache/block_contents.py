@@ -59,11 +59,12 @@ class _RowSide:
         return math.prod(self.shape) * self.dtype.size
 
     def read(self, number: int) -> mx.array:
-        return self.rows.read(self._slots(number))
+        """Its bytes, lazily."""
+        return self.rows.read(self._slots(number)).reshape(-1).view(mx.uint8)
 
     def write(self, number: int, data: Bytes) -> None:
+        """What `rows.arrays()` are evaluated for."""
         self.rows.write(self._slots(number), mx.array(data).view(self.dtype).reshape(self.shape))
-        mx.eval(*self.rows.arrays())
 
     def _slots(self, number: int) -> Slots:
         start = (self.first + number) * self.num_rows
@@ -130,19 +131,24 @@ class BlockContents:
         return [self._cache.backend.name, str(mx.default_device().type), *specs, *groups, *states]
 
     def read(self, places: Sequence[CopyPlace]) -> tuple[memoryview, ...]:
-        """Copies of contents."""
+        """Copies of contents. What MLX reads is waited for once: each wait is a round trip to the device."""
         parts = [[side.read(place.number) for side in self._sides_of(place)] for place in places]
         mx.eval([part for of_one in parts for part in of_one if isinstance(part, mx.array)])
         block_bytes = self._cache.block_bytes
         return tuple([_joined(of_one, 0 if p.group == STATES else block_bytes) for p, of_one in zip(places, parts)])
 
     def write(self, contents: Sequence[tuple[CopyPlace, memoryview]]) -> None:
-        """Fills blocks and slots of states with contents."""
+        """Fills blocks and slots of states with contents. What MLX writes is waited for once."""
+        written: dict[int, Rows] = {}
         for place, content in contents:
             data, first = np.frombuffer(content, np.uint8), 0
             for side in self._sides_of(place):
                 side.write(place.number, data[first : first + side.num_bytes])
                 first += side.num_bytes
+                if isinstance(side, _RowSide):
+                    written[id(side.rows)] = side.rows
+        if written:
+            mx.eval([array for rows in written.values() for array in rows.arrays()])
 
     def forget(self) -> None:
         """The pools are about to change: their memory is not to be held from here."""
@@ -187,7 +193,7 @@ def _sides_of(content: Any) -> Iterator[_Side]:
 
 def _joined(parts: Sequence[Bytes | mx.array], least: int) -> memoryview:
     """The bytes of one content, with zeros up to `least`."""
-    arrays = [np.array(part.reshape(-1).view(mx.uint8)) if isinstance(part, mx.array) else part for part in parts]
+    arrays = [np.array(part) if isinstance(part, mx.array) else part for part in parts]
     content = np.zeros(max(least, sum([array.size for array in arrays])), np.uint8)
     if arrays:
         np.concatenate(arrays, out=content[: sum([array.size for array in arrays])])

@@ -25,7 +25,8 @@ class PagedLayerCache(AttendsItself):
     Implements mlx-lm's cache protocol as far as attention layers use it. K/V of the step are kept until the
     layer asks for attention, so that a backend may write and attend in one call. `num_query_heads` and
     `sinks` are those of the last call, None before the first. In a forward pass `offset` is the position of each row,
-    `[T]`, for rope, and `metadata` the backend's plan.
+    `[T]`, for rope, and `metadata` the backend's plan; `_offset`, the largest of the positions, is mlx-vlm's name for
+    what its models would else read off the device, which waits for all that runs there.
 
     A layer whose module runs on groups of rows is read through `view`.
     """
@@ -45,6 +46,7 @@ class PagedLayerCache(AttendsItself):
         self._seat = 0
         self._kept_window: int | None = None
         self.offset: mx.array | None = None
+        self._offset = 0
         self.metadata: Any = None
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
@@ -311,8 +313,9 @@ class PagedKVCache:
         assert not self.recurrent or plans[0].next_slots.max() < self._num_slots, "a request has no slot for its state"
         plans = tuple([place.plan(plans) for place in self.places])
         offset, metadata = mx.array(plans[0].positions), [self.backend.plan(plan) for plan in plans]
+        largest = int(plans[0].positions.max())
         for layer in self.paged:
-            layer.offset, layer.metadata = offset, metadata[layer.place]
+            layer.offset, layer._offset, layer.metadata = offset, largest, metadata[layer.place]
         return plans
 
     def end(self) -> None:

@@ -104,9 +104,9 @@ def build_model(config: Mapping[str, Any], *, sees: bool = False) -> nn.Module:
         ) from error
 
 
-def build_blank(config: Mapping[str, Any], dtype: mx.Dtype) -> nn.Module:
+def build_blank(config: Mapping[str, Any], dtype: mx.Dtype, *, sees: bool = False) -> nn.Module:
     """As `build_model`, with zeros of type `dtype` that take no memory. Any thread; nothing is computed."""
-    model = build_model(config)
+    model = build_model(config, sees=sees)
 
     def zeros_like(parameter: mx.array) -> mx.array:
         kind = dtype if mx.issubdtype(parameter.dtype, mx.floating) else parameter.dtype

@@ -15,6 +15,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.ministral3 import _get_llama_4_attn_scale
 
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.vision import ImageRows
@@ -115,10 +117,12 @@ class VlmModel(nn.Module):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        body = getattr(self.language_model, "model", None)
+        body: Any = getattr(self.language_model, "model", None)
         original = getattr(body, "_deepstack_process", None)
         if original is not None:
             object.__setattr__(body, "_deepstack_process", partial(_add_deepstack, original))
+        if type(body).__name__ == "Ministral3":
+            body.__class__ = _by_row(type(body))
 
     def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None, image_rows: ImageRows | None = None) -> Any:
         """Logits `[B, L, vocabulary]` of ids `[B, L]`."""
@@ -163,6 +167,32 @@ def _add_deepstack(original: Any, hidden: mx.array, mask: mx.array | None, embed
         return hidden + embeddings
     added: mx.array = original(hidden, mask, embeddings)
     return added
+
+
+def _by_row(body_class: type[nn.Module]) -> type[nn.Module]:
+    """Ministral 3's body with queries scaled by the position of each row. mlx-vlm's own takes the first row's for all
+    of a batch, and waits for the device to read it."""
+
+    def call(
+        self: Any, inputs: mx.array, cache: Sequence[Any] | None = None, inputs_embeds: mx.array | None = None
+    ) -> mx.array:
+        hidden = self.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
+        caches, rope = cache or [None] * len(self.layers), self.config.rope_parameters
+        first = caches[0]
+        scale = _get_llama_4_attn_scale(
+            inputs.shape[1],
+            0 if first is None else first.offset,
+            rope["llama_4_scaling_beta"],
+            rope["original_max_position_embeddings"],
+        ).astype(hidden.dtype)
+        mask, windowed = create_attention_mask(hidden, caches[self.fa_idx]), None
+        if self.swa_idx is not None:
+            windowed = create_attention_mask(hidden, caches[self.swa_idx], window_size=self.sliding_window)
+        for layer, own in zip(self.layers, caches):
+            hidden = layer(hidden, scale, windowed if layer.use_sliding else mask, cache=own)
+        return self.norm(hidden)  # type: ignore[no-any-return]
+
+    return type(body_class.__name__, (body_class,), {"__call__": call})
 
 
 def _text_positions(ids: mx.array, caches: Sequence[Any]) -> mx.array:

@@ -75,6 +75,19 @@ def test_sizes_that_are_left_out_are_pixtral_s(metal: bool, monkeypatch: pytest.
     assert short == whole > 2**27
 
 
+@pytest.mark.parametrize("head_dim", [72, 80, 96, 128])
+def test_logits_of_fused_attention_are_not_booked(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Metal, of any of MLX's own sizes: SigLIP's, and so Gemma 3's, is 72."""
+    monkeypatch.setattr(need, "is_metal", lambda: True)
+
+    def booked(dim: int) -> int:
+        vision = {"hidden_size": 5760, "num_attention_heads": 5760 // dim, "num_hidden_layers": 27, "patch_size": 14}
+        described = {"model_type": "pixtral", "text_config": {"hidden_size": 2560}, "vision_config": vision}
+        return vision_bytes(described, max_pixels=1_500_000, item_bytes=2)
+
+    assert booked(head_dim) == booked(64) < booked(36)
+
+
 def test_it_is_booked_with_the_model(tmp_path: Path) -> None:
     loaded = tiny_vlm("qwen3_vl").loaded
     folder = save_model_folder(loaded.model, loaded.config, tmp_path, byte_tokenizer())

@@ -164,7 +164,7 @@ def _launch(dtype: mx.Dtype, size: int, num_rows: int) -> dict[str, object]:
     }
 
 
-_FUSED_DIMS = (64, 72, 80, 96, 128)
+FUSED_DIMS = (64, 72, 80, 96, 128)
 """Head dimensions for which MLX attends over prompts without writing the logits down."""
 
 _FEWEST_QUERIES = 32
@@ -224,7 +224,7 @@ def _queries_at_once(queries: mx.array, num_keys: int) -> int:
     """As many as one command buffer has room for the logits of, where MLX has no kernel that keeps these to itself: of
     a prompt's chunk at a long context there would be gigabytes."""
     sequences, num_heads, length, key_dim = queries.shape
-    if key_dim in _FUSED_DIMS:
+    if key_dim in FUSED_DIMS:
         return int(length)
     return max(_FEWEST_QUERIES, max_elements() // (2 * sequences * num_heads * num_keys))
 

@@ -1,0 +1,72 @@
+"""Steps over images and steps with drafts as Metal would encode them: every use of a pool is ordered, and none is
+copied."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from replay.encoder import Limits
+from replay.graph import Graph
+from replay.images import record_images
+from replay.metal import replay
+from replay.models import config_of
+from replay.order import Unordered, copied_updates, num_pool_uses, unordered
+from replay.record import record_drafting
+from replay.traffic import Drafting
+
+from mlx_server.runtime.cache.row_pool import Slots
+from mlx_server.runtime.kernels.gpu.rows import GpuRows
+
+
+def found_pairs(graph: Graph, num_splits: int = 6) -> list[Unordered]:
+    """Those of as many ways to cut the steps into command buffers."""
+    found = []
+    for seed in range(num_splits):
+        rng = random.Random(seed)
+        share = rng.choice((0.0, 0.05, 0.3, 1.0))
+        limits = Limits(rng.choice((5, 40, 1000)), 10**6, splits=lambda rng=rng, share=share: rng.random() < share)
+        replayed = replay(graph, limits)
+        assert num_pool_uses(replayed) > 50
+        assert replayed.pool_copies == []
+        found += unordered(replayed)
+    return found
+
+
+@pytest.mark.parametrize(("model", "num_layers"), [("qwen3-vl-8b", 3), ("gemma-3-4b", 6)])
+def test_steps_over_images(model: str, num_layers: int) -> None:
+    """Positions in three axes and added layers of an encoder's; an image whose rows see each other both ways."""
+    graph = record_images(model, num_layers)
+    assert copied_updates(graph) == []
+    assert found_pairs(graph) == []
+
+
+def head_steps() -> Graph:
+    return record_drafting(config_of("qwen3.5-35b-a3b", 4), None, Drafting())
+
+
+def test_bursts_of_a_draft_model() -> None:
+    graph = record_drafting(config_of("llama-3-8b", 3), config_of("llama-3.2-1b", 2), Drafting())
+    assert graph.num_steps == 1 + 2 * 5
+    assert copied_updates(graph) == []
+    assert found_pairs(graph) == []
+
+
+def test_bursts_of_a_models_own_head() -> None:
+    """The model writes hidden states where the head reads them, and the next step writes over them."""
+    graph = head_steps()
+    assert copied_updates(graph) == []
+    assert found_pairs(graph) == []
+
+
+def test_rows_that_are_read_out_of_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = GpuRows.read
+
+    def forgetful(rows: GpuRows, slots: Slots) -> object:
+        token = rows._memory.token
+        result = read(rows, slots)
+        rows._memory.token = token
+        return result
+
+    monkeypatch.setattr(GpuRows, "read", forgetful)
+    assert Unordered("kernel row_read", "kernel row_write") in found_pairs(head_steps())
