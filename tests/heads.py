@@ -28,6 +28,7 @@ _MIMO_V2 = ("model.mtp.layers.0.", "model.mtp.layers.0.", ("enorm", "hnorm", "eh
 _ERNIE = ("model.mtp_", "model.mtp_block.0.", ("emb_norm.0", "hidden_norm.0", "linear_proj.0", ""))
 _NEMOTRON = ("mtp.layers.", "mtp.layers.{}.", ("0.enorm", "0.hnorm", "0.eh_proj", "1.final_layernorm"))
 _STEP = ("model.layers.{}.", "model.layers.{}.", ("enorm", "hnorm", "eh_proj", "transformer.shared_head.norm"))
+_LONGCAT = ("model.mtp.", "model.mtp.layers.0.", ("layers.0.enorm.m", "layers.0.hnorm.m", "layers.0.eh_proj", "norm"))
 NAMES: dict[str, tuple[str, str, tuple[str, str, str, str]]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "exaone_moe"), _QWEN),
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), _DEEPSEEK),
@@ -37,6 +38,7 @@ NAMES: dict[str, tuple[str, str, tuple[str, str, str, str]]] = {
     "ernie4_5_moe": _ERNIE,
     "nemotron_h": _NEMOTRON,
     "step3p5": _STEP,
+    "longcat_flash": _LONGCAT,
 }
 """By architecture: what names of the head begin with, those of its layers, and what its own parts are called; without
 a name it has no such part. {} is the number of the model's layers, or of the layer where the head has two."""
@@ -46,6 +48,7 @@ _ONE_LAYER: dict[str, dict[str, Any]] = {
     "bailing_moe_v3": {"layer_group_size": 1},
     "ernie4_5_moe": {"moe_num_experts": 1, "moe_layer_start_index": 9},
     "exaone_moe": {"layer_types": ["full_attention", "sliding_attention"], "is_moe_layer": [False]},
+    "longcat_flash": {"model_type": "deepseek_v3", "n_routed_experts": None},
     "mimo_v2_flash": {"hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0]},
     "nemotron_h": {"hybrid_override_pattern": ["*", "E"], "num_hidden_layers": 2},
     "step3p5": {"layer_types": ["sliding_attention"], "moe_layers_enum": ""},
@@ -69,6 +72,8 @@ def layer_name(architecture: str, name: str) -> str:
     number, _, rest = name.partition("layers.")[2].partition(".")
     if architecture != "nemotron_h":
         number = str((config.get("text_config") or config)["num_hidden_layers"])
+    if architecture == "longcat_flash":
+        rest = rest.replace("mlp.", "transformer_layer.mlp.")
     if architecture == "mimo_v2_flash":
         rest = rest.replace("post_attention_layernorm", "pre_mlp_layernorm")
     return f"{layer_prefix.format(number)}{rest}"
@@ -119,6 +124,7 @@ def cycle_folder(path: Path, architecture: str, *, reads_hidden: bool) -> str:
     model's hidden state, or from the token before. Layers add nothing; embeddings are unit vectors."""
     config = _stored(config_of(architecture))
     sizes = {"hidden_size": VOCAB_SIZE, "num_attention_heads": 5, "num_key_value_heads": 5}
+    sizes["num_attention_groups"] = 5
     config |= sizes
     model = build_random(config, 0)
     table = np.zeros((VOCAB_SIZE, VOCAB_SIZE), np.float32)

@@ -77,7 +77,7 @@ def _answers(folder: str, speculate: str) -> tuple[list[tuple[int, ...]], Engine
             pytest.param(name, marks=pytest.mark.full)
             for name in (
                 *("qwen3_5", "qwen3_5_moe", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
-                *("bailing_hybrid", "bailing_moe_v3"),
+                *("bailing_hybrid", "bailing_moe_v3", "longcat_flash"),
             )
         ],
     ],

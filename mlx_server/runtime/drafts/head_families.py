@@ -19,7 +19,8 @@ class HeadFamily:
     `one_layer` is what makes the layers of a model's configuration those of the head. `embedding_first`: the order in
     which embedding and hidden state are joined. `carries_normed`: the head gives itself its hidden state behind the
     last norm, not before. `reads_normed`: it was trained on the model's hidden states behind the last norm, not before.
-    `adds_one`: checkpoints that are not in MLX's format keep norms' weights less 1.
+    `adds_one`: checkpoints that are not in MLX's format keep norms' weights less 1. `scales`: factors of weights, by
+    the ends of their names.
     """
 
     prefix: str
@@ -35,6 +36,7 @@ class HeadFamily:
     carries_normed: bool = True
     reads_normed: bool = True
     adds_one: bool = False
+    scales: Callable[[Config], Mapping[str, float]] = lambda _: {}
 
     def parts(self, name: str) -> str | None:
         """The name in a `HeadBody` of what follows the prefix; None for copies of what is the model's own."""
@@ -175,6 +177,38 @@ _STEP = HeadFamily(
 )
 """SGLang's step3p5_mtp.py: hidden states from before the last norm."""
 
+
+def _longcat_layer(config: Config) -> Config:
+    return {
+        "model_type": "deepseek_v3",
+        "first_k_dense_replace": 1,
+        "intermediate_size": config["ffn_hidden_size"],
+    }
+
+
+def _longcat_scales(config: Config) -> dict[str, float]:
+    """Of latents, which DeepSeek V3's layers do not scale."""
+    ranks = {"q": config["q_lora_rank"], "kv": config["kv_lora_rank"]}
+    return {
+        f"{part}_a_layernorm.weight": (config["hidden_size"] / rank) ** 0.5
+        for part, rank in ranks.items()
+        if config.get(f"mla_scale_{part}_lora")
+    }
+
+
+_LONGCAT = HeadFamily(
+    prefix=r"model\.mtp\.",
+    embedding_norm="layers.0.enorm",
+    hidden_norm="layers.0.hnorm",
+    projection="layers.0.eh_proj",
+    norm="norm",
+    layer="layers.0.",
+    renames={"norm.m.": "norm.", "transformer_layer.": ""},
+    one_layer=_longcat_layer,
+    scales=_longcat_scales,
+)
+"""vLLM's longcat_flash_mtp.py: a layer of DeepSeek V3 without experts."""
+
 FAMILIES: Mapping[str, HeadFamily] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _QWEN),
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), _DEEPSEEK),
@@ -185,5 +219,6 @@ FAMILIES: Mapping[str, HeadFamily] = {
     "exaone_moe": _EXAONE,
     "nemotron_h": _NEMOTRON,
     "step3p5": _STEP,
+    "longcat_flash": _LONGCAT,
 }
 """By `model_type`."""

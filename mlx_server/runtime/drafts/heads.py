@@ -236,6 +236,8 @@ def _read(files: HeadFiles, template: Any) -> tuple[dict[str, mx.array], bool]:
         _add_one(weights if is_done else layer)
         if not is_done:
             _add_one(weights)
+    for end, factor in family.scales(files.config).items():
+        layer |= {name: factor * array for name, array in layer.items() if name.endswith(f".{end}")}
     weights.update(layer)
     return weights, any(name.endswith(".scales") for name in weights)
 
