@@ -12,6 +12,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,8 +24,10 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 from mlx_server.errors import DownloadError, ModelLoadError
 from mlx_server.outputs import HELD_STATES, ScheduledChunk
 from mlx_server.runtime.cache.row_pool import PlainRows
-from mlx_server.runtime.drafts.heads import HeadModel, find_heads, load_head
+from mlx_server.runtime.drafts.head_families import FAMILIES
+from mlx_server.runtime.drafts.heads import HeadFiles, HeadModel, find_heads, load_head
 from mlx_server.runtime.drafts.hidden_states import HiddenStates
+from mlx_server.runtime.models.blueprint import build_model
 from mlx_server.runtime.models.loader import LoadedModel, exhaust, load
 from mlx_server.runtime.models.random_models import build_random
 from tests.architectures import config_of
@@ -121,7 +124,30 @@ def test_a_model_of_other_code_is_refused(tmp_path: Path) -> None:
         _head(folder, target)
 
 
+def test_the_docs_name_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "speculation.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert [name for name in FAMILIES if not any(f"`{name}`" in row for row in rows)] == []
+
+
+def test_configurations_say_what_kind_of_layers_a_head_has() -> None:
+    def layers(architecture: str, **more: Any) -> list[Any]:
+        config = {**config_of(architecture), **more}
+        return list(build_model(HeadFiles(FAMILIES[architecture], config, {}).one_layer).layers)
+
+    full, window = "full_attention", "sliding_attention"
+    assert [layer.is_sliding for layer in layers("step3p5", layer_types=[window, window, full, window])] == [False]
+    assert [layer.is_sliding for layer in layers("step3p5", layer_types=[full, full])] == [True]
+    assert [layer.is_sliding_window for layer in layers("exaone_moe", mtp_layer_types=[window])] == [True]
+    assert [layer.is_sliding_window for layer in layers("exaone_moe")] == [False]
+    by_type, by_letter = layers("nemotron_h", mtp_layers_block_type=["attention", "mlp"]), layers("nemotron_h")
+    assert [layer.block_type for layer in by_type] == ["*", "-"]
+    assert [layer.block_type for layer in by_letter] == ["*", "E"]
+    assert [layer.block_type for layer in layers("nemotron_h", mtp_hybrid_override_pattern="*-")] == ["*", "-"]
+
+
 def test_every_family_is_found_where_its_checkpoints_have_it(tmp_path: Path) -> None:
+    assert NAMES.keys() == FAMILIES.keys()
     for architecture in NAMES:
         folder = Path(head_folder(tmp_path / architecture, architecture))
         files = find_heads(folder, architecture)

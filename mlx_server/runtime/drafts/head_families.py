@@ -81,7 +81,7 @@ embedding and output matrix are the model's."""
 
 _BAILING = HeadFamily(
     prefix=r"model\.layers\.{layers}\.",
-    one_layer=lambda _: {"first_k_dense_replace": 0, "layer_group_size": 1},
+    one_layer=lambda _: {"first_k_dense_replace": 0},
 )
 """SGLang's bailing_moe_nextn.py: the layer behind the last one, with latent attention and experts."""
 
