@@ -104,7 +104,7 @@ _MIMO_V2 = HeadFamily(
 """SGLang's mimo_v2_flash_nextn.py: a layer with a window, without experts."""
 
 _ERNIE = HeadFamily(
-    prefix=r"(?:model|ernie)\.mtp_",
+    prefix=r"model\.mtp_",
     embedding_norm="emb_norm.0",
     hidden_norm="hidden_norm.0",
     projection="linear_proj.0",
