@@ -20,6 +20,7 @@ from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.checks import kv_loss
 from mlx_server.runtime.checks.image_probe import SAMPLES
+from mlx_server.runtime.drafts.head_families import FAMILIES
 from mlx_server.runtime.models.tool_parsers import find_tool_parser
 from tests.architectures import ARCHITECTURES, BROKEN, NEEDS_METAL, REFUSED, config_of
 from tests.conformance import Subject
@@ -87,7 +88,7 @@ def row_of(name: str) -> Row:
         name,
         text_of(level),
         _images(name),
-        YES if drafts else "no",
+        (f"{YES}, own heads" if name in FAMILIES else YES) if drafts else "no",
         _kv_bits(name) if has_kv else NONE,
         YES if refusal is None else f"no: {refusal}",
     )

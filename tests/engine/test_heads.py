@@ -72,7 +72,14 @@ def _answers(folder: str, speculate: str) -> tuple[list[tuple[int, ...]], Engine
     "architecture",
     [
         *("qwen3_next", "deepseek_v3", "glm4_moe", "mimo"),
-        *[pytest.param(name, marks=pytest.mark.full) for name in ("qwen3_5", "qwen3_5_moe", "glm4_moe_lite")],
+        *("ernie4_5_moe", "exaone_moe", "mimo_v2_flash", "nemotron_h", "step3p5"),
+        *[
+            pytest.param(name, marks=pytest.mark.full)
+            for name in (
+                *("qwen3_5", "qwen3_5_moe", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
+                *("bailing_hybrid", "bailing_moe_v3", "longcat_flash"),
+            )
+        ],
     ],
 )
 def test_random_heads_change_no_answer(architecture: str, tmp_path: Path) -> None:
@@ -82,7 +89,8 @@ def test_random_heads_change_no_answer(architecture: str, tmp_path: Path) -> Non
     drafted, stats = _answers(folder, "mtp")
     assert drafted == plain
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
-    assert stats.num_preemptions > 0
+    # four requests fit into eight blocks that a layer with a window leaves again
+    assert stats.num_preemptions > 0 or architecture == "mimo_v2_flash"
 
 
 @pytest.mark.usefixtures("always_drafts")
@@ -174,7 +182,13 @@ def test_heads_that_cannot_run_here_are_told_and_left_out(
 
 @pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize("reads_hidden", [False, True])
-@pytest.mark.parametrize("architecture", ["mimo", "glm4_moe"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *("mimo", "glm4_moe", "ernie4_5_moe", "step3p5"),
+        *[pytest.param(name, marks=pytest.mark.full) for name in ("exaone_moe", "mimo_v2_flash")],
+    ],
+)
 def test_a_head_that_knows_the_model_is_always_right(architecture: str, reads_hidden: bool, tmp_path: Path) -> None:
     """From the token that was drawn at any temperature: it draws with the model's noise. From the hidden state behind
     the token before only where the likeliest token is drawn, and then only if it gets the right states, the model's and

@@ -10,20 +10,28 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from mlx_server.errors import DownloadError, ModelLoadError
 from mlx_server.outputs import HELD_STATES, ScheduledChunk
 from mlx_server.runtime.cache.row_pool import PlainRows
-from mlx_server.runtime.drafts.heads import HeadModel, find_heads, load_head
+from mlx_server.runtime.drafts.head_families import FAMILIES
+from mlx_server.runtime.drafts.heads import HeadFiles, HeadModel, find_heads, load_head
 from mlx_server.runtime.drafts.hidden_states import HiddenStates
+from mlx_server.runtime.models.blueprint import build_model
 from mlx_server.runtime.models.loader import LoadedModel, exhaust, load
-from tests.heads import NAMES, as_published, head_folder, head_weights, save_head
+from mlx_server.runtime.models.random_models import build_random
+from tests.architectures import config_of
+from tests.heads import NAMES, as_published, head_config, head_folder, head_weights, save_head
 
 
 def _target(folder: str) -> LoadedModel:
@@ -48,15 +56,19 @@ def _same(one: HeadModel, other: HeadModel) -> None:
         assert mx.allclose(array, theirs[name], rtol=0.0, atol=1e-6), name
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "glm4_moe", "mimo"])
+_EXPERTS = ("qwen3_next", "qwen3_5_moe", "glm4_moe", "bailing_hybrid", "bailing_moe_v3", "nemotron_h")
+_NO_EXPERTS = ("qwen3_5", "mimo", "mimo_v2_flash", "ernie4_5_moe", "exaone_moe", "step3p5")
+
+
+@pytest.mark.parametrize("architecture", [*_EXPERTS, *_NO_EXPERTS])
 def test_a_head_as_published_is_the_same_as_a_converted_one(architecture: str, tmp_path: Path) -> None:
-    """Experts are one by one there, and Qwen's norms lack 1."""
+    """Experts are one by one there, and Qwen's and Step's norms lack 1."""
     folder = head_folder(tmp_path / "model", architecture)
     target = _target(folder)
     converted = _head(folder, target)
-    is_qwen = architecture.startswith("qwen")
-    published = as_published(head_weights(architecture), less_one=lambda name: is_qwen and "norm" in name)
-    assert (published.keys() != head_weights(architecture).keys()) == (architecture not in ("qwen3_5", "mimo"))
+    lacks_one = architecture.startswith(("qwen", "step"))
+    published = as_published(head_weights(architecture), less_one=lambda name: lacks_one and "norm" in name)
+    assert (published.keys() != head_weights(architecture).keys()) == (architecture in _EXPERTS)
     save_head(Path(folder), published, kind="pt")
     _same(_head(folder, target), converted)
 
@@ -89,7 +101,7 @@ def test_models_without_heads_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"model has no multi-token-prediction heads: there are no .*mtp-from"):
         find_heads(folder, "model")
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelLoadError, match="its architecture, llama, is none of deepseek_v3"):
+    with pytest.raises(ModelLoadError, match=r"its architecture, llama, is none of bailing_hybrid, .*deepseek_v3"):
         find_heads(folder, "model")
     with pytest.raises(ModelLoadError, match="random:mini has no"):
         find_heads(None, "random:mini")
@@ -112,12 +124,84 @@ def test_a_model_of_other_code_is_refused(tmp_path: Path) -> None:
         _head(folder, target)
 
 
+def test_the_docs_name_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "speculation.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert [name for name in FAMILIES if not any(f"`{name}`" in row for row in rows)] == []
+
+
+def test_configurations_say_what_kind_of_layers_a_head_has() -> None:
+    def layers(architecture: str, **more: Any) -> list[Any]:
+        config = {**config_of(architecture), **more}
+        return list(build_model(HeadFiles(FAMILIES[architecture], config, {}).one_layer).layers)
+
+    full, window = "full_attention", "sliding_attention"
+    assert [layer.is_sliding for layer in layers("step3p5", layer_types=[window, window, full, window])] == [False]
+    assert [layer.is_sliding for layer in layers("step3p5", layer_types=[full, full])] == [True]
+    assert [layer.is_sliding_window for layer in layers("exaone_moe", mtp_layer_types=[window])] == [True]
+    assert [layer.is_sliding_window for layer in layers("exaone_moe")] == [False]
+    by_type, by_letter = layers("nemotron_h", mtp_layers_block_type=["attention", "mlp"]), layers("nemotron_h")
+    assert [layer.block_type for layer in by_type] == ["*", "-"]
+    assert [layer.block_type for layer in by_letter] == ["*", "E"]
+    assert [layer.block_type for layer in layers("nemotron_h", mtp_hybrid_override_pattern="*-")] == ["*", "-"]
+
+
 def test_every_family_is_found_where_its_checkpoints_have_it(tmp_path: Path) -> None:
+    assert NAMES.keys() == FAMILIES.keys()
     for architecture in NAMES:
         folder = Path(head_folder(tmp_path / architecture, architecture))
         files = find_heads(folder, architecture)
         assert list(files.names) == [folder / "mtp.safetensors"]
         assert sorted(files.names[folder / "mtp.safetensors"]) == sorted(head_weights(architecture))
+
+
+@pytest.mark.parametrize("architecture", sorted(NAMES))
+def test_a_head_is_joined_as_its_family_joins_it(architecture: str, tmp_path: Path) -> None:
+    """Its logits and what it carries are those of the formula, over layers that are built apart."""
+    folder = head_folder(tmp_path / "model", architecture)
+    target = _target(folder)
+    owner = getattr(target.model, "language_model", None) or target.model
+    body = owner.backbone if architecture == "nemotron_h" else owner.model
+    last_norm = body.norm_f if architecture == "nemotron_h" else body.norm
+    embed = next(
+        getattr(body, name) for name in ("embed_tokens", "word_embeddings", "embeddings") if hasattr(body, name)
+    )
+    ids = mx.random.randint(0, 320, (1, 40), key=mx.random.key(4))  # more than a window
+    hidden = mx.random.normal((40, 64), key=mx.random.key(5))
+    prefix, _, (embedding_norm, hidden_norm, projection, norm) = NAMES[architecture]
+    config = config_of(architecture)
+    prefix = prefix.format((config.get("text_config") or config)["num_hidden_layers"])
+    weights = head_weights(architecture)
+
+    def normed(x: mx.array, name: str) -> mx.array:
+        return mx.fast.rms_norm(x, weights[f"{prefix}{name}.weight"], 1e-5)
+
+    reads = hidden if architecture == "step3p5" else last_norm(hidden)
+    both = [normed(embed(ids), embedding_norm), normed(reads[None], hidden_norm)]
+    if architecture == "mimo":
+        both.reverse()
+    x = mx.concatenate(both, axis=-1) @ weights[f"{prefix}{projection}.weight"].T
+    template = build_random(head_config(architecture), 1)
+    if architecture == "longcat_flash":  # of latents of 32 and 24 dimensions
+        attention = template.layers[0].self_attn
+        attention.q_a_layernorm.weight *= (64 / 32) ** 0.5
+        attention.kv_a_layernorm.weight *= (64 / 24) ** 0.5
+    for layer, cache in zip_longest(template.layers, make_prompt_cache(template)):
+        first = cache[0] if isinstance(cache, CacheList) else cache
+        x = layer(x, mask=create_attention_mask(x, first, return_array=True), cache=cache)
+    last = normed(x, norm) if norm else last_norm(x)
+
+    head = _head(folder, target)
+    head.model.link.given = last_norm(hidden)
+    logits = head(ids, head.make_cache())
+    assert mx.allclose(logits, owner.lm_head(last), rtol=1e-3, atol=1e-3)
+    carried = head.model.link.carried
+    assert carried is not None
+    if architecture == "step3p5":
+        expected = last_norm(x)
+    else:
+        expected = x if norm == "shared_head.norm" else last
+    assert mx.allclose(carried, expected[0], rtol=1e-3, atol=1e-3)
 
 
 class _Hub(ThreadingHTTPServer):

@@ -1,5 +1,4 @@
-"""Multi-token-prediction heads: where a checkpoint keeps its head, how the parts are joined, and the head as a model
-that drafts.
+"""Multi-token-prediction heads: where a model's head is found, and the head as a model that drafts.
 
 A head is one more decoder layer. It reads the model's last hidden state of a position and the embedding of the token
 behind it, and predicts the token behind that; embedding and output matrix are the model's own:
@@ -16,114 +15,35 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from mlx_server.errors import ModelLoadError
+from mlx_server.runtime.drafts.head_families import FAMILIES, Config, HeadFamily
 from mlx_server.runtime.drafts.head_fetch import fetched_heads
 from mlx_server.runtime.models.blueprint import build_model
 from mlx_server.runtime.models.folder import read_headers, read_model_json
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, is_gpu, prepare_weights
 
-Config = dict[str, Any]
-
-_DENSE_FIRST = {"first_k_dense_replace": 0, "moe_layer_freq": 1}
 _STACKED = re.compile(r"(.*mlp)\.experts\.0\.(\w+)\.(\w+)")
-
-
-@dataclass(frozen=True, slots=True)
-class HeadFamily:
-    """The head of some architectures. Names of its tensors begin with `prefix`, a pattern in which {layers} stands for
-    the number of the model's layers; `layer` goes before those of its decoder layer.
-
-    `one_layer` is what makes a model's only layer one like the head's. `embedding_first`: the order in which embedding
-    and hidden state are joined. `carries_normed`: the head gives itself its hidden state behind the last norm, not
-    before. `adds_one`: checkpoints that are not in MLX's format keep norms' weights less 1.
-    """
-
-    prefix: str
-    embedding_norm: str
-    hidden_norm: str
-    projection: str
-    norm: str
-    layer: str = ""
-    one_layer: Mapping[str, Any] = field(default_factory=dict)
-    embedding_first: bool = True
-    carries_normed: bool = False
-    adds_one: bool = False
-
-    def parts(self, name: str) -> str | None:
-        """The name in a `HeadBody` of what follows the prefix; None for copies of what is the model's own."""
-        stem, _, kind = name.rpartition(".")
-        own = {
-            self.embedding_norm: "embedding_norm",
-            self.hidden_norm: "hidden_norm",
-            self.projection: "projection",
-            self.norm: "norm",
-        }
-        if stem in own:
-            return f"{own[stem]}.{kind}"
-        if not name.startswith(self.layer) or stem in ("embed_tokens", "shared_head.head"):
-            return None
-        return f"layers.0.{name.removeprefix(self.layer)}"
-
-
-_QWEN = HeadFamily(
-    prefix=r"(?:language_model\.|model\.)*mtp\.",
-    embedding_norm="pre_fc_norm_embedding",
-    hidden_norm="pre_fc_norm_hidden",
-    projection="fc",
-    norm="norm",
-    layer="layers.0.",
-    one_layer={"full_attention_interval": 1},
-    carries_normed=True,
-    adds_one=True,
-)
-"""vLLM's qwen3_next_mtp.py: `fc` over embedding and hidden state, a layer with full attention, `norm`."""
-
-_DEEPSEEK = HeadFamily(
-    prefix=r"model\.layers\.{layers}\.",
-    embedding_norm="enorm",
-    hidden_norm="hnorm",
-    projection="eh_proj",
-    norm="shared_head.norm",
-    one_layer=_DENSE_FIRST,
-)
-"""vLLM's deepseek_mtp.py and glm4_moe_mtp.py, and DeepSeek-V3's README_WEIGHTS.md: the layer behind the last one, whose
-embedding and output matrix are the model's."""
-
-_MIMO = HeadFamily(
-    prefix=r"model\.mtp_layers\.0\.",
-    embedding_norm="token_layernorm",
-    hidden_norm="hidden_layernorm",
-    projection="input_proj",
-    norm="final_layernorm",
-    embedding_first=False,
-    carries_normed=True,
-)
-"""vLLM's mimo_mtp.py: the hidden state goes first."""
-
-FAMILIES: Mapping[str, HeadFamily] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _QWEN),
-    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _DEEPSEEK),
-    "mimo": _MIMO,
-}
-"""By `model_type`. All of these give heads the hidden states behind the model's last norm."""
 
 
 @dataclass(slots=True)
 class HeadLink:
     """What a head shares with its model, and what goes in and out of it beside token ids: `given` are hidden states
-    `[T, D]` for its next call, which makes do with embeddings without; `carried` are those that it leaves then."""
+    `[T, D]` behind the model's last norm for its next call, which makes do with embeddings without; `carried` are those
+    that it leaves then."""
 
     embed: Callable[[mx.array], mx.array]
     output: Callable[[mx.array], mx.array]
+    last_norm: Callable[[], nn.Module]
     given: mx.array | None = None
     carried: mx.array | None = None
 
@@ -137,22 +57,28 @@ class HeadBody(nn.Module):  # type: ignore[misc]
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
         self.projection = nn.Linear(2 * size, size, bias=False)
         self.layers = layers
-        self.norm = nn.RMSNorm(size, eps=eps)
+        if family.norm:
+            self.norm = nn.RMSNorm(size, eps=eps)
         self.family = family
         self.link = link
 
     def __call__(self, ids: mx.array, cache: Any) -> mx.array:
         link, family = self.link, self.family
         embedded = link.embed(ids)
+        last_norm = link.last_norm()
         hidden = embedded if link.given is None else link.given.reshape(embedded.shape)
+        if not family.reads_normed:
+            hidden = hidden / last_norm.weight  # as before the norm but for the length, which the next norm takes out
         both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
         x = self.projection(mx.concatenate(both if family.embedding_first else both[::-1], axis=-1))
-        mask = create_attention_mask(x, cache[0], return_array=True)
-        for layer, own in zip(self.layers, cache):
+        first = cache[0][0] if isinstance(cache[0], tuple | CacheList) else cache[0]
+        mask = create_attention_mask(x, first, return_array=True)
+        for layer, own in zip_longest(self.layers, cache):  # one of experts alone has no cache
             x = layer(x, mask=mask, cache=own)
-        normed: mx.array = self.norm(x)
+        normed: mx.array = (self.norm if family.norm else last_norm)(x)
         if link.given is not None:
-            link.carried = (normed if family.carries_normed else x).reshape(-1, x.shape[-1])
+            carried = normed if family.carries_normed else x if family.reads_normed else last_norm(x)
+            link.carried = carried.reshape(-1, x.shape[-1])
         return normed
 
 
@@ -187,9 +113,9 @@ class HeadFiles:
 
     @property
     def one_layer(self) -> Config:
-        """The configuration of a model with one layer, which is like the head's."""
-        changes = {"num_hidden_layers": 1, **self.family.one_layer}
+        """The configuration of a model whose only layers are like the head's."""
         text = self.config.get("text_config")
+        changes = {"num_hidden_layers": 1, **self.family.one_layer({**self.config, **(text or {})})}
         own = {"text_config": {**text, **changes}} if isinstance(text, dict) else changes
         return {**self.config, **own}
 
@@ -235,15 +161,16 @@ def load_head(files: HeadFiles, target: LoadedModel, dtype: str) -> Pieces[Loade
     yield 0.0
     yield from prepare_weights(head, dtype)
     text = files.config.get("text_config") or files.config
-    config = {**text, "num_hidden_layers": 1, "vocab_size": target.vocab_size}
+    config = {**text, "num_hidden_layers": len(head.layers), "vocab_size": target.vocab_size}
     return LoadedModel(f"the heads of {target.name}", head, config, None)
 
 
 def _build(files: HeadFiles, target: LoadedModel) -> HeadModel:
     template = build_model(files.one_layer)
     owner = _language_model(target.model)
-    norm = owner.model.norm
-    body = HeadBody(files.family, list(template.layers), norm.weight.shape[0], norm.eps, _link(owner))
+    link = _link(owner)
+    norm = link.last_norm()
+    body = HeadBody(files.family, list(template.layers), norm.weight.shape[0], norm.eps, link)
     head = HeadModel(body, make_prompt_cache(template), str(files.config["model_type"]))
     weights, is_packed = _read(files, template)
     packing = target.config.get("quantization")
@@ -264,9 +191,22 @@ def _language_model(model: Any) -> Any:
 
 def _link(owner: Any) -> HeadLink:
     """Looks the model's modules up at each call: they may have been replaced."""
-    if "lm_head" in owner.children():
-        return HeadLink(lambda ids: owner.model.embed_tokens(ids), lambda x: owner.lm_head(x))
-    return HeadLink(lambda ids: owner.model.embed_tokens(ids), lambda x: owner.model.embed_tokens.as_linear(x))
+    body = _name(owner, "model", "backbone")
+    embedding = _name(owner[body], "embed_tokens", "word_embeddings", "embeddings")
+    norm = _name(owner[body], "norm", "norm_f")
+
+    def find(name: str) -> Any:
+        return getattr(getattr(owner, body), name)
+
+    return HeadLink(
+        embed=lambda ids: find(embedding)(ids),
+        output=(lambda x: owner.lm_head(x)) if "lm_head" in owner else (lambda x: find(embedding).as_linear(x)),
+        last_norm=lambda: find(norm),
+    )
+
+
+def _name(module: nn.Module, *names: str) -> str:
+    return next((name for name in names if name in module), names[0])
 
 
 def _read(files: HeadFiles, template: Any) -> tuple[dict[str, mx.array], bool]:
@@ -282,12 +222,13 @@ def _read(files: HeadFiles, template: Any) -> tuple[dict[str, mx.array], bool]:
             match = re.match(family.prefix.replace("{layers}", r"\d+"), name)
             part = None if match is None else family.parts(name[match.end() :])
             if part is not None:
-                (layer if part.startswith("layers.0.") else weights)[part] = arrays[name]
+                (layer if part.startswith("layers.") else weights)[part] = arrays[name]
     has_stacked = any(_STACKED.fullmatch(name) for name in layer)
     sanitized = layer
     if hasattr(template, "sanitize"):
-        sanitized = template.sanitize({f"model.{name}": array for name, array in layer.items()})
-    layer = {f"layers.0.{name.partition('layers.0.')[2]}": array for name, array in sanitized.items()}
+        body = _name(_language_model(template), "model", "backbone")
+        sanitized = template.sanitize({f"{body}.{name}": array for name, array in layer.items()})
+    layer = {f"layers.{name.partition('layers.')[2]}": array for name, array in sanitized.items()}
     _stack_experts(layer)
     if is_original and family.adds_one:
         # mlx-lm's code has done it for the layer if it has stacked experts, which tells it that this is no conversion
@@ -295,6 +236,8 @@ def _read(files: HeadFiles, template: Any) -> tuple[dict[str, mx.array], bool]:
         _add_one(weights if is_done else layer)
         if not is_done:
             _add_one(weights)
+    for end, factor in family.scales(files.config).items():
+        layer |= {name: factor * array for name, array in layer.items() if name.endswith(f".{end}")}
     weights.update(layer)
     return weights, any(name.endswith(".scales") for name in weights)
 
