@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import partial
@@ -14,15 +15,16 @@ from typing import Any
 from mlx_server.batching.limits import FEWEST_SAMPLED_ROWS
 from mlx_server.config import BLOCK_SIZE, FEWER_KV, WHOLE_WEIGHTS, Config, ModelConfig
 from mlx_server.engine.loading import find_model
+from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import HELD_STATES
 from mlx_server.runtime.cache.layers import plan_pools
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.drafts.heads import HeadFiles, find_heads
 from mlx_server.runtime.kernels.gpu.rows import FUSED_DIMS
-from mlx_server.runtime.layers.adapters import adapter_tensors
+from mlx_server.runtime.layers.adapters import adapter_tensors, merged_adapter
 from mlx_server.runtime.memory import MAX_IN_FLIGHT, first_kv_blocks, max_elements
 from mlx_server.runtime.models import random_models
-from mlx_server.runtime.models.blueprint import foresee_cache, why_blind
+from mlx_server.runtime.models.blueprint import bfloat16_shapes, foresee_cache, why_blind
 from mlx_server.runtime.models.folder import CONTEXT_KEYS, TensorHeader, read_headers
 from mlx_server.runtime.models.loader import is_gpu, is_metal
 from mlx_server.runtime.models.resolve import find_folder
@@ -240,8 +242,8 @@ _WHOLE = re.compile(r"embed|lm_head|wte\b|norm")
 
 def estimate_need(config: Config) -> MemoryNeed:
     """What loading the model of `config` takes, and its draft model, or the heads that it needs. Fetches their files if
-    they are not there, and reads what they say of themselves: not for the event loop's thread. Raises `ModelLoadError`
-    or `DownloadError`."""
+    they are not there, and reads what they say of themselves; of bfloat16 weights on the CPU it needs the native
+    library, built if need be: not for the event loop's thread. Raises `ModelLoadError` or `DownloadError`."""
     heads = _needed_heads(config) if config.needs_heads else None  # refused before the model is quantised
     need = _estimate_model(config)
     if heads is not None:
@@ -259,12 +261,14 @@ def estimate_heads(config: Config, files: HeadFiles, folder: Path | None) -> Mem
     """Of the head in `files` of the model in `folder`, with the hidden states kept for it. Weights that are among the
     model's are counted there if they are loaded from there, and not from a folder that was quantised without them."""
     settings = config.model
-    weights_bytes = 0
+    tensors: dict[str, TensorHeader] = {}
     for path, names in files.names.items():
         is_among = path.parent == folder and path.match("model*.safetensors")
         if settings.quantize != WHOLE_WEIGHTS or not is_among:
             headers = read_headers(path)
-            weights_bytes += sum(_tensor_bytes(headers[name], settings) for name in names)
+            tensors |= {name: headers[name] for name in names}
+    weights_bytes = sum(_tensor_bytes(tensor, settings) for tensor in tensors.values())
+    weights_bytes -= _spared_bytes(files.one_layer, tensors, settings)
     shape = _Shape.of({**files.config, **(files.config.get("text_config") or {})})
     num_held = config.scheduler.max_num_seqs * HELD_STATES * shape.hidden
     num_elements = num_held + first_kv_blocks(_NO_BOUND) * BLOCK_SIZE * shape.keys_and_values
@@ -288,6 +292,8 @@ def _estimate_model(config: Config) -> MemoryNeed:
         tensors = {name: tensor for name, tensor in headers if sees or _OTHER_TOWERS.search(name) is None}
         sizes = {name: _tensor_bytes(tensor, settings) for name, tensor in tensors.items()}
         weights = sum(size if _WHOLE.search(name) else size // num_ranks for name, size in sizes.items())
+        if num_ranks == 1 and merged_adapter(settings.adapters) is None:  # a part of a layer, or a changed one, is wide
+            weights -= _spared_bytes(described, tensors, settings, sees=sees)
         stored = {tensor["dtype"] for tensor in tensors.values()}
     for adapter in settings.adapters:
         weights += sum(_tensor_bytes(tensor, settings) for tensor in adapter_tensors(adapter))
@@ -336,6 +342,28 @@ def _tensor_bytes(tensor: TensorHeader, settings: ModelConfig) -> int:
         begin, end = tensor["data_offsets"]
         return int(end - begin)
     return int(math.prod(tensor["shape"]) * _item_bytes(settings, stored))
+
+
+def _spared_bytes(
+    described: Mapping[str, Any], tensors: Mapping[str, TensorHeader], settings: ModelConfig, *, sees: bool = False
+) -> int:
+    """By how much `_tensor_bytes` is too much for weights that stay in bfloat16 on the CPU. The model's layers and the
+    files' tensors have the same shapes in some order; where its code joins or cuts tensors, nothing is spared."""
+    if settings.dtype != "auto" or is_gpu() or "model_file" in described:
+        return 0
+    stored = Counter(
+        tuple(sorted(tensor["shape"]))
+        for name, tensor in tensors.items()
+        if tensor["dtype"] == "BF16" and name.endswith("weight")
+    )
+    if not stored:
+        return 0
+    try:
+        kept = Counter(tuple(sorted(shape)) for shape in bfloat16_shapes(described, sees=sees))
+    except ModelLoadError:  # loading says what is wrong, or goes on without the encoder
+        return 0
+    spared = _DTYPE_BYTES["float32"] - _DTYPE_BYTES["bfloat16"]
+    return int(spared * sum(count * math.prod(shape) for shape, count in (stored & kept).items()))
 
 
 def _activation_bytes(config: Config, described: Mapping[str, Any], weights_bytes: int) -> int:

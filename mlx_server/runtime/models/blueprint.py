@@ -22,6 +22,7 @@ from mlx_server.runtime.attention.interface import ReferenceBackend
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.cache.layers import discover_layers
 from mlx_server.runtime.checks.image_probe import SAMPLES, TEXT_ONLY, not_served
+from mlx_server.runtime.layers.cpu import bfloat16_weights, native_library
 from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.folder import read_headers, read_model_json
 
@@ -120,6 +121,14 @@ def foresee_cache(config: Mapping[str, Any], dtype: str) -> PagedKVCache:
     """The caches that the model of `config` will have with weights of type `dtype`, one of `DTYPES`, not allocated.
     Any thread. Raises `ModelLoadError` for a model that cannot be served, as far as that shows."""
     return PagedKVCache(discover_layers(build_blank(config, DTYPES[dtype])), ReferenceBackend())
+
+
+def bfloat16_shapes(config: Mapping[str, Any], *, sees: bool = False) -> list[tuple[int, ...]]:
+    """Of the weights that the model of `config` keeps in bfloat16 on the CPU where they are stored so. None if the
+    native library is not there, which this may build. Any thread. Raises `ModelLoadError` as `build_model`."""
+    if native_library() is None:
+        return []
+    return [tuple(weight.shape) for _, weight in bfloat16_weights(build_blank(config, mx.bfloat16, sees=sees))]
 
 
 logger = logging.getLogger(__name__)
