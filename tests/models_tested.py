@@ -19,7 +19,7 @@ from mlx_server.engine.vision.seeing import is_known
 from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.checks import kv_loss
-from mlx_server.runtime.checks.image_probe import SAMPLES
+from mlx_server.runtime.checks.image_probe import BIDIRECTIONAL, SAMPLES
 from mlx_server.runtime.drafts.head_families import FAMILIES
 from mlx_server.runtime.models.tool_parsers import find_tool_parser
 from tests.architectures import ARCHITECTURES, BROKEN, NEEDS_METAL, REFUSED, config_of
@@ -96,7 +96,7 @@ def row_of(name: str) -> Row:
 
 def _images(name: str) -> str:
     if name in SAMPLES:
-        return YES
+        return f"{YES}, on a GPU without `--batch-invariant`" if name in BIDIRECTIONAL else YES
     return "no: the encoder is not run" if is_known({"model_type": name, "vision_config": {}}) else NONE
 
 

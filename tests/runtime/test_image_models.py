@@ -124,7 +124,7 @@ def test_rows_one_by_one_do_not_see_both_ways(square_folder: Path, monkeypatch: 
     plan = ReferenceBackend.plan
     monkeypatch.setattr(ReferenceBackend, "plan", lambda backend, step: plan(backend, step.by_row()))
     fault = load_and_probe(square_folder, "reference")[1].no_vision
-    assert "tokens that see each other both ways cannot be computed one by one" in fault
+    assert "tokens that see each other both ways cannot be one by one, as --batch-invariant has them" in fault
 
 
 def test_the_same_families_see_both_ways_for_the_scheduler_and_the_probe() -> None:

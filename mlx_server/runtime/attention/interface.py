@@ -94,7 +94,7 @@ class StepPlan:
         """The same with each token of a prompt chunk as a decode of its own, which sees its context up to itself.
         Raises `ValueError` for tokens that see more."""
         if self.both_ways.any():
-            raise ValueError("tokens that see each other both ways cannot be computed one by one")
+            raise ValueError("tokens that see each other both ways cannot be one by one, as --batch-invariant has them")
         owners = np.repeat(np.arange(self.num_requests), np.diff(self.query_starts))
         return replace(
             self,
