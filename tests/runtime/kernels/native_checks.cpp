@@ -86,7 +86,7 @@ Made make_weights(Storage storage, int64_t outputs, int64_t depth) {
 void check_products(Engine& engine) {
   const char* names[] = {"float32", "bfloat16", "8 bits", "4 bits"};
   for (const Storage storage : {Storage::kFloat32, Storage::kBfloat16, Storage::kAffine8, Storage::kAffine4}) {
-    for (const auto& [outputs, depth] : {std::pair<int64_t, int64_t>{7, 32}, {130, 96}, {258, 320}}) {
+    for (const auto& [outputs, depth] : {std::pair<int64_t, int64_t>{7, 32}, {130, 96}, {258, 320}, {37, 1152}, {9, 2176}}) {
       const Made made = make_weights(storage, outputs, depth);
       const int64_t most = 40;
       const Numbers x = normal(most * depth);

@@ -74,10 +74,13 @@ def test_strided_rows_are_read_in_their_order(library: Any) -> None:
     assert worst(library.linear(native.engine(1), x, weight), x @ weight.T) < 3e-6
 
 
+@pytest.mark.parametrize("shape", [(257, 384), (66, 2176)], ids=["one chunk of the depth", "three chunks"])
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_row_has_its_bits_in_any_company_and_with_any_threads(library: Any, storage: str) -> None:
-    given, _ = stored(normal(257, 384), storage)
-    x = normal(200, 384)
+def test_a_row_has_its_bits_in_any_company_and_with_any_threads(
+    library: Any, storage: str, shape: tuple[int, int]
+) -> None:
+    given, _ = stored(normal(*shape), storage)
+    x = normal(200, shape[1])
     alone = np.array(mx.concatenate([library.linear(native.engine(1), x[row : row + 1], *given) for row in range(200)]))
     for threads in (1, 2, 3):
         for rows in [*range(1, 65), 127, 200]:

@@ -1,15 +1,18 @@
 // Products of any number of rows with weights that are read as they lie, and what stands between a model's products.
 //
-// A tile is kTile outputs of a few rows, summed in registers over the whole depth, kStep numbers at a time. Every output
-// is one sequence of multiply-adds over the depth in each lane and one tree over the lanes, whatever tile it is in: so
-// a row's bits depend on nothing but the row and the weights. Numbers of 4 bits come as the even and the odd ones of
-// kStep, so the rows are brought into that order first. Example, of 8 numbers and 4 lanes:
+// A tile is kTile outputs of a few rows, summed in registers over a chunk of the depth, kStep numbers at a time. Every
+// output is one sequence of multiply-adds over a chunk in each lane, one tree over the lanes, and one sum over the
+// chunks, whatever tile it is in: so a row's bits depend on nothing but the row and the weights. Numbers of 4 bits come
+// as the even and the odd ones of kStep, so the rows are brought into that order first. Example, of 8 numbers and 4
+// lanes:
 //
 //     bytes     1|0  3|2  5|4  7|6     the high bits | the low bits, by what they belong to
 //     low       0 2 4 6                times x arranged as  0 2 4 6
 //     high      1 3 5 7                                     1 3 5 7
 //
-// Of many rows, weights that are not floats are widened once for all of them, in the same order.
+// Of many rows, rows and weights are packed first: what a tile reads of either is one run of aligned floats then. Rows in
+// memory are not aligned, so most loads of whole vectors would touch two cache lines, and as many loads as a tile needs
+// are just what its multiply-adds leave time for.
 
 #include <algorithm>
 #include <cstdint>
@@ -30,8 +33,11 @@ constexpr int kRows = 6;
 constexpr int kRows = 3;
 #endif
 
-constexpr int kWidenedFrom = 3 * kRows;     // rows from which on weights are widened first
-constexpr int64_t kBlockFloats = 96 << 10;  // of x that stay in the second cache while weights pass by
+constexpr int kPackedFrom = 32;             // rows from which on it pays to pack them and the weights first
+constexpr int64_t kChunk = 1024;            // of a depth that are summed up at a time, at most
+constexpr int64_t kChunkStep = 128;         // of which every group of weights is a part
+constexpr int64_t kPanelFloats = 32 << 10;  // of weights that stay in the second cache while a few groups of rows pass by
+constexpr int64_t kPanelOutputs = 128;      // likewise, whose chunk is packed
 constexpr int64_t kFewestOutputs = 64;      // that a thread takes at a time
 constexpr int64_t kAlone = 100000;          // multiply-adds that are not worth a second thread
 constexpr int64_t kAloneRows = 1 << 16;     // numbers, likewise
@@ -63,7 +69,6 @@ class Rows {
 class Float32Rows : Rows<float> {
  public:
   Float32Rows(const Weights& w, int64_t first) : Rows(static_cast<const float*>(w.data), first, w.outputs, w.depth) {}
-  Float32Rows(const float* widened, int64_t depth) : Rows(widened, 0, kTile, depth) {}
   void enter(int64_t) {}
   void fetch(int64_t k) const { Rows::fetch(k, kStep); }
   template <int kHalf>
@@ -154,105 +159,177 @@ class Affine4Rows : AffineRows {
 #endif
 };
 
-// Outputs whose weights, as floats, are about as large as kPanelFloats.
-constexpr int64_t kPanelFloats = 32 << 10;
-inline int64_t panel_width(int64_t depth) { return std::max<int64_t>(kTile, kPanelFloats / depth / kTile * kTile); }
+// M rows of x as they lie, or packed: the first vector of a step of each, then the second ones, step by step.
+struct PlainRows {
+  const float* data;
+  int64_t depth;
+  template <int kHalf>
+  Floats get(int m, int64_t k) const {
+    return load(data + m * depth + k + kHalf * kLanes);
+  }
+};
 
-template <int kHalf, int M, typename W>
-inline __attribute__((always_inline)) void add_half(const W& w, const float* x, int64_t depth, int64_t k,
-                                                    Floats (&sum)[M][kTile]) {
+template <int M>
+struct PackedRows {
+  const float* data;
+  template <int kHalf>
+  Floats get(int m, int64_t k) const {
+    return load(data + k * M + (kHalf * M + m) * kLanes);
+  }
+};
+
+// Four rows of weights, packed likewise.
+struct PackedWeights {
+  const float* data;
+  void enter(int64_t) {}
+  void fetch(int64_t) const {}
+  template <int kHalf>
+  Floats get(int i, int64_t k) const {
+    return load(data + k * kTile + (kHalf * kTile + i) * kLanes);
+  }
+};
+
+inline int64_t up_to(int64_t number, int64_t step) { return (number + step - 1) / step * step; }
+
+// The numbers of a chunk: a depth is cut evenly, whatever the rows and the storage are.
+inline int64_t chunk_of(int64_t depth) {
+  const int64_t chunks = (depth + kChunk - 1) / kChunk;
+  return up_to((depth + chunks - 1) / chunks, kChunkStep);
+}
+
+// Rows are cut into even groups that fit the registers: the first row of group g.
+inline int64_t groups_of(int64_t rows) { return (rows + kRows - 1) / kRows; }
+inline int64_t first_of(int64_t g, int64_t rows) { return rows * g / groups_of(rows); }
+
+template <int kHalf, int M, typename W, typename X>
+inline __attribute__((always_inline)) void add_half(const W& w, const X& x, int64_t k, Floats (&sum)[M][kTile]) {
   Floats left[kTile];
   UNROLL for (int i = 0; i < kTile; ++i) left[i] = in_register(w.template get<kHalf>(i, k));
   UNROLL for (int m = 0; m < M; ++m) {
-    const Floats right = in_register(load(x + m * depth + k + kHalf * kLanes));
+    const Floats right = in_register(x.template get<kHalf>(m, k));
     UNROLL for (int i = 0; i < kTile; ++i) sum[m][i] = fused(left[i], right, sum[m][i]);
   }
 }
 
-// `count` of kTile outputs of M rows. The first rows to meet the weights fetch them.
-template <int M, bool kFetches, typename W>
-void tile(W w, const float* x, int64_t depth, int64_t group, float* y, int64_t stride, int64_t count) {
+// `count` of kTile outputs of M rows, over [from, to) of the depth; added to y unless `is_first`. The first rows to meet
+// the weights fetch them.
+template <int M, bool kFetches, typename W, typename X>
+void tile(W w, X x, int64_t from, int64_t to, bool is_first, int64_t group, float* y, int64_t stride, int64_t count) {
   Floats sum[M][kTile] = {};
-  for (int64_t start = 0; start < depth; start += group) {
+  for (int64_t start = from; start < to; start += group) {
+    const int64_t end = std::min(start + group, to);
     w.enter(start / group);
-    for (int64_t k = start; k < start + group; k += kStep) {
+    for (int64_t k = start; k < end; k += kStep) {
       if (kFetches) w.fetch(k);
-      add_half<0, M>(w, x, depth, k, sum);
-      add_half<1, M>(w, x, depth, k, sum);
+      add_half<0, M>(w, x, k, sum);
+      add_half<1, M>(w, x, k, sum);
     }
   }
-  UNROLL for (int m = 0; m < M; ++m) {
-    const Quad sums = sums_of(sum[m]);
-    if (count == kTile) {
-      std::memcpy(y + m * stride, &sums, sizeof sums);
-    } else {
-      for (int64_t i = 0; i < count; ++i) y[m * stride + i] = sums[i];
+  Quad sums[M];
+  UNROLL for (int m = 0; m < M; ++m) sums[m] = sums_of(sum[m]);
+  if (count == kTile) {
+    UNROLL for (int m = 0; m < M; ++m) {
+      float* at = y + m * stride;
+      store(at, is_first ? sums[m] : load<Quad>(at) + sums[m]);
+    }
+  } else {
+    for (int m = 0; m < M; ++m) {
+      for (int64_t i = 0; i < count; ++i) y[m * stride + i] = is_first ? sums[m][i] : y[m * stride + i] + sums[m][i];
     }
   }
 }
 
-template <bool kFetches, typename W, int M = kRows>
-void few_rows(int rows, const W& w, const float* x, int64_t depth, int64_t group, float* y, int64_t stride,
-              int64_t count) {
+// Outputs [first, last) of as many rows as fit the registers. Not inlined: so each number of rows has the registers to
+// itself.
+template <typename W, bool kFetches, int M = kRows>
+__attribute__((noinline)) void few_rows(int rows, const Weights& w, const float* x, int64_t first, int64_t last,
+                                        float* y) {
   if constexpr (M > 0) {
-    if (rows == M) return tile<M, kFetches>(w, x, depth, group, y, stride, count);
-    few_rows<kFetches, W, M - 1>(rows, w, x, depth, group, y, stride, count);
-  }
-}
-
-template <typename W>
-void widen_rows(W w, int64_t depth, int64_t group, float* to) {
-  for (int64_t start = 0; start < depth; start += group) {
-    w.enter(start / group);
-    for (int64_t k = start; k < start + group; k += kStep) {
-      w.fetch(k);
-      UNROLL for (int i = 0; i < kTile; ++i) {
-        store(to + i * depth + k, w.template get<0>(i, k));
-        store(to + i * depth + k + kLanes, w.template get<1>(i, k));
+    if (rows < M) return few_rows<W, kFetches, M - 1>(rows, w, x, first, last, y);
+    const int64_t group = w.group > 0 ? w.group : w.depth, chunk = chunk_of(w.depth);
+    for (int64_t n = first; n < last; n += kTile) {
+      const int64_t count = std::min<int64_t>(kTile, last - n);
+      const W reader(w, n);
+      for (int64_t k = 0; k < w.depth; k += chunk) {
+        const int64_t end = std::min(k + chunk, w.depth);
+        tile<M, kFetches>(reader, PlainRows{x, w.depth}, k, end, k == 0, group, y + n, w.outputs, count);
       }
     }
   }
 }
 
-// Outputs [first, last) of some rows. They are done in panels of weights that stay in the second cache while groups of
-// rows, which stay in the first one, pass by: the rows are cut into even groups that fit the registers. `room` holds a
-// panel.
+// Likewise, of packed rows and weights, over `size` of the depth.
+template <int M = kRows>
+__attribute__((noinline)) void few_packed(int rows, const float* weights, const float* x, int64_t size, bool is_first,
+                                          int64_t outputs, float* y, int64_t stride) {
+  if constexpr (M > 0) {
+    if (rows < M) return few_packed<M - 1>(rows, weights, x, size, is_first, outputs, y, stride);
+    for (int64_t n = 0; n < outputs; n += kTile) {
+      const int64_t count = std::min<int64_t>(kTile, outputs - n);
+      tile<M, false>(PackedWeights{weights + n * size}, PackedRows<M>{x}, 0, size, is_first, size, y + n, stride, count);
+    }
+  }
+}
+
+// Four rows of weights, over [from, to) of the depth.
 template <typename W>
-void multiply_outputs(const Weights& w, const float* x, int rows, int64_t first, int64_t last, float* y, float* room) {
-  constexpr bool kIsNarrow = !std::is_same_v<W, Float32Rows>;
-  const int64_t group = w.group > 0 ? w.group : w.depth, width = panel_width(w.depth);
-  const bool is_widened = kIsNarrow && rows >= kWidenedFrom;
+void pack_weights(W w, int64_t from, int64_t to, int64_t group, float* out) {
+  for (int64_t start = from; start < to; start += group) {
+    const int64_t end = std::min(start + group, to);
+    w.enter(start / group);
+    for (int64_t k = start; k < end; k += kStep) {
+      UNROLL for (int i = 0; i < kTile; ++i) store(out + i * kLanes, w.template get<0>(i, k));
+      UNROLL for (int i = 0; i < kTile; ++i) store(out + (kTile + i) * kLanes, w.template get<1>(i, k));
+      out += kTile * kStep;
+    }
+  }
+}
+
+// Outputs [first, last) of few rows, cut into even groups. They are done in panels of weights that stay in the second
+// cache while groups pass by.
+template <typename W>
+void multiply_outputs(const Weights& w, const float* x, int64_t rows, int64_t first, int64_t last, float* y) {
+  const int64_t width = std::max<int64_t>(kTile, kPanelFloats / w.depth / kTile * kTile);
   for (; first < last; first += width) {
     const int64_t end = std::min(first + width, last);
-    for (int64_t n = first; is_widened && n < end; n += kTile) {
-      widen_rows(W(w, n), w.depth, group, room + (n - first) * w.depth);
-    }
-    for (int done = 0, groups = (rows + kRows - 1) / kRows; groups > 0; --groups) {
-      const int m = (rows - done + groups - 1) / groups;
-      const float* in = x + done * w.depth;
-      float* out = y + done * w.outputs;
-      for (int64_t n = first; n < end; n += kTile) {
-        const int64_t count = std::min<int64_t>(kTile, end - n);
-        if (is_widened) {
-          const Float32Rows widened(room + (n - first) * w.depth, w.depth);
-          few_rows<false>(m, widened, in, w.depth, w.depth, out + n, w.outputs, count);
-        } else if (done == 0) {
-          few_rows<true>(m, W(w, n), in, w.depth, group, out + n, w.outputs, count);
-        } else {
-          few_rows<false>(m, W(w, n), in, w.depth, group, out + n, w.outputs, count);
-        }
-      }
-      done += m;
+    for (int64_t g = 0; g < groups_of(rows); ++g) {
+      const int64_t row = first_of(g, rows);
+      const auto multiply_group = g == 0 ? few_rows<W, true> : few_rows<W, false>;
+      multiply_group(int(first_of(g + 1, rows) - row), w, x + row * w.depth, first, end, y + row * w.outputs);
     }
   }
 }
 
-void multiply_outputs(const Weights& w, const float* x, int rows, int64_t first, int64_t last, float* y, float* room) {
+// Outputs [first, last) of many rows, which are packed. A panel's chunk of weights is packed into `room`, to stay in the
+// second cache; groups of rows, each of which stays in the first one, pass by.
+template <typename W>
+void multiply_packed(const Weights& w, const float* packed, int64_t rows, int64_t first, int64_t last, float* y,
+                     float* room) {
+  const int64_t group = w.group > 0 ? w.group : w.depth, chunk = chunk_of(w.depth);
+  for (; first < last; first += kPanelOutputs) {
+    const int64_t end = std::min(first + kPanelOutputs, last);
+    for (int64_t k = 0; k < w.depth; k += chunk) {
+      const int64_t size = std::min(chunk, w.depth - k);
+      for (int64_t n = first; n < end; n += kTile) {
+        pack_weights(W(w, n), k, k + size, group, room + (n - first) * size);
+      }
+      for (int64_t g = 0; g < groups_of(rows); ++g) {
+        const int64_t row = first_of(g, rows);
+        few_packed(int(first_of(g + 1, rows) - row), room, packed + rows * k + row * size, size, k == 0, end - first,
+                   y + row * w.outputs + first, w.outputs);
+      }
+    }
+  }
+}
+
+// Calls work(W*), of null, with what reads the storage of w.
+template <typename Work>
+void with_reader_of(const Weights& w, const Work& work) {
   switch (w.storage) {
-    case Storage::kFloat32: return multiply_outputs<Float32Rows>(w, x, rows, first, last, y, room);
-    case Storage::kBfloat16: return multiply_outputs<Bfloat16Rows>(w, x, rows, first, last, y, room);
-    case Storage::kAffine8: return multiply_outputs<Affine8Rows>(w, x, rows, first, last, y, room);
-    case Storage::kAffine4: return multiply_outputs<Affine4Rows>(w, x, rows, first, last, y, room);
+    case Storage::kFloat32: return work(static_cast<Float32Rows*>(nullptr));
+    case Storage::kBfloat16: return work(static_cast<Bfloat16Rows*>(nullptr));
+    case Storage::kAffine8: return work(static_cast<Affine8Rows*>(nullptr));
+    case Storage::kAffine4: return work(static_cast<Affine4Rows*>(nullptr));
   }
 }
 
@@ -260,6 +337,23 @@ void multiply_outputs(const Weights& w, const float* x, int rows, int64_t first,
 void arrange(const float* x, int64_t count, float* to) {
   for (int64_t k = 0; k < count; k += kStep) {
     for (int i = 0; i < kLanes; ++i) to[k + i] = x[k + 2 * i], to[k + kLanes + i] = x[k + 2 * i + 1];
+  }
+}
+
+// Groups [first, last) of the rows of x, over `size` numbers from k on; `is_even_first` as by `arrange`.
+void pack_rows(const float* x, int64_t rows, int64_t depth, int64_t first, int64_t last, int64_t k, int64_t size,
+               bool is_even_first, float* to) {
+  for (int64_t g = first; g < last; ++g) {
+    const int64_t begin = first_of(g, rows), m = first_of(g + 1, rows) - begin;
+    for (int64_t row = begin; row < begin + m; ++row) {
+      float* out = to + begin * size + (row - begin) * kLanes;
+      for (int64_t i = k; i < k + size; i += kStep, out += m * kStep) {
+        float step[kStep];
+        const float* from = x + row * depth + i;
+        if (is_even_first) arrange(from, kStep, step), from = step;
+        store(out, load(from)), store(out + m * kLanes, load(from + kLanes));
+      }
+    }
   }
 }
 
@@ -297,23 +391,33 @@ void normalize_row(const float* x, const float* weight, float eps, int64_t size,
 }  // namespace
 
 void multiply(Engine& engine, const Weights& w, const float* x, int64_t rows, float* y) {
-  if (w.storage == Storage::kAffine4) {
-    float* arranged = engine.arranged.at_least(rows * w.depth);
-    arrange(x, rows * w.depth, arranged);
-    x = arranged;
-  }
-  const int64_t room_size = panel_width(w.depth) * w.depth;
-  for (Scratch& own : engine.own) own.at_least(room_size);
-  const bool is_small = rows * w.depth * w.outputs < kAlone;
+  const bool is_small = rows * w.depth * w.outputs < kAlone, is_even_first = w.storage == Storage::kAffine4;
   const int64_t even = w.outputs / (4 * engine.threads.count());
   const int64_t at_once = is_small ? w.outputs : std::max(kFewestOutputs, even / kFewestOutputs * kFewestOutputs);
-  const int64_t block = std::max<int64_t>(8 * kRows, kBlockFloats / w.depth / kRows * kRows);
+  const bool is_packed = rows >= kPackedFrom;
+  float* ordered = is_packed || is_even_first ? engine.arranged.at_least(rows * w.depth) : nullptr;
+  const int64_t chunk = chunk_of(w.depth), room_size = is_packed ? kPanelOutputs * chunk : 0;
+  for (Scratch& own : engine.own) own.at_least(room_size);
+  if (is_packed) {
+    const int64_t groups = groups_of(rows);
+    engine.share(groups, is_small ? groups : (groups + 3) / 4, [&](int64_t first, int64_t last, int) {
+      for (int64_t k = 0; k < w.depth; k += chunk) {
+        const int64_t size = std::min(chunk, w.depth - k);
+        pack_rows(x, rows, w.depth, first, last, k, size, is_even_first, ordered + rows * k);
+      }
+    });
+  } else if (is_even_first) {
+    arrange(x, rows * w.depth, ordered);
+  }
   engine.share(w.outputs, at_once, [&](int64_t first, int64_t last, int thread) {
-    float* room = engine.own[thread].at_least(room_size);
-    for (int64_t row = 0; row < rows; row += block) {
-      const int count = int(std::min(block, rows - row));
-      multiply_outputs(w, x + row * w.depth, count, first, last, y + row * w.outputs, room);
-    }
+    with_reader_of(w, [&](auto* reader) {
+      using W = std::remove_pointer_t<decltype(reader)>;
+      if (is_packed) {
+        multiply_packed<W>(w, ordered, rows, first, last, y, engine.own[thread].at_least(room_size));
+      } else {
+        multiply_outputs<W>(w, is_even_first ? ordered : x, rows, first, last, y);
+      }
+    });
   });
 }
 

@@ -37,13 +37,17 @@ struct Vector {
 typedef Vector<kLanes>::type Floats;
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 
-inline Floats load(const float* from) {
-  Floats v;
+template <typename T = Floats>
+inline T load(const float* from) {
+  T v;
   std::memcpy(&v, from, sizeof v);
   return v;
 }
 
-inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
+template <typename T>
+inline void store(float* to, T v) {
+  std::memcpy(to, &v, sizeof v);
+}
 
 inline Floats fill(float x) { return Floats{} + x; }
 
@@ -124,14 +128,25 @@ inline float across(typename Vector<N>::type v) {
 
 typedef Vector<4>::type Quad;
 
-// Neighbours' sums: of a, then of b.
-inline Quad pairs(Quad a, Quad b) {
-#if defined(__SSE3__)
-  return (Quad)_mm_hadd_ps((__m128)a, (__m128)b);
+// Of every four lanes of a, b, c and d their sums, side by side.
+inline Floats sums_of_fours(Floats a, Floats b, Floats c, Floats d) {
+#if defined(__AVX512F__)
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
+  return (Floats)_mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+#elif defined(__AVX__)
+  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps((__m256)a, (__m256)b), _mm256_unpackhi_ps((__m256)a, (__m256)b));
+  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps((__m256)c, (__m256)d), _mm256_unpackhi_ps((__m256)c, (__m256)d));
+  return (Floats)_mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+#elif defined(__x86_64__)
+  const __m128 ab = _mm_add_ps(_mm_unpacklo_ps((__m128)a, (__m128)b), _mm_unpackhi_ps((__m128)a, (__m128)b));
+  const __m128 cd = _mm_add_ps(_mm_unpacklo_ps((__m128)c, (__m128)d), _mm_unpackhi_ps((__m128)c, (__m128)d));
+  return (Floats)_mm_add_ps(_mm_shuffle_ps(ab, cd, 0x44), _mm_shuffle_ps(ab, cd, 0xee));
 #elif defined(__aarch64__)
-  return (Quad)vpaddq_f32((float32x4_t)a, (float32x4_t)b);
+  return (Floats)vpaddq_f32(vpaddq_f32((float32x4_t)a, (float32x4_t)b), vpaddq_f32((float32x4_t)c, (float32x4_t)d));
 #else
-  return Quad{a[0] + a[1], a[2] + a[3], b[0] + b[1], b[2] + b[3]};
+  return Floats{(a[0] + a[2]) + (a[1] + a[3]), (b[0] + b[2]) + (b[1] + b[3]), (c[0] + c[2]) + (c[1] + c[3]),
+                (d[0] + d[2]) + (d[1] + d[3])};
 #endif
 }
 
@@ -147,9 +162,7 @@ inline Quad quarter(typename Vector<N>::type v) {
 }
 
 // The lanes' sums of four vectors, each by the same tree.
-inline Quad sums_of(const Floats* v) {
-  return pairs(pairs(quarter(v[0]), quarter(v[1])), pairs(quarter(v[2]), quarter(v[3])));
-}
+inline Quad sums_of(const Floats* v) { return quarter(sums_of_fours(v[0], v[1], v[2], v[3])); }
 
 constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: added to less than 2^22, the sum's low bits are a whole number
 constexpr int32_t kRoundingBits = 0x4B400000;
