@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -55,7 +56,9 @@ def find_server(folder: Path) -> Path:
         _fetch_sources(folder, source)
         options = [f"-D{option}" for option in (*_BUILD_OPTIONS, *(f"{name}=OFF" for name in _LEFT_OUT))]
         run_to_end(["cmake", "-S", str(source), "-B", str(build), *options])
-        run_to_end(["cmake", "--build", str(build), "--target", "llama-server", "--parallel"], timeout_s=None)
+        run_to_end(
+            ["cmake", "--build", str(build), "--target", "llama-server", f"--parallel={os.cpu_count()}"], timeout_s=None
+        )
         stamp.touch()
     return build / "bin" / "llama-server"
 

@@ -86,7 +86,7 @@ def test_it_is_built_once_for_this_cpu(program_folder, tmp_path, monkeypatch):
     configured, built = noted.read_text().splitlines()
     assert f"-S {folder / 'source'} -B {folder / 'build'}" in configured
     assert "-DGGML_NATIVE=ON" in configured
-    assert "--target llama-server" in built
+    assert f"--target llama-server --parallel={os.cpu_count()}" in built
     assert (folder / "source" / "CMakeLists.txt").read_text() == "of llama.cpp"
     assert llama_cpp.find_server(folder) == server
     assert len(noted.read_text().splitlines()) == 2
