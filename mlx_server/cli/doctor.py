@@ -44,7 +44,7 @@ REPORT = Path("mlx-serve-report.md")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_flag(parser)
     parser.add_argument(
-        *("--report", "--mac-report"),
+        "--report",
         nargs="?",
         type=Path,
         const=REPORT,
