@@ -21,9 +21,8 @@ from mlx_server.api.http.door import DoorMiddleware
 from mlx_server.api.http.middleware import ExchangeMiddleware, allow_origins
 from mlx_server.api.http.text_turns import TextWorkers
 from mlx_server.api.ollama import chat as ollama_chat
-from mlx_server.api.ollama import embeddings as ollama_embeddings
 from mlx_server.api.ollama import models as ollama_models
-from mlx_server.api.openai import chat, completions, embeddings, models, rerank, tokenization
+from mlx_server.api.openai import chat, completions, models, tokenization, vectors
 from mlx_server.api.openai.responses import routes as responses
 from mlx_server.api.shared_store import open_store
 from mlx_server.config import Config
@@ -39,12 +38,10 @@ _ROUTES = (
     llama_cpp,
     messages,
     responses,
-    embeddings,
-    rerank,
+    vectors,
     tokenization,
     admin,
     ollama_chat,
-    ollama_embeddings,
     ollama_models,
     dashboard,
 )

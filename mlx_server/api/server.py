@@ -102,7 +102,7 @@ class _Server:
         self._app = create_app(pool, config)
         self._context: ServerContext = self._app.state.context
         self._gate = ConnectionGate(config.server.max_connections or room_for_connections())
-        self._listeners = [GuardedListener(listener, self._gate) for listener in listeners]
+        self._listeners: list[socket.socket] = [GuardedListener(listener, self._gate) for listener in listeners]
         self._stop_asked = asyncio.Event()
 
     async def run(self) -> int:
