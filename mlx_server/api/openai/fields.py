@@ -109,7 +109,7 @@ class StreamOptions(BaseModel):
 class GenerationFields(BaseModel):
     """What both endpoints take. Subclasses add their prompt, their logprobs and their token limit."""
 
-    model_config = ConfigDict(extra="ignore", json_schema_extra=describe)
+    model_config = ConfigDict(json_schema_extra=describe)
 
     model: str | None = None
     stream: Bool | None = None

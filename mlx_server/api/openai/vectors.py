@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Field, SkipValidation, WithJsonSchema
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
@@ -56,8 +56,6 @@ Inputs = Annotated[
 
 class PoolingFields(BaseModel):
     """What the routes for vectors and scores have in common. Every field may be null."""
-
-    model_config = ConfigDict(extra="ignore")
 
     model: str | None = None
     truncate_prompt_tokens: Int | None = Field(None, ge=-1)
