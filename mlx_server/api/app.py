@@ -13,7 +13,7 @@ from mlx_server.api.answers.generation_service import GenerationService
 from mlx_server.api.answers.images import ImageLoader
 from mlx_server.api.anthropic import messages
 from mlx_server.api.auth.fleet_quotas import FleetQuotas
-from mlx_server.api.auth.keys import build_key_ring
+from mlx_server.api.auth.keys import KeyRing
 from mlx_server.api.auth.quotas import Quotas
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import OpenAIError, error_responses, install_error_handlers
@@ -21,9 +21,8 @@ from mlx_server.api.http.door import DoorMiddleware
 from mlx_server.api.http.middleware import ExchangeMiddleware, allow_origins
 from mlx_server.api.http.text_turns import TextWorkers
 from mlx_server.api.ollama import chat as ollama_chat
-from mlx_server.api.ollama import embeddings as ollama_embeddings
 from mlx_server.api.ollama import models as ollama_models
-from mlx_server.api.openai import chat, completions, embeddings, models, rerank, tokenization
+from mlx_server.api.openai import chat, completions, models, tokenization, vectors
 from mlx_server.api.openai.responses import routes as responses
 from mlx_server.api.shared_store import open_store
 from mlx_server.config import Config
@@ -39,12 +38,10 @@ _ROUTES = (
     llama_cpp,
     messages,
     responses,
-    embeddings,
-    rerank,
+    vectors,
     tokenization,
     admin,
     ollama_chat,
-    ollama_embeddings,
     ollama_models,
     dashboard,
 )
@@ -63,7 +60,7 @@ def create_app(
 
     `tracing` is what `config` says unless given; `clock` is that of the quotas, and `now_ms` that of a shared store, if
     not its own. Raises `ConfigError` for keys that cannot be read."""
-    keys = build_key_ring(config)
+    keys = KeyRing(config)
     store = open_store(config.fleet, now_ms)
     quotas = Quotas(keys.usage, clock) if store is None else FleetQuotas(store, keys.usage, clock)
     text_workers = TextWorkers(config.scheduler.max_num_waiting)

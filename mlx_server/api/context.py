@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+import psutil
 from fastapi import Depends, Request
 
 from mlx_server.api.answers.chat_plan import ChatPlanner
@@ -16,7 +17,7 @@ from mlx_server.api.openai.responses.store import ResponseStore
 from mlx_server.api.shared_store import SharedStore
 from mlx_server.config import Config
 from mlx_server.engine.models.store import Fetches
-from mlx_server.observability.server_metrics import HttpMetrics, ProcessMetrics, SleepMetrics
+from mlx_server.observability.server_metrics import HttpMetrics, SleepMetrics
 from mlx_server.pool.model_pool import ModelPool
 
 
@@ -34,7 +35,7 @@ class ServerContext:
     shared_store: SharedStore | None = None
     fetches: Fetches = field(default_factory=Fetches)
     http_metrics: HttpMetrics = field(default_factory=HttpMetrics)
-    process_metrics: ProcessMetrics = field(default_factory=ProcessMetrics)
+    process: psutil.Process = field(default_factory=psutil.Process)
     sleep_metrics: SleepMetrics = field(default_factory=SleepMetrics)
     responses: ResponseStore = field(default_factory=ResponseStore)
 

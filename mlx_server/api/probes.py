@@ -14,18 +14,8 @@ from mlx_server.api.context import Context, ServerContext
 from mlx_server.config import BLOCK_SIZE, Config
 from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.environment import version
-from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.observability.series import CONTENT_TYPE, EngineReading, render
-from mlx_server.observability.server_metrics import (
-    DiskMetrics,
-    KvEventMetrics,
-    ModelReading,
-    PoolMetrics,
-    QuotaMetrics,
-    SharedStoreMetrics,
-)
 from mlx_server.outputs import EngineStats
-from mlx_server.pool.pooled_model import ModelState
 
 router = APIRouter(tags=["probes"])
 
@@ -180,33 +170,15 @@ async def metrics(context: Context) -> Response:
         )
         for engine in context.pool.counted_engines()
     ]
-    quotas = QuotaMetrics({tier: context.quotas.refused[tier] for tier in context.config.tiers})
-    models = [
-        ModelReading(model.name, model.state, {result.value: number for result, number in model.loads.items()})
-        for model in context.pool.models()
-    ]
-    pool = PoolMetrics(models, list(ModelState))
-    others = [pool, context.sleep_metrics, context.http_metrics, quotas, context.process_metrics]
-    if context.pool.disk is not None:
-        others = [*others, _disk_metrics(context.pool.disk)]
-    if context.shared_store is not None:
-        others = [*others, SharedStoreMetrics(context.shared_store.is_here, context.shared_store.num_failures)]
-    if context.pool.events is not None:
-        others = [*others, KvEventMetrics(context.pool.events.num_sent, context.pool.events.num_lost)]
+    others = {
+        "models": context.pool.models(),
+        "sleep": context.sleep_metrics,
+        "http": context.http_metrics,
+        "quota_refusals": {tier: context.quotas.refused[tier] for tier in context.config.tiers},
+        "process": context.process,
+        "kv_disk": context.pool.disk,
+        "shared_store": context.shared_store,
+        "kv_events": context.pool.events,
+    }
     text = render(readings, others)
     return Response(text, media_type=CONTENT_TYPE)
-
-
-def _disk_metrics(disk: KvDisk) -> DiskMetrics:
-    store, counters = disk.store, disk.counters
-    return DiskMetrics(
-        is_on=disk.is_on,
-        num_bytes=store.num_bytes,
-        limit_bytes=store.limit_bytes,
-        num_records=len(store),
-        num_bytes_read=counters.num_bytes_read,
-        num_bytes_written=counters.num_bytes_written,
-        num_evicted=store.num_evicted,
-        num_damaged=store.num_bad,
-        num_errors=counters.num_errors,
-    )

@@ -60,14 +60,10 @@ _WATCH_S = 0.25
 
 
 def serve(
-    config: Config,
-    listener: socket.socket,
-    make_pool: Callable[[Config], ModelPool] = build_pool,
-    *,
-    more_listeners: Sequence[socket.socket] = (),
+    config: Config, listeners: Sequence[socket.socket], make_pool: Callable[[Config], ModelPool] = build_pool
 ) -> int:
-    """Serves at `listener`, and the same at others, until a signal ends it. The exit code: 0 after a signal, 2 for a
-    wrong setting, 1 when it could not start otherwise or an engine died.
+    """Serves the same at all `listeners` until a signal ends it. The exit code: 0 after a signal, 2 for a wrong
+    setting, 1 when it could not start otherwise or an engine died.
 
     Call it on the process's main thread, which gets the signals.
     """
@@ -77,7 +73,7 @@ def serve(
     AppStatus.enable_automatic_graceful_drain = False
     try:
         check_tls(config.server)
-        return asyncio.run(_run(config, (listener, *more_listeners), make_pool))
+        return asyncio.run(_run(config, listeners, make_pool))
     except ServeError as error:
         logger.error("%s", error.message)
         return 2 if isinstance(error, ConfigError) else 1
@@ -102,16 +98,16 @@ class _Server:
 
     def __init__(self, config: Config, listeners: Sequence[socket.socket], pool: ModelPool) -> None:
         self._config = config.server
-        self._listeners = list(listeners)
         self._pool = pool
         self._app = create_app(pool, config)
+        self._context: ServerContext = self._app.state.context
+        self._gate = ConnectionGate(config.server.max_connections or room_for_connections())
+        self._listeners: list[socket.socket] = [GuardedListener(listener, self._gate) for listener in listeners]
         self._stop_asked = asyncio.Event()
 
     async def run(self) -> int:
         """Listens at once, so that probes are answered while the model loads. Returns the exit code."""
-        gate = ConnectionGate(self._config.max_connections or room_for_connections())
-        self._listeners = [GuardedListener(listener, gate) for listener in self._listeners]
-        http = _Uvicorn(uvicorn_config(self._app, self._config, gate))
+        http = _Uvicorn(uvicorn_config(self._app, self._config, self._gate))
         warning = exposure_warning(self._config.host, self._context.keys)
         if warning is not None:
             logger.warning("%s", warning)
@@ -187,12 +183,6 @@ class _Server:
                 self._config.drain_timeout_s,
             )
 
-    @property
-    def _context(self) -> ServerContext:
-        context = self._app.state.context
-        assert isinstance(context, ServerContext)
-        return context
-
     def _announce(self) -> None:
         """The one line on standard output, once requests are served."""
         addresses = (listener.getsockname()[:2] for listener in self._listeners)
@@ -240,9 +230,8 @@ def _dump_stacks_on_request() -> None:
         faulthandler.register(signal.SIGQUIT, file=sys.__stderr__ or sys.stderr, all_threads=True)
 
 
-def uvicorn_config(app: ASGIApp, server: ServerConfig, gate: ConnectionGate | None = None) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, server: ServerConfig, gate: ConnectionGate) -> uvicorn.Config:
     """How connections are held. The protocol is always ours, since it has the limits."""
-    gate = gate or ConnectionGate(server.max_connections or room_for_connections())
     cert, key = tls_files(server)
     return uvicorn.Config(
         app,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from mlx_server.api.auth.keys import build_key_ring
+from mlx_server.api.auth.keys import KeyRing
 from mlx_server.bench.arguments import above_0
 from mlx_server.cli.config import add_config_flag, config_from
 from mlx_server.cli.remote import size
@@ -44,7 +44,7 @@ REPORT = Path("mlx-serve-report.md")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_flag(parser)
     parser.add_argument(
-        *("--report", "--mac-report"),
+        "--report",
         nargs="?",
         type=Path,
         const=REPORT,
@@ -91,7 +91,7 @@ def _topics(config: Config) -> dict[str, Callable[[], list[str]]]:
         "native": lambda: [describe_native()],
         "attention": _attention,
         "port": lambda: [_port(config.server)],
-        "admins": lambda: [build_key_ring(config).admins()],
+        "admins": lambda: [KeyRing(config).admins()],
         "models": _models,
     }
 

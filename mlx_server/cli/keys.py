@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mlx_server.api.auth.key_file import KeyFile, KeyRecord, NewKey
+from mlx_server.api.auth.key_file import KeyFile, KeyRecord, KeyText
 from mlx_server.api.auth.keys import key_file_path
 from mlx_server.cli.cache import purge_key
 from mlx_server.cli.config import add_config_flag, config_from
@@ -136,7 +136,7 @@ def _open_keys(config: Config, *, creates: bool = False) -> Iterator[KeyFile]:
         raise ServeError(f"The keys in {path} cannot be changed: {error}.") from error
 
 
-def _print_key(key: NewKey, tier: str) -> None:
+def _print_key(key: KeyText, tier: str) -> None:
     """The key alone on standard output, for a pipe; what a person should know beside it."""
     print(f"Key {key.key_id} of the tier {tier}. It is shown only now, and kept nowhere: store it.", file=sys.stderr)
     print(key.text)

@@ -37,7 +37,6 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="the client's own arguments")
     add_remote_flags(parser)
     parser.add_argument("--model", help="model that the client uses; default: the server's own")
-    parser.add_argument("--api-key", help=f"the server's key; others can see it here, so better set {KEY_VARIABLE}")
     parser.add_argument("--print", action="store_true", help="show what would be set and started, and start nothing")
 
 
@@ -56,7 +55,7 @@ def run_launch(args: argparse.Namespace) -> int:
     program = shutil.which(client.program)
     if program is None and not args.print:
         raise ServeError(f"{client.program} is not installed, or not on PATH. Install it: {client.install}")
-    target = _target(args.url, args.model, args.api_key)
+    target = _target(args.url, args.model)
     if args.print:
         print(_shown(client, target, args.arguments))
         return 0
@@ -70,10 +69,9 @@ def run_launch(args: argparse.Namespace) -> int:
         return _run(command, _environment(setup.environment, folder))
 
 
-def _target(url: str, model: str | None, api_key: str | None) -> Target:
+def _target(url: str, model: str | None) -> Target:
     """Asks the server for its models. Raises `ServeError` if it cannot be reached, or has no such model."""
-    key = api_key or os.environ.get(KEY_VARIABLE)
-    with contextlib.closing(RemoteServer(url, key)) as server:
+    with contextlib.closing(RemoteServer(url)) as server:
         cards: list[dict[str, Any]] = server.request("GET", "/v1/models")["data"]
     if not cards:
         raise ServeError(f"{server.url} has no model that may be asked.")
@@ -83,7 +81,7 @@ def _target(url: str, model: str | None, api_key: str | None) -> Target:
         hint = did_you_mean(chosen, names) or "."
         raise ServeError(f"{server.url} lists no model {chosen}{hint} It has {', '.join(names)}.")
     limit = cards[names.index(chosen)].get("max_model_len")
-    return Target(server.url, chosen, key or _NO_KEY, limit)
+    return Target(server.url, chosen, os.environ.get(KEY_VARIABLE) or _NO_KEY, limit)
 
 
 def _filled(text: str, folder: Path) -> str:

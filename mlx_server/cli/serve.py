@@ -70,7 +70,7 @@ def run_serve(args: argparse.Namespace) -> int:
         native.prepare()  # a first start compiles while the rest is imported
         from mlx_server.api.server import serve  # takes seconds: whoever connects meanwhile waits
 
-        status = serve(config, listeners[0], more_listeners=listeners[1:])
+        status = serve(config, listeners)
     if size > 1 and status:
         leave(status)  # MLX may wait for a rank that is gone, and Python for MLX
     return status

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, core, generate_latest
@@ -16,7 +17,6 @@ from prometheus_client.registry import Collector
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ContextLengthError, QueueTimeoutError, QuotaExceededError
-from mlx_server.observability import server_metrics
 from mlx_server.observability.engine_metrics import HISTOGRAMS, KV_BLOCK_HISTOGRAMS, EngineMetrics, Histogram
 from mlx_server.outputs import EngineStats
 from mlx_server.request import FinishReason
@@ -109,28 +109,26 @@ def _by_labels(found: Found) -> Iterator[tuple[Labels, Value]]:
         yield (labels if isinstance(labels, tuple) else (labels,)), value
 
 
-def render(readings: Readings, others: Iterable[object] = ()) -> bytes:
+def render(readings: Readings, others: Mapping[str, Any] = MappingProxyType({})) -> bytes:
     """The exposition of all models, loaded ones first and else in the order given (routers that read one number a
-    server take the first), then of `others`, which are of `server_metrics`."""
+    server take the first), then of `others`, from which `SERVER_SERIES` reads by these names; None is nothing."""
     return generate_latest(_Scrape(sorted(readings, key=lambda reading: not reading.is_loaded), others))
 
 
 @dataclass(frozen=True, slots=True)
 class _Scrape(Collector):
     readings: Readings
-    others: Iterable[object]
+    others: Mapping[str, Any]
 
     def collect(self) -> Iterator[core.Metric]:
         if self.readings:
-            by_model: dict[Labels, EngineReading] = {
-                (reading.model_name, _ENGINE): reading for reading in self.readings
-            }
+            by_model: dict[Labels, EngineReading] = {(one.model_name, _ENGINE): one for one in self.readings}
             has_kv_blocks = self.readings[0].metrics.kv_blocks is not None
             for series in (*VLLM_SERIES, *(VLLM_KV_BLOCK_SERIES if has_kv_blocks else ()), *OWN_SERIES):
                 yield series.metric(by_model, ("model_name", "engine"))
             yield from (series.metric({(): self.readings}) for series in ALL_MODELS_SERIES)
-        for other in self.others:
-            yield from (series.metric({(): other}) for series in SERVER_SERIES[type(other)])
+        for name, other in self.others.items():
+            yield from (series.metric({(): other}) for series in SERVER_SERIES[name] if other is not None)
 
 
 def _refusals(reading: EngineReading) -> dict[Labels, float]:
@@ -173,6 +171,14 @@ def _vllm_histogram(name: str, help: str) -> Family[EngineReading]:
 
 def _zero(reading: EngineReading) -> float:
     return 0.0
+
+
+def _states(models: Iterable[Any]) -> dict[Labels, float]:
+    return {(model.name, state): state is model.state for model in models for state in type(model.state)}
+
+
+def _loads(models: Iterable[Any]) -> dict[Labels, float]:
+    return {(model.name, result): number for model in models for result, number in model.loads.items()}
 
 
 VLLM_SERIES: tuple[Family[EngineReading], ...] = (
@@ -250,9 +256,7 @@ VLLM_SERIES: tuple[Family[EngineReading], ...] = (
     *(_vllm_histogram(name, shown.help) for name, shown in HISTOGRAMS.items()),
 )
 
-VLLM_KV_BLOCK_SERIES: tuple[Family[EngineReading], ...] = tuple(
-    _vllm_histogram(name, help) for name, help in KV_BLOCK_HISTOGRAMS.items()
-)
+VLLM_KV_BLOCK_SERIES = tuple(_vllm_histogram(name, help) for name, help in KV_BLOCK_HISTOGRAMS.items())
 
 OWN_SERIES: tuple[Family[EngineReading], ...] = (
     Family(
@@ -377,31 +381,31 @@ ALL_MODELS_SERIES: tuple[Family[Readings], ...] = (
     ),
 )
 
-SERVER_SERIES: Mapping[type, tuple[Family[Any], ...]] = {
-    server_metrics.PoolMetrics: (
-        Family("gauge", "mlx_serve:model_state{model_name,state}", "1 for the model's state.", "by_state"),
-        Family("counter", "mlx_serve:model_loads{model_name,result}", "Loads that have ended, by result.", "loads"),
+SERVER_SERIES: Mapping[str, tuple[Family[Any], ...]] = {
+    "models": (
+        Family("gauge", "mlx_serve:model_state{model_name,state}", "1 for the model's state.", _states),
+        Family("counter", "mlx_serve:model_loads{model_name,result}", "Loads that have ended, by result.", _loads),
     ),
-    server_metrics.DiskMetrics: (
+    "kv_disk": (
         Family("gauge", "mlx_serve:kv_disk_on", "1 while prefixes are kept on disk, 0 after an error.", "is_on"),
-        Family("gauge", "mlx_serve:kv_disk_bytes", "Bytes of the files of prefixes.", "num_bytes"),
-        Family("gauge", "mlx_serve:kv_disk_limit_bytes", "The most that they may have.", "limit_bytes"),
-        Family("gauge", "mlx_serve:kv_disk_records", "KV blocks on disk.", "num_records"),
+        Family("gauge", "mlx_serve:kv_disk_bytes", "Bytes of the files of prefixes.", "store.num_bytes"),
+        Family("gauge", "mlx_serve:kv_disk_limit_bytes", "The most that they may have.", "store.limit_bytes"),
+        Family("gauge", "mlx_serve:kv_disk_records", "KV blocks on disk.", lambda disk: len(disk.store)),
         Family(
             "counter",
             "mlx_serve:kv_disk_transferred_bytes{direction}",
             "Bytes of KV blocks read and written.",
-            lambda d: {"read": d.num_bytes_read, "write": d.num_bytes_written},
+            lambda disk: {"read": disk.counters.num_bytes_read, "write": disk.counters.num_bytes_written},
         ),
         Family(
             "counter",
             "mlx_serve:kv_disk_lost_records{reason}",
             "KV blocks on disk that made room for others, or were not as they were written.",
-            lambda d: {"evicted": d.num_evicted, "damaged": d.num_damaged},
+            lambda disk: {"evicted": disk.store.num_evicted, "damaged": disk.store.num_bad},
         ),
-        Family("counter", "mlx_serve:kv_disk_errors", "Errors of the disk.", "num_errors"),
+        Family("counter", "mlx_serve:kv_disk_errors", "Errors of the disk.", "counters.num_errors"),
     ),
-    server_metrics.SleepMetrics: (
+    "sleep": (
         Family(
             "histogram",
             "vllm:sleep_mode_operation_duration_seconds{operation}",
@@ -410,7 +414,7 @@ SERVER_SERIES: Mapping[type, tuple[Family[Any], ...]] = {
         ),
         Family("gauge", "vllm:sleep_mode_operations_in_flight{operation}", "Sleeps and wakes under way.", "in_flight"),
     ),
-    server_metrics.HttpMetrics: (
+    "http": (
         Family("counter", "http_requests{handler,method,status}", "HTTP requests, by route and status.", "counts"),
         Family(
             "histogram",
@@ -422,18 +426,16 @@ SERVER_SERIES: Mapping[type, tuple[Family[Any], ...]] = {
         Family("summary", "http_request_size_bytes{handler}", "Bytes read of requests' bodies, by route.", "received"),
         Family("summary", "http_response_size_bytes{handler}", "Bytes written of answers' bodies, by route.", "sent"),
     ),
-    server_metrics.QuotaMetrics: (
-        Family("counter", "mlx_serve:quota_refusals{tier}", "Requests answered 429, by tier.", "refused"),
-    ),
-    server_metrics.SharedStoreMetrics: (
+    "quota_refusals": (Family("counter", "mlx_serve:quota_refusals{tier}", "Requests answered 429, by tier.", dict),),
+    "shared_store": (
         Family("gauge", "mlx_serve:shared_store_up", "1 while the fleet's shared store answers.", "is_here"),
         Family("counter", "mlx_serve:shared_store_failures", "Calls of it that failed.", "num_failures"),
     ),
-    server_metrics.KvEventMetrics: (
-        Family("counter", "mlx_serve:kv_event_batches{topic}", "Batches of KV events published.", "sent"),
-        Family("counter", "mlx_serve:kv_events_lost{topic}", "Changes not told, but to forget all instead.", "lost"),
+    "kv_events": (
+        Family("counter", "mlx_serve:kv_event_batches{topic}", "Batches of KV events published.", "num_sent"),
+        Family("counter", "mlx_serve:kv_events_lost{topic}", "Changes not told, but to forget all.", "num_lost"),
     ),
-    server_metrics.ProcessMetrics: (
+    "process": (
         Family(
             "gauge", "process_resident_memory_bytes", "Physical memory of the process.", lambda p: p.memory_info().rss
         ),

@@ -1,15 +1,12 @@
-"""What the server counts beside its engines: HTTP exchanges, refusals, states of models, sleep, and its process."""
+"""What the server counts for /metrics alone: HTTP exchanges, and sleep."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
-
-import psutil
 
 from mlx_server.observability.engine_metrics import Histogram
 
@@ -47,73 +44,6 @@ class HttpMetrics:
         self.sent[handler].observe(num_sent)
 
 
-@dataclass(frozen=True, slots=True)
-class QuotaMetrics:
-    """What callers' quotas refused before a model was asked."""
-
-    refused: Mapping[str, int]
-    """Requests by tier."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedStoreMetrics:
-    """The store in which a fleet counts together."""
-
-    is_here: bool
-    num_failures: int
-
-
-@dataclass(frozen=True, slots=True)
-class KvEventMetrics:
-    """What routers were told of prefix caches, by topic."""
-
-    sent: Mapping[str, int]
-    """Batches."""
-    lost: Mapping[str, int]
-    """Changes that were never told, since too many waited; subscribers forgot all instead."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelReading:
-    """One model of the pool at the moment of a scrape."""
-
-    model_name: str
-    state: str
-    loads: Mapping[str, int]
-    """By how they ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolMetrics:
-    """States and loads of models, those that were never loaded included. `states` are all that a model can be in."""
-
-    models: Sequence[ModelReading]
-    states: Sequence[str]
-
-    @property
-    def by_state(self) -> dict[tuple[str, str], bool]:
-        return {(model.model_name, state): state == model.state for model in self.models for state in self.states}
-
-    @property
-    def loads(self) -> dict[tuple[str, str], int]:
-        return {(model.model_name, result): n for model in self.models for result, n in model.loads.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskMetrics:
-    """The tier of all models on disk, at the moment of a scrape."""
-
-    is_on: bool
-    num_bytes: int
-    limit_bytes: int
-    num_records: int
-    num_bytes_read: int
-    num_bytes_written: int
-    num_evicted: int
-    num_damaged: int
-    num_errors: int
-
-
 class SleepOperation(StrEnum):
     """What vLLM tells apart. It can give up the KV cache alone; here no route does, and its series stay at zero."""
 
@@ -141,8 +71,3 @@ class SleepMetrics:
         finally:
             self.in_flight[operation] -= 1
             self.durations[operation].observe(self._clock() - started_s)
-
-
-class ProcessMetrics(psutil.Process):
-    """The server process, read at each scrape under the names that every Prometheus client uses. The client library's
-    own collector knows Linux only."""

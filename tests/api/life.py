@@ -52,7 +52,7 @@ def main() -> int:
         return fake_pool(engine)
 
     with listen(config.server) as listener:
-        return serve(config, listener, make_pool)
+        return serve(config, [listener], make_pool)
 
 
 if __name__ == "__main__":

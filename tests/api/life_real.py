@@ -31,7 +31,7 @@ def main() -> int:
     signal.signal(signal.SIGUSR1, break_down)
     config = load_config(Path(sys.argv[1]), environ={})
     with listen(config.server) as listener:
-        return serve(config, listener)
+        return serve(config, [listener])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from mlx_server.api.auth.authentication import exposure_warning, is_loopback, local_url
-from mlx_server.api.auth.keys import build_key_ring
+from mlx_server.api.auth.keys import KeyRing
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError
 from mlx_server.fleet import FleetConfig
@@ -100,8 +100,8 @@ async def test_the_messages_route_refuses_in_anthropic_s_shape(world: World):
 )
 async def test_strangers_are_warned_of(host: str, is_local: bool):
     assert is_loopback(host) is is_local
-    assert (exposure_warning(host, build_key_ring(Config())) is None) is is_local
-    assert exposure_warning(host, build_key_ring(Config(server=ServerConfig(api_key="sesame")))) is None
+    assert (exposure_warning(host, KeyRing(Config())) is None) is is_local
+    assert exposure_warning(host, KeyRing(Config(server=ServerConfig(api_key="sesame")))) is None
 
 
 @pytest.mark.parametrize(
@@ -176,4 +176,4 @@ async def test_the_discovery_key_is_good_for_nothing_else(discovered: World, met
 async def test_the_discovery_key_is_no_other_key():
     config = Config(server=ServerConfig(api_key="same"), fleet=FleetConfig(discovery_key="same"))
     with pytest.raises(ConfigError, match="one of its own"):
-        build_key_ring(config)
+        KeyRing(config)

@@ -208,7 +208,7 @@ async def test_connections_are_accepted_a_few_at_a_time(listener: GuardedListene
 
     ticking = loop.call_soon(count_turn)
     monkeypatch.setattr(socket.socket, "accept", counted)
-    config = uvicorn_config(Small("", "0"), ServerConfig())
+    config = uvicorn_config(Small("", "0"), ServerConfig(), ConnectionGate(100))
     with contextlib.ExitStack() as stack:
         for _ in range(60):
             stack.enter_context(socket.create_connection(listener.getsockname(), timeout=2))

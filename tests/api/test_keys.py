@@ -17,8 +17,8 @@ import pytest
 
 from mlx_server.api.answers.generation_service import watch_revocations
 from mlx_server.api.auth import key_file, keys
-from mlx_server.api.auth.key_file import KeyFile, KeyRecord, NewKey
-from mlx_server.api.auth.keys import build_key_ring
+from mlx_server.api.auth.key_file import KeyFile, KeyRecord, KeyText
+from mlx_server.api.auth.keys import KeyRing
 from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError, InvalidRequestError
 from mlx_server.request import Priority
@@ -39,7 +39,7 @@ class Keyed:
     file: KeyFile
     path: Path
 
-    def new(self, tier: str = "gold") -> NewKey:
+    def new(self, tier: str = "gold") -> KeyText:
         return self.file.add(tier, "a label")
 
     async def status(self, key: str | None) -> int:
@@ -49,7 +49,7 @@ class Keyed:
     async def chat(self, key: str, **body: Any) -> int:
         return (await self.world.chat(headers={"x-api-key": key}, **body)).status_code
 
-    async def record(self, key: NewKey) -> KeyRecord:
+    async def record(self, key: KeyText) -> KeyRecord:
         await self.world.context.keys.usage.flush()
         return self.file.record(key.key_id)
 
@@ -62,7 +62,7 @@ def keyed(world: World, tmp_path: Path) -> Any:
         yield Keyed(world, file, path)
 
 
-def other(key: NewKey) -> str:
+def other(key: KeyText) -> str:
     """The same id with another secret."""
     last = "0" if key.text[-1] != "0" else "1"
     return key.text[:-1] + last
@@ -121,7 +121,7 @@ async def test_revoking_a_key_ends_its_open_requests_with_an_error(keyed: Keyed,
     world, key, kept = keyed.world, keyed.new(), keyed.new()
     world.engine.pause_after = 2
 
-    def ask(owner: NewKey, stream: bool) -> asyncio.Task[httpx.Response]:
+    def ask(owner: KeyText, stream: bool) -> asyncio.Task[httpx.Response]:
         body = {**STREAMS[path], "model": "fake", "stream": stream}
         return asyncio.create_task(world.http.post(path, json=body, headers={"x-api-key": owner.text}))
 
@@ -417,7 +417,7 @@ async def test_keys_that_cannot_be_read_are_told_at_the_start(tmp_path: Path, se
     (tmp_path / "two").write_text("sesame\nother\n")
     server = ServerConfig(**{name: value.format(path=tmp_path) for name, value in settings.items()})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=words):
-        build_key_ring(Config(server=server))
+        KeyRing(Config(server=server))
 
 
 async def test_the_shared_and_the_admin_key_may_come_from_files(world: World, tmp_path: Path):

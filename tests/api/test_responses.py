@@ -14,7 +14,7 @@ from openai.types.responses import Response
 
 from mlx_server.api.app import create_app
 from mlx_server.api.errors import NotFoundError
-from mlx_server.api.openai.responses.store import KeptItem, ResponseStore, StoredResponse
+from mlx_server.api.openai.responses.store import KeptItem, KeptResponses, ResponseStore, StoredResponse
 from mlx_server.config import Config
 from tests.api.fakes import say
 from tests.api.worlds import World
@@ -341,53 +341,55 @@ def stored(response_id: str, num_items: int = 0) -> StoredResponse:
 
 
 async def test_the_store_forgets_what_was_not_used_for_longest():
-    store = ResponseStore(max_responses=2)
+    kept = KeptResponses(ResponseStore(max_responses=2), None, "owner")
     for response_id in ("a", "b"):
-        store.put(stored(response_id))
-    assert store.find("a") is not None
-    store.put(stored("c"))
-    assert [store.find(response_id) is not None for response_id in ("a", "b", "c")] == [True, False, True]
-    store.update({"id": "b", "status": "completed", "output": []})
+        kept.put(stored(response_id))
+    assert await kept.find("a") is not None
+    kept.put(stored("c"))
+    assert [await kept.find(response_id) is not None for response_id in ("a", "b", "c")] == [True, False, True]
+    kept.update({"id": "b", "status": "completed", "output": []})
     with pytest.raises(NotFoundError):
-        store.get("b")
+        await kept.get("b")
 
 
 async def test_what_is_counted_is_what_is_held():
     store = ResponseStore()
+    kept = KeptResponses(store, None, "owner")
     tracemalloc.start()
     try:
         for index in range(20):
-            store.put(stored(f"{index:03}", num_items=500))
+            kept.put(stored(f"{index:03}", num_items=500))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert 0.8 * held < store._own.num_bytes < 1.2 * held
+    assert 0.8 * held < store.shelf("owner").num_bytes < 1.2 * held
 
 
 async def test_one_owner_cannot_push_out_what_another_keeps():
     one = stored("a", num_items=10).num_bytes
     store = ResponseStore(max_responses=100, max_bytes=10 * one + one // 2)
-    modest, greedy = store.of("modest"), store.of("greedy")
+    modest, greedy = KeptResponses(store, None, "modest"), KeptResponses(store, None, "greedy")
     for name in "abc":
         modest.put(stored(name, num_items=10))
     for index in range(50):
         greedy.put(stored(f"g{index}", num_items=10))
-    assert all(modest.find(name) is not None for name in "abc")
-    assert sum(greedy.find(f"g{index}") is not None for index in range(50)) == 7
-    assert greedy.find("g49") is not None
+    assert all([await modest.find(name) is not None for name in "abc"])
+    assert sum([await greedy.find(f"g{index}") is not None for index in range(50)]) == 7
+    assert await greedy.find("g49") is not None
     for name in "defgh":  # more than a half: its own go first
         modest.put(stored(name, num_items=10))
-    assert [modest.find(name) is not None for name in "abcdefgh"] == [False] * 3 + [True] * 5
+    assert [await modest.find(name) is not None for name in "abcdefgh"] == [False] * 3 + [True] * 5
 
 
 async def test_a_response_that_grows_is_counted_again():
     store = ResponseStore()
-    store.put(stored("a"))
-    before = store._own.num_bytes
-    store.update({"id": "a", "status": "completed", "output": [{"id": "m", "text": "x" * 5000}]})
-    assert store._own.num_bytes > before + 5000
-    store.delete("a")
-    assert store._own.num_bytes == 0
+    kept, shelf = KeptResponses(store, None, "owner"), store.shelf("owner")
+    kept.put(stored("a"))
+    before = shelf.num_bytes
+    kept.update({"id": "a", "status": "completed", "output": [{"id": "m", "text": "x" * 5000}]})
+    assert shelf.num_bytes > before + 5000
+    await kept.delete("a")
+    assert shelf.num_bytes == 0
 
 
 async def test_fields_that_nobody_reads_are_not_kept(world: World):

@@ -106,7 +106,7 @@ def test_an_operation_lasts_from_its_begin_to_its_end_on_one_clock():
         pass
     with pytest.raises(RuntimeError), metrics.measured(SleepOperation.WAKE):
         raise RuntimeError
-    found = samples(render([], [metrics]))
+    found = samples(render([], {"sleep": metrics}))
     name = "vllm:sleep_mode_operation_duration_seconds"
     assert (found[f"{name}_sum{{operation=wake}}"], found[f"{name}_count{{operation=wake}}"]) == (30.5, 2)
     buckets = {le: found[f"{name}_bucket{{le={le},operation=wake}}"] for le in ("0.1", "1.0", "10.0", "30.0", "+Inf")}

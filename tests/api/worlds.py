@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlx_server import errors
 from mlx_server.api.app import create_app
 from mlx_server.api.context import ServerContext
+from mlx_server.api.http.connections import ConnectionGate, room_for_connections
 from mlx_server.api.http.listener import listen
 from mlx_server.api.server import uvicorn_config
 from mlx_server.config import Config, ServerConfig
@@ -70,7 +71,9 @@ class Site:
 async def running(app: Any, **settings: Any) -> AsyncIterator[str]:
     """Serves `app` on a free port of the loopback address."""
     with listen(ServerConfig(port=0)) as listener:
-        server = uvicorn.Server(uvicorn_config(app, ServerConfig(**settings)))
+        config = ServerConfig(**settings)
+        gate = ConnectionGate(config.max_connections or room_for_connections())
+        server = uvicorn.Server(uvicorn_config(app, config, gate))
         serving = asyncio.create_task(server._serve([listener]))
         await until(lambda: server.started)
         try:

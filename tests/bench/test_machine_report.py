@@ -65,7 +65,7 @@ def test_a_stage_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(machine_report, "measure_copy", fail)
     path = tmp_path / "report.md"
-    assert main(["doctor", "--mac-report", str(path), "--seconds", "0.2"]) == 1
+    assert main(["doctor", "--report", str(path), "--seconds", "0.2"]) == 1
     sections, results = written(path)
     assert sections == SECTIONS
     assert results.pop("Timings of attention") == "ZeroDivisionError: no bytes / none"

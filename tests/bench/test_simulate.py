@@ -17,6 +17,7 @@ from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.bench.lab.simulator.command import as_document
 from mlx_server.bench.lab.simulator.engine import (
     PROFILES,
+    TARGET_STEP_S,
     CostModel,
     Simulation,
     SimulationMetrics,
@@ -356,7 +357,7 @@ def test_a_flood_of_high_delays_low_by_a_bounded_time() -> None:
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
 def test_at_saturation_the_best_tier_keeps_its_latency_and_the_worst_gets_on(profile: str, num_tokens: int) -> None:
     """NORMAL and LOW send twice what the server can do. HIGH comes now and then, at any moment of a step."""
-    cost, target_s = PROFILES[profile].cost, PROFILES[profile].target_step_s
+    cost, target_s = PROFILES[profile].cost, TARGET_STEP_S
     cost = dataclasses.replace(cost, is_self_running=profile == "gpu")
     times = [25.0 + 1.237 * n for n in range(25)]
     high = [arrival(s, num_tokens, 8, 10**9 + 100 * n, tier=Priority.HIGH) for n, s in enumerate(times)]

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
-from mlx_server.bench.lab.simulator.drafts import DraftMix
-from mlx_server.bench.lab.simulator.engine import PROFILES, Simulation, SimulationMetrics
-from mlx_server.bench.lab.simulator.traces import ClosedLoop, Mix, Traffic
+from mlx_server.bench.lab.simulator.engine import PROFILES, TARGET_STEP_S, Simulation, SimulationMetrics
+from mlx_server.bench.lab.simulator.traces import ClosedLoop, DraftMix, Mix, Traffic
 from mlx_server.cli.main import main
 from mlx_server.request import Priority
 
@@ -26,7 +25,7 @@ def simulate(profile: str, num_streams: int, num_prompt_tokens: int, mix: DraftM
     machine = PROFILES[profile]
     limits = SchedulerLimits(
         max_num_seqs=32,
-        target_step_s=machine.target_step_s,
+        target_step_s=TARGET_STEP_S,
         context_doubling_tokens=machine.cost.context_doubling_tokens,
         queue=QueueLimits(max_num_waiting=10**9, max_queued_tokens=10**12),
     )

@@ -143,7 +143,7 @@ def served(monkeypatch):
     """What `serve` was called with, instead of serving."""
     calls: list[Config] = []
     server = types.ModuleType("mlx_server.api.server")
-    server.serve = lambda loaded, listener, more_listeners: (calls.append(loaded), 5)[1]
+    server.serve = lambda loaded, listeners: (calls.append(loaded), 5)[1]
     monkeypatch.setitem(sys.modules, "mlx_server.api.server", server)
     monkeypatch.setattr("mlx_server.cli.serve.listen_all", lambda server: [contextlib.nullcontext()])
     monkeypatch.setattr("mlx_server.cli.serve.survive_lost_streams", lambda: None)

@@ -162,9 +162,7 @@ def test_the_file_is_at_home_unless_it_is_set(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])
 def test_a_key_on_the_command_line_is_warned_of_and_one_in_the_environment_is_not(monkeypatch, capsys, name):
     served = []
-    monkeypatch.setattr(
-        "mlx_server.api.server.serve", lambda config, listener, more_listeners: served.append(config) or 0
-    )
+    monkeypatch.setattr("mlx_server.api.server.serve", lambda config, listeners: served.append(config) or 0)
     monkeypatch.setattr("mlx_server.cli.serve.listen_all", lambda server: [contextlib.nullcontext()])
     monkeypatch.setattr("mlx_server.cli.serve.survive_lost_streams", lambda: None)
     flag = "--" + name.replace("_", "-")

@@ -108,8 +108,9 @@ def test_codex_gets_a_provider_on_its_command_line(machine: Machine):
     assert seen["environment"][provider["env_key"]] == "unused"
 
 
-def test_opencode_gets_a_configuration_of_its_own(machine: Machine):
-    _, seen = machine.launch("opencode", "--api-key", "secret", "--", "run", "Hi")
+def test_opencode_gets_a_configuration_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    _, seen = machine.launch("opencode", "--", "run", "Hi")
     path = seen["environment"]["OPENCODE_CONFIG"]
     config = json.loads(seen["files"][path])
     assert config["model"] == "mlx-serve/first"
@@ -180,8 +181,11 @@ def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_print_shows_all_but_the_key_and_starts_nothing(machine: Machine, client: str, capsys: Any):
-    words = ["launch", client, "--url", machine.server.url, "--api-key", "secret", "--print", "--", "--flag", "a b"]
+def test_print_shows_all_but_the_key_and_starts_nothing(
+    machine: Machine, client: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    words = ["launch", client, "--url", machine.server.url, "--print", "--", "--flag", "a b"]
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert machine.server.url in shown

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mlx_server.kv_disk.disk import KvDisk
+from mlx_server.kv_disk.files import Files
 from mlx_server.observability.engine_metrics import EngineMetrics, Histogram
 from mlx_server.observability.series import EngineReading, render
 from mlx_server.outputs import EngineStats, ModelRunnerOutput, ScheduledChunk, SchedulerOutput
@@ -404,3 +407,25 @@ async def test_every_series_of_the_dashboards_is_there_after_one_request(tmp_pat
     assert found["vllm:request_generation_tokens_sum"] >= 6
     assert found["vllm:iteration_tokens_total_count"] == found["mlx_serve:steps_total"]
     assert found["vllm:cache_config_info{block_size=32,enable_prefix_caching=True,num_gpu_blocks=32}"] == 1
+
+
+def test_the_disk_is_read_where_it_counts(tmp_path: Path):
+    disk = KvDisk(Files(tmp_path), 2**20, 2**30)
+    try:
+        disk.drain(5.0)
+        disk.counters.num_bytes_read, disk.counters.num_bytes_written, disk.counters.num_errors = 11, 12, 13
+        disk.store.num_evicted, disk.store.num_bad = 14, 15
+        found = samples(render([], {"kv_disk": disk, "kv_events": None}))
+    finally:
+        disk.close()
+    assert found == {
+        "mlx_serve:kv_disk_on": 1,
+        "mlx_serve:kv_disk_bytes": disk.store.num_bytes,
+        "mlx_serve:kv_disk_limit_bytes": disk.store.limit_bytes,
+        "mlx_serve:kv_disk_records": 0,
+        "mlx_serve:kv_disk_transferred_bytes_total{direction=read}": 11,
+        "mlx_serve:kv_disk_transferred_bytes_total{direction=write}": 12,
+        "mlx_serve:kv_disk_lost_records_total{reason=evicted}": 14,
+        "mlx_serve:kv_disk_lost_records_total{reason=damaged}": 15,
+        "mlx_serve:kv_disk_errors_total": 13,
+    }

@@ -1,6 +1,6 @@
 """Vectors and scores for any protocol: a request's inputs are read in its turn, computed, and given back.
 
-    embed(request, context, EmbeddingAsk) -> Embeddings       score(request, context, ScoreAsk) -> Scores
+    embed(request, context, EmbeddingAsk) -> PoolingAnswer       score(request, context, ScoreAsk) -> PoolingAnswer
 
 Both are for routes that are a `TurnRoute`, and raise `ServeError`, or `ClientDisconnectedError` once the client has
 gone; what was computed for it ends then.
@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from fastapi import Request
 
@@ -73,13 +73,16 @@ class ScoreAsk(PoolingAsk):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolingAnswer:
-    """What every answer says of itself; `headers` are the response's."""
+class PoolingAnswer(Generic[T]):
+    """A vector (float32) or a score for each input. `headers` are the response's, and `load_s` is how long the model
+    was waited for."""
 
+    values: list[T]
     response_id: str
     model_name: str
     num_prompt_tokens: int
     headers: dict[str, str]
+    load_s: float
 
     @property
     def usage(self) -> dict[str, int]:
@@ -87,28 +90,9 @@ class PoolingAnswer:
         return {"prompt_tokens": self.num_prompt_tokens, "total_tokens": self.num_prompt_tokens}
 
 
-@dataclass(frozen=True, slots=True)
-class Embeddings:
-    """A vector for each input, float32. `load_s` is how long the model was waited for."""
-
-    answer: PoolingAnswer
-    vectors: list[FloatArray]
-    load_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """A score for each pair."""
-
-    answer: PoolingAnswer
-    scores: list[float]
-
-
-async def embed(request: Request, context: ServerContext, ask: EmbeddingAsk) -> Embeddings:
+async def embed(request: Request, context: ServerContext, ask: EmbeddingAsk) -> PoolingAnswer[FloatArray]:
     """The vectors of a request's inputs, in their order."""
-    started_s = time.monotonic()
-    engine = await _engine(request, context, ask)
-    load_s = time.monotonic() - started_s
+    engine, load_s = await _engine(request, context, ask)
     embedder = embedder_of(engine.pooling, engine.model_name)
     embedder.check_dimensions(ask.dimensions)
     before = embedder.prompt(ask.prompt_name, ask.input_type)
@@ -118,14 +102,16 @@ async def embed(request: Request, context: ServerContext, ask: EmbeddingAsk) -> 
         return embedder.token_ids(item, before, ask.truncation, name, add_special_tokens=ask.add_special_tokens)
 
     prompts = await _in_turn(request, lambda: [Prompt(tuple(read(*numbered))) for numbered in enumerate(ask.inputs)])
-    results, answer = await _run(request, context, engine, ask, prompts, embedder.params)
-    vectors = await _in_turn(request, lambda: [embedder.vector(result, ask.dimensions) for result in results])
-    return Embeddings(answer, vectors, load_s)
+
+    def vectors(results: list[Vector]) -> list[FloatArray]:
+        return [embedder.vector(result, ask.dimensions) for result in results]
+
+    return await _run(request, context, engine, load_s, ask, prompts, embedder.params, vectors)
 
 
-async def score(request: Request, context: ServerContext, ask: ScoreAsk) -> Scores:
+async def score(request: Request, context: ServerContext, ask: ScoreAsk) -> PoolingAnswer[float]:
     """The scores of a request's pairs, in their order."""
-    engine = await _engine(request, context, ask)
+    engine, load_s = await _engine(request, context, ask)
     scorer = scorer_of(engine.pooling, engine.model_name)
 
     def read() -> tuple[ScorePlan, list[Prompt]]:
@@ -133,19 +119,20 @@ async def score(request: Request, context: ServerContext, ask: ScoreAsk) -> Scor
         return plan, [Prompt(tuple(token_ids)) for token_ids in plan.inputs]
 
     plan, prompts = await _in_turn(request, read)
-    results, answer = await _run(request, context, engine, ask, prompts, scorer.params)
-    scores = await _in_turn(request, lambda: plan.scores(results))
-    if not all(map(math.isfinite, scores)):
+    answer = await _run(request, context, engine, load_s, ask, prompts, scorer.params, plan.scores)
+    if not all(map(math.isfinite, answer.values)):
         raise ServeError(f"{engine.model_name} gives no number for some of the pairs; load it with --dtype float32.")
-    return Scores(answer, scores)
+    return answer
 
 
-async def _engine(request: Request, context: ServerContext, ask: PoolingAsk) -> AsyncEngine:
-    """The engine that answers, loaded if need be. Others may have used up the caller's quota meanwhile."""
+async def _engine(request: Request, context: ServerContext, ask: PoolingAsk) -> tuple[AsyncEngine, float]:
+    """The engine that answers, loaded if need be, and the seconds that took. Others may have used up the caller's quota
+    meanwhile."""
+    started_s = time.monotonic()
     if ask.request_id is not None:
         request.state.request_id = ask.request_id
     context.quotas.check(caller_of(request), Demand())
-    return await lease_engine(request, context.pool, ask.model)
+    return await lease_engine(request, context.pool, ask.model), time.monotonic() - started_s
 
 
 async def _in_turn(request: Request, work: Callable[[], T]) -> T:
@@ -156,11 +143,13 @@ async def _run(
     request: Request,
     context: ServerContext,
     engine: AsyncEngine,
+    load_s: float,
     ask: PoolingAsk,
     prompts: Sequence[Prompt],
     params: PoolingParams,
-) -> tuple[list[Vector], PoolingAnswer]:
-    """What the engine makes of the inputs, and what the answer says of itself."""
+    read: Callable[[list[Vector]], list[T]],
+) -> PoolingAnswer[T]:
+    """What `read` makes, in the request's turn, of what the engine makes of the inputs."""
     caller, request_id = caller_of(request), request.state.request_id
     job = GenerationJob(
         request_id=request_id,
@@ -178,4 +167,5 @@ async def _run(
         results = await until_disconnect(request, run.results())
     headers = {REQUEST_ID_HEADER: request_id, **load_headers(request.headers, engine.stats())}
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    return results, PoolingAnswer(job.response_id, run.model_name, num_tokens, headers)
+    values = await _in_turn(request, lambda: read(results))
+    return PoolingAnswer(values, job.response_id, run.model_name, num_tokens, headers, load_s)

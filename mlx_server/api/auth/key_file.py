@@ -59,14 +59,6 @@ class KeyRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class NewKey:
-    """A key as its owner gets it: `text` is shown once and kept nowhere."""
-
-    key_id: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Usage:
     """What a key has used since it was last written down."""
 
@@ -92,10 +84,15 @@ class Secret:
 
 @dataclass(frozen=True, slots=True)
 class KeyText:
-    """A key as it was sent."""
+    """A key as its owner has it. It is shown once, and kept nowhere."""
 
     key_id: str
     secret: str
+
+    @property
+    def text(self) -> str:
+        """What is sent."""
+        return f"{PREFIX}_{self.key_id}_{self.secret}"
 
 
 def parse_key(text: str) -> KeyText | None:
@@ -150,7 +147,7 @@ class KeyFile:
     def close(self) -> None:
         self._db.close()
 
-    def add(self, tier: str, label: str) -> NewKey:
+    def add(self, tier: str, label: str) -> KeyText:
         """A new key."""
         key_id, secret, salt = secrets.token_hex(6), secrets.token_hex(32), secrets.token_bytes(16)
         with self._db:
@@ -158,9 +155,9 @@ class KeyFile:
                 "INSERT INTO keys (id, tier, label, salt, digest, created_s) VALUES (?, ?, ?, ?, ?, ?)",
                 (key_id, tier, label, salt, _digest(salt, secret), time.time()),
             )
-        return NewKey(key_id, f"{PREFIX}_{key_id}_{secret}")
+        return KeyText(key_id, secret)
 
-    def rotate(self, key_id: str) -> NewKey:
+    def rotate(self, key_id: str) -> KeyText:
         """A new secret for a key, which keeps its id, tier and usage; the old one is worthless from now on. Raises
         `InvalidRequestError` for an unknown or revoked key."""
         record = self.record(key_id)
@@ -169,7 +166,7 @@ class KeyFile:
         secret, salt = secrets.token_hex(32), secrets.token_bytes(16)
         with self._db:
             self._db.execute("UPDATE keys SET salt = ?, digest = ? WHERE id = ?", (salt, _digest(salt, secret), key_id))
-        return NewKey(key_id, f"{PREFIX}_{key_id}_{secret}")
+        return KeyText(key_id, secret)
 
     def revoke(self, key_id: str) -> None:
         """Refuses a key for good; its record stays. Raises `InvalidRequestError` for an unknown one."""

@@ -117,24 +117,25 @@ class KeyRing:
     the file, does not open the server.
     """
 
-    def __init__(
-        self,
-        key_file: Path,
-        *,
-        api_key: str | None,
-        admin_key: str | None,
-        shared_tier: str,
-        tiers: Mapping[str, Tier],
-        discovery_key: str | None = None,
-    ) -> None:
-        self.usage = UsageLog(key_file)
+    def __init__(self, config: Config) -> None:
+        """The keys that `config` describes. Raises `ConfigError` for a file that cannot be read."""
+        server = config.server
+        path = key_file_path(server)
+        if path.exists():
+            KeyFile(path).close()
+        elif server.key_file is not None:
+            raise ConfigError(f"key_file: {path} does not exist; `mlx-serve keys create --key-file {path}` makes it.")
+        api_key = _secret("api_key", server.api_key, server.api_key_file)
+        admin_key = _secret("admin_key", server.admin_key, server.admin_key_file)
+        discovery_key = _secret("discovery_key", config.fleet.discovery_key, config.fleet.discovery_key_file)
+        if discovery_key is not None and discovery_key in (api_key, admin_key):
+            raise ConfigError("discovery_key is a key that may do more, too; it must be one of its own.")
+        self.usage = UsageLog(path)
         self.has_admin_key = admin_key is not None
-        self._file = _WatchedFile(key_file)
-        self._api_digest = None if api_key is None else _digest(api_key)
-        self._admin_digest = None if admin_key is None else _digest(admin_key)
-        self._discovery_digest = None if discovery_key is None else _digest(discovery_key)
-        self._shared_tier = tiers[shared_tier]
-        self._tiers = tiers
+        self._file = _WatchedFile(path)
+        self._api_digest, self._admin_digest, self._discovery_digest = map(_digest, (api_key, admin_key, discovery_key))
+        self._shared_tier = config.tiers[server.api_key_tier]
+        self._tiers = config.tiers
 
     @property
     def asks_for_keys(self) -> bool:
@@ -248,29 +249,6 @@ def key_file_path(server: ServerConfig) -> Path:
     return home() / "keys.sqlite" if server.key_file is None else Path(server.key_file).expanduser()
 
 
-def build_key_ring(config: Config) -> KeyRing:
-    """The keys that `config` describes. Raises `ConfigError` for a file that cannot be read."""
-    server = config.server
-    path = key_file_path(server)
-    if path.exists():
-        KeyFile(path).close()
-    elif server.key_file is not None:
-        raise ConfigError(f"key_file: {path} does not exist; `mlx-serve keys create --key-file {path}` makes it.")
-    api_key = _secret("api_key", server.api_key, server.api_key_file)
-    admin_key = _secret("admin_key", server.admin_key, server.admin_key_file)
-    discovery_key = _secret("discovery_key", config.fleet.discovery_key, config.fleet.discovery_key_file)
-    if discovery_key is not None and discovery_key in (api_key, admin_key):
-        raise ConfigError("discovery_key is a key that may do more, too; it must be one of its own.")
-    return KeyRing(
-        path,
-        api_key=api_key,
-        admin_key=admin_key,
-        discovery_key=discovery_key,
-        shared_tier=server.api_key_tier,
-        tiers=config.tiers,
-    )
-
-
 def _secret(name: str, value: str | None, file: str | None) -> str | None:
     if file is None:
         return value
@@ -285,9 +263,10 @@ def _secret(name: str, value: str | None, file: str | None) -> str | None:
     return text
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _digest(key: str | None) -> bytes | None:
+    return None if key is None else hashlib.sha256(key.encode()).digest()
 
 
 def _is_equal(key: str | None, digest: bytes | None) -> bool:
-    return key is not None and digest is not None and hmac.compare_digest(_digest(key), digest)
+    sent = _digest(key)
+    return sent is not None and digest is not None and hmac.compare_digest(sent, digest)

@@ -1,31 +1,46 @@
-"""POST /api/chat, and POST /api/generate: one prompt, as a chat of one message, or raw.
+"""POST /api/chat; POST /api/generate: one prompt, as a chat of one message, or raw; POST /api/embed, and its older form
+/api/embeddings.
 
 Ollama's messages become OpenAI's: images and thoughts stand in other places there, and calls need ids.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field, WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.responses import JSONResponse, Response
 
+from mlx_server.api.answers import vectors
 from mlx_server.api.answers.chat_plan import ChatCall, ChatPlan
 from mlx_server.api.answers.generation import GenerationJob, Prompt
-from mlx_server.api.context import Context
+from mlx_server.api.answers.vectors import MAX_INPUTS, EmbeddingAsk, PoolingAnswer
+from mlx_server.api.context import Context, ServerContext
 from mlx_server.api.http.body import AnyTypeTurnRoute
-from mlx_server.api.http.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR, Strings
+from mlx_server.api.http.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR, Strings, at_most
 from mlx_server.api.http.sse import whole_or_streamed
-from mlx_server.api.ollama.output import NDJSON, ChatWriter, TextWriter, message_body, timestamp
-from mlx_server.api.ollama.request import ERROR_RESPONSES, OllamaCall, OllamaFields, open_call, unload
+from mlx_server.api.ollama.output import NDJSON, ChatWriter, TextWriter, message_body, nanoseconds, timestamp
+from mlx_server.api.ollama.request import (
+    ERROR_RESPONSES,
+    NOT_ENFORCED_HEADER,
+    KeepAlive,
+    OllamaCall,
+    OllamaFields,
+    find_name,
+    keep_model,
+    open_call,
+    unload,
+)
 from mlx_server.api.openai.chat import tool_use
 from mlx_server.api.openai.completions import CompletionRequest, plan_text
 from mlx_server.api.openai.document import CALL, NULL, STRING, either, list_of, members
-from mlx_server.api.openai.fields import Bool, Ints, Refused
+from mlx_server.api.openai.fields import Bool, Int, Ints, Refused
+from mlx_server.engine.embeddings import FloatArray, InputTruncation
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 
@@ -274,3 +289,60 @@ def _name_result(message: dict[str, Any], ids: _CallIds) -> None:
         name = name or found[1]
     if name:
         message["name"] = name
+
+
+class _EmbedFields(BaseModel):
+    model: str | None = None
+    keep_alive: KeepAlive | None = None
+
+
+class EmbedRequest(_EmbedFields):
+    """The body of POST /api/embed."""
+
+    input: str | Annotated[Strings, at_most(MAX_INPUTS, "texts")]
+    truncate: Bool | None = None
+    dimensions: Int | None = Field(None, ge=0)
+
+
+class EmbeddingsRequest(_EmbedFields):
+    """The body of POST /api/embeddings, the older one of the two."""
+
+    prompt: str
+
+
+@router.post("/api/embed")
+async def embed(body: EmbedRequest, request: Request, response: Response, context: Context) -> dict[str, Any]:
+    """Vectors of one text or several."""
+    started_s = time.monotonic()
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    cut = InputTruncation(None if body.truncate is False else -1)
+    ask = EmbeddingAsk(inputs=texts, dimensions=body.dimensions or None, truncation=cut)
+    found = await _embed(body, ask, request, response, context)
+    return {
+        "model": body.model or "",
+        "embeddings": [vector.tolist() for vector in found.values],
+        "total_duration": nanoseconds(time.monotonic() - started_s),
+        "load_duration": nanoseconds(found.load_s),
+        "prompt_eval_count": found.num_prompt_tokens,
+    }
+
+
+@router.post("/api/embeddings")
+async def embeddings(
+    body: EmbeddingsRequest, request: Request, response: Response, context: Context
+) -> dict[str, list[float]]:
+    """The vector of one text."""
+    ask = EmbeddingAsk(inputs=[body.prompt], name="prompt", truncation=InputTruncation(-1))
+    found = await _embed(body, ask, request, response, context)
+    return {"embedding": found.values[0].tolist()}
+
+
+async def _embed(
+    body: _EmbedFields, ask: EmbeddingAsk, request: Request, response: Response, context: ServerContext
+) -> PoolingAnswer[FloatArray]:
+    name = await find_name(context.pool, body.model)
+    found = await vectors.embed(request, context, replace(ask, model=name))
+    response.headers.update(found.headers)
+    if not keep_model(context.pool, name, body.keep_alive, request):
+        response.headers[NOT_ENFORCED_HEADER] = "keep_alive"
+    return found

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
 from mlx_server.api.auth.authentication import caller_of, check_model_access, require_admin
@@ -104,8 +104,6 @@ Whole = Annotated[int, BeforeValidator(_whole), WithJsonSchema({"type": "integer
 class Options(BaseModel):
     """What an answer depends on. Options that only say how a machine computes (`num_gpu`, `num_thread` ...) are not
     declared: they change nothing."""
-
-    model_config = ConfigDict(extra="ignore")
 
     num_predict: Whole | None = None
     num_ctx: Whole | None = None

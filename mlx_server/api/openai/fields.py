@@ -34,6 +34,7 @@ from mlx_server.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,
+    MAX_SAMPLES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_K,
@@ -71,7 +72,6 @@ def no_limit(value: Any) -> Any:
 TokenLimit = Annotated[Annotated[Int, Field(ge=1)] | None, BeforeValidator(no_limit)]
 """-1 is no limit of its own, as llama.cpp and LM Studio have it."""
 
-MAX_CHOICES = 128
 _Penalty = Annotated[Number, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern="^[!-~]+$")]
 
@@ -109,12 +109,12 @@ class StreamOptions(BaseModel):
 class GenerationFields(BaseModel):
     """What both endpoints take. Subclasses add their prompt, their logprobs and their token limit."""
 
-    model_config = ConfigDict(extra="ignore", json_schema_extra=describe)
+    model_config = ConfigDict(json_schema_extra=describe)
 
     model: str | None = None
     stream: Bool | None = None
     stream_options: StreamOptions | None = None
-    n: Int | None = Field(None, ge=1, le=MAX_CHOICES)
+    n: Int | None = Field(None, ge=1, le=MAX_SAMPLES)
 
     temperature: Number | None = Field(None, ge=0, le=100)
     top_p: Number | None = Field(None, gt=0, le=1)

@@ -13,12 +13,10 @@ from mlx_server.api.context import Context
 from mlx_server.engine.embeddings import capabilities
 from mlx_server.pool.catalog import Offer
 from mlx_server.pool.model_pool import ModelPool
-from mlx_server.pool.pooled_model import ModelState
 
 router = APIRouter(tags=["models"])
 
 OWNER = "mlx-serve"
-_LOADED = (ModelState.READY, ModelState.DRAINING)
 
 
 @router.get("/v1/models")
@@ -39,7 +37,7 @@ async def retrieve_model(model: str, request: Request, context: Context) -> dict
 
 def _card(pool: ModelPool, offer: Offer) -> dict[str, Any]:
     model = pool.find(offer.name)
-    engine = model.engine if model.state in _LOADED else None
+    engine = model.engine if model.is_loaded else None
     # What depends on the memory that is left, and on what was loaded, is known only while the model is.
     limit = None if engine is None else engine.max_model_len
     pooling = None if engine is None else engine.pooling

@@ -197,7 +197,7 @@ def _serve(plan: _Plan, client: Connection) -> None:
         return ModelPool(Catalog(config), budget, config.pool, around, new_engine=partial(_Engine, device))
 
     with contextlib.redirect_stdout(io.StringIO()):
-        serve(load_config(environ={}, flags=flags), listener, make_pool)
+        serve(load_config(environ={}, flags=flags), [listener], make_pool)
 
 
 class _Engine(AsyncEngine):

@@ -123,8 +123,8 @@ def _written(value: Mapping[str, Any]) -> bytes:
 
 
 @dataclass(slots=True)
-class _Shelf:
-    """One owner's responses, those used last at the end."""
+class Shelf:
+    """One owner's responses on this server, those used last at the end."""
 
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
     num_bytes: int = 0
@@ -134,93 +134,53 @@ class _Shelf:
         self.num_bytes += response.num_bytes - (0 if known is None else known.num_bytes)
         self.responses[response.id] = response
 
-    def drop(self, response_id: str) -> int:
-        """How many bytes it had."""
-        num_bytes = self.responses.pop(response_id).num_bytes
-        self.num_bytes -= num_bytes
-        return num_bytes
-
-    def drop_oldest(self) -> int:
-        return self.drop(next(iter(self.responses)))
-
-
-class ResponseStore:
-    """The responses used last, in memory only, as one owner sees them: their own. On the event loop's thread.
-
-    Who keeps most gives way first, so that no owner can push out what others keep within an equal share."""
-
-    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
-        self._max_responses = max_responses
-        self._max_bytes = max_bytes
-        self._owner = ""
-        self._shelves: dict[str, _Shelf] = {}
-
-    def of(self, owner: str) -> ResponseStore:
-        """The same store as `owner` sees it."""
-        view = ResponseStore(self._max_responses, self._max_bytes)
-        view._owner, view._shelves = owner, self._shelves
-        return view
-
-    @property
-    def _own(self) -> _Shelf:
-        return self._shelves.setdefault(self._owner, _Shelf())
-
-    def put(self, response: StoredResponse) -> None:
-        """Keeps a response; those that were not used for longest go while there is no room."""
-        shelf = self._own
-        shelf.put(response)
-        while len(shelf.responses) > self._max_responses:
-            shelf.drop_oldest()
-        num_bytes = sum(shelf.num_bytes for shelf in self._shelves.values())
-        while num_bytes > self._max_bytes:
-            largest = max(self._shelves.values(), key=lambda shelf: shelf.num_bytes)
-            num_bytes -= largest.drop_oldest()
-
-    def update(self, body: Mapping[str, Any]) -> None:
-        """Replaces the body of a response that is still kept; one that was deleted stays so."""
-        known = self._own.responses.get(body["id"])
-        if known is not None:
-            self.put(StoredResponse.of(body, known.input_items))
-
     def find(self, response_id: str) -> StoredResponse | None:
         """The response, which counts as a use; None if it is not kept."""
-        found = self._own.responses.get(response_id)
+        found = self.responses.get(response_id)
         if found is not None:
-            self._own.responses.move_to_end(response_id)
+            self.responses.move_to_end(response_id)
         return found
 
     def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
         """Those items of kept responses that have these ids; it counts as a use of their responses."""
         found: dict[str, KeptItem] = {}
-        responses = self._own.responses
-        for response in list(reversed(responses.values())) if ids else ():
+        for response in list(reversed(self.responses.values())) if ids else ():
             new = {item.id: item for item in response.items if item.id in ids and item.id not in found}
             if new:
                 found.update(new)
-                responses.move_to_end(response.id)
+                self.responses.move_to_end(response.id)
             if len(found) == len(ids):
                 break
         return found
 
-    def get(self, response_id: str) -> StoredResponse:
-        """Like `find`; raises `NotFoundError`."""
-        found = self.find(response_id)
-        if found is None:
-            raise NotFoundError(
-                f"There is no response {response_id}; the last {self._max_responses} that were not sent with "
-                "store: false are kept."
-            )
-        return found
+    def drop(self, response_id: str) -> bool:
+        """Forgets a response; whether it was kept."""
+        dropped = self.responses.pop(response_id, None)
+        self.num_bytes -= 0 if dropped is None else dropped.num_bytes
+        return dropped is not None
 
-    def delete(self, response_id: str) -> None:
-        """Raises `NotFoundError`."""
-        self.get(response_id)
-        self._own.drop(response_id)
 
-    def drop(self, response_id: str) -> None:
-        """Forgets it, if it is kept."""
-        if response_id in self._own.responses:
-            self._own.drop(response_id)
+class ResponseStore:
+    """The responses used last, in memory only, a shelf an owner. On the event loop's thread.
+
+    Who keeps most gives way first, so that no owner can push out what others keep within an equal share."""
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self.max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._shelves: dict[str, Shelf] = {}
+
+    def shelf(self, owner: str) -> Shelf:
+        return self._shelves.setdefault(owner, Shelf())
+
+    def make_room(self) -> None:
+        """Drops those that were not used for longest while there are too many, or too much."""
+        for shelf in self._shelves.values():
+            while len(shelf.responses) > self.max_responses:
+                shelf.drop(next(iter(shelf.responses)))
+        while sum(shelf.num_bytes for shelf in self._shelves.values()) > self._max_bytes:
+            largest = max(self._shelves.values(), key=lambda shelf: shelf.num_bytes)
+            largest.drop(next(iter(largest.responses)))
 
 
 _BEGIN = """
@@ -292,10 +252,10 @@ _DROP = Script(_BEGIN + "return drop(ARGV[3])")
 
 
 class KeptResponses:
-    """As `ResponseStore`, for one request of `owner`. Event-loop thread only."""
+    """What one request of `owner` sees and keeps. Event-loop thread only."""
 
-    def __init__(self, local: ResponseStore, shared: SharedStore | None, owner: str) -> None:
-        self._local = local.of(owner)
+    def __init__(self, store: ResponseStore, shared: SharedStore | None, owner: str) -> None:
+        self._store, self._shelf = store, store.shelf(owner)
         self._shared = shared
         self._keys = [f"responses:{owner}:{what}" for what in ("bodies", "items", "uses")]
         self._own_id: str | None = None
@@ -304,15 +264,18 @@ class KeptResponses:
     def put(self, response: StoredResponse) -> None:
         """Keeps the response that this request makes, on this server until `settle`."""
         self._own_id = response.id
-        self._local.put(response)
+        self._shelf.put(response)
+        self._store.make_room()
 
     def update(self, body: Mapping[str, Any]) -> None:
         """Replaces its body, unless it was deleted."""
-        self._local.update(body)
+        known = self._shelf.responses.get(body["id"])
+        if known is not None:
+            self.put(StoredResponse.of(body, known.input_items))
 
     async def settle(self) -> None:
         """Moves it to the shared store, once it has ended."""
-        response = None if self._shared is None or self._own_id is None else self._local.find(self._own_id)
+        response = None if self._shared is None or self._own_id is None else self._shelf.find(self._own_id)
         if response is None or response.is_in_progress:
             return
         packed = response.packed()
@@ -324,10 +287,10 @@ class KeptResponses:
             await self._run(_PUT, response.id, packed, ids, MAX_RESPONSES, MAX_OWNER_BYTES, _ID_WEIGHT)
         except StoreAwayError:
             is_taken = False
-        if self._local.find(response.id) is None:  # its client has deleted it on the way
+        if self._shelf.find(response.id) is None:  # its client has deleted it on the way
             await self._drop_shared(response.id)
         elif is_taken:
-            self._local.drop(response.id)
+            self._shelf.drop(response.id)
 
     def settle_later(self) -> None:
         """The same where nobody waits any more."""
@@ -337,7 +300,7 @@ class KeptResponses:
     async def find(self, response_id: str) -> StoredResponse | None:
         """The response, which counts as a use; None if it is not kept. Raises `OverloadedError` if the shared store is
         away, which may have it."""
-        found = self._local.find(response_id)
+        found = self._shelf.find(response_id)
         if found is None and self._shared is not None:
             packed = await self._ask(_FIND, f"response {response_id}", response_id)
             return None if packed is None else StoredResponse.unpacked(packed)
@@ -345,7 +308,7 @@ class KeptResponses:
 
     async def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
         """Those items of kept responses that have these ids. Raises as `find`."""
-        found = self._local.find_items(ids)
+        found = self._shelf.find_items(ids)
         missing = set(ids) - found.keys()
         if missing and self._shared is not None:
             wanted, what = json.dumps(sorted(missing)), f"item {min(missing)}"
@@ -357,16 +320,24 @@ class KeptResponses:
 
     async def get(self, response_id: str) -> StoredResponse:
         """Like `find`; raises `NotFoundError`."""
-        return await self.find(response_id) or self._local.get(response_id)
+        found = await self.find(response_id)
+        if found is None:
+            raise self._not_found(response_id)
+        return found
 
     async def delete(self, response_id: str) -> None:
         """Raises `NotFoundError`, and as `find`."""
-        if self._local.find(response_id) is not None:
-            self._local.delete(response_id)
+        if self._shelf.drop(response_id):
             if self._shared is not None:  # which may have taken it although its answer came too late
                 await self._drop_shared(response_id)
         elif self._shared is None or not await self._ask(_DROP, f"response {response_id}", response_id):
-            self._local.delete(response_id)
+            raise self._not_found(response_id)
+
+    def _not_found(self, response_id: str) -> NotFoundError:
+        return NotFoundError(
+            f"There is no response {response_id}; the last {self._store.max_responses} that were not sent with "
+            "store: false are kept."
+        )
 
     async def _drop_shared(self, response_id: str) -> None:
         """Now, or when the store is back."""

@@ -16,9 +16,9 @@ from typing import Any
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.bench.arguments import above_0, add_json_argument, from_0, from_1
 from mlx_server.bench.lab.simulator.disk import DiskCost
-from mlx_server.bench.lab.simulator.drafts import DraftMix
 from mlx_server.bench.lab.simulator.engine import (
     PROFILES,
+    TARGET_STEP_S,
     Simulation,
     SimulationMetrics,
     Slo,
@@ -28,6 +28,7 @@ from mlx_server.bench.lab.simulator.engine import (
 from mlx_server.bench.lab.simulator.traces import (
     Chats,
     ClosedLoop,
+    DraftMix,
     Mix,
     TracedRequest,
     Traffic,
@@ -224,9 +225,7 @@ def _add_traffic(group: _Group) -> None:
 
 
 def _add_device(group: _Group) -> None:
-    group.add_argument(
-        "--profile", choices=tuple(PROFILES), default="cpu", help="costs and target of a machine; default: cpu"
-    )
+    group.add_argument("--profile", choices=tuple(PROFILES), default="cpu", help="costs of a machine; default: cpu")
     group.add_argument(
         "--self-running", action="store_true", help="it computes by itself, as a GPU does, not while it is given a step"
     )
@@ -249,12 +248,7 @@ def _add_scheduler(group: _Group) -> None:
     limits = SchedulerLimits()
     _add(group, "--max-num-seqs", from_1, limits.max_num_seqs, "most requests that run at once")
     _add(group, "--max-num-batched-tokens", from_1, limits.max_num_batched_tokens, "token budget of one step")
-    group.add_argument(
-        "--target-step-ms",
-        type=above_0,
-        metavar="N",
-        help="target time of a step while someone decodes; default: the profile's",
-    )
+    _add(group, "--target-step-ms", above_0, 1000 * TARGET_STEP_S, "target time of a step while someone decodes")
     _add(group, "--max-step-ms", above_0, 1000 * limits.max_step_s, "target time of a step that delays no peer")
     _add(group, "--aging-rate", float, limits.aging_rate, "priority levels gained per second of waiting")
     _add(group, "--max-num-waiting", from_1, 10**9, "most requests of each tier that may wait")
@@ -423,14 +417,13 @@ def _limits(args: argparse.Namespace) -> SchedulerLimits:
             f"--max-num-batched-tokens is {args.max_num_batched_tokens}; it must be at least --max-num-seqs, "
             f"{args.max_num_seqs}."
         )
-    profile = PROFILES[args.profile]
     return SchedulerLimits(
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         aging_rate=args.aging_rate,
-        target_step_s=profile.target_step_s if args.target_step_ms is None else args.target_step_ms / 1000,
+        target_step_s=args.target_step_ms / 1000,
         max_step_s=args.max_step_ms / 1000,
-        context_doubling_tokens=profile.cost.context_doubling_tokens,
+        context_doubling_tokens=PROFILES[args.profile].cost.context_doubling_tokens,
         queue=QueueLimits(max_num_waiting=10**9, max_queued_tokens=10**12),
         tiers={tier: QueueLimits(max_num_waiting=args.max_num_waiting, max_queued_tokens=10**12) for tier in _TIERS},
         queue_timeout_s=args.queue_timeout_s,

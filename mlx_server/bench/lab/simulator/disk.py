@@ -15,15 +15,13 @@ _CONTENT = memoryview(b"")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskCost:
-    """A disk with room for `num_records` blocks. `copy_bytes_per_s` is how fast the host copies blocks into or out of
-    the pool, beside the device's work."""
+    """A disk with room for `num_records` blocks."""
 
     num_records: int
     block_bytes: int
     read_bytes_per_s: float
     write_bytes_per_s: float
     bytes_per_day: int
-    copy_bytes_per_s: float = 3e9
 
 
 class SimulatedDisk:

@@ -17,8 +17,7 @@ from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
 from mlx_server.batching.scheduler import ContinuousBatchingScheduler
 from mlx_server.batching.speculation.drafting import Speculation, SpeculationCounters
 from mlx_server.bench.lab.simulator.disk import DiskCost, SimulatedDisk
-from mlx_server.bench.lab.simulator.drafts import DraftMix, MadeUpDrafts
-from mlx_server.bench.lab.simulator.traces import TracedRequest
+from mlx_server.bench.lab.simulator.traces import MOST_DRAFTS, DraftMix, MadeUpDrafts, TracedRequest
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ContextLengthError, OverloadedError
 from mlx_server.outputs import (
@@ -124,6 +123,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 _TOKEN = SampledToken(40_000)  # with as many digits as most, for whoever counts what events take
 _LEAST_REST_S = 1e-3
+_COPY_BYTES_PER_S = 3e9
+"""How fast the host copies blocks between pool and disk, beside the device's work."""
+
 _SAMPLING = SamplingParams()
 _NUM_LEARNT = 128
 """Prompt tokens of the first step, of no request, by which the scheduler knows costs before anyone arrives."""
@@ -206,7 +208,7 @@ class Simulation:
         `explained` is the number of an arrival, from 0 on, of which `explanation` says why it waited."""
         blocks = PagedBlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching)
         self._drafts = None if drafts is None else MadeUpDrafts(drafts)
-        speculation = None if drafts is None or self._drafts is None else Speculation(self._drafts, drafts.most)
+        speculation = None if self._drafts is None else Speculation(self._drafts, max_draft_tokens=MOST_DRAFTS)
         self._disk = None if disk is None else SimulatedDisk(disk)
         self.scheduler = ContinuousBatchingScheduler(
             blocks, limits, is_async=is_async, speculation=speculation, store=self._disk
@@ -320,7 +322,7 @@ class Simulation:
         host_s = self._cost.host_s
         if self._disk is not None:
             num_bytes = (len(copies.saved) + len(copies.loaded)) * self._disk.block_bytes
-            host_s += num_bytes / self._disk.cost.copy_bytes_per_s
+            host_s += num_bytes / _COPY_BYTES_PER_S
         start_s = max(self._now + host_s, self._device_free_s)
         end_s = start_s + seconds
         step_time_s = end_s - max(self._now, self._device_free_s)
@@ -406,40 +408,39 @@ def block_hashes(traced: TracedRequest) -> list[bytes]:
     return hashes[: traced.num_prompt_tokens // BLOCK_SIZE]
 
 
+TARGET_STEP_S = 0.1
+"""Aim of a step on each of the machines below."""
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A machine with a model: what steps cost, the target that is the default there, and what the K/V of 32 tokens
-    take."""
+    """A machine with a model: what steps cost, and what the K/V of 32 tokens take."""
 
     cost: CostModel
-    target_step_s: float
     block_bytes: int
 
 
 PROFILES: Mapping[str, Profile] = {
     # `random:mini`, float32, on two cores of an AMD EPYC: a fit to our own steps.
-    "cpu": Profile(CostModel(), 0.1, 256 * 1024),
+    "cpu": Profile(CostModel(), 256 * 1024),
     # An 8B in 4 bits. Of an M2 Max no figures were found, so these are an M1 Max's (500 prompt tokens/s at 512, 46 of
     # one stream, normiebench#40) with prompts 38/32 as fast, as it has GPU cores. What more rows cost is of the M3 Max,
     # whose product of 4-bit weights takes 2.5 times as long with 8 rows as with one (mlx#3863); the growth with the
     # context is the M5 Max's.
     "m2-max": Profile(
         CostModel(base_s=0.0175, decode_s=0.0042, prompt_s=0.0017, context_doubling_tokens=20_000.0, host_s=0.003),
-        0.1,
         4 * 2**20,
     ),
     # A dense 27B in 4 bits: steps of 32.9, 49.2, 86.8 and 112.6 ms at 1, 4, 8 and 16 rows (TensorFold, MLX 0.31.2);
     # prompts at 894 tokens/s of 1k and 494 of 32k (omlx#2150).
     "m5-max": Profile(
         CostModel(base_s=0.028, decode_s=0.0055, prompt_s=0.0011, context_doubling_tokens=20_000.0, host_s=0.003),
-        0.1,
         8 * 2**20,
     ),
     # An 8B in 4 bits on an M4 Max, about: 1,092 prompt tokens/s at 8.6k (mesh-llm#1228), and rows that cost next to
     # nothing, as they do on larger GPUs.
     "gpu": Profile(
         CostModel(base_s=0.02, decode_s=0.0005, prompt_s=0.0008, context_doubling_tokens=16_384.0, host_s=0.003),
-        0.1,
         4 * 2**20,
     ),
 }

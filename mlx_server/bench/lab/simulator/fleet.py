@@ -24,7 +24,7 @@ import msgspec
 
 from mlx_server.batching.limits import QueueLimits, SchedulerLimits
 from mlx_server.bench.arguments import above_0, add_json_argument, from_1
-from mlx_server.bench.lab.simulator.engine import PROFILES, Simulation, block_hashes, percentile
+from mlx_server.bench.lab.simulator.engine import PROFILES, TARGET_STEP_S, Simulation, block_hashes, percentile
 from mlx_server.bench.lab.simulator.traces import TracedRequest
 from mlx_server.bench.tables import render_items, tell, write_json
 from mlx_server.config import BLOCK_SIZE
@@ -136,7 +136,7 @@ class Fleet:
         self._talk, self._rng = talk, random.Random(seed)
         machine = PROFILES[profile]
         limits = SchedulerLimits(
-            target_step_s=machine.target_step_s,
+            target_step_s=TARGET_STEP_S,
             context_doubling_tokens=machine.cost.context_doubling_tokens,
             queue=QueueLimits(max_num_waiting=10**9, max_queued_tokens=10**12),
         )

@@ -1,4 +1,7 @@
-"""Traffic for the simulator: made up from a seed, or read from a recorded trace."""
+"""Traffic for the simulator: made up from a seed, or read from a recorded trace.
+
+Its requests have no text, so drafts are made up, too: how often there are some, and how many of them are right.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ from pathlib import Path
 from mlx_server.bench.serve.workloads import BLOCK_TOKENS, TraceLine, read_dataset
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ConfigError
-from mlx_server.request import Priority
+from mlx_server.outputs import SampledToken
+from mlx_server.request import Priority, Request
+
+_MOST_TOKENS = 4096
+"""Of a made-up request's own, and of its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,6 @@ class Mix:
     num_prefixes: int = 64
     prefix_tokens: int = 512
     tiers: tuple[float, float, float] = (0.1, 0.7, 0.2)
-    most_tokens: int = 4096
     spread: float = 1.0
 
 
@@ -122,7 +128,7 @@ class Traffic:
     def _length(self, mean: float) -> int:
         sigma = self._mix.spread
         drawn = self._rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
-        return min(max(round(drawn) if sigma == 0.0 else int(drawn), 1), self._mix.most_tokens)
+        return min(max(round(drawn) if sigma == 0.0 else int(drawn), 1), _MOST_TOKENS)
 
 
 class ClosedLoop:
@@ -200,3 +206,39 @@ def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:
 
 def _num_blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
+
+
+_DRAFTED = SampledToken(7)
+MOST_DRAFTS = 8
+"""Tokens of one draft."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftMix:
+    """`acceptances` are dealt to requests in turn: how often a draft is what the model says, if all before it were.
+    `found_share` is how often looking up finds something."""
+
+    acceptances: tuple[float, ...]
+    found_share: float = 1.0
+    seed: int = 0
+
+
+class MadeUpDrafts:
+    """A drafter, and the model that it drafts for: both know the mix only. Request ids are numbers."""
+
+    def __init__(self, mix: DraftMix) -> None:
+        self._mix = mix
+        self._rng = random.Random(mix.seed)
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        return (_DRAFTED.token_id,) * most if self._rng.random() < self._mix.found_share else ()
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept of a request."""
+
+    def sampled(self, request_id: str, num_drafts: int) -> SampledToken:
+        """What a step gives a request: the drafts that are right, and a token behind them."""
+        acceptance, num_right = self._mix.acceptances[int(request_id) % len(self._mix.acceptances)], 0
+        while num_right < num_drafts and self._rng.random() < acceptance:
+            num_right += 1
+        return _DRAFTED._replace(accepted=(_DRAFTED,) * num_right)

@@ -1,0 +1,225 @@
+"""POST /v1/embeddings: OpenAI's shape, with vLLM's fields beside it.
+
+POST /v1/rerank and /v1/score: which documents fit a query, in the shapes of Jina and Cohere as vLLM answers them.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, BeforeValidator, Field, SkipValidation, WithJsonSchema
+from pydantic_core import to_json
+from starlette.responses import JSONResponse, Response
+
+from mlx_server.api.answers.vectors import MAX_INPUTS, EmbeddingAsk, PoolingAnswer, ScoreAsk, embed, score
+from mlx_server.api.context import Context
+from mlx_server.api.http.body import TurnRoute
+from mlx_server.api.http.request_bounds import FIRST_ERROR, at_most
+from mlx_server.api.http.text_turns import turn_of
+from mlx_server.api.openai.document import TEXT, TOKEN_IDS, either, list_of
+from mlx_server.api.openai.fields import Bool, Int, Refused, RequestId, are_all
+from mlx_server.engine.embeddings import FloatArray, InputTruncation, pair_up
+from mlx_server.errors import InvalidRequestError
+
+
+def _as_inputs(value: Any) -> Any:
+    """One input or several, as text or token ids, becomes a list of inputs."""
+    if isinstance(value, str) or (isinstance(value, list) and value and are_all(value, int)):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
+    if len(value) > MAX_INPUTS:
+        raise ValueError(f"has {len(value)} inputs; at most {MAX_INPUTS} are taken at a time, send several requests")
+    if are_all(value, str) or (are_all(value, list) and all(are_all(item, int) for item in value)):
+        return value
+    raise ValueError("must have inputs of one kind: strings, or lists of token ids")
+
+
+Inputs = Annotated[
+    list[str] | list[list[int]],
+    SkipValidation,
+    BeforeValidator(_as_inputs),
+    WithJsonSchema(
+        either(
+            TEXT,
+            list_of(TEXT, minItems=1, maxItems=MAX_INPUTS),
+            TOKEN_IDS,
+            list_of(TOKEN_IDS, minItems=1, maxItems=MAX_INPUTS),
+        )
+    ),
+]
+
+
+class PoolingFields(BaseModel):
+    """What the routes for vectors and scores have in common. Every field may be null."""
+
+    model: str | None = None
+    truncate_prompt_tokens: Int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None
+    priority: Int | None = None
+    request_id: RequestId | None = None
+    rid: RequestId | None = None
+
+    def asked(self) -> dict[str, Any]:
+        """What all of these routes' requests ask, as `PoolingAsk` has it."""
+        return {
+            "model": self.model,
+            "truncation": InputTruncation(self.truncate_prompt_tokens, self.truncation_side or "right"),
+            "priority": self.priority,
+            "request_id": self.rid if self.request_id is None else self.request_id,
+        }
+
+
+class EmbeddingRequest(PoolingFields):
+    """All fields of an embedding that mean something here."""
+
+    input: Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = Field(None, ge=1)
+    prompt_name: str | None = None
+    input_type: str | None = None
+    add_special_tokens: Bool | None = None
+
+    messages: Annotated[Any, Refused(([],), "send input")] = None
+    embed_dtype: Annotated[Any, Refused(("float32",))] = None
+    endianness: Annotated[Any, Refused(("native", "little"))] = None
+    normalize: Annotated[Any, Refused((), "the model's folder says whether its vectors have length 1")] = None
+    embd_normalize: Annotated[Any, Refused((2,), "the model's folder says whether its vectors have length 1")] = None
+
+
+router = APIRouter(route_class=TurnRoute)
+
+
+@router.post("/v1/embeddings", tags=["embeddings"], response_model=dict[str, Any])
+async def create_embeddings(body: EmbeddingRequest, request: Request, context: Context) -> Response:
+    """A vector for each input."""
+    ask = EmbeddingAsk(
+        inputs=body.input,
+        dimensions=body.dimensions,
+        prompt_name=body.prompt_name,
+        input_type=body.input_type,
+        add_special_tokens=body.add_special_tokens is not False,
+        **body.asked(),
+    )
+    found = await embed(request, context, ask)
+    is_base64 = body.encoding_format == "base64"
+    content = await turn_of(request).in_thread(lambda: b"".join(_pieces(found, is_base64)))
+    return Response(content, headers=found.headers, media_type="application/json")
+
+
+def _pieces(found: PoolingAnswer[FloatArray], is_base64: bool) -> Iterator[bytes]:
+    """The answer, a vector a piece: in between, the interpreter goes on with the streams of others."""
+    yield to_json(_list_head(found))[:-1] + b',"data":['
+    for index, vector in enumerate(found.values):
+        yield b'%s{"object":"embedding","index":%d,"embedding":%s}' % (
+            b"," if index else b"",
+            index,
+            _written(vector, is_base64),
+        )
+    yield b'],"usage":' + to_json(found.usage) + b"}"
+
+
+def _list_head(answer: PoolingAnswer[Any]) -> dict[str, Any]:
+    """What stands before the entries of a list."""
+    return {"id": answer.response_id, "object": "list", "created": int(time.time()), "model": answer.model_name}
+
+
+def _written(vector: FloatArray, is_base64: bool) -> bytes:
+    if is_base64:
+        return b'"' + base64.b64encode(vector.astype("<f4").tobytes()) + b'"'
+    return to_json(vector.tolist(), inf_nan_mode="null")
+
+
+def _as_text(value: Any) -> Any:
+    """A text, or an object with nothing but one, as Jina and Cohere's first version have documents."""
+    if isinstance(value, dict) and isinstance(value.get("text"), str):
+        return value["text"]
+    if not isinstance(value, str):
+        raise ValueError('must be a text, or an object like {"text": "..."}; only text is read')
+    return value
+
+
+def _as_texts(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+Text = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | dict[str, Any])]
+Texts = Annotated[list[Text], FIRST_ERROR, Field(min_length=1), at_most(MAX_INPUTS, "texts")]
+OneOrMoreTexts = Annotated[Texts, BeforeValidator(_as_texts, json_schema_input_type=Texts | str)]
+
+
+class RerankRequest(PoolingFields):
+    """All fields of a rerank request that mean something here."""
+
+    query: Text
+    documents: Texts
+    top_n: Int | None = Field(None, ge=0)
+    return_documents: Bool | None = None
+    instruction: str | None = None
+
+    rank_fields: Annotated[Any, Refused(([], ["text"]), "send each document's text")] = None
+    max_chunks_per_doc: Annotated[Any, Refused((), "use truncate_prompt_tokens")] = None
+    max_tokens_per_doc: Annotated[Any, Refused((), "use truncate_prompt_tokens")] = None
+
+
+class ScoreRequest(PoolingFields):
+    """`text_1` with `text_2`, or the same as `queries` and `documents`."""
+
+    text_1: OneOrMoreTexts | None = None
+    text_2: OneOrMoreTexts | None = None
+    queries: OneOrMoreTexts | None = None
+    documents: OneOrMoreTexts | None = None
+    instruction: str | None = None
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of the fields that are used."""
+        return ("queries", "documents") if self.text_1 is None and self.text_2 is None else ("text_1", "text_2")
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Raises `InvalidRequestError`."""
+        firsts, seconds = (getattr(self, name) for name in self.names)
+        for name, texts in zip(self.names, (firsts, seconds)):
+            if texts is None:
+                raise InvalidRequestError(f"{name} is missing: send text_1 and text_2, or queries and documents.", name)
+        return pair_up(firsts, seconds, self.names)
+
+
+@router.post("/v1/rerank", tags=["rerank"], response_model=dict[str, Any])
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
+async def create_rerank(body: RerankRequest, request: Request, context: Context) -> Response:
+    """The documents in the order of their relevance to a query, the best first."""
+    pairs = [(body.query, document) for document in body.documents]
+    names = ("query", "documents")
+    ask = ScoreAsk(pairs=pairs, names=names, instruction=body.instruction, prefix="rerank", **body.asked())
+    found = await score(request, context, ask)
+    content = await turn_of(request).in_thread(lambda: b"".join(_ranking(body, found)))
+    return Response(content, headers=found.headers, media_type="application/json")
+
+
+def _ranking(body: RerankRequest, found: PoolingAnswer[float]) -> Iterator[bytes]:
+    """The answer, a document a piece: in between, the interpreter goes on with the streams of others."""
+    order = sorted(range(len(found.values)), key=lambda index: -found.values[index])[: body.top_n or None]
+    yield to_json({"id": found.response_id, "model": found.model_name})[:-1] + b',"results":['
+    for place, index in enumerate(order):
+        result: dict[str, Any] = {"index": index, "relevance_score": found.values[index]}
+        if body.return_documents is not False:
+            result["document"] = {"text": body.documents[index]}
+        yield (b"," if place else b"") + to_json(result)
+    meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
+    yield b'],"usage":' + to_json(found.usage) + b',"meta":' + to_json(meta) + b"}"
+
+
+@router.post("/v1/score", tags=["rerank"], response_model=dict[str, Any])
+@router.post("/score", include_in_schema=False)
+async def create_score(body: ScoreRequest, request: Request, context: Context) -> Response:
+    """A score for each pair of texts, in their order."""
+    ask = ScoreAsk(pairs=body.pairs(), names=body.names, instruction=body.instruction, prefix="score", **body.asked())
+    found = await score(request, context, ask)
+    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(found.values)]
+    return JSONResponse({**_list_head(found), "data": data, "usage": found.usage}, headers=found.headers)
