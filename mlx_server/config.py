@@ -33,6 +33,7 @@ from mlx_server.setting import (
     joined,
     keys,
     nearest,
+    parse_disk_size,
     parse_hosts,
     parse_origins,
     parse_size,
@@ -136,7 +137,7 @@ class MemoryConfig:
         False,
         "on a Mac, keep weights and KV pools wired: no slower first step after idling, and a risk of kernel panics",
     )
-    kv_disk: Annotated[Text, UNQUOTED, form(parse_size, "auto")] = declare(
+    kv_disk: Annotated[Text, UNQUOTED, form(parse_disk_size, "auto")] = declare(
         None,
         "keep prefixes on disk beyond memory, unloading and restarts, in so much: a size like 50GB, or `auto`, a tenth "
         "of what is free; see docs/kv-disk.md",

@@ -119,6 +119,8 @@ class ConfigError(ServeError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a mistyped name: `; did you mean ...?`, or nothing if none of `known` is close."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    """The end of a sentence about a mistyped name: `; did you mean ...?`, or nothing if none of `known` is close. What
+    flags have in common, their dashes, does not count: `--url` is not close to `--turns`."""
+    bare = {each.lstrip("-"): each for each in known}
+    close = difflib.get_close_matches(name.lstrip("-"), bare, n=1)
+    return f"; did you mean {bare[close[0]]}?" if close else ""

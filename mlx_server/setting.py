@@ -91,6 +91,15 @@ def parse_size(text: str) -> int:
     return int(float(number) * base ** " kmgt".index(unit.lower() or " "))
 
 
+def parse_disk_size(text: str) -> int:
+    """`parse_size`, for what is kept on disk: at least 1 MB, since a number without a unit is bytes. Raises
+    `ValueError`."""
+    size = parse_size(text)
+    if size < 1_000_000:
+        raise ValueError(f"{text} is {size} bytes, too few for any prefix; write a size like 10GB")
+    return size
+
+
 def parse_share(text: str, whole_bytes: int = 0) -> int:
     """Bytes of a size, or of a share of `whole_bytes` like `70%`. Raises `ValueError`."""
     match = _PERCENT.fullmatch(text.strip())

@@ -202,6 +202,11 @@ def test_the_source_of_a_wrong_value_is_named(tmp_path):
     assert refusal(tmp_path, "[server]\nport = 70000\n").startswith(str(tmp_path / "settings.toml"))
 
 
+def test_a_disk_size_without_a_unit_is_asked_for_one(tmp_path):
+    assert "10 is 10 bytes, too few for any prefix; write a size like 10GB" in refusal(tmp_path, kv_disk="10")
+    assert load(tmp_path, kv_disk="1MB").memory.kv_disk == "1MB"
+
+
 @pytest.mark.parametrize("text", ["1", "true", "YES", "on"])
 def test_words_for_true(text):
     assert load_config(environ={"MLX_SERVE_MODEL_TRUST_REMOTE_CODE": text}).model.trust_remote_code is True

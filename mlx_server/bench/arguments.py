@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from pathlib import Path
 
@@ -11,24 +12,27 @@ _KEY_VARIABLE = "BENCH_API_KEY"
 
 def above_0(text: str) -> float:
     """A number above 0."""
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
+    with contextlib.suppress(ValueError):
+        if (value := float(text)) > 0:
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is no number above 0")
 
 
 def from_0(text: str) -> int:
     """A whole number, at least 0."""
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return int(text)
+    return _whole_number(text, 0)
 
 
 def from_1(text: str) -> int:
     """A whole number, at least 1."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return int(text)
+    return _whole_number(text, 1)
+
+
+def _whole_number(text: str, least: int) -> int:
+    with contextlib.suppress(ValueError):
+        if (value := int(text)) >= least:
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is no whole number of at least {least}")
 
 
 def server_url(text: str) -> str:

@@ -33,10 +33,10 @@ def add_remote_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class RemoteServer:
-    """One server over HTTP. Every method raises `RemoteError`."""
+    """One server over HTTP, at an address with or without `http://`. Every method raises `RemoteError`."""
 
     def __init__(self, url: str, api_key: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, transport=transport)
@@ -51,7 +51,12 @@ class RemoteServer:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
         self._check(response)
-        return response.json() if response.content else None
+        try:
+            return response.json() if response.content else None
+        except ValueError as error:
+            kind = response.headers.get("content-type", "something else")
+            message = f"{self.url} answers with {kind}, not with JSON; is it the address of an mlx-serve server?"
+            raise RemoteError(message) from error
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of a streamed answer, until its `[DONE]`."""
@@ -74,7 +79,7 @@ class RemoteServer:
     def _unreachable(self, error: Exception) -> RemoteError:
         if isinstance(error, httpx.ConnectError):
             return RemoteError(f"No server answers at {self.url}; start one with `mlx-serve serve`, or give its --url.")
-        return RemoteError(f"{self.url} did not answer: {str(error) or type(error).__name__}.")
+        return RemoteError(f"{self.url} did not answer: {(str(error) or type(error).__name__).removesuffix('.')}.")
 
     def _check(self, response: httpx.Response) -> None:
         if not response.is_error:

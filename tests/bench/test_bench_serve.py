@@ -574,12 +574,14 @@ def test_wrong_options_are_refused_before_anything_is_sent(argv, message):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--request-rate", "0"], "0 is not above 0"),
+        (["--request-rate", "0"], "0 is no number above 0"),
+        (["--request-rate", "x"], "x is no number above 0"),
         (["--input-len", "9-3"], "goes down"),
         (["--tier", "nokey"], "NAME=KEY"),
         (["--extra-body", "[1]"], "is no JSON object"),
         (["--extra-body", "{"], "is no JSON: "),
-        (["--num-prompts", "0"], "0 is less than 1"),
+        (["--num-prompts", "0"], "0 is no whole number of at least 1"),
+        (["--num-prompts", "1.5"], "1.5 is no whole number of at least 1"),
         (["--json", "/nonexistent/x.json"], "cannot write /nonexistent/x.json: there is no such folder"),
         (["--html", "/"], "/ is a folder"),
     ],

@@ -472,9 +472,9 @@ def test_the_command_floods(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("--trace", "missing.jsonl"), "Cannot read the dataset missing.jsonl"),
         (("--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "it must be at least --max-num-seqs, 64"),
-        (("--rate", "0"), "0 is not above 0"),
-        (("--num-requests", "0"), "0 is less than 1"),
-        (("--check-every", "-1"), "-1 is less than 0"),
+        (("--rate", "0"), "0 is no number above 0"),
+        (("--num-requests", "0"), "0 is no whole number of at least 1"),
+        (("--check-every", "-1"), "-1 is no whole number of at least 0"),
         (("--tiers", "0", "0", "0"), "--tiers is 0.0 0.0 0.0"),
         (("--clients", "0", "0", "0"), "--clients is 0 0 0; it needs one at least"),
         (

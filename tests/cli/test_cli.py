@@ -81,6 +81,7 @@ def test_an_interrupt_ends_quietly(probe, capsys):
         (["--nope"], "unrecognized arguments: --nope"),
         (["probe", "--lvel", "1"], "unknown argument --lvel; did you mean --level?"),
         (["probe", "--lev", "1"], "unknown argument --lev; did you mean --level?"),
+        (["probe", "--le", "1"], "unknown argument --le (see"),
         (["probe", "extra"], "unknown argument extra"),
         (["probe", "--level", "x"], "argument --level: invalid int value: 'x'"),
         (["probe", "--level"], "argument --level: expected one argument"),
@@ -134,6 +135,7 @@ def test_serve_has_a_flag_for_every_setting_and_examples(capsys):
     text = capsys.readouterr().out
     for setting in settings():
         assert f"  {setting.flag}" in text
+    assert "(default: )" not in text
     assert "--no-prefix-caching" in text
     assert "mlx-serve serve mlx-community" in text
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import pytest
 
 from mlx_server.cli import chat, serve
@@ -196,8 +197,19 @@ def test_no_server_is_one_line_that_says_what_to_do(monkeypatch, capsys) -> None
 
 
 def test_a_nonsensical_address_is_an_error_too() -> None:
-    with pytest.raises(RemoteError, match="did not answer"):
-        RemoteServer("no-scheme").request("GET", "/version")
+    with pytest.raises(RemoteError, match=r"ftp://host did not answer: .*[^.]\.$"):
+        RemoteServer("ftp://host").request("GET", "/version")
+
+
+def test_an_address_needs_no_scheme(server, monkeypatch) -> None:
+    typed(monkeypatch)
+    assert main(["chat", "--url", server.url.removeprefix("http://"), "hi"]) == 0
+
+
+def test_a_page_instead_of_json_is_said_to_be_one() -> None:
+    page = httpx.MockTransport(lambda request: httpx.Response(200, html="<html></html>"))
+    with pytest.raises(RemoteError, match=r"answers with text/html; charset=utf-8, not with JSON"):
+        RemoteServer("http://host", transport=page).request("GET", "/v1/models")
 
 
 # --- completion -------------------------------------------------------------------------------------------

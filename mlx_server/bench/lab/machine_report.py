@@ -44,7 +44,7 @@ from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
 from mlx_server.runtime.kernels.gpu.variants import HEAD_DIMS, DecodeShape
 
-_QUESTION, _ANSWER = "What is the capital of France?", "Paris"
+_QUESTION, _ANSWER = "What is 2 + 2?", "4"
 _START_S = 300.0
 _NUM_LOG_LINES = 60
 _NUM_HEADS, _NUM_KV_HEADS = 8, 2
