@@ -90,7 +90,7 @@ def config_from(args: argparse.Namespace) -> Config:
 def _add_flag(group: Any, setting: Setting) -> None:
     is_switch = isinstance(setting.default, bool)
     shown = ("on" if setting.default else "off") if is_switch else setting.default
-    about = setting.help + ("" if shown is None or shown == "" else f" (default: {shown})")
+    about = setting.help + ("" if shown in (None, "") else f" (default: {shown})")
     kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     if setting.choices:
         kind = {"choices": setting.choices}

@@ -34,7 +34,7 @@ _LEAST_OUTPUT = 4096
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("client", choices=tuple(CLIENTS), help="which client")
-    parser.add_argument("arguments", nargs="*", default=[], metavar="-- ARGUMENT", help="the client's own arguments")
+    parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="the client's own arguments")
     add_remote_flags(parser)
     parser.add_argument("--model", help="model that the client uses; default: the server's own")
     parser.add_argument("--print", action="store_true", help="show what would be set and started, and start nothing")

@@ -158,4 +158,6 @@ async def test_a_soak_finds(fault, words: str, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.full
 def test_the_bundled_model_is_reported_on(bundled_model: Path, tmp_path: Path) -> None:
     assert main(["doctor", "--report", str(tmp_path / "report.md"), "--seconds", "5"]) == 0
-    assert "What is 2 + 2?" in (tmp_path / "report.md").read_text()
+    report = (tmp_path / "report.md").read_text()
+    assert "What is 2 + 2?" in report
+    assert "the answer does not have the word" not in report

@@ -196,12 +196,6 @@ def test_print_shows_all_but_the_key_and_starts_nothing(
     assert not (machine.folder / "report.json").exists()
 
 
-def test_a_client_needs_no_arguments(machine: Machine):
-    status, seen = machine.launch("codex")
-    assert status == 0
-    assert "[]" not in seen["arguments"]
-
-
 def test_what_is_wrong_is_said_in_one_line(machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     url = machine.server.url
     assert main(["launch", "claude", "--url", url, "--model", "frist"]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from mlx_server.batching.blocks.block import (
@@ -16,7 +17,7 @@ from mlx_server.batching.blocks.block import (
 from mlx_server.outputs import BlockMove, PoolChange
 
 
-class BlockPool:
+class BlockPool(ABC):
     """The pool grows when an allocation would evict or fail, as long as `supply` gives, up to `max_blocks`; it is cut
     by `shrink`. When it `is_changed`, `take_change` says what the runner must do before the next step. Ids are stable
     on growth. `observer` is told what becomes of the content of blocks. Not thread-safe.
@@ -121,6 +122,6 @@ class BlockPool:
         self._blocks[source], self._blocks[destination] = free, block
         block.block_id, free.block_id = destination, source
 
+    @abstractmethod
     def _lose(self, block: Block) -> None:
         """The content of a cached block is lost."""
-        raise NotImplementedError
