@@ -174,10 +174,7 @@ def _benchmarks() -> Group:
         "peers": ("peers", "install the servers of others that run here, and compare with them"),
         "invariance": ("lab.invariance", "over HTTP: whether answers have the same bits alone and in batches"),
         "kernels": ("lab.kernels", "the attention kernels alone, each beside MLX's own"),
-        "kv-bits": ("lab.kv_bits", "what K/V in fewer bits cost a model, on a text"),
-        "kv-disk": ("lab.kv_disk", "prefixes on disk: streams beside saving and loading"),
         "simulate": ("lab.simulator.command", "the scheduler alone, on recorded or made-up traffic"),
-        "fleet": ("lab.simulator.fleet", "many simulated servers behind a router, by how it places requests"),
         "host-cost": ("lab.host_cost", "what scheduling a step costs the host"),
         "random-folder": ("random_folder", "write a random model that any mlx-lm server can load"),
     }
