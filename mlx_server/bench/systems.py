@@ -243,7 +243,7 @@ def _generate(llm: LLM, workload: Workload) -> Generated:
 
 
 def _host_bytes(llm: LLM) -> int:
-    """The memory of a KV pool that MLX does not count: that of the blocks written so far."""
+    """The memory of a KV pool that MLX does not count, which is that of the blocks written so far."""
     if llm.info.backend not in _POOLS_BESIDE_MLX:
         return 0
     return llm.stats().num_cached_blocks * llm.info.block_bytes

@@ -277,7 +277,7 @@ SEATS = 16
 @functools.cache
 def capacity() -> float:
     """Requests of `PLAIN` a second that a full server finishes."""
-    metrics = simulate(islice(Traffic(PLAIN, 9).poisson(1000.0), 600), max_num_seqs=SEATS)
+    metrics = simulate(islice(Traffic(PLAIN, 9).poisson(1000.0), 600), max_num_seqs=SEATS, check_every=100)
     return metrics.num_finished / metrics.elapsed_s
 
 
@@ -294,7 +294,7 @@ def under_flood(
         flood = takewhile(lambda request: request.arrival_s < FLOOD_S[1], extra)
         arrivals = heapq.merge(arrivals, flood, key=ARRIVAL)
         limits = {tier.name.lower(): QueueLimits(max_num_waiting=num_most_waiting)}
-    return simulate(arrivals, max_num_seqs=SEATS, target_step_s=0.1, tiers=limits)
+    return simulate(arrivals, max_num_seqs=SEATS, target_step_s=0.1, tiers=limits, check_every=100)
 
 
 def test_a_flood_of_low_does_not_delay_better_tiers() -> None:
@@ -353,7 +353,7 @@ def test_aging_is_what_bounds_the_wait_of_low() -> None:
     low = arrival(20.0, 10, 5, first_id=10**9, tier=Priority.LOW)
     arrivals = sorted([*requests, low], key=ARRIVAL)
     waits = {
-        rate: simulate(arrivals, max_num_seqs=SEATS, aging_rate=rate).tiers[Priority.LOW].queue_s[0]
+        rate: simulate(arrivals, max_num_seqs=SEATS, aging_rate=rate, check_every=100).tiers[Priority.LOW].queue_s[0]
         for rate in (0.0, 0.1)
     }
     assert 20.0 < waits[0.1] < 40.0 < 100.0 < waits[0.0]
@@ -365,7 +365,7 @@ def test_every_mechanism_earns_its_place() -> None:
     arrivals = list(islice(Traffic(mix, 4).bursts(4.0, 24), 480))
 
     def replay(**settings: Any) -> SimulationMetrics:
-        return simulate(arrivals, num_blocks=700, max_num_seqs=32, target_step_s=0.15, **settings)
+        return simulate(arrivals, num_blocks=700, max_num_seqs=32, target_step_s=0.15, check_every=100, **settings)
 
     full = replay()
     assert full.num_finished == 480
