@@ -168,21 +168,18 @@ def _noun(module: str, summary: str, **verbs: str) -> Group:
 
 def _benchmarks() -> Group:
     modules = {
-        "throughput": ("throughput", "offline: this engine beside mlx-lm's own, on the same prompts"),
+        "throughput": ("throughput", "offline: this engine and mlx-lm's own, on the same prompts"),
         "serve": ("serve.command", "over HTTP: latencies and throughput of any OpenAI-compatible server"),
-        "compare": ("compare", "over HTTP: several servers side by side, in turns"),
-        "peers": ("peers", "install the servers of others that run here, and compare with them"),
+        "compare": ("compare", "over HTTP: several servers, in turns"),
+        "peers": ("peers", "install other servers that run here, and compare with them"),
         "invariance": ("lab.invariance", "over HTTP: whether answers have the same bits alone and in batches"),
-        "kernels": ("lab.kernels", "the attention kernels alone, each beside MLX's own"),
-        "kv-bits": ("lab.kv_bits", "what K/V in fewer bits cost a model, on a text"),
-        "kv-disk": ("lab.kv_disk", "prefixes on disk: streams beside saving and loading"),
-        "simulate": ("lab.simulator.command", "the scheduler alone, on recorded or made-up traffic"),
-        "fleet": ("lab.simulator.fleet", "many simulated servers behind a router, by how it places requests"),
+        "kernels": ("lab.kernels", "attention and matrix products alone, compared with MLX's own"),
+        "simulate": ("lab.simulator.command", "the scheduler alone, on recorded or generated traffic"),
         "host-cost": ("lab.host_cost", "what scheduling a step costs the host"),
         "random-folder": ("random_folder", "write a random model that any mlx-lm server can load"),
     }
     return Group(
-        "measure speed; every figure of BENCHMARKS.md is one of these commands",
+        "measure speed and compare servers",
         {name: Command(f"mlx_server.bench.{module}", summary) for name, (module, summary) in modules.items()},
     )
 
