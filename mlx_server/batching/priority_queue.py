@@ -118,7 +118,7 @@ class PriorityQueueWithAging:
         if self._parked_since.pop(request.request_id, None) is not None:
             self._to_expire.pop(request.request_id, None)
 
-    # --- the two orders ---------------------------------------------------------------------------------------
+    # --- the two orders -------------------------------------------------------------------------------------
 
     def key(self, request: Request) -> float:
         """The order of effective priorities without the time: a smaller key goes first."""
@@ -166,7 +166,7 @@ class PriorityQueueWithAging:
         block_hash = self._parked_at.get(request.request_id)
         return None if block_hash is None else self._owners[block_hash].request_id
 
-    # --- parking: prefixes that are being computed ------------------------------------------------------------
+    # --- parking: prefixes that are being computed ----------------------------------------------------------
 
     def start(self, request: Request, *, is_load: bool = False) -> None:
         """A request runs: it owns each full block of its prompt that no other request owns, until it has computed the

@@ -80,8 +80,8 @@ class RecentPrompts:
 class PromptBudget:
     """Decides how many prompt tokens fit a step, by the measured speed of earlier steps.
 
-    A step is expected to take `decode_s + speed * prompt_cost` seconds. A prompt token at position p costs
-    `1 + p / context_doubling_tokens`: attention over the context comes on top of reading the weights.
+    A step is expected to take `decode_s + speed * prompt_cost` seconds. A prompt token at position p costs `1 + p /
+    context_doubling_tokens`: attention over the context comes on top of reading the weights.
 
     Each finished step corrects both numbers, because under load every step may carry decodes and prompts. `speed`
     learns only by the share of the step that was expected to go into prompts. If `decode_s` is wrong, mixed steps

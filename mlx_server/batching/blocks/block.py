@@ -173,17 +173,25 @@ class BlockSupply(Protocol):
         ...
 
 
-class BlockObserver:
-    """Hears what happens to the content of blocks. This one ignores it."""
+class BlockObserver(Protocol):
+    """Hears what happens to the content of blocks."""
 
     def on_taken(self, block: Block) -> None:
         """A request got the block for its own tokens; the old content is gone."""
+        return
 
     def on_hit(self, block: Block) -> None:
         """A request shares the block's content."""
+        return
 
     def on_freed(self, block: Block) -> None:
         """No request holds the block any more."""
+        return
 
     def on_evicted(self, block: Block) -> None:
         """The block has left the pool, and its content is lost if it had any."""
+        return
+
+
+class Unobserved(BlockObserver):
+    """The observer of a pool that nobody observes."""

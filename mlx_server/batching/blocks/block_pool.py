@@ -11,6 +11,7 @@ from mlx_server.batching.blocks.block import (
     BlockState,
     BlockSupply,
     FreeBlockQueue,
+    Unobserved,
     plan_compaction,
 )
 from mlx_server.outputs import BlockMove, PoolChange
@@ -31,7 +32,7 @@ class BlockPool(ABC):
         self._moves: tuple[BlockMove, ...] = ()
         self._num_cut = 0
         self.is_changed = False
-        self.observer: BlockObserver = BlockObserver()
+        self.observer: BlockObserver = Unobserved()
         self.num_evictions = self.num_growths = self.num_cuts = self.num_moves = 0
 
     @property
