@@ -29,7 +29,7 @@ from mlx_server.outputs import HELD_STATES, ScheduledChunk, SchedulerOutput
 from mlx_server.request import Request
 
 
-class _BehindHidden(Request):
+class _AfterHidden(Request):
     """A request as its head counts it: from the token after the first hidden state on."""
 
     __slots__ = ("num_before",)
@@ -56,10 +56,10 @@ class _HeadFollower(Follower):
     first: int = 0
 
     @classmethod
-    def behind(cls, request: Request, first: int, key: str) -> _HeadFollower:
+    def after(cls, request: Request, first: int, key: str) -> _HeadFollower:
         """`request` from the hidden state of position `first` on. `key` names everything that this state depends on."""
-        shadow = cls.shadow_of(request, _BehindHidden)
-        assert isinstance(shadow, _BehindHidden)
+        shadow = cls.shadow_of(request, _AfterHidden)
+        assert isinstance(shadow, _AfterHidden)
         shadow.num_before = first + 1
         shadow.extra_keys = (key,)
         return cls(shadow, first=first)
@@ -150,7 +150,7 @@ class HeadDrafts(DraftModel):
         for earlier in range(0, first, BLOCK_SIZE):
             key = _key(request, earlier)
             if key in self._starts:
-                follower = _HeadFollower.behind(request, earlier, key)
+                follower = _HeadFollower.after(request, earlier, key)
                 if self._reached(follower) >= first_held:
                     self._starts.move_to_end(key)
                     return follower
@@ -159,7 +159,7 @@ class HeadDrafts(DraftModel):
         self._starts.move_to_end(key)
         if len(self._starts) > _MAX_STARTS:
             self._starts.popitem(last=False)
-        return _HeadFollower.behind(request, first, key)
+        return _HeadFollower.after(request, first, key)
 
     def _reached(self, follower: Follower) -> int:
         """The position of the request from which on the head needs hidden states."""
