@@ -145,8 +145,8 @@ class Policy:
         prompt, and for worse tiers.
 
         - If streams of that tier or a better one decode, or another model shares the device, all keep to the target.
-        - If only streams of worse tiers decode, the best tier's prompts may take up to the longest step. That also
-          bounds how long a request that arrives meanwhile waits. Prompts of worse tiers still keep to the target.
+        - If only streams of worse tiers decode, or none, the best tier's prompts may take up to the longest step. That
+          also bounds how long a request that arrives meanwhile waits. Prompts of worse tiers still keep to the target.
         - While prompts of a still better tier are expected, both get less (rule 3).
 
         Example: 30 ms of decodes, 1 ms a token, target 200 ms, longest step 1 s. A HIGH prompt gets 170 tokens beside

@@ -145,7 +145,7 @@ class PromptBudget:
         first = 1.0 + start / self._doubling
         return int(self._doubling * (math.sqrt(first * first + 2.0 * cost / self._doubling) - first))
 
-    def foretold_s(self, shape: StepShape) -> float:
+    def expected_s(self, shape: StepShape) -> float:
         """The expected time of a step of this shape; 0 while too little has been measured."""
         if (shape.num_decode_tokens and not self._decode_s) or (shape.num_prompt_tokens and not self.is_known):
             return 0.0

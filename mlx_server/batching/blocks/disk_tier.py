@@ -211,16 +211,16 @@ class DiskTier:
         return BlockCopies(saved, loaded) if saved or loaded else None
 
     def on_copied(
-        self, copies: BlockCopies, output: ModelRunnerOutput, foretold_s: float | None, launch_s: float
+        self, copies: BlockCopies, output: ModelRunnerOutput, expected_s: float | None, launch_s: float
     ) -> None:
-        """The oldest step from `take_copies` is over. Without copies it was expected to take `foretold_s`, and to be
-        launched within `launch_s`. `foretold_s` is None if more than tokens and copies took its time."""
+        """The oldest step from `take_copies` is over. Without copies it was expected to take `expected_s`, and to be
+        launched within `launch_s`. `expected_s` is None if more than tokens and copies took its time."""
         self.saves.on_copied(output.saved_blocks)
-        if foretold_s is None:
+        if expected_s is None:
             return
         # If a launch takes most of the step, it waits for the computing, as on a CPU.
         self._is_copied_beside = 0.0 < output.launch_time_s < 0.5 * output.step_time_s
-        seconds = output.launch_time_s - launch_s if self._is_copied_beside else output.step_time_s - foretold_s
+        seconds = output.launch_time_s - launch_s if self._is_copied_beside else output.step_time_s - expected_s
         places = [*copies.saved, *[place for place, _ in copies.loaded]]
         num_bytes = self._copied_bytes + sum([content_bytes(self._store, place.group) for place in places])
         share = min(1.0, _COPY_MEMORY_BYTES / num_bytes)
@@ -283,7 +283,9 @@ class DiskTier:
                 items.append(_Item(end - 1, STATES, None, slot))
         self.counters.num_disk_loads += 1
         holder = self._holder(request, first, end)
-        items += [_Item(*missing) for missing in sorted(self._blocks.hold(holder, seen), key=_order)]
+        # In order of the blocks: without windows, what has landed can be hit at once.
+        missing = sorted(self._blocks.hold(holder, seen), key=lambda block: (block.number, block.group))
+        items += [_Item(*block) for block in missing]
         self._waiting.start(holder, is_load=True)
         load = _Load(holder, request, first, end, items, now)
         self._loads.append(load)
@@ -406,8 +408,3 @@ class DiskTier:
         load.wanted_by.num_loaded_tokens = (self._num_hit(load) - load.first) * BLOCK_SIZE
         self.counters.num_blocks_loaded += load.next
         self.counters.num_blocks_not_loaded += len(load.items) - load.next
-
-
-def _order(missing: SeenBlock) -> tuple[int, int]:
-    """Blocks are loaded in order: without windows, what has landed can be hit at once."""
-    return missing.number, missing.group

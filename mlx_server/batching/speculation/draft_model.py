@@ -214,7 +214,7 @@ class DraftModel:
         """Whether drafts would by now have saved the time that computing the missing tokens takes."""
         shadow = follower.shadow
         cost = self._budget.cost(shadow.num_tokens - num_behind, num_behind)
-        return shadow.num_output_tokens * saved_s >= self._budget.foretold_s(StepShape(0, num_behind, cost))
+        return shadow.num_output_tokens * saved_s >= self._budget.expected_s(StepShape(0, num_behind, cost))
 
     def _others(self, kept: Container[Follower]) -> list[Follower]:
         """Requests that may lose their blocks, the latest first."""
