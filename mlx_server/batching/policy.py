@@ -67,6 +67,8 @@ class Policy:
             self._share_out(step, prefilling)
 
     def _share_out(self, step: Step, prefilling: list[Request]) -> None:
+        """Tier by tier, the best first. The aged prompt's part is kept free and given to it; if it does not use all of
+        its part, the tiers share the rest in a second pass."""
         first = min(_some(*prefilling, self._next_to_start(step)), key=_turn, default=None)
         if first is None:
             return
@@ -95,11 +97,13 @@ class Policy:
         """Why a waiting request did not start in a step; None if the step had no tokens for it."""
         if (owner := self._waiting.parked_for(request)) is not None:
             return f"is parked: {owner} computes the prefix that it begins with"
-        why = self._door(step) or step.no_overtaking
-        first = "" if why is None or step.closed_by in (None, request) else f"; {step.closed_by.request_id} comes first"
-        return why and f"{why} ({self._blocks.num_free_blocks} blocks are free){first}"
+        why = self._why_closed(step) or step.no_overtaking
+        if why is None:
+            return None
+        first = "" if step.closed_by in (None, request) else f"; {step.closed_by.request_id} comes first"
+        return f"{why} ({self._blocks.num_free_blocks} blocks are free){first}"
 
-    def _door(self, step: Step) -> str | None:
+    def _why_closed(self, step: Step) -> str | None:
         """Why no request may start any more in a step; None while one may. Even if admission is held, one starts when
         none is running, or the memory that it waits for would never come back."""
         if self.is_held and self._table.running:
@@ -200,7 +204,7 @@ class Policy:
     def _next(self, step: Step, priority: int, able: list[Request], *, by_work: bool) -> Request | None:
         """The next prompt of a tier to get tokens, of the running ones that are `able` and the waiting ones that may
         start: the oldest, or the one with the least work left, the oldest among equals."""
-        is_open = self._door(step) is None
+        is_open = self._why_closed(step) is None
         waiting = self._waiting.oldest(priority, step.now) if is_open else None
         oldest = min(_some(*able, waiting), key=_turn, default=None)
         if oldest is None or not by_work:
@@ -212,12 +216,12 @@ class Policy:
     def _next_to_start(self, step: Step) -> Request | None:
         """The waiting request for whose start a step is composed: the oldest of the best tier, or else its shortest;
         None if neither can start. Grows the pool if necessary."""
-        heads = self._waiting.heads(step.now) if self._door(step) is None else []
+        heads = self._waiting.heads(step.now) if self._why_closed(step) is None else []
         if not heads:
             return None
         promoted, why = self._aged.promoted(step.now), None
         for request in dict.fromkeys(_some(heads[0], self._shortest(step, heads[0].priority))):
-            if (why := self._lack(request, self._blocks.find_prefix(request), promoted)) is None:
+            if (why := self._what_lacks(request, self._blocks.find_prefix(request), promoted)) is None:
                 return request
         step.closed_because, step.closed_by = why, heads[0]
         return None if promoted is None else heads[0]
@@ -248,14 +252,14 @@ class Policy:
         if _is_whole(request) and num_given + request.num_tokens > self._limits.max_num_batched_tokens:
             step.closed_because, step.closed_by = _NO_TOKENS, request
             return None
-        promoted, why = self._aged.promoted(step.now), self._door(step)
+        promoted, why = self._aged.promoted(step.now), self._why_closed(step)
         if why is not None and (request is not promoted or why is _HELD):
             return None
         oldest = self._waiting.oldest(request.priority, step.now)
         if self._waiting.parked_for(request) is not None:
             return None
         prefix = self._blocks.find_prefix(request)
-        if (why := self._lack(request, prefix, promoted)) is not None:
+        if (why := self._what_lacks(request, prefix, promoted)) is not None:
             if request is oldest:
                 step.closed_because, step.closed_by = why, request
             step.no_overtaking = why
@@ -269,7 +273,7 @@ class Policy:
         self._recent.add(request.priority, cost, step.now)
         return block_ids
 
-    def _lack(self, request: Request, prefix: CachedPrefix, promoted: Request | None) -> str | None:
+    def _what_lacks(self, request: Request, prefix: CachedPrefix, promoted: Request | None) -> str | None:
         """What is missing for a request to start; None if nothing is. Grows the pool if necessary."""
         num_seats, num_blocks = self._needs(request, prefix, promoted)
         if num_seats > 0:
@@ -398,4 +402,5 @@ def _is_whole(request: Request) -> bool:
 
 
 def _turn(request: Request) -> tuple[int, float]:
+    """The order of prompts in a step: by tier, then by arrival."""
     return request.priority, request.arrival_s

@@ -54,7 +54,9 @@ class DiskCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class _Write:
+class Write:
+    """A block to be written, rounded if it has a `rounding`. `on_done` is called on the writer's thread in any case."""
+
     space: Space
     digest: bytes
     parent: bytes
@@ -69,7 +71,7 @@ class _Waiting:
     """What the threads have to do; read and changed with `condition` held."""
 
     condition: threading.Condition = field(default_factory=threading.Condition)
-    writes: deque[_Write] = field(default_factory=deque)
+    writes: deque[Write] = field(default_factory=deque)
     contents: dict[bytes, memoryview] = field(default_factory=dict)  # by digest, as given to `write`
     num_bytes: int = 0
     num_reads: int = 0
@@ -144,22 +146,12 @@ class KvDisk:
         """Says whether answers of a model are being computed: then less is written in a second."""
         (self._busy.add if is_busy else self._busy.discard)(space)
 
-    def write(
-        self,
-        space: Space,
-        digest: bytes,
-        parent: bytes,
-        owner: bytes,
-        content: memoryview,
-        on_done: Callable[[], None],
-        rounding: Rounding | None = None,
-    ) -> None:
-        """Queues a block to be written, with `rounding` if given, if the budget allows. `on_done` is called on the
-        writer's thread in any case."""
+    def write(self, write: Write) -> None:
+        """Queues a block, which is written if the budget allows."""
         with self._waiting.condition:
-            self._waiting.writes.append(_Write(space, digest, parent, owner, content, on_done, rounding))
-            self._waiting.contents[digest] = content
-            self._waiting.num_bytes += len(content)
+            self._waiting.writes.append(write)
+            self._waiting.contents[write.digest] = write.content
+            self._waiting.num_bytes += len(write.content)
             self._waiting.condition.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
@@ -231,13 +223,13 @@ class KvDisk:
                 pause_s = len(write.content) / BUSY_BYTES_PER_S - (time.monotonic() - began_s)
                 time.sleep(max(0.0, pause_s))
 
-    def _next_write(self) -> _Write | None:
+    def _next_write(self) -> Write | None:
         waiting = self._waiting
         with waiting.condition:
             waiting.condition.wait_for(lambda: waiting.is_closing or (waiting.writes and not waiting.num_reads))
             return None if waiting.is_closing else waiting.writes.popleft()
 
-    def _write(self, write: _Write) -> None:
+    def _write(self, write: Write) -> None:
         content = write.content if write.rounding is None else write.rounding.pack(write.content)
         num_bytes = 0 if content is None else len(content)
         with self._waiting.condition:
@@ -325,7 +317,7 @@ class ModelRecords:
         """Queues a block or a state to be written."""
         space, rounding = (self.states, None) if is_state else (self.space, self.rounding)
         assert space is not None, "a model with states has a space for them"
-        self.disk.write(space, digest, parent, owner, content, lambda: self.notify(), rounding)
+        self.disk.write(Write(space, digest, parent, owner, content, lambda: self.notify(), rounding))
 
     def set_busy(self, is_busy: bool) -> None:
         """Says whether answers are being computed."""

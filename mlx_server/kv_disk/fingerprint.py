@@ -18,7 +18,7 @@ _CHUNK_BYTES = 16 * 2**20
 _PATTERNS = ("*.safetensors", "config.json", "adapter_config.json", "*.py")
 
 
-def fingerprint(folder: Path, files: Files | None = None) -> str:
+def fingerprint(folder: Path, files: Files) -> str:
     """A digest of the names and contents of a model's or adapter's weights, configuration and code; not of their place.
     Equal for equal files only.
 
@@ -33,7 +33,7 @@ def fingerprint(folder: Path, files: Files | None = None) -> str:
         key = json.dumps([os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino])
         seen[key] = known.get(key) or _content_digest(path)
         digest.update(f"{path.name}\0{seen[key]}\0".encode())
-    if files is not None and not seen.keys() <= known.keys():
+    if not seen.keys() <= known.keys():
         kept = list({**known, **seen}.items())[-_MOST_REMEMBERED:]
         files.replace(_NAME, json.dumps(dict(kept)).encode())
     return digest.hexdigest()
@@ -52,9 +52,7 @@ def _content_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _remembered(files: Files | None) -> dict[str, str]:
-    if files is None:
-        return {}
+def _remembered(files: Files) -> dict[str, str]:
     try:
         (text,) = files.read(_NAME, [0], _MOST_BYTES)
         known = json.loads(text)

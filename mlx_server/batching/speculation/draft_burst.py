@@ -94,10 +94,6 @@ class Follower:
     num_checked: int = 0
     knows_ids: bool = True
 
-    @classmethod
-    def of(cls, request: Request) -> Follower:
-        return cls(cls.shadow_of(request))
-
     @staticmethod
     def shadow_of(request: Request, kind: type[Request] = Request) -> Request:
         """The request as the draft model computes it: its tokens, without what only its answer shows."""

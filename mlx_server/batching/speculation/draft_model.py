@@ -276,7 +276,7 @@ class DraftModel:
     def _can_follow(self, request: Request) -> bool:
         follower = self._followers.get(request.request_id)
         if follower is None:
-            follower = self._followers[request.request_id] = Follower.of(request)
+            follower = self._followers[request.request_id] = Follower(Follower.shadow_of(request))
         return self._is_within(request) and follower.knows(self._vocab_size)
 
     def _is_within(self, request: Request) -> bool:
