@@ -96,7 +96,6 @@ class _Load:
     asked: int = 0
     bytes_ahead: int = 0
     bytes_landed: int = 0
-    is_broken: bool = False
     staged: dict[int, memoryview | None] = field(default_factory=dict)
     is_over: bool = False
 
@@ -349,7 +348,7 @@ class DiskTier:
     def _land(self, load: _Load, most_bytes: int, now: float, *, is_first: bool) -> int:
         """Copies what was read with the next step: up to `most_bytes`, or a single larger content if `is_first`.
         Returns how many bytes."""
-        before = load.bytes_landed
+        before, is_broken = load.bytes_landed, False
         while not load.is_complete and load.next in load.staged:
             item = load.items[load.next]
             num_bytes, landed = content_bytes(self._store, item.group), load.bytes_landed - before
@@ -357,7 +356,7 @@ class DiskTier:
                 break
             content = load.staged.pop(load.next)
             if content is None:
-                load.is_broken = True
+                is_broken = True
                 break
             if num_bytes:
                 self._loaded.append((item.place, content))
@@ -368,7 +367,7 @@ class DiskTier:
             load.bytes_landed += num_bytes
         load.holder.num_computed_tokens = self._num_hit(load) * BLOCK_SIZE
         self._waiting.advance(load.holder, load.holder.num_computed_tokens)
-        if load.is_complete or load.is_broken or now - load.began_s > _MOST_LOAD_S:
+        if load.is_complete or is_broken or now - load.began_s > _MOST_LOAD_S:
             self._learn(load, now)
             self._end(load)
         else:
