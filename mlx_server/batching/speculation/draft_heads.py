@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import NamedTuple
 
 from mlx_server.batching.speculation.draft_burst import BurstSteps, Follower
 from mlx_server.batching.speculation.draft_model import DraftModel
@@ -69,8 +70,7 @@ class _HeadFollower(Follower):
         return Follower.num_behind(self)
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(NamedTuple):
     """Hidden states of positions [first, end); the last chunk computed those from `start` on. After a wrong draft among
     its `token_ids`, they are not those of the request."""
 
