@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -134,7 +135,7 @@ def turn(heads: HeadDrafts, request: Request, num_cached: int) -> tuple[int, int
     return read_by(burst(heads, request))
 
 
-def first_turn(heads: HeadDrafts, **more: object) -> Request:
+def first_turn(heads: HeadDrafts, **more: Any) -> Request:
     """A prompt of 300 tokens and 21 of output, read from 64 on up to the pair of hidden state 319 and token 320."""
     request = make_request("first", prompt(300), 50, **more)
     compute(heads, request, 0, 300)
@@ -146,7 +147,7 @@ def first_turn(heads: HeadDrafts, **more: object) -> Request:
     return request
 
 
-def next_turn(first: Request, **more: object) -> Request:
+def next_turn(first: Request, **more: Any) -> Request:
     tokens = [*first.token_ids(0, first.num_tokens), *prompt(79, 500)]
     return make_request("second", tokens, 50, **more)
 
@@ -158,7 +159,7 @@ def test_the_next_turn_goes_on_from_its_own_pairs() -> None:
 
 
 @pytest.mark.parametrize("more", [{"extra_keys": ("bob",)}, {"adapter": "tuned"}], ids=["tenant", "adapter"])
-def test_another_s_pairs_are_not_gone_on_from(more: dict[str, object]) -> None:
+def test_another_s_pairs_are_not_gone_on_from(more: dict[str, Any]) -> None:
     heads = make_heads()
     second = next_turn(first_turn(heads), **more)
     assert turn(heads, second, 320) == (320, 320, 400)

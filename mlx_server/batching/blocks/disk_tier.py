@@ -281,7 +281,7 @@ class DiskTier:
             if last not in checkpoints:
                 items.append(_Item(end - 1, STATES, None, slot))
         self.counters.num_disk_loads += 1
-        holder = self._holder(request, first, end)
+        holder = self._holder(request, end)
         # In order of the blocks: without windows, what has landed can be hit at once.
         missing = sorted(self._blocks.hold(holder, seen), key=lambda block: (block.number, block.group))
         items += [_Item(*block) for block in missing]
@@ -306,7 +306,7 @@ class DiskTier:
         num_bytes = num_blocks * self._store.block_bytes + self._store.state_bytes
         return compute_s == 0.0 or _LOAD_FIXED_S + num_bytes / self._bytes_per_s < compute_s
 
-    def _holder(self, request: Request, first: int, end: int) -> Request:
+    def _holder(self, request: Request, end: int) -> Request:
         """A request of the tier's own that holds the first `end` blocks of `request`."""
         num_tokens = end * BLOCK_SIZE
         self._num_loads += 1
@@ -322,7 +322,6 @@ class DiskTier:
             adapter_key=request.adapter_key,
         )
         holder.block_hashes = request.block_hashes[:end]
-        holder.num_computed_tokens = first * BLOCK_SIZE
         return holder
 
     def _ask(self, load: _Load) -> None:
@@ -365,8 +364,7 @@ class DiskTier:
             load.next += 1
             load.bytes_ahead -= num_bytes
             load.bytes_landed += num_bytes
-        load.holder.num_computed_tokens = self._num_hit(load) * BLOCK_SIZE
-        self._waiting.advance(load.holder, load.holder.num_computed_tokens)
+        self._waiting.advance(load.holder, self._num_hit(load) * BLOCK_SIZE)
         if load.is_complete or is_broken or now - load.began_s > _MOST_LOAD_S:
             self._learn(load, now)
             self._end(load)

@@ -86,7 +86,9 @@ class DraftModel:
 
     def drafts(self, request: Request) -> tuple[int, ...]:
         """The drafts of the last burst for the request, if it has not got a token since."""
-        num_output_tokens, token_ids = self._drafts.get(request.request_id, (0, ()))
+        if request.request_id not in self._drafts:
+            return ()
+        num_output_tokens, token_ids = self._drafts[request.request_id]
         return token_ids if num_output_tokens == request.num_output_tokens else ()
 
     def forget(self, request: Request) -> None:
