@@ -149,7 +149,8 @@ class PromptBudget:
         """The expected time of a step of this shape; 0 while too little has been measured."""
         if (shape.num_decode_tokens and not self._decode_s) or (shape.num_prompt_tokens and not self.is_known):
             return 0.0
-        return self._decode_share_s(shape) + self._speed * shape.prompt_cost
+        decode_s = self._decode_s if shape.num_decode_tokens else 0.0
+        return decode_s + self._speed * shape.prompt_cost
 
     def observe(self, shape: StepShape, step_time_s: float) -> None:
         """Learns from a finished step. A step that took no measurable time teaches nothing."""
@@ -159,7 +160,8 @@ class PromptBudget:
             self._decode_s = self._decode_s or step_time_s
             self._decode_s *= 1.0 + _DECODE_GAIN * _surprise(step_time_s, self._decode_s)
             return
-        cost, decode_s = shape.prompt_cost, self._decode_share_s(shape)
+        cost = shape.prompt_cost
+        decode_s = self._decode_s if shape.num_decode_tokens else 0.0
         if self._observed_cost == 0.0:
             self._speed = step_time_s / cost  # how many decoded when `decode_s` was measured is not known
         else:
@@ -171,9 +173,6 @@ class PromptBudget:
         if decode_s:
             self._decode_s = min(decode_s, step_time_s)
         self._observed_cost = min(self._observed_cost + cost, _MEMORY)
-
-    def _decode_share_s(self, shape: StepShape) -> float:
-        return self._decode_s if shape.num_decode_tokens else 0.0
 
 
 def _surprise(step_time_s: float, expected_s: float) -> float:
