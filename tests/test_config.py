@@ -166,7 +166,11 @@ def test_what_is_unknown_in_a_file_is_an_error_that_names_the_nearest(tmp_path, 
         ("kv_cache_memory", '"lots"', "'lots'; write bytes, or a size like 512MB or 4GiB"),
         ("memory_limit", '"120%"', "'120%'; the most is 100%"),
         ("memory_reserve", '"auto"', "'auto'; write bytes, or a size"),
-        ("allowed_hosts", '"a:80"', "'a:80'; a:80 is not a host name; write only names, like my-mac.local, without ports"),
+        (
+            "allowed_hosts",
+            '"a:80"',
+            "'a:80'; a:80 is not a host name; write only names, like my-mac.local, without ports",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_value_and_what_is_wanted(tmp_path, name, value, words):
