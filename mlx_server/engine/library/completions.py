@@ -12,15 +12,14 @@ from typing import Any, NoReturn, TypeAlias
 
 from tqdm import tqdm
 
-from mlx_server.engine.embeddings import FloatArray, InputTruncation, embedder_of, pair_up, scorer_of
+from mlx_server.engine.embeddings import FloatArray
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.grammar.constraints import CompiledGrammar
 from mlx_server.engine.grammar.spec import parse_structured
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.vision.decoding import UnreadableImageError, as_file, read_base64
-from mlx_server.engine.vision.parts import ImageParts
-from mlx_server.engine.vision.prompt import Pictures
+from mlx_server.engine.vision.parts import ImageParts, Pictures
 from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import InvalidRequestError
 from mlx_server.outputs import CompletionDelta, PositionLogprobs
@@ -297,47 +296,10 @@ class Embedding:
     embedding: FloatArray
 
 
-async def embed(
-    engine: AsyncEngine,
-    prompts: str | Sequence[str | Sequence[int]],
-    *,
-    dimensions: int | None,
-    prompt_name: str | None,
-    truncate_prompt_tokens: int | None,
-    use_tqdm: bool,
-) -> list[Embedding]:
-    """Every prompt's vector. Raises `InvalidRequestError` before anything runs."""
-    truncation = InputTruncation(truncate_prompt_tokens)
-    prompts = [prompts] if isinstance(prompts, str) else prompts
-    embedder = embedder_of(engine.pooling, engine.model_name)
-    embedder.check_dimensions(dimensions)
-    before = embedder.prompt(prompt_name)
-    items = [prompt if isinstance(prompt, str) else plain_ints(prompt, "prompts") for prompt in prompts]
-    inputs = [embedder.token_ids(item, before, truncation, f"prompts[{index}]") for index, item in enumerate(items)]
-    results = await _pool(engine, inputs, embedder.params, use_tqdm)
-    vectors = (embedder.vector(result, dimensions) for result in results)
-    return [Embedding(tuple(ids), vector) for ids, vector in zip(inputs, vectors, strict=True)]
-
-
-async def score(
-    engine: AsyncEngine,
-    text_1: str | Sequence[str],
-    text_2: str | Sequence[str],
-    *,
-    truncate_prompt_tokens: int | None,
-    use_tqdm: bool,
-) -> list[float]:
-    """The score of each pair. Raises `InvalidRequestError` before anything runs."""
-    names = ("text_1", "text_2")
-    firsts, seconds = ([texts] if isinstance(texts, str) else list(texts) for texts in (text_1, text_2))
-    scorer = scorer_of(engine.pooling, engine.model_name)
-    plan = scorer.plan(pair_up(firsts, seconds, names), names, InputTruncation(truncate_prompt_tokens))
-    return plan.scores(await _pool(engine, plan.inputs, scorer.params, use_tqdm))
-
-
-async def _pool(
+async def pool(
     engine: AsyncEngine, inputs: Sequence[Sequence[int]], params: PoolingParams, use_tqdm: bool
 ) -> list[Vector]:
+    """The pooled result of each input, computed in one continuous batch."""
     requests = [
         GenerationRequest(
             request_id=f"llm-input-{next(_ids)}", prompt_token_ids=token_ids, sampling=SamplingParams(), pooling=params

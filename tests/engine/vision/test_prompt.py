@@ -9,8 +9,7 @@ import pytest
 
 from mlx_server.engine.text.chat import ChatFormatter, ChatOptions, ChatPrompt
 from mlx_server.engine.text.tokenizer import Tokenizer
-from mlx_server.engine.vision.parts import UNREADABLE_NOTE, ImageParts
-from mlx_server.engine.vision.prompt import Pictures
+from mlx_server.engine.vision.parts import UNREADABLE_NOTE, ImageParts, Pictures
 from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import InvalidRequestError
 from tests.picture_worlds import FOLDERS, GEMMA, QWEN, SMOLVLM, VisionFolder, encoded, picture
