@@ -1,4 +1,4 @@
-"""Prompts, chats and inputs of scripts on their way in, and completions, vectors and scores on the way out."""
+"""What `LLM` and `AsyncLLM` share: requests made of prompts, chats and inputs, and results made of their outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mlx_server.request import FinishReason, PoolingParams, PromptImage, Vector
 from mlx_server.sampling_params import SamplingParams, plain_ints
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or either under vLLM's names: `{"prompt": …}`, `{"prompt_token_ids": …}`."""
+"""Text, token ids, or one of them under vLLM's name: `{"prompt": …}`, `{"prompt_token_ids": …}`."""
 
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 """OpenAI's messages."""
@@ -47,7 +47,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt and its answers, `SamplingParams.n` of them. What only one has is the first's."""
+    """A prompt and its `SamplingParams.n` answers. The properties are those of the first answer."""
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
@@ -78,21 +78,22 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt, ready to be submitted."""
+    """A prompt and its requests, one for each answer."""
 
     prompt: str | None
     requests: tuple[GenerationRequest, ...]
 
 
 class Asker:
-    """Makes requests of prompts and chats."""
+    """Makes requests of prompts and chats. Any thread."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._ids = itertools.count()
 
     def prompts(self, prompts: Any, sampling: Any, adapters: Any) -> list[Asked]:
-        """Of each prompt, with the one or its own of the others. Raises `InvalidRequestError`."""
+        """Makes the requests of each prompt. `sampling` and `adapters` are one for all prompts, or one for each. Raises
+        `InvalidRequestError`."""
         each = as_prompts(prompts)
         samplings = for_each(sampling, len(each), "prompts", "sampling_params", SamplingParams)
         return list(map(self.prompt, each, samplings, for_each(adapters, len(each), "prompts", "adapters", str)))
@@ -138,7 +139,7 @@ class Asker:
             try:
                 if part.source.lower().startswith(("http:", "https:", "file:")):
                     raise UnreadableImageError(
-                        "is at a URL, and none is opened here. Give its bytes, its pathlib.Path or a data URL"
+                        "is at a URL, which the library does not open. Give its bytes, its pathlib.Path or a data URL"
                     )
                 prepared[index] = seeing.prepare(read_base64(part.source), self._max_pixels)
             except UnreadableImageError as error:
@@ -184,7 +185,7 @@ class Asker:
 
 
 def _with_sources(messages: Chat, max_pixels: int) -> list[Any]:
-    """Messages with all images in base64: bytes, files and pictures of Pillow, too. Raises `InvalidRequestError`."""
+    """Converts images that are bytes, files or Pillow images to base64. Raises `InvalidRequestError`."""
 
     def read(part: Any) -> Any:
         image = part.get("image") if isinstance(part, Mapping) else None
@@ -206,7 +207,7 @@ def _with_sources(messages: Chat, max_pixels: int) -> list[Any]:
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """A single prompt is a list of one; token ids in a row are one prompt."""
+    """Makes a list of prompts. A single prompt becomes a list of one; a sequence of token ids is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     try:
@@ -218,7 +219,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def for_each(given: Any, count: int, of_what: str, name: str, kind: type[Any]) -> list[Any]:
-    """`given` for all, or one for each."""
+    """Returns `given` for all `count` items, or checks that it has one for each."""
     if given is None or isinstance(given, kind):
         return [given] * count
     if not isinstance(given, Sequence):
@@ -233,7 +234,7 @@ def for_each(given: Any, count: int, of_what: str, name: str, kind: type[Any]) -
 
 
 async def complete(engine: AsyncEngine, asked: Sequence[Asked], use_tqdm: bool) -> list[Completion]:
-    """The answers, all in one continuous batch."""
+    """Completes all prompts in one continuous batch."""
     requests = itertools.chain.from_iterable(one.requests for one in asked)
     answers = iter(await run_all(engine, requests, "Completions", use_tqdm))
     return [_completion(one, list(itertools.islice(answers, len(one.requests)))) for one in asked]
@@ -242,8 +243,8 @@ async def complete(engine: AsyncEngine, asked: Sequence[Asked], use_tqdm: bool) 
 async def run_all(
     engine: AsyncEngine, requests: Iterable[GenerationRequest], what: str, use_tqdm: bool
 ) -> list[list[CompletionDelta]]:
-    """Runs requests, all of which are submitted first; what came of each, in the same order. If one fails or the wait
-    is cancelled, all are aborted."""
+    """Submits all requests, and returns the deltas of each, in the same order. If one fails or the wait is cancelled,
+    all are aborted."""
     streams: list[RequestStream] = []
     try:
         for request in requests:

@@ -153,5 +153,5 @@ def test_the_image_token_in_a_text_is_text(tmp_path: Path, folder: VisionFolder)
 def test_a_template_that_leaves_images_out_is_told(tmp_path: Path):
     eyes = Eyes(QWEN, tmp_path, QWEN.template.replace("message in messages", "message in messages[-1:]"))
     messages = [{"role": "user", "content": [IMAGE]}, {"role": "assistant", "content": "a"}]
-    with pytest.raises(InvalidRequestError, match="shows 0 images of the 1 in the messages"):
+    with pytest.raises(InvalidRequestError, match="shows 0 of the 1 images in the messages"):
         eyes.read([*messages, {"role": "user", "content": "b"}])
