@@ -253,7 +253,7 @@ def test_another_vocabulary_is_refused_with_both_names(tmp_path: Path) -> None:
     text = tokenizer.read_text(encoding="utf-8").replace('"a": ', '"@@": ')
     tokenizer.write_text(text, encoding="utf-8")
     before = active_bytes()
-    with pytest.raises(ModelLoadError, match=r"other cannot draft for .*target: .*'a' of the model's and '@@' of the"):
+    with pytest.raises(ModelLoadError, match=r"other cannot draft for .*target: .*'a' in the model's and '@@' in the"):
         LLM(target, draft_model=str(draft))
     assert active_bytes() <= before
 
