@@ -342,9 +342,7 @@ def test_adapters_are_named_by_their_folders_or_by_hand(tmp_path: Path) -> None:
     (prompt,) = random_prompts((5,))
     with LLM(str(folder), adapters=[str(paths["wide"]), f"other={paths['late']}"], max_model_len=64) as llm:
         assert llm.engine.names.all == ("base", "base:wide", "base:other")
-        with pytest.raises(
-            ModelNotFoundError, match=r"`base:late` .* Available: base, base:wide, base:other"
-        ):
+        with pytest.raises(ModelNotFoundError, match=r"`base:late` .* Available: base, base:wide, base:other"):
             llm.generate([prompt], greedy(1), adapters="late", use_tqdm=False)
         with pytest.raises(InvalidRequestError, match="There are 1 prompts and 2 adapters"):
             llm.generate([prompt], greedy(1), adapters=["wide", None], use_tqdm=False)

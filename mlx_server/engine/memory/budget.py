@@ -57,13 +57,13 @@ class MemoryBudget:
     @property
     def free_bytes(self) -> int:
         """What may be booked now: within the limit, without the reserve and what loading models need."""
-        return self.free_beside(self.pending_bytes())
+        return self.free_after(self.pending_bytes())
 
     def pending_bytes(self, asking: MemoryShare | None = None) -> int:
         """What models other than `asking` are loading: not yet visible in the system's memory, but not free either."""
         return sum(s.need.total_bytes for s in self._shares if s is not asking and not s.is_settled)
 
-    def free_beside(self, pending_bytes: int) -> int:
+    def free_after(self, pending_bytes: int) -> int:
         """What may be booked now if `pending_bytes` of the system's memory are booked, but not used yet."""
         unused = self.read().available_bytes - self.reserve_bytes - pending_bytes
         return max(0, min(self.limit_bytes - self.held_bytes, unused))
@@ -138,7 +138,7 @@ class MemoryShare:
         """Books what is loaded besides the model. Returns False, and books nothing, if that much is not free."""
         if need.total_bytes > self._free_bytes:
             return False
-        self.need = self.need.beside(need)
+        self.need = self.need.plus(need)
         return True
 
     def settle(self, need: MemoryNeed) -> None:
@@ -164,7 +164,7 @@ class MemoryShare:
 
     @property
     def _free_bytes(self) -> int:
-        return self._budget.free_beside(self._budget.pending_bytes(self))
+        return self._budget.free_after(self._budget.pending_bytes(self))
 
     def _add_kv(self, num_bytes: int) -> None:
         self.need = replace(self.need, kv_bytes=self.need.kv_bytes + num_bytes)

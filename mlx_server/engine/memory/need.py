@@ -42,7 +42,7 @@ class MemoryNeed:
     def total_bytes(self) -> int:
         return self.weights_bytes + self.activation_bytes + self.kv_bytes
 
-    def beside(self, other: MemoryNeed) -> MemoryNeed:
+    def plus(self, other: MemoryNeed) -> MemoryNeed:
         """The need of both models, whose steps never run at the same time."""
         activation_bytes = max(self.activation_bytes, other.activation_bytes)
         return MemoryNeed(self.weights_bytes + other.weights_bytes, activation_bytes, self.kv_bytes + other.kv_bytes)
@@ -245,8 +245,8 @@ def estimate_need(config: Config) -> MemoryNeed:
     heads = _needed_heads(config) if config.needs_heads else None  # refused before the model is quantised
     need = _estimate_model(config)
     if heads is not None:
-        return need.beside(heads)
-    return need if config.draft_model is None else need.beside(_estimate_model(config.draft_model))
+        return need.plus(heads)
+    return need if config.draft_model is None else need.plus(_estimate_model(config.draft_model))
 
 
 def _needed_heads(config: Config) -> MemoryNeed:

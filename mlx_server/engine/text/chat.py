@@ -103,41 +103,37 @@ class ChatFormatter:
         of it). What an `owner` has sent before is not tokenized again. `pictures` are the images whose marks are in the
         messages. Raises `InvalidRequestError`, also for content that is neither text nor such a mark. Takes time in
         proportion to the prompt: not for the event loop."""
-        if pictures is None:
-            text = self.render(messages, tools, options)
-            part = text if cut is None else cut(text)
+        text, layout = self._written(messages, tools, options or ChatOptions(), pictures)
+        part = text if cut is None else cut(text)
+        if layout is None:
             return ChatPrompt(text, tuple(self._memory.encode(part, owner)))
-        text, layout = self._illustrated(messages, tools, options or ChatOptions(), pictures)
-        if cut is not None and cut(text) != text:
+        if part != text:
             raise cut_images()
-        token_ids, images = layout.encode(text, lambda part: self._memory.encode(part, owner))
+        token_ids, images = layout.encode(text, lambda piece: self._memory.encode(piece, owner))
         return ChatPrompt(layout.shown(text), tuple(token_ids), images)
 
     def render(
         self, messages: Sequence[Any], tools: Sequence[Tool] | None = None, options: ChatOptions | None = None
     ) -> str:
         """Returns the prompt's text only. Raises as `format` does."""
-        options = options or ChatOptions()
-        variables = _template_variables(options)
-        if self._renderer is not None and options.chat_template is None:
-            chat = normalise_messages(messages, parses_arguments=False)
-            return _guarded(self._renderer, chat, {"tools": tools, **variables})
-        template = self._template(options, tools)
-        fit = self._fit(template)
-        chat, shown = adapt(normalise_messages(messages), tools, fit.repairs)
-        return self._apply(chat, template, fit.wants_parts, {"tools": shown, **variables})
+        return self._written(messages, tools, options or ChatOptions(), None)[0]
 
-    def _illustrated(
-        self, messages: Sequence[Any], tools: Sequence[Tool] | None, options: ChatOptions, pictures: Pictures
-    ) -> tuple[str, Layout]:
-        """As `render`, but for a chat with images."""
+    def _written(
+        self, messages: Sequence[Any], tools: Sequence[Tool] | None, options: ChatOptions, pictures: Pictures | None
+    ) -> tuple[str, Layout | None]:
+        """The prompt's text, and the places of its images."""
         variables = _template_variables(options)
+        if self._renderer is not None and options.chat_template is None and pictures is None:
+            chat = normalise_messages(messages, parses_arguments=False)
+            return _guarded(self._renderer, chat, {"tools": tools, **variables}), None
         template = self._template(options, tools)
         fit = self._fit(template)
         chat, shown = adapt(normalise_messages(messages), tools, fit.repairs)
-        layout = pictures.lay_out(chat, lambda trial: self._tried(template, False, trial, None), fit.wants_parts)
-        text = self._apply(layout.chat, template, False, {"tools": shown, **variables})
-        return layout.fill(text), layout
+        variables = {"tools": shown, **variables}
+        if pictures is None:
+            return self._apply(chat, template, fit.needs_parts, variables), None
+        layout = pictures.lay_out(chat, lambda trial: self._tried(template, False, trial, None), fit.needs_parts)
+        return layout.fill(self._apply(layout.chat, template, False, variables)), layout
 
     def _template(self, options: ChatOptions, tools: Sequence[Tool] | None) -> str:
         if options.chat_template is not None:
@@ -151,8 +147,8 @@ class ChatFormatter:
         template: str = self._tokenizer.hf.get_chat_template(None, tools)  # some models have several
         return template
 
-    def _apply(self, chat: Sequence[Message], template: str, wants_parts: bool, variables: Mapping[str, Any]) -> str:
-        if wants_parts:
+    def _apply(self, chat: Sequence[Message], template: str, needs_parts: bool, variables: Mapping[str, Any]) -> str:
+        if needs_parts:
             chat = [_with_parts(message) for message in chat]
         own = {"chat_template": template, "tokenize": False}
         return _guarded(self._tokenizer.hf.apply_chat_template, chat, {**variables, **own})
@@ -164,11 +160,11 @@ class ChatFormatter:
             found = self._fits.pop(template, None)
         if found is None:
             shown = [_PROBE in (self._tried(template, parts, [_ASKS], None) or "") for parts in (False, True)]
-            wants_parts = shown == [False, True]
+            needs_parts = shown == [False, True]
             # Many templates write any role, whether the model was trained on it or not.
             known = frozenset() if "developer" in template else {developer_as_system}
-            shows = partial(self._tried, template, wants_parts)
-            found = _Fit(wants_parts, find_repairs(shows, frozenset(known)))
+            shows = partial(self._tried, template, needs_parts)
+            found = _Fit(needs_parts, find_repairs(shows, frozenset(known)))
         with self._lock:
             self._fits[template] = found
             if len(self._fits) > _MAX_FITS:
@@ -176,10 +172,10 @@ class ChatFormatter:
         return found
 
     def _tried(
-        self, template: str, wants_parts: bool, chat: Sequence[Message], tools: Sequence[Tool] | None
+        self, template: str, needs_parts: bool, chat: Sequence[Message], tools: Sequence[Tool] | None
     ) -> str | None:
         try:
-            text = self._apply(chat, template, wants_parts, {"tools": tools, "add_generation_prompt": True})
+            text = self._apply(chat, template, needs_parts, {"tools": tools, "add_generation_prompt": True})
         except InvalidRequestError:
             return None
         return text
@@ -187,10 +183,10 @@ class ChatFormatter:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """How chats are written for a template. `wants_parts`: it drops content that is a string, but shows lists of
+    """How chats are written for a template. `needs_parts`: it drops content that is a string, but shows lists of
     parts."""
 
-    wants_parts: bool
+    needs_parts: bool
     repairs: Repairs
 
 

@@ -138,8 +138,8 @@ def one_call_a_turn(chat: list[Message]) -> Iterable[Message]:
         if len(calls) < 2:
             yield message
             continue
-        behind = range(index + 1, len(chat))
-        end = next((i for i in behind if chat[i]["role"] != "tool"), len(chat))
+        following = range(index + 1, len(chat))
+        end = next((i for i in following if chat[i]["role"] != "tool"), len(chat))
         results = {chat[i].get("tool_call_id"): i for i in range(index + 1, end)}
         for number, call in enumerate(calls):
             yield {**message, "content": message["content"] if number == 0 else "", "tool_calls": [call]}

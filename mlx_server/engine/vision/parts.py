@@ -193,7 +193,7 @@ class Pictures:
     parts: ImageParts
     prepared: Mapping[int, PreparedImage]
 
-    def lay_out(self, chat: Sequence[Message], render: Render, wants_parts: bool) -> Layout:
+    def lay_out(self, chat: Sequence[Message], render: Render, needs_parts: bool) -> Layout:
         """Prepares the chat for its template. A user's images become parts if the template shows these; all other
         images stay marks in texts. Words that the tokenizer would read as images, but that somebody wrote, are
         hidden."""
@@ -205,7 +205,7 @@ class Pictures:
             text = message["content"]
             if snippet is not None and message["role"] == "user" and self.parts.order(text):
                 return {**message, "content": self.parts.split(text)}
-            return {**message, "content": [{"type": "text", "text": text}] if text else []} if wants_parts else message
+            return {**message, "content": _text_part(text)} if needs_parts else message
 
         return Layout(self, [laid_out(message) for message in chat], order, snippet or self.model.snippet)
 

@@ -94,8 +94,8 @@ class SeeingModel:
         self.image_token_id = int(config.get("image_token_id", config.get("image_token_index", -1)))
         (self.image_token,) = tokenizer.convert_ids_to_tokens([self.image_token_id])
         self.placeholder = self._family.placeholder or self.image_token
-        before, behind = self._family.around
-        self.snippet = f"{before}{self.placeholder}{behind}"
+        before, after = self._family.around
+        self.snippet = f"{before}{self.placeholder}{after}"
         self._kept: OrderedDict[_Key, PreparedImage] = OrderedDict()
         self._num_kept_bytes = 0
         self._lock = threading.Lock()
