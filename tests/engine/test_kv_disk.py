@@ -327,7 +327,10 @@ def test_records_of_8_bits_are_hit_only_by_who_asks_for_them(tmp_path, caplog):
         sizes = Counter(record.content_bytes for _, record in store.entries())
         assert sorted(sizes.values()) == [num_kept] * 2
         assert min(sizes) == max(sizes) * 36 // 128
-        for settings, reason in (({"kv_bits": "8"}, "its pool is not of"), ({"batch_invariant": True}, "--batch-inv")):
+        for settings, reason in (
+            ({"kv_bits": "8"}, "its pool has no single"),
+            ({"batch_invariant": True}, "--batch-inv"),
+        ):
             async with serving(folder, disk, **asks, **settings) as engine:
                 await answer(engine, prompt)
             assert f"are not rounded on disk: {reason}" in caplog.text

@@ -348,7 +348,7 @@ def test_adapters_are_named_by_their_folders_or_by_hand(tmp_path: Path) -> None:
             llm.generate([prompt], greedy(1), adapters=["wide", None], use_tqdm=False)
     with pytest.raises(ConfigError, match=r"a/x and b/x both are the adapter x; .* as OTHER=b/x"):
         LLM(str(folder), adapters=["a/x", "b/x"])
-    with pytest.raises(ConfigError, match="is loaded already"):
+    with pytest.raises(ConfigError, match="A loaded model has its adapters already"):
         LLM(load(str(folder)), adapters=["a/x"])
 
 

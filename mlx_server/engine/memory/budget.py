@@ -57,15 +57,15 @@ class MemoryBudget:
     @property
     def free_bytes(self) -> int:
         """What may be booked now: within the limit, without the reserve and what loading models need."""
-        return self.free_after(self.pending_bytes())
+        return self.free_for(None)
 
-    def pending_bytes(self, asking: MemoryShare | None = None) -> int:
+    def pending_bytes(self, asking: MemoryShare | None) -> int:
         """What models other than `asking` are loading: not yet visible in the system's memory, but not free either."""
         return sum(s.need.total_bytes for s in self._shares if s is not asking and not s.is_settled)
 
-    def free_after(self, pending_bytes: int) -> int:
-        """What may be booked now if `pending_bytes` of the system's memory are booked, but not used yet."""
-        unused = self.read().available_bytes - self.reserve_bytes - pending_bytes
+    def free_for(self, asking: MemoryShare | None) -> int:
+        """What `asking` may book now."""
+        unused = self.read().available_bytes - self.reserve_bytes - self.pending_bytes(asking)
         return max(0, min(self.limit_bytes - self.held_bytes, unused))
 
     def missing_bytes(self, need: MemoryNeed) -> int:
@@ -164,7 +164,7 @@ class MemoryShare:
 
     @property
     def _free_bytes(self) -> int:
-        return self._budget.free_after(self._budget.pending_bytes(self))
+        return self._budget.free_for(self)
 
     def _add_kv(self, num_bytes: int) -> None:
         self.need = replace(self.need, kv_bytes=self.need.kv_bytes + num_bytes)

@@ -149,7 +149,7 @@ def test_ranks_with_other_settings_end_and_say_which(tmp_path: Path):
     ranks = Ranks(folder, with_kernels(tmp_path / "home"), 2, *options)
     assert ranks.statuses() == [2, 1], ranks.said()
     first, second = (log.read_text("utf-8") for log in ranks.logs)
-    assert "max_num_seqs is 4 on rank 1, and 8 on rank 0; it must be the same on all ranks." in first
+    assert "max_num_seqs is 4 on rank 1, but 8 on rank 0; it must be the same on all ranks." in first
     assert "Rank 0 is lost: its process has ended" in second
     for process in ranks.processes:
         process.communicate()
