@@ -328,7 +328,7 @@ def test_records_of_8_bits_are_hit_only_by_who_asks_for_them(tmp_path, caplog):
         assert sorted(sizes.values()) == [num_kept] * 2
         assert min(sizes) == max(sizes) * 36 // 128
         for settings, reason in (
-            ({"kv_bits": "8"}, "its pool has no single"),
+            ({"kv_bits": "8"}, "its pool has no"),
             ({"batch_invariant": True}, "--batch-inv"),
         ):
             async with serving(folder, disk, **asks, **settings) as engine:
