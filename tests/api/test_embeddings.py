@@ -278,7 +278,7 @@ async def test_unknown_models_are_a_404(world: PoolingWorld):
 async def test_a_model_that_only_embeds_writes_no_text(world: PoolingWorld, path: str, body: dict[str, Any]):
     param, message = await world.error(path, **body)
     assert param == "model"
-    assert "gives vectors at /v1/embeddings, and no text" in message
+    assert "gives vectors at /v1/embeddings, and generates no text" in message
 
 
 # --- many inputs ------------------------------------------------------------------------------------------------------

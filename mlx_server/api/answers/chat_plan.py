@@ -33,8 +33,7 @@ from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.engine.tools.formats import Tool, ToolParser
 from mlx_server.engine.tools.grammar import force_tool_calls
 from mlx_server.engine.tools.parser import ToolCallExtractor
-from mlx_server.engine.vision.parts import ImageParts
-from mlx_server.engine.vision.prompt import Pictures, cut_images
+from mlx_server.engine.vision.parts import ImageParts, Pictures, cut_images
 from mlx_server.errors import InvalidRequestError
 from mlx_server.request import TokenConstraint
 

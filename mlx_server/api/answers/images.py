@@ -28,8 +28,7 @@ import httpx
 from mlx_server.config import ServerConfig
 from mlx_server.engine.fair_slots import Asker, FairSlots, Slot
 from mlx_server.engine.vision.decoding import MAX_BYTES, UnreadableImageError, read_base64
-from mlx_server.engine.vision.parts import ImagePart, ImageParts
-from mlx_server.engine.vision.prompt import Pictures
+from mlx_server.engine.vision.parts import ImagePart, ImageParts, Pictures
 from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel
 from mlx_server.errors import ContextLengthError, InvalidRequestError, OverloadedError, QueueTimeoutError
 from mlx_server.setting import parse_hosts
