@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_server.api.http.listener import listen_all
 from mlx_server.cli.config import add_setting_flags, config_from
@@ -20,6 +20,9 @@ from mlx_server.cli.main import Parser
 from mlx_server.config import Config, home, settings
 from mlx_server.errors import ServeError
 from mlx_server.observability.logs import leave, survive_lost_streams
+
+if TYPE_CHECKING:
+    from mlx_server.pool.model_pool import ModelPool
 
 LABEL = "io.mlx-serve.server"
 
@@ -65,15 +68,22 @@ def run_serve(args: argparse.Namespace) -> int:
         return follow(config)
     with contextlib.ExitStack() as listening:
         listeners = [listening.enter_context(listener) for listener in listen_all(config.server)]
-        from mlx_server.runtime.kernels.cpu import native
+        from mlx_server.api.server import serve  # after the port is taken: it imports uvicorn and FastAPI
 
-        native.prepare()  # a first start compiles while the rest is imported
-        from mlx_server.api.server import serve  # takes seconds: whoever connects meanwhile waits
-
-        status = serve(config, listeners)
+        status = serve(config, listeners, _make_pool)
     if size > 1 and status:
         leave(status)  # MLX may wait for a rank that is gone, and Python for MLX
     return status
+
+
+def _make_pool(config: Config) -> ModelPool:
+    """Imports MLX and transformers, which takes seconds. Any thread."""
+    from mlx_server.runtime.kernels.cpu import native
+
+    native.prepare()  # a first start compiles while the rest is imported
+    from mlx_server.pool.model_pool import build_pool
+
+    return build_pool(config)
 
 
 def add_install(parser: argparse.ArgumentParser) -> None:

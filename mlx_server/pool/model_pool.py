@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import TracebackType
 
@@ -17,11 +17,19 @@ from mlx_server.engine.memory.guard import MemoryWatch
 from mlx_server.engine.memory.need import MemoryNeed, estimate_need
 from mlx_server.engine.parts import Surroundings
 from mlx_server.engine.prefixes.kv_events import KvEvents, open_events
-from mlx_server.errors import EngineDeadError, InsufficientMemoryError, OverloadedError, ServeError
+from mlx_server.errors import (
+    EngineDeadError,
+    InsufficientMemoryError,
+    ModelNotFoundError,
+    OverloadedError,
+    PermissionDeniedError,
+    ServeError,
+)
 from mlx_server.kv_disk.disk import KvDisk
-from mlx_server.pool.catalog import Catalog, Offer
+from mlx_server.pool.catalog import Catalog, Offer, model_not_found
 from mlx_server.pool.pooled_model import LoadResult, ModelState, PooledModel
 from mlx_server.pool.room import Changes, RoomMaker
+from mlx_server.tiers import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -382,3 +390,30 @@ def build_pool(config: Config) -> ModelPool:
     if around.disk is not None and events is not None:
         around.disk.store.on_change = events.on_disk_change
     return ModelPool(catalog, budget, config.pool, around)
+
+
+def may_use(pool: ModelPool, tier: Tier, model: str | None) -> bool:
+    """Whether the tier may use the model, by any of its names. A model with an adapter counts as a model of its own.
+    Raises `ModelNotFoundError`."""
+    return tier.models is None or pool.offer(model).name in _allowed_names(pool, tier.models)
+
+
+def check_model_access(pool: ModelPool, tier: Tier, model: str | None) -> None:
+    """Raises `PermissionDeniedError` for a model that the tier may not use, and `ModelNotFoundError`, whose suggestion
+    is a model that the tier may use."""
+    try:
+        is_allowed = may_use(pool, tier, model)
+    except ModelNotFoundError as error:
+        if tier.models is None:
+            raise
+        raise model_not_found(error.model, _allowed_names(pool, tier.models)) from None
+    if not is_allowed:
+        raise PermissionDeniedError(
+            f"Keys of the tier {tier.name} may not use the model `{pool.offer(model).name}`; they may use "
+            f"{', '.join(tier.models or ())}."
+        )
+
+
+def _allowed_names(pool: ModelPool, names: Iterable[str]) -> list[str]:
+    """The listed names of the models in a tier's list that are served."""
+    return [offer.name for offer in map(pool.look_up, names) if offer is not None]

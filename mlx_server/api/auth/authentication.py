@@ -1,14 +1,12 @@
-"""What a request says of its sender (its key, and whether it comes from this machine), and what that caller may do: use
-admin routes, and which models.
+"""What a request says about its sender: its key, whether it comes from this machine, and which routes it may use.
 
-Admins have the admin key, or a key of a tier that says so; where no key of any kind is asked for, programs on this
-machine are admins, too.
+Admins have the admin key or a key of an admin tier. While the server asks for no key at all, programs on this machine
+are admins, too.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from fastapi import Depends
@@ -17,10 +15,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from mlx_server.api.auth.keys import ADMIN_REMEDY, Caller, KeyRing
-from mlx_server.errors import AuthenticationError, ModelNotFoundError, PermissionDeniedError
-from mlx_server.pool.catalog import Offer, model_not_found
-from mlx_server.pool.model_pool import ModelPool
-from mlx_server.tiers import Tier
+from mlx_server.errors import AuthenticationError, PermissionDeniedError
 
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 _MAX_SHOWN_CHARS = 100
@@ -138,32 +133,3 @@ async def require_admin(request: Request) -> None:
 
 RequireAdmin = Depends(require_admin)
 """For `APIRouter(dependencies=[RequireAdmin])`, or one route's."""
-
-
-def may_use(pool: ModelPool, tier: Tier, model: str | None) -> bool:
-    """Whether the tier's list has this model, by this or another of its names; a model with an adapter is another one
-    than without. Raises `ModelNotFoundError`."""
-    if tier.models is None:
-        return True
-    return pool.offer(model).name in {offer.name for offer in _offers(pool, tier.models)}
-
-
-def _offers(pool: ModelPool, names: Iterable[str]) -> list[Offer]:
-    """What those of the names stand for that are served."""
-    return [offer for offer in map(pool.look_up, names) if offer is not None]
-
-
-def check_model_access(pool: ModelPool, tier: Tier, model: str | None) -> None:
-    """Raises `PermissionDeniedError` for a model that the tier may not use, and `ModelNotFoundError`, which tells of no
-    model or adapter that the tier may not use."""
-    try:
-        is_allowed = may_use(pool, tier, model)
-    except ModelNotFoundError as error:
-        if tier.models is None:
-            raise
-        raise model_not_found(error.model, [offer.name for offer in _offers(pool, tier.models)]) from None
-    if not is_allowed:
-        raise PermissionDeniedError(
-            f"Keys of the tier {tier.name} may not use the model `{pool.offer(model).name}`; they may use "
-            f"{', '.join(tier.models or ())}."
-        )
