@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FLUSH_S = 5
-"""Longest wait for connections to take their last bytes."""
+"""How long connections may take to receive their last bytes at the end."""
 
 _KEEP_ALIVE_S = 75
-"""Idle connections are kept for longer than common proxies keep theirs, so that the proxy closes first."""
+"""Longer than the idle timeout of common proxies, so that the proxy closes first."""
 
 _MAX_HEADER_BYTES = 16 * 1024
 
@@ -180,7 +180,7 @@ class _Server:
             await self._pool.stop(0.0)
 
     async def _before_stop(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Runs `work` to its end, or cancels it when a signal comes first; whether it came to its end."""
+        """Runs `work`, and cancels it when a signal comes first. Returns whether `work` has finished."""
         working = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self._stop_asked.wait())
         try:
@@ -195,9 +195,11 @@ class _Server:
             await asyncio.gather(working, stopping, return_exceptions=True)
 
     async def _death(self) -> None:
-        """Returns when nothing can be generated any more. Meanwhile the garbage collector passes over what was there
-        when the models were loaded: a look at all of it takes longer than streams may stand still. (So does counting
-        what is frozen; unloading a model thaws and freezes it.)"""
+        """Returns when nothing can be generated any more.
+
+        Objects that exist once the models are loaded are frozen: a collection over all of them would stall streams. (So
+        would counting the frozen ones; unloading a model thaws and freezes them.)
+        """
         gc.freeze()
         while True:
             death = self._pool.death()
@@ -207,17 +209,17 @@ class _Server:
             await asyncio.sleep(_WATCH_S)
 
     async def _drain(self) -> None:
-        """Waits for open requests; what is open after the timeout fails when the pool stops."""
+        """Waits for requests in progress. Those still open after the timeout fail when the pool stops."""
         logger.info("Shutting down; requests in progress: %d", self._context.generations.num_in_progress)
         if not await self._context.generations.drain(self._settings.drain_timeout_s):
             logger.warning(
-                "%d requests are cut off after %g s (--drain-timeout-s)",
+                "%d requests are aborted after %g s (--drain-timeout-s)",
                 self._context.generations.num_in_progress,
                 self._settings.drain_timeout_s,
             )
 
     def _announce(self) -> None:
-        """The one line on standard output, once requests are served."""
+        """Prints the one line on standard output, once requests are served."""
         addresses = (listener.getsockname()[:2] for listener in self._listeners)
         url, *others = (local_url(host, port, scheme(self._settings)) for host, port in addresses)
         ollama = "".join(f"  Ollama's API: {other}" for other in others)
@@ -229,7 +231,7 @@ class _Server:
     def _signals(self) -> Generator[None, None, None]:
         loop = asyncio.get_running_loop()
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup wants it to outlive the terminal
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             numbers.append(signal.SIGHUP)
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
@@ -240,7 +242,8 @@ class _Server:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: int) -> None:
-        # A closed terminal sends SIGHUP twice, by the shell and by the system; other second signals are impatience.
+        # When a terminal is closed, both the shell and the system send SIGHUP. Any other second signal ends the server
+        # at once.
         if self._stop_asked.is_set() and number != signal.SIGHUP:
             leave(128 + number)
         self._stop_asked.set()
@@ -258,13 +261,13 @@ def _described(model: PooledModel) -> str:
 
 
 def _dump_stacks_on_request() -> None:
-    """Has SIGQUIT write the stacks of all threads to standard error, and the process go on."""
-    with contextlib.suppress(OSError, ValueError):  # a standard error that is no file
+    """Makes SIGQUIT write the stacks of all threads to standard error."""
+    with contextlib.suppress(OSError, ValueError):  # standard error is not a file
         faulthandler.register(signal.SIGQUIT, file=sys.__stderr__ or sys.stderr, all_threads=True)
 
 
 def uvicorn_config(app: ASGIApp, server: ServerConfig, gate: ConnectionGate) -> uvicorn.Config:
-    """How connections are held. The protocol is always ours, since it has the limits."""
+    """The settings of uvicorn, with our protocol, which enforces the limits of connections."""
     cert, key = tls_files(server)
     return uvicorn.Config(
         app,
@@ -283,7 +286,7 @@ def uvicorn_config(app: ASGIApp, server: ServerConfig, gate: ConnectionGate) -> 
 
 
 def _set_up_logging(settings: ServerConfig) -> None:
-    """Probes are not logged, nor is what streams carry, and no generation twice."""
+    """Sets up logging; access lines are filtered by `_is_worth_a_line`."""
     set_up_logging(settings.log_level, settings.log_format)
     logging.getLogger("sse_starlette").setLevel(logging.INFO)
     if settings.log_level != "debug":
@@ -292,8 +295,8 @@ def _set_up_logging(settings: ServerConfig) -> None:
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Not probes, nor generations that were let in: each has a line of its own when it ends. uvicorn's access records
-    carry (client, method, path, HTTP version, status)."""
+    """False for probes, and for generations that were accepted: each of those has a line of its own when it ends. The
+    arguments of uvicorn's access records are (client, method, path, HTTP version, status)."""
     if not isinstance(record.args, tuple):
         return True
     path, status = str(record.args[2]).partition("?")[0], record.args[4]

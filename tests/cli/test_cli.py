@@ -246,7 +246,7 @@ def test_doctor_tells_what_is_there(capsys, monkeypatch, tmp_path):
         "admins",
         "models",
     ]
-    assert "open to every program on this machine, until there is a key." in shown
+    assert "open to all programs on this machine, until there is a key." in shown
     assert "GFLOP/s" in shown
     assert "its results are MLX's" in shown or mx.default_device() != mx.cpu
     assert "reference: yes" in shown

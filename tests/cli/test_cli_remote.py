@@ -124,9 +124,9 @@ def test_a_conversation_remembers_and_forgets(server, monkeypatch, capsys) -> No
     two = ["one", "Hello.", "two"]
     assert asked == [["one"], two, two, ["three"]]
     shown = capsys.readouterr().out
-    assert shown.startswith(f"fake at {server.url}. /clear forgets the conversation")
-    assert shown.count("/retry asks again") == 3  # at first, for /help, and for what is no command
-    assert "/halp is no command" in shown
+    assert shown.startswith(f"fake at {server.url}. /clear starts again")
+    assert shown.count("/retry repeats the last question") == 3  # at first, for /help, and for what is no command
+    assert "Unknown command /halp" in shown
 
 
 def test_an_error_forgets_the_question_and_goes_on(server, monkeypatch, capsys) -> None:
@@ -208,7 +208,7 @@ def test_an_address_needs_no_scheme(server, monkeypatch) -> None:
 
 def test_a_page_instead_of_json_is_said_to_be_one() -> None:
     page = httpx.MockTransport(lambda request: httpx.Response(200, html="<html></html>"))
-    with pytest.raises(RemoteError, match=r"answers with text/html; charset=utf-8, not with JSON"):
+    with pytest.raises(RemoteError, match=r"answers with text/html; charset=utf-8 instead of JSON"):
         RemoteServer("http://host", transport=page).request("GET", "/v1/models")
 
 

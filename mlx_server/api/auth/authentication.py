@@ -24,7 +24,7 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to `host`."""
+    """Whether `host` is an address that only this machine can connect to."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -36,14 +36,14 @@ def is_loopback(host: str) -> bool:
 
 
 def local_url(host: str, port: int, scheme: str = "http") -> str:
-    """How programs on this machine reach what listens at `host`, which may be all of its addresses."""
+    """The URL at which programs on this machine reach a server that listens at `host`, or at all addresses."""
     host = _EVERYWHERE.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def is_local(scope: Scope) -> bool:
-    """Whether a request comes from a program on this machine, as far as can be told: not through a proxy, and not
-    from a web page that a browser here has open (a foreign origin, or a name that was bound to our address)."""
+    """Whether a request comes from a program on this machine, and not through a proxy or from a web page in a local
+    browser (which shows as a foreign `Origin`, or as a host name that was rebound to our address)."""
     client, headers = scope.get("client"), Headers(scope=scope)
     if client is None or not is_loopback(client[0]) or any(name in headers for name in _FORWARDED):
         return False
@@ -56,7 +56,7 @@ def is_local(scope: Scope) -> bool:
 
 
 def host_of(url: str) -> str:
-    """The host that a URL names, in small letters; empty for none."""
+    """The host in a URL, in lower case; empty if there is none."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -64,27 +64,27 @@ def host_of(url: str) -> str:
 
 
 PROBE_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
-"""What supervisors, routers and scrapers ask again and again."""
+"""Polled by supervisors, routers and scrapers."""
 
 PAGE_FILES = frozenset(
     {"page.css", "page.js", "common.js", "admin.js", "chat.js", "markdown.js", "vendor/marked.esm.js"}
 )
-"""Of the live page."""
+"""The files of the live page."""
 
 FREE_PATHS = PROBE_PATHS | {"/", "/dashboard"} | {f"/dashboard/{name}" for name in PAGE_FILES}
-"""What probes, routers, scrapers and browsers read without a key; none of it tells what users wrote."""
+"""Readable without a key. None of these shows what users wrote."""
 
 
 DISCOVERY_PATHS = PROBE_PATHS | {
     *("/v1/models", "/server_info", "/get_server_info", "/model_info", "/get_model_info"),
     *("/load", "/v1/loads", "/kv_event_sources"),
 }
-"""What routers read to find a server's models and its load: all that the discovery key is good for."""
+"""What routers read to find the models and the load of a server; the discovery key allows nothing else."""
 
 
 def check_discovery(caller: Caller, method: str, path: str) -> None:
-    """Raises `AuthenticationError` for anything but reading what routers need, where that is all the caller may: it is
-    what a client without a key of its own gets of a router that adds the discovery key."""
+    """Raises `AuthenticationError` if the caller has the discovery key and does anything but read `DISCOVERY_PATHS`. A
+    router that adds the discovery key to requests also adds it for clients without a key of their own."""
     is_listing = path in DISCOVERY_PATHS or path.startswith("/v1/models/")
     if caller.is_discovery and not (is_listing and method in ("GET", "HEAD")):
         raise AuthenticationError(
@@ -94,14 +94,14 @@ def check_discovery(caller: Caller, method: str, path: str) -> None:
 
 
 def caller_of(request: Request) -> Caller:
-    """The caller that the middleware has let in."""
+    """The caller, as `DoorMiddleware` identified it."""
     caller = request.state.caller
     assert isinstance(caller, Caller)
     return caller
 
 
 def sent_key(scope: Scope) -> str | None:
-    """The key that a request carries, as `Authorization: Bearer` or `X-Api-Key`."""
+    """The key in a request: `Authorization: Bearer` or `X-Api-Key`."""
     headers = Headers(scope=scope)
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token:
@@ -110,7 +110,7 @@ def sent_key(scope: Scope) -> str | None:
 
 
 def exposure_warning(host: str, keys: KeyRing) -> str | None:
-    """A warning for a server that strangers can reach; None when they cannot."""
+    """A warning if other machines can use the server without a key; None otherwise."""
     if keys.asks_for_keys or is_loopback(host):
         return None
     return (
@@ -120,16 +120,17 @@ def exposure_warning(host: str, keys: KeyRing) -> str | None:
 
 
 async def require_admin(request: Request) -> None:
-    """Refuses callers that are no admins. Raises `AuthenticationError` without a key, else `PermissionDeniedError`."""
+    """Raises `AuthenticationError` for a request without a key, and `PermissionDeniedError` for a caller that is not an
+    admin."""
     if caller_of(request).is_admin:
         return
     message = (
-        "This route is for admins. Send the admin key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`, or a key of "
-        f"a tier with `admin = true`. Where there is neither, {ADMIN_REMEDY}; only a server that asks for no key at "
-        "all lets clients on its own machine use it."
+        "This route is for admins. Send the admin key, or a key of a tier with `admin = true`, as `Authorization: "
+        f"Bearer KEY` or `X-Api-Key: KEY`. If there is neither, {ADMIN_REMEDY}. Programs on the same "
+        "machine need none only while the server asks for no key at all."
     )
     raise AuthenticationError(message) if sent_key(request.scope) is None else PermissionDeniedError(message)
 
 
 RequireAdmin = Depends(require_admin)
-"""For `APIRouter(dependencies=[RequireAdmin])`, or one route's."""
+"""For the `dependencies` of a router or a route."""

@@ -15,14 +15,14 @@ export function showModels(snapshot, offers) {
   const others = offers.filter((offer) => !offer.parent && !there.has(offer.id));
   const models = [...snapshot.models, ...others.map((offer) => ({ name: offer.id, state: "unloaded" }))];
   const text = JSON.stringify([models.map(({ stats, requests, recent, tiers, ...rest }) => [
-    rest, stats?.memory_bytes, stats?.running, stats?.waiting,
+    rest, stats?.memory_bytes, stats?.num_running, stats?.num_waiting,
   ]), snapshot.pulls, [...asked]]);
   if (text === shown) return; // so that what has the focus keeps it
   shown = text;
   const focused = document.activeElement?.dataset?.model;
   rows("models", models.map((model) => [
-    model.name, stateOf(model), bytes(model.stats?.memory_bytes), number(model.stats?.running),
-    number(model.stats?.waiting), buttonOf(model),
+    model.name, stateOf(model), bytes(model.stats?.memory_bytes), number(model.stats?.num_running),
+    number(model.stats?.num_waiting), buttonOf(model),
   ]));
   rows("pulls", (snapshot.pulls ?? []).map((pull) => [pull.model, progress(pull)]));
   $("pulls-table").hidden = !snapshot.pulls?.length;
