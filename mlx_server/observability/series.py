@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, core, generate_latest
 from prometheus_client.registry import Collector
@@ -42,13 +42,6 @@ _REASONS = (
 )
 """Why requests are refused before they run: limits of the server's queue or of a tier, a timeout, or their length."""
 
-_METRICS: Mapping[str, Any] = {
-    "gauge": core.GaugeMetricFamily,
-    "counter": core.CounterMetricFamily,
-    "histogram": core.HistogramMetricFamily,
-    "summary": core.SummaryMetricFamily,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
@@ -65,11 +58,10 @@ Readings = Sequence[EngineReading]
 Labels = tuple[str, ...]
 Value = float | Histogram
 Found = Value | Mapping[str, float] | Mapping[str, Histogram] | Mapping[Labels, float]
-Source = TypeVar("Source")
 
 
 @dataclass(frozen=True, slots=True)
-class Family(Generic[Source]):
+class Family:
     """A metric, which may have several series.
 
     `name` may end with the metric's own labels in braces; a counter's is without the `_total` of its series. `read`
@@ -77,17 +69,17 @@ class Family(Generic[Source]):
     label values (a tuple if there are several labels) to values. A `Histogram` is shown as a histogram or as a summary.
     """
 
-    kind: Literal["gauge", "counter", "histogram", "summary"]
+    kind: Callable[..., core.Metric]
     name: str
     help: str
-    read: str | Callable[[Source], Found]
+    read: str | Callable[[Any], Found]
 
-    def metric(self, sources: Mapping[Labels, Source], source_labels: Labels = ()) -> core.Metric:
+    def metric(self, sources: Mapping[Labels, Any], source_labels: Labels = ()) -> core.Metric:
         """All series of the metric; `sources` are keyed by their values of `source_labels`."""
         name, _, own_labels = self.name.rstrip("}").partition("{")
         labels = (*source_labels, *filter(None, own_labels.split(",")))
         read = attrgetter(self.read) if isinstance(self.read, str) else self.read
-        metric: core.Metric = _METRICS[self.kind](name, self.help, labels=labels)
+        metric = self.kind(name, self.help, labels=labels)
         for source_values, source in sources.items():
             for own_values, value in _by_labels(read(source)):
                 self._add(metric, (*source_values, *own_values), value)
@@ -96,7 +88,7 @@ class Family(Generic[Source]):
     def _add(self, metric: Any, values: Labels, value: Value) -> None:
         if not isinstance(value, Histogram):
             metric.add_metric(values, value)
-        elif self.kind == "summary":
+        elif self.kind is core.SummaryMetricFamily:
             metric.add_metric(values, value.count, value.total)
         else:
             metric.add_metric(values, value.cumulative(), value.total)
@@ -165,15 +157,15 @@ def _blocks_by_state(reading: EngineReading) -> dict[str, float]:
     return {"used": used, "free": stats.num_free_blocks, "cached": stats.num_cached_blocks}
 
 
-def _vllm_histogram(name: str, help: str) -> Family[EngineReading]:
+def _vllm_histogram(name: str, help: str) -> Family:
     """vLLM's histogram with this name."""
     return histogram(f"vllm:{name}", help, lambda reading: reading.metrics.by_name[name])
 
 
-gauge = partial(Family[Any], "gauge")
-counter = partial(Family[Any], "counter")
-histogram = partial(Family[Any], "histogram")
-summary = partial(Family[Any], "summary")
+gauge = partial(Family, core.GaugeMetricFamily)
+counter = partial(Family, core.CounterMetricFamily)
+histogram = partial(Family, core.HistogramMetricFamily)
+summary = partial(Family, core.SummaryMetricFamily)
 
 
 def _zero(reading: EngineReading) -> float:
@@ -188,7 +180,7 @@ def _loads(models: Iterable[Any]) -> dict[Labels, float]:
     return {(model.name, result): number for model in models for result, number in model.loads.items()}
 
 
-VLLM_SERIES: tuple[Family[EngineReading], ...] = (
+VLLM_SERIES: tuple[Family, ...] = (
     gauge("vllm:num_requests_running", "Requests in the running batch.", "stats.num_running"),
     gauge("vllm:num_requests_waiting", "Requests waiting to run.", "stats.num_waiting"),
     gauge(
@@ -257,7 +249,7 @@ VLLM_SERIES: tuple[Family[EngineReading], ...] = (
 
 VLLM_KV_BLOCK_SERIES = tuple(_vllm_histogram(name, help) for name, help in KV_BLOCK_HISTOGRAMS.items())
 
-OWN_SERIES: tuple[Family[EngineReading], ...] = (
+OWN_SERIES: tuple[Family, ...] = (
     histogram(
         "mlx_serve:queue_time_seconds{tier}",
         "Time until the first step, by tier.",
@@ -332,7 +324,7 @@ OWN_SERIES: tuple[Family[EngineReading], ...] = (
     ),
 )
 
-ALL_MODELS_SERIES: tuple[Family[Readings], ...] = (
+ALL_MODELS_SERIES: tuple[Family, ...] = (
     gauge(
         "vllm:lora_requests_info{max_lora,running_lora_adapters,waiting_lora_adapters}",
         "Adapters of running and waiting requests, as clients name them. The value is the time.",
@@ -345,7 +337,7 @@ ALL_MODELS_SERIES: tuple[Family[Readings], ...] = (
     ),
 )
 
-SERVER_SERIES: Mapping[str, tuple[Family[Any], ...]] = {
+SERVER_SERIES: Mapping[str, tuple[Family, ...]] = {
     "models": (
         gauge("mlx_serve:model_state{model_name,state}", "1 for the model's state.", _states),
         counter("mlx_serve:model_loads{model_name,result}", "Finished loads, by result.", _loads),

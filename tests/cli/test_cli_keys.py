@@ -120,7 +120,7 @@ def test_a_revoked_key_s_prefixes_on_disk_are_purged(keys: Keys, tmp_path: Path)
     more = "--purge", "--kv-disk-dir", str(files.folder)
     lock = files.lock(LOCK)
     assert lock is not None
-    assert "is refused" in keys.run("revoke", ids[0], *more, status=1)
+    assert "is revoked" in keys.run("revoke", ids[0], *more, status=1)
     assert "stop it first" in keys.errors
     os.close(lock)
     assert keys.run("revoke", ids[1], *more).splitlines()[1] == "1 blocks that only this key could hit are deleted."
@@ -141,7 +141,7 @@ def test_an_id_that_is_unknown_is_told(keys, command):
 def test_without_a_file_the_first_step_is_named(keys, arguments):
     keys.run(*arguments, status=1)
     assert "There are no keys yet" in keys.errors
-    assert "`mlx-serve keys create` makes one" in keys.errors
+    assert "`mlx-serve keys create` creates one" in keys.errors
     assert not keys.path.exists()
 
 
@@ -162,13 +162,13 @@ def test_the_file_is_at_home_unless_it_is_set(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])
 def test_a_key_on_the_command_line_is_warned_of_and_one_in_the_environment_is_not(monkeypatch, capsys, name):
     served = []
-    monkeypatch.setattr("mlx_server.api.server.serve", lambda config, listeners: served.append(config) or 0)
+    monkeypatch.setattr("mlx_server.api.server.serve", lambda config, listeners, make_pool: served.append(config) or 0)
     monkeypatch.setattr("mlx_server.cli.serve.listen_all", lambda server: [contextlib.nullcontext()])
     monkeypatch.setattr("mlx_server.cli.serve.survive_lost_streams", lambda: None)
     flag = "--" + name.replace("_", "-")
     assert main(["serve", flag, "sesame"]) == 0
     warning = capsys.readouterr().err
-    assert f"can read {flag} in the list of processes; use {flag}-file or MLX_SERVE_SERVER_{name.upper()}" in warning
+    assert f"can see {flag} in the process list; use {flag}-file or MLX_SERVE_SERVER_{name.upper()}" in warning
     assert "sesame" not in warning
     monkeypatch.setenv(f"MLX_SERVE_SERVER_{name.upper()}", "sesame")
     assert main(["serve"]) == 0

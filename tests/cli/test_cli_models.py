@@ -145,7 +145,7 @@ def test_a_servers_models_are_shown(server: list[Any], capsys: pytest.CaptureFix
         ["b", "loading", "25%", "-", "2", "7", "s", "3", "pinned"],
         ["c", "converting", "75%,", "1", "s", "left", "-", "2", "7", "s", "3", "pinned"],
         [],
-        ["512", "MiB", "of", "1024", "MiB", "held,", "256", "MiB", "may", "be", "taken"],
+        ["512", "MiB", "of", "1024", "MiB", "in", "use,", "256", "MiB", "available"],
     ]
     assert main(["models", "ps", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["models"] == [READY, LOADING, CONVERTING]

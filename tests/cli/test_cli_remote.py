@@ -278,7 +278,7 @@ def test_the_agents_file_starts_this_server_with_these_options(tmp_path, capsys)
     [
         (["--prot", "9000"], "no option --prot"),
         (["--port", "99999"], "less than or equal to 65535"),
-        (["--api-key", "secret"], "readable for everyone"),
+        (["--api-key", "secret"], "Every user could read --api-key"),
     ],
 )
 def test_wrong_options_are_refused_now(tmp_path, capsys, options, reason) -> None:
@@ -354,6 +354,6 @@ def test_a_key_of_this_shell_is_not_written_into_the_agent(monkeypatch, tmp_path
     monkeypatch.setenv("MLX_SERVE_SERVER_API_KEY", "sesame")
     assert main(["service", "install", "--output", str(tmp_path / "agent.plist")]) == 1
     error = capsys.readouterr().err
-    assert "MLX_SERVE_SERVER_API_KEY is set here" in error
+    assert "MLX_SERVE_SERVER_API_KEY is set, and every user" in error
     assert "sesame" not in error
     assert not (tmp_path / "agent.plist").exists()

@@ -74,7 +74,7 @@ const lastOf = (line) => line.findLast((value) => value !== null) ?? null;
 // --- showing a snapshot -------------------------------------------------------------------------------------
 
 let newest = null;
-let known = ""; // which models there are, in which states
+let known = ""; // the models and their states
 
 function show(snapshot) {
   newest = snapshot;
@@ -122,7 +122,7 @@ function draw() {
   drawBlocks($("blocks"), stats.block_map);
   const perCell = stats.num_blocks / Math.max(stats.block_map.length, 1);
   $("blocks-note").textContent = `${number(stats.num_blocks)} blocks of ${stats.block_size} tokens`
-    + (stats.max_blocks > stats.num_blocks ? ` of ${number(stats.max_blocks)} that may come` : "")
+    + (stats.max_blocks > stats.num_blocks ? ` of at most ${number(stats.max_blocks)}` : "")
     + (perCell > 1 ? `, every ${perCell.toFixed(1)}th shown` : "");
 
   rows("tiers", model.tiers.map((tier) => [tier.name, tier.running, tier.waiting]));
@@ -167,7 +167,7 @@ function prepared(canvas) {
   return { pen, width, height };
 }
 
-// light-dark() is resolved only where a colour is used, so colours are read from elements that use them.
+// light-dark() is resolved only where a colour is used, so colours are read from an element that uses them.
 const colour = (name) => {
   const probe = document.createElement("i");
   probe.style.color = `var(--${name})`;
