@@ -22,10 +22,10 @@ _HEAD = """\
 # Written by `mlx-serve config default`.
 """
 _TAIL = """
-# Tiers of API keys, any number of them: [tiers.NAME]. configs/tiers.toml is an example with every key of one.
+# Tiers of API keys, any number of them: [tiers.NAME]. See configs/tiers.toml for an example with every setting.
 
-# Several models instead of one, each with settings of [model] and [cache] of its own: [[models]]. configs/models.toml
-# is an example, docs/models.md tells more.
+# Several models instead of one, each with its own settings of [model] and [cache]: [[models]]. See configs/models.toml
+# for an example, and docs/models.md.
 """
 
 

@@ -35,9 +35,9 @@ def add_remote_flags(parser: argparse.ArgumentParser) -> None:
 class RemoteServer:
     """A server, at an address with or without `http://`. Every method raises `RemoteError`."""
 
-    def __init__(self, url: str, api_key: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(self, url: str, transport: httpx.BaseTransport | None = None) -> None:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
-        key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
+        key = os.environ.get(KEY_VARIABLE)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, transport=transport)
 

@@ -32,14 +32,13 @@ class HttpMetrics:
         self.received: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(()))
         self.sent: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(()))
 
-    def on_exchange(self, handler: str, method: str, status: int, duration_s: float) -> None:
-        """A request has ended: its answer is sent."""
+    def on_exchange(
+        self, handler: str, method: str, status: int, duration_s: float, num_received: int, num_sent: int
+    ) -> None:
+        """A request has ended: its answer is sent. The last two are the bytes of its bodies."""
         self.counts[handler, method, f"{status // 100}xx"] += 1
         self.durations[handler, method].observe(duration_s)
         self.fine_durations.observe(duration_s)
-
-    def on_bodies(self, handler: str, num_received: int, num_sent: int) -> None:
-        """The bytes of its bodies that were read and written."""
         self.received[handler].observe(num_received)
         self.sent[handler].observe(num_sent)
 

@@ -41,13 +41,6 @@ class ModelSpec:
         for adapter in (None, *self.names.adapters):
             yield Offer(self, adapter)
 
-    def offers_by_name(self) -> Iterator[tuple[str, Offer]]:
-        """Offers by all names of the base."""
-        for base in (self.names.base, *self.aliases):
-            names = replace(self.names, base=base)
-            for offer in self.offers():
-                yield names.with_adapter(offer.adapter), offer
-
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -81,17 +74,15 @@ class Catalog:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._specs = {spec.name: spec for spec in _configured(config)}
+        self.configured = tuple({spec.name: spec for spec in _configured(config)}.values())
+        """The configured models, the default one first."""
         self._by_name: dict[str, Offer] = {offer.name: offer for spec in self.configured for offer in spec.offers()}
         for spec in self.configured:
-            for name, offer in spec.offers_by_name():
-                # Two ids may serve one folder: the folder's own name belongs to the first.
-                self._by_name.setdefault(name, offer)
-
-    @property
-    def configured(self) -> tuple[ModelSpec, ...]:
-        """The configured models, the default one first."""
-        return tuple(self._specs.values())
+            for base in (spec.names.base, *spec.aliases):
+                names = replace(spec.names, base=base)
+                for offer in spec.offers():
+                    # Two ids may serve one folder: the folder's own name belongs to the first.
+                    self._by_name.setdefault(names.with_adapter(offer.adapter), offer)
 
     def offer(self, name: str | None) -> Offer:
         """What a name stands for; the default model for None or an empty name. Looks on disk for names that are not

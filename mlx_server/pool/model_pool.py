@@ -162,7 +162,7 @@ class ModelPool:
             if model.is_ready and not model.is_yielding:
                 return Lease(model, self._on_used)
             if model.is_loaded:
-                await self._changes.next()
+                await self._changes.wait()
                 continue
             if model.failure is not None and self._clock() < model.retry_s:
                 raise self._refusal(model, model.failure)
@@ -228,7 +228,7 @@ class ModelPool:
     async def stop(self, drain_timeout_s: float) -> None:
         """Drains and unloads all models at once; requests unfinished after `drain_timeout_s` are aborted."""
         self._is_stopping = True
-        self._changes.tell()
+        self._changes.notify()
         if self._sweeper is not None:
             self._sweeper.cancel()
         await asyncio.gather(*(self._give_up(model) for model in self.models()))
@@ -255,7 +255,7 @@ class ModelPool:
     def _on_used(self, model: PooledModel) -> None:
         model.last_used_s = self._clock()
         if model.num_users == 0:
-            self._changes.tell()
+            self._changes.notify()
 
     async def _wait_for_load(self, model: PooledModel) -> None:
         """Waits for the load of the model, which is started if there is none. Raises the reason if it fails."""
@@ -295,7 +295,7 @@ class ModelPool:
             return error
         finally:
             del self._loads[model.name]
-            self._changes.tell()
+            self._changes.notify()
         return None
 
     async def _take_room(self, model: PooledModel, need: MemoryNeed) -> None:
@@ -347,7 +347,7 @@ class ModelPool:
             self._unloads.add(task)
             task.add_done_callback(self._unloads.discard)
         while model.state is ModelState.DRAINING:
-            await self._changes.next()
+            await self._changes.wait()
 
     async def _stop_engine(self, model: PooledModel, drain_timeout_s: float) -> None:
         assert model.engine is not None, "a model that is drained has an engine"
@@ -356,7 +356,7 @@ class ModelPool:
         finally:
             model.become_unloaded()
             logger.info("%s is unloaded", model.name)
-            self._changes.tell()
+            self._changes.notify()
 
     async def _sweep(self) -> None:
         while True:

@@ -21,11 +21,11 @@ class Changes:
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         event, self._event = self._event, asyncio.Event()
         event.set()
 
-    async def next(self, timeout_s: float | None = None) -> None:
+    async def wait(self, timeout_s: float | None = None) -> None:
         """Returns at the next change, or after the timeout."""
         with contextlib.suppress(TimeoutError):
             # Not `wait_for`: in Python 3.11 it loses a cancellation that comes together with the event.
@@ -94,12 +94,12 @@ class RoomMaker:
                 now = self._clock()
                 if self._settings.when_full == "fail" or now >= deadline_s:
                     raise OverloadedError(self._refusal(name, need), _BUSY_RETRY_S)
-                await self._changes.next(self._next_turn_s(now, deadline_s) - now)
+                await self._changes.wait(self._next_turn_s(now, deadline_s) - now)
         finally:
             self._gave_way.clear()
             for model in self._loaded():
                 model.is_yielding = False
-            self._changes.tell()
+            self._changes.notify()
 
     async def _cut_pools(self, need: MemoryNeed) -> bool:
         """Cuts idle blocks if they are enough. Otherwise a model must be unloaded, and the others keep their cached

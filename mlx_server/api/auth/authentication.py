@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Scope
 
-from mlx_server.api.auth.keys import ADMIN_REMEDY, Caller, KeyRing
+from mlx_server.api.auth.keys import ADMIN_REMEDY, DISCOVERY, Caller, KeyRing
 from mlx_server.errors import AuthenticationError, PermissionDeniedError
 
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
@@ -86,7 +86,7 @@ def check_discovery(caller: Caller, method: str, path: str) -> None:
     """Raises `AuthenticationError` if the caller has the discovery key and does anything but read `DISCOVERY_PATHS`. A
     router that adds the discovery key to requests also adds it for clients without a key of their own."""
     is_listing = path in DISCOVERY_PATHS or path.startswith("/v1/models/")
-    if caller.is_discovery and not (is_listing and method in ("GET", "HEAD")):
+    if caller.identity == DISCOVERY and not (is_listing and method in ("GET", "HEAD")):
         raise AuthenticationError(
             f"The discovery key reads models, health and load; it may not {method} {path[:_MAX_SHOWN_CHARS]}. Send a "
             "key of your own as `Authorization: Bearer KEY`; a router must pass it on."
@@ -114,7 +114,7 @@ def exposure_warning(host: str, keys: KeyRing) -> str | None:
     if keys.asks_for_keys or is_loopback(host):
         return None
     return (
-        f"Listening on {host} without an API key: anyone who can reach this machine can use the server. Make a key "
+        f"Listening on {host} without an API key: anyone who can reach this machine can use the server. Create a key "
         "with `mlx-serve keys create`, or set MLX_SERVE_SERVER_API_KEY, or listen on 127.0.0.1."
     )
 

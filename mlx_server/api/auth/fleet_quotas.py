@@ -151,17 +151,11 @@ class _Reported:
 
     window: SlidingWindow
     num_reported: int = 0
-    num_reserved: int = 0
-    """Counted by the store, and not yet here."""
-
-    @property
-    def num_counted(self) -> int:
-        return self.window.num_added + self.num_reserved
 
     def unreported(self, now: float) -> int:
         """What the store has yet to add; below 0 for requests that it has counted and that were not opened. Amounts
         older than a minute, from while the store was away, are left out."""
-        return min(self.num_counted - self.num_reported, self.window.used(now))
+        return min(self.window.num_added - self.num_reported, self.window.used(now))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +180,6 @@ class _Share:
     meter: Meter
     requests: _Reported = field(init=False)
     tokens: _Reported = field(init=False)
-    num_reserved: int = 0
-    """Answers that are reserved and not yet open."""
     num_reported: int = 0
     """Answers in progress, as the store counts them for this server; `_UNKNOWN` from the start of a call until its
     reply."""
@@ -201,14 +193,10 @@ class _Share:
     def __post_init__(self) -> None:
         self.requests, self.tokens = _Reported(self.meter.requests), _Reported(self.meter.tokens)
 
-    @property
-    def num_held(self) -> int:
-        return self.meter.num_answers + self.num_reserved
-
     def has_unreported(self, now: float) -> bool:
-        is_due = self.num_held > 0 and now - self.reported_s > LEASE_S / 3
+        is_due = self.meter.num_answers > 0 and now - self.reported_s > LEASE_S / 3
         has_tokens = self.tier.tokens_per_minute is not None and self.tokens.unreported(now) != 0
-        return is_due or has_tokens or self.num_held != self.num_reported or self.requests.unreported(now) != 0
+        return is_due or has_tokens or self.meter.num_answers != self.num_reported or self.requests.unreported(now) != 0
 
 
 class FleetQuotas(Quotas):
@@ -256,7 +244,7 @@ class FleetQuotas(Quotas):
             raise requests_refusal(caller.tier, reply.rates["requests"][0], reply.wait_s)
         if reply.refusal:
             raise tokens_refusal(caller.tier, reply.rates["tokens"][0], demand.num_prompt_tokens, reply.wait_s)
-        return self._reserved(share, reply.num_granted, demand)
+        return self._reserved(share, reply.num_granted)
 
     def count_wrong_request(self, caller: Caller) -> None:
         super().count_wrong_request(caller)
@@ -303,27 +291,19 @@ class FleetQuotas(Quotas):
         await asyncio.sleep(SEAT_PAUSE_S)
 
     @contextlib.contextmanager
-    def _reserved(self, share: _Share, num_granted: int, demand: Demand) -> Iterator[int]:
+    def _reserved(self, share: _Share, num_granted: int) -> Iterator[int]:
         """Inside the block, `open` counts here what the store has already counted. If it is not called, the store is
-        told so."""
+        told so. The block must not await, so that no report comes between."""
         try:
             yield num_granted
         finally:
-            self._add_reserved(share, -num_granted, -1, -demand.num_prompt_tokens)
             if share.has_unreported(self._clock()):
                 self._start(self._report(share))
-
-    @staticmethod
-    def _add_reserved(share: _Share, num_answers: int, num_requests: int, num_tokens: int) -> None:
-        share.num_reserved += num_answers
-        share.requests.num_reserved += num_requests
-        share.tokens.num_reserved += num_tokens
 
     async def _take(self, share: _Share, demand: Demand, least: int) -> _Reply:
         async with self._store.turn(share.lock):
             reply = await self._call(share, demand, least)
             if not reply.refusal:
-                self._add_reserved(share, reply.num_granted, 1, demand.num_prompt_tokens)
                 share.num_reported += reply.num_granted
                 share.requests.num_reported += 1
                 share.tokens.num_reported += demand.num_prompt_tokens
@@ -337,9 +317,9 @@ class FleetQuotas(Quotas):
                     await self._call(share, Demand(0, 0), 0)
 
     async def _call(self, share: _Share, demand: Demand, least: int) -> _Reply:
-        now, tier, held = self._clock(), share.tier, share.num_held
+        now, tier, held = self._clock(), share.tier, share.meter.num_answers
         rates = (share.requests, share.tokens)
-        counted = [rate.num_counted for rate in rates]
+        counted = [rate.window.num_added for rate in rates]
         limits = (tier.requests_per_minute, tier.tokens_per_minute, tier.max_concurrent_requests)
         share.num_reported = _UNKNOWN  # without a reply, it is unknown whether the store has counted
         refusal, num_granted, wait_ms, num_answers, *used = await self._store.run(
@@ -373,7 +353,7 @@ class FleetQuotas(Quotas):
         self._timer = None  # a share may change after its report
         for share in list(self._shares.values()):
             await self._report(share)
-        if any(share.num_held or share.has_unreported(self._clock()) for share in self._shares.values()):
+        if any(share.meter.num_answers or share.has_unreported(self._clock()) for share in self._shares.values()):
             self._wake()
 
 

@@ -57,11 +57,11 @@ class KeyRecord:
     num_output_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usage:
     """What a key has used since usage was last written."""
 
-    last_used_s: float
+    last_used_s: float = 0.0
     num_requests: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0

@@ -49,11 +49,6 @@ class Caller:
         """The id of the caller's own key; None if it has none."""
         return None if self.identity in (ANONYMOUS, SHARED, ADMIN, DISCOVERY) else self.identity
 
-    @property
-    def is_discovery(self) -> bool:
-        """Whether the caller has the discovery key, which only reads models and load."""
-        return self.identity == DISCOVERY
-
     def priority_at(self, path: str, wish: int | None = None) -> Priority:
         """The priority of a request to `path`, lowered by `wish` levels; a wish below 0 has no effect."""
         return Priority(min(self.tier.priority_at(path) + max(0, wish or 0), max(Priority)))
@@ -79,13 +74,11 @@ class UsageLog:
         self, key_id: str, *, num_requests: int = 0, num_prompt_tokens: int = 0, num_output_tokens: int = 0
     ) -> None:
         """Adds to the usage of a key, and marks it as used now."""
-        used = self._unwritten.get(key_id, Usage(0.0))
-        self._unwritten[key_id] = Usage(
-            time.time(),
-            used.num_requests + num_requests,
-            used.num_prompt_tokens + num_prompt_tokens,
-            used.num_output_tokens + num_output_tokens,
-        )
+        used = self._unwritten.setdefault(key_id, Usage())
+        used.last_used_s = time.time()
+        used.num_requests += num_requests
+        used.num_prompt_tokens += num_prompt_tokens
+        used.num_output_tokens += num_output_tokens
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._start_flush)
 

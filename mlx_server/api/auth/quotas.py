@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -30,9 +31,6 @@ from mlx_server.tiers import Tier
 WINDOW_S = 60.0
 _SLOT_S = 0.25
 SEAT_RETRY_S = 1.0
-
-MAX_SEATS = 2**31 - 1
-"""Seats of a tier without a limit."""
 
 
 @dataclass(slots=True)
@@ -169,7 +167,7 @@ class Quotas:
     def seats_left(self, caller: Caller) -> int:
         """How many more answers may start now, at least 1: `check` refuses it if there is no seat."""
         limit = caller.tier.max_concurrent_requests
-        return MAX_SEATS if limit is None else max(1, limit - self._meter(caller).num_answers)
+        return sys.maxsize if limit is None else max(1, limit - self._meter(caller).num_answers)
 
     def begin_reading(self, caller: Caller) -> None:
         """Counts a request that has text read and generates nothing. The rates of the tier hold for such requests
@@ -183,11 +181,6 @@ class Quotas:
         """Counts the tokens of such a request."""
         self._meter(caller).read_tokens.add(num_tokens, self._clock())
 
-    def count_answer(self, caller: Caller, status: int) -> None:
-        """Counts an answer that begins with status 429."""
-        if status == 429:
-            self.refused[caller.tier.name] += 1
-
     def count_wrong_request(self, caller: Caller) -> None:
         """Counts a wrong request, since reading it costs as much as reading others."""
         self._meter(caller).requests.add(1, self._clock())
@@ -195,9 +188,9 @@ class Quotas:
     async def reserve(
         self, caller: Caller, demand: Demand, least: int | None = None
     ) -> contextlib.AbstractContextManager[int]:
-        """Reserves the demand in the fleet's store. Call `check` and `open` inside the block. It gives the number of
-        answers that may be in progress: all of the demand, or at least `least` if that is given. What is not opened is
-        given back at the end of the block. Raises `QuotaExceededError`."""
+        """Reserves the demand in the fleet's store. Call `check` and `open` inside the block, which must not await. It
+        gives the number of answers that may be in progress: all of the demand, or at least `least` if that is given.
+        What is not opened is given back at the end of the block. Raises `QuotaExceededError`."""
         return contextlib.nullcontext(demand.num_answers)
 
     async def close(self) -> None:

@@ -83,21 +83,21 @@ for _name in sorted(PAGE_FILES):
 async def events(request: Request, context: Context) -> Response:
     """A snapshot of all models once a second, as server-sent events, until the client leaves, its key is revoked or the
     server ends."""
-    return sse.event_stream(partial(_tell, context, caller_of(request)), 0)
+    return sse.event_stream(partial(_send_snapshots, context, caller_of(request)), 0)
 
 
-async def _tell(context: ServerContext, caller: Caller, out: sse.PieceWriter) -> None:
+async def _send_snapshots(context: ServerContext, caller: Caller, out: sse.PieceWriter) -> None:
     own_key = () if caller.key_id is None else (caller.key_id,)
-    num_told = 0
+    num_sent = 0
     while not context.keys.revoked(own_key):
-        told = snapshot(context.pool) | {"pulls": [fetch.reading() for fetch in context.fetches.running()]}
-        if num_told % KEYS_EVERY == 0:
-            told |= {"keys": await asyncio.to_thread(_key_records, context), "tiers": _tier_limits(context)}
-        out.write(sse.data(told))
+        shown = snapshot(context.pool) | {"pulls": [fetch.reading() for fetch in context.fetches.running()]}
+        if num_sent % KEYS_EVERY == 0:
+            shown |= {"keys": await asyncio.to_thread(_key_records, context), "tiers": _tier_limits(context)}
+        out.write(sse.data(shown))
         await out.drain()
         if context.generations.is_draining or context.pool.death() is not None:
             return  # the process is about to end, and waits for open streams
-        num_told += 1
+        num_sent += 1
         await asyncio.sleep(PERIOD_S)
 
 

@@ -43,15 +43,10 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 T = TypeVar("T")
 
 
-def is_request_id(text: str) -> bool:
-    """Whether a client's id can be used in headers and logs as it is."""
-    return len(text) <= MAX_ID_CHARS and _REQUEST_ID.fullmatch(text) is not None
-
-
 def request_id(scope: Scope) -> str:
     """The id that the client sent, if it is valid, or else a new one."""
     sent = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-    return sent if is_request_id(sent) else uuid.uuid4().hex
+    return sent if len(sent) <= MAX_ID_CHARS and _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
 
 
 class ExchangeMiddleware:
@@ -98,10 +93,10 @@ class ExchangeMiddleware:
                 handler = getattr(scope.get("route"), "path", "none")
                 method = scope["method"] if scope["method"] in _METHODS else "other"
                 time_s = time.monotonic() - start_s
-                self._metrics.on_exchange(handler, method, status or CLIENT_CLOSED_REQUEST, time_s)
                 pieces: PieceWriter | None = state.get(PIECE_WRITER)
                 num_sent += 0 if pieces is None else pieces.num_bytes
-                self._metrics.on_bodies(handler, num_received, num_sent)
+                status = status or CLIENT_CLOSED_REQUEST
+                self._metrics.on_exchange(handler, method, status, time_s, num_received, num_sent)
         return None
 
     def _on_head(self, scope: Scope, head: Message) -> None:
@@ -111,7 +106,8 @@ class ExchangeMiddleware:
             headers.setdefault(REQUEST_ID_HEADER, state["request_id"])
         caller = state.get("caller")
         if isinstance(caller, Caller):  # unless it was refused
-            self._quotas.count_answer(caller, head["status"])
+            if head["status"] == 429:
+                self._quotas.refused[caller.tier.name] += 1
             headers.update(quota_headers(self._quotas.rates(caller), scope["path"]))
 
 
