@@ -125,8 +125,8 @@ class _Server:
     async def run(self, make_pool: Callable[[Config], ModelPool]) -> int:
         """Listens at once, so that probes are answered while the rest is imported and loaded. Returns the exit code."""
         http = _Uvicorn(uvicorn_config(self._entrance, self._settings, self._gate))
-        async with contextlib.AsyncExitStack() as at_end:
-            with self._signals():
+        with self._signals():
+            async with contextlib.AsyncExitStack() as at_end:
                 serving = asyncio.create_task(http.serve(sockets=self._listeners))
                 try:
                     if not await self._before_stop(self._build(make_pool, at_end)):

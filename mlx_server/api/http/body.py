@@ -1,7 +1,9 @@
 """Routes that read JSON: they receive a body, wait for the request's turn, and parse the body into the route's model.
 
-JsonRoute a route with a body TurnRoute a route whose requests are metered, and parsed by tier and by key in turn
-AnyTypeRoute a JsonRoute that ignores the content type AnyTypeTurnRoute both
+JsonRoute           a route with a body
+TurnRoute           a route whose requests are metered, and parsed by tier and by key in turn
+AnyTypeRoute        a JsonRoute that ignores the content type
+AnyTypeTurnRoute    both
 """
 
 from __future__ import annotations
