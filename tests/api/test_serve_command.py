@@ -67,7 +67,7 @@ async def test_probes_are_answered_before_what_takes_long_is_imported(tmp_path: 
     arguments = ("-c", program, "serve", *MODEL, "--port", port)
     async with python(tmp_path, *arguments, stdin=PIPE) as process:
         assert await line_of(process) == "importing"
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600) as http:
             for path in ("/health", "/ping"):
                 health = await http.get(path)
                 assert (health.status_code, health.json()) == (503, {"status": "loading"})
