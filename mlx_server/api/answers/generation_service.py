@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from mlx_server.api.answers.generation import Generation, GenerationJob
-from mlx_server.api.auth.authentication import caller_of, check_model_access
+from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.auth.keys import KeyRing, revocation
 from mlx_server.api.auth.quotas import Demand, Grant, Quotas, bounded
 from mlx_server.api.http.middleware import until_disconnect
@@ -28,7 +28,7 @@ from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import OverloadedError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.observability.logs import log_event
-from mlx_server.pool.model_pool import ModelPool
+from mlx_server.pool.model_pool import ModelPool, check_model_access
 from mlx_server.request import Vector
 
 logger = logging.getLogger(__name__)

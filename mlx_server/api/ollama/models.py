@@ -19,7 +19,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from mlx_server.api.admin import begin_pull
-from mlx_server.api.auth.authentication import RequireAdmin, caller_of, check_model_access, may_use
+from mlx_server.api.auth.authentication import RequireAdmin, caller_of
 from mlx_server.api.context import Context
 from mlx_server.api.errors import error_info
 from mlx_server.api.http import sse
@@ -34,7 +34,7 @@ from mlx_server.engine.models.store import Fetch, remove_stored
 from mlx_server.environment import version
 from mlx_server.errors import InvalidRequestError, PermissionDeniedError, UnsupportedError
 from mlx_server.pool.catalog import Offer
-from mlx_server.pool.model_pool import ModelPool
+from mlx_server.pool.model_pool import ModelPool, check_model_access, may_use
 from mlx_server.pool.pooled_model import PooledModel
 from mlx_server.sampling_params import SamplingParams
 

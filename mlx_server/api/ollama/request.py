@@ -23,7 +23,7 @@ from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
-from mlx_server.api.auth.authentication import caller_of, check_model_access, require_admin
+from mlx_server.api.auth.authentication import caller_of, require_admin
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import error_responses
 from mlx_server.api.http.request_bounds import check_name
@@ -32,7 +32,7 @@ from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, Int, Number, OneAnswerOfText, Refused, StringOrList
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.errors import InvalidRequestError
-from mlx_server.pool.model_pool import ModelPool
+from mlx_server.pool.model_pool import ModelPool, check_model_access
 from mlx_server.sampling_params import MAX_LOGPROBS, MAX_TOP_K, SamplingParams
 
 NOT_ENFORCED_HEADER = "x-options-not-enforced"
