@@ -25,7 +25,7 @@ from mlx_server.api.http.sse import whole_or_streamed
 from mlx_server.api.openai.chat import tool_use
 from mlx_server.api.openai.document import STRING, list_of, members
 from mlx_server.api.openai.exchange import open_exchange
-from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused, StringOrList
+from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused, StopStrings
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
@@ -119,7 +119,7 @@ class CountTokensRequest(OneAnswerOfText):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    stop: StringOrList | None = Field(None, validation_alias=AliasChoices("stop_sequences", "stop"))
+    stop: StopStrings | None = Field(None, validation_alias=AliasChoices("stop_sequences", "stop"))
     chat_template_kwargs: dict[str, Any] | None = None
     mcp_servers: Annotated[Any, Refused(([],))] = None
 

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_server.api.answers import vectors
 from mlx_server.api.answers.chat_plan import ChatCall, ChatPlan
 from mlx_server.api.answers.generation import GenerationJob, Prompt
-from mlx_server.api.answers.vectors import MAX_INPUTS, EmbeddingAsk, PoolingAnswer
+from mlx_server.api.answers.vectors import MAX_INPUTS, PoolingAnswer, PoolingAsk
 from mlx_server.api.context import Context, ServerContext
 from mlx_server.api.http.body import AnyTypeTurnRoute
 from mlx_server.api.http.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR, Strings, at_most
@@ -315,9 +315,8 @@ async def embed(body: EmbedRequest, request: Request, response: Response, contex
     """Vectors of one text or several."""
     started_s = time.monotonic()
     texts = [body.input] if isinstance(body.input, str) else body.input
-    cut = InputTruncation(None if body.truncate is False else -1)
-    ask = EmbeddingAsk(inputs=texts, dimensions=body.dimensions or None, truncation=cut)
-    found = await _embed(body, ask, request, response, context)
+    truncation = InputTruncation(None if body.truncate is False else -1)
+    found = await _embed(body, request, response, context, texts, truncation, dimensions=body.dimensions or None)
     return {
         "model": body.model or "",
         "embeddings": [vector.tolist() for vector in found.values],
@@ -332,17 +331,22 @@ async def embeddings(
     body: EmbeddingsRequest, request: Request, response: Response, context: Context
 ) -> dict[str, list[float]]:
     """The vector of one text."""
-    ask = EmbeddingAsk(inputs=[body.prompt], name="prompt", truncation=InputTruncation(-1))
-    found = await _embed(body, ask, request, response, context)
+    found = await _embed(body, request, response, context, [body.prompt], InputTruncation(-1), name="prompt")
     return {"embedding": found.values[0].tolist()}
 
 
 async def _embed(
-    body: _EmbedFields, ask: EmbeddingAsk, request: Request, response: Response, context: ServerContext
+    body: _EmbedFields,
+    request: Request,
+    response: Response,
+    context: ServerContext,
+    texts: list[str],
+    truncation: InputTruncation,
+    **more: Any,
 ) -> PoolingAnswer[FloatArray]:
-    name = await find_name(context.pool, body.model)
-    found = await vectors.embed(request, context, replace(ask, model=name))
+    model = await find_name(context.pool, body.model)
+    found = await vectors.embed(request, context, PoolingAsk(model=model, truncation=truncation), texts, **more)
     response.headers.update(found.headers)
-    if not keep_model(context.pool, name, body.keep_alive, request):
+    if not keep_model(context.pool, model, body.keep_alive, request):
         response.headers[NOT_ENFORCED_HEADER] = "keep_alive"
     return found

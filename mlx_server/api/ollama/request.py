@@ -29,7 +29,7 @@ from mlx_server.api.errors import error_responses
 from mlx_server.api.http.request_bounds import check_name
 from mlx_server.api.openai.document import STRING, either
 from mlx_server.api.openai.exchange import Exchange, open_exchange
-from mlx_server.api.openai.fields import Bool, Int, Number, OneAnswerOfText, Refused, StringOrList
+from mlx_server.api.openai.fields import Bool, Int, Number, OneAnswerOfText, Refused, StopStrings
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.errors import InvalidRequestError
 from mlx_server.pool.model_pool import ModelPool
@@ -112,7 +112,7 @@ class Options(BaseModel):
     top_p: Number | None = Field(None, ge=0)
     min_p: Number | None = Field(None, ge=0, le=1)
     seed: Whole | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: StringOrList | None = None
+    stop: StopStrings | None = None
     repeat_penalty: Number | None = None
     repeat_last_n: Whole | None = Field(None, ge=-1)
     presence_penalty: Number | None = None

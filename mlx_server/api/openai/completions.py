@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import BeforeValidator, Field, SkipValidation, WithJsonSchema
+from pydantic import Field
 from starlette.responses import Response
 
 from mlx_server.api.answers.collect import Choice, Usage
@@ -18,9 +18,8 @@ from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
 from mlx_server.api.http.sse import whole_or_streamed
-from mlx_server.api.openai.document import TEXT, TOKEN_IDS, either, list_of
 from mlx_server.api.openai.exchange import Exchange, open_exchange
-from mlx_server.api.openai.fields import Bool, GenerationFields, Int, are_all
+from mlx_server.api.openai.fields import Bool, GenerationFields, Int, TextsOrIds
 from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.text.fill_in import FillWriter, Gap, find_fill_format
@@ -36,35 +35,10 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for text completions only."""
 
 
-def _as_prompts(value: Any) -> Any:
-    """One prompt or several, as text or token ids, becomes a list of prompts."""
-    if isinstance(value, list) and len(value) > MAX_SEQUENCES and type(value[0]) is not int:
-        raise ValueError(f"has {len(value)} prompts; at most {MAX_SEQUENCES} are taken at a time, send several")
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value and are_all(value, int):
-        return [value]
-    if isinstance(value, list) and value and all(_is_prompt(item) for item in value):
-        return value
-    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
-
-
-def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and are_all(value, int))
-
-
-Prompts = Annotated[
-    list[str | list[int]],
-    SkipValidation,  # of what `_as_prompts` has looked at: once for each of millions of ids is enough
-    BeforeValidator(_as_prompts),
-    WithJsonSchema(either(TEXT, list_of(TEXT, minItems=1), TOKEN_IDS, list_of(TOKEN_IDS, minItems=1))),
-]
-
-
 class CompletionRequest(GenerationFields):
     """All fields of a text completion that mean something here."""
 
-    prompt: Prompts
+    prompt: Annotated[list[str | list[int]], TextsOrIds(MAX_SEQUENCES, "prompts")]
     max_tokens: Int | None = Field(None, json_schema_extra={"minimum": -1})
     logprobs: Int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
     echo: Bool | None = None

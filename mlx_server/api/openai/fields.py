@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
@@ -25,8 +24,20 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from mlx_server.api.answers.generation import Truncation
-from mlx_server.api.http.request_bounds import FIRST_ERROR, Strings, at_most
-from mlx_server.api.openai.document import describe
+from mlx_server.api.http.request_bounds import FIRST_ERROR
+from mlx_server.api.openai.document import (
+    TEXT,
+    TOKEN_IDS,
+    Choice,
+    Format,
+    Grammar,
+    JsonSchemaField,
+    Regex,
+    ResponseFormat,
+    StructuredOutputs,
+    either,
+    list_of,
+)
 from mlx_server.engine.grammar.spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
 from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import (
@@ -35,6 +46,7 @@ from mlx_server.sampling_params import (
     MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,
     MAX_SAMPLES,
+    MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_K,
@@ -51,17 +63,44 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-StringOrList = Annotated[
-    Strings,
-    at_most(MAX_STOP_STRINGS, "strings"),
-    BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
-]
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_StopList = Annotated[list[_StopString], FIRST_ERROR, Field(max_length=MAX_STOP_STRINGS)]
+StopStrings = Annotated[_StopList, BeforeValidator(_as_list, json_schema_input_type=_StopString | _StopList)]
 Ints = Annotated[list[Int], FIRST_ERROR]
+_TokenIds = Annotated[list[Annotated[Int, Field(ge=0)]], FIRST_ERROR]
+_LogitBias = Annotated[
+    dict[int, Annotated[Number, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^[0-9]+$"}}),
+]
 
 
-def are_all(values: list[Any], kind: type) -> bool:
-    """In C: there may be millions."""
-    return set(map(type, values)) <= {kind}
+@dataclass(frozen=True, slots=True)
+class TextsOrIds:
+    """For the type of a field: one text or prompt of token ids, or a list of up to `limit` of them, becomes a list.
+    There may be millions of ids, so each is looked at once, in C."""
+
+    limit: int
+    what: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._read)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        bounds = {"minItems": 1, "maxItems": self.limit}
+        return either(TEXT, list_of(TEXT, **bounds), TOKEN_IDS, list_of(TOKEN_IDS, **bounds))
+
+    def _read(self, value: Any) -> list[str | list[int]]:
+        if isinstance(value, str) or (value and _are_ids(value)):
+            return [value]
+        if isinstance(value, list) and len(value) > self.limit:
+            raise ValueError(f"has {len(value)} {self.what}; at most {self.limit} are taken at a time, send several")
+        if isinstance(value, list) and value and all(isinstance(item, str) or _are_ids(item) for item in value):
+            return value
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def no_limit(value: Any) -> Any:
@@ -109,8 +148,6 @@ class StreamOptions(BaseModel):
 class GenerationFields(BaseModel):
     """What both endpoints take. Subclasses add their prompt, their logprobs and their token limit."""
 
-    model_config = ConfigDict(json_schema_extra=describe)
-
     model: str | None = None
     stream: Bool | None = None
     stream_options: StreamOptions | None = None
@@ -124,12 +161,12 @@ class GenerationFields(BaseModel):
     repeat_penalty: _Penalty | None = None
     presence_penalty: Number | None = Field(None, ge=-2, le=2)
     frequency_penalty: Number | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[int, Number], at_most(MAX_LOGIT_BIAS, "tokens")] | None = None
-    allowed_token_ids: Ints | None = None
-    seed: Int | None = None
+    logit_bias: _LogitBias | None = None
+    allowed_token_ids: _TokenIds | None = Field(None, min_length=1)
+    seed: Int | None = Field(None, json_schema_extra={"format": "int64"})
 
-    stop: StringOrList | None = None
-    stop_token_ids: Annotated[Ints, at_most(MAX_STOP_TOKEN_IDS, "ids")] | None = None
+    stop: StopStrings | None = None
+    stop_token_ids: _TokenIds | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     include_stop_str_in_output: Bool | None = None
     no_stop_trim: Bool | None = None
     ignore_eos: Bool | None = None
@@ -149,18 +186,18 @@ class GenerationFields(BaseModel):
     request_id: RequestId | None = None
     rid: RequestId | None = None
 
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    response_format: ResponseFormat = None
+    structured_outputs: StructuredOutputs = None
+    guided_json: JsonSchemaField = None
+    guided_regex: Regex = None
+    guided_choice: Choice = None
+    guided_grammar: Grammar = None
     guided_whitespace_pattern: str | None = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    grammar: Any = None
-    format: Any = None
+    json_schema: JsonSchemaField = None
+    regex: Regex = None
+    ebnf: Grammar = None
+    grammar: Grammar = None
+    format: Format = None
     open_schemas: Bool | None = None
 
     bad_words: Annotated[Any, Refused(([],))] = None
