@@ -91,7 +91,7 @@ async def running(request: Request, context: Context) -> dict[str, Any]:
 async def show(body: ModelBody, request: Request, context: Context) -> dict[str, Any]:
     """What is known of a model, loaded or not."""
     pool = context.pool
-    name = await find_name(pool, body.asked())
+    name = await find_name(pool, body.model)
     check_model_access(pool, caller_of(request).tier, name)
     offer = pool.offer(name)
     facts = await asyncio.to_thread(read_facts, offer.spec.root)
@@ -232,7 +232,7 @@ class PullRequest(ModelBody):
 @admins.post("/api/pull", responses=sse.whole_or_streamed("status", media_type=NDJSON))
 async def pull(body: PullRequest, request: Request, context: Context) -> Response:
     """Fetches a model that is not here yet, with its progress a line each unless `stream` is false."""
-    name = await find_name(context.pool, body.asked())
+    name = await find_name(context.pool, body.model)
     assert name is not None
     fetch = await begin_pull(context, name)
     if fetch is None:
@@ -270,7 +270,7 @@ async def _lines(fetch: Fetch | None) -> AsyncGenerator[bytes, None]:
 @admins.delete("/api/delete")
 async def delete(body: ModelBody, context: Context) -> Response:
     """Deletes a pulled model from this machine, unloaded first."""
-    name = await find_name(context.pool, body.asked())
+    name = await find_name(context.pool, body.model)
     assert name is not None
     offer = context.pool.offer(name)
     if context.pool.is_configured(offer):

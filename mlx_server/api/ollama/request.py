@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
 from mlx_server.api.auth.authentication import caller_of, check_model_access, require_admin
@@ -31,7 +31,6 @@ from mlx_server.api.openai.document import STRING, either
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, Int, Number, OneAnswerOfText, Refused, StopStrings
 from mlx_server.engine.text.chat import ChatOptions
-from mlx_server.errors import InvalidRequestError
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.sampling_params import MAX_LOGPROBS, MAX_TOP_K, SamplingParams
 
@@ -176,17 +175,9 @@ class OllamaFields(OneAnswerOfText):
 
 
 class ModelBody(BaseModel):
-    """The body of routes about one model; `name` is the older way to say it."""
+    """The body of routes about one model; older clients call the field `name`."""
 
-    model: str | None = None
-    name: str | None = None
-
-    def asked(self) -> str:
-        """Raises `InvalidRequestError` where neither is there."""
-        name = self.model or self.name
-        if not name:
-            raise InvalidRequestError("model is required.", "model")
-        return name
+    model: str = Field(min_length=1, validation_alias=AliasChoices("model", "name"))
 
 
 class OllamaError(BaseModel):

@@ -25,12 +25,12 @@ from mlx_server.api.http.sse import whole_or_streamed
 from mlx_server.api.openai.document import CALL, IMAGE_URL, NULL, STRING, either, list_of, members, of_type
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int, Refused, TokenLimit
-from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
+from mlx_server.api.openai.output import CompletionWriter, TokenNames, finite, prompt_logprobs
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.tools.parser import ToolCallDelta
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
-from mlx_server.outputs import TokenLogprob
+from mlx_server.outputs import PositionLogprobs, TokenLogprob
 from mlx_server.sampling_params import MAX_LOGPROBS
 
 _REASONING = ("reasoning", "reasoning_content")
@@ -56,7 +56,7 @@ Message = Annotated[
     ),
 ]
 Messages = Annotated[list[Message], FIRST_ERROR, BOUNDED_MESSAGES]
-_Tool = Annotated[
+Tool = Annotated[
     dict[str, Any],
     WithJsonSchema(
         members(
@@ -169,7 +169,7 @@ class Prediction(BaseModel):
 class ChatFields(BaseModel):
     """What makes a chat's prompt, beside its messages."""
 
-    tools: Annotated[list[_Tool], FIRST_ERROR, BOUNDED_TOOLS] | None = None
+    tools: Annotated[list[Tool], FIRST_ERROR, BOUNDED_TOOLS] | None = None
     reasoning_effort: ReasoningEffort | None = None
     reasoning: ReasoningOptions | None = None
     add_generation_prompt: Bool | None = None
@@ -311,14 +311,14 @@ class ChatWriter(CompletionWriter):
     def _reasoning(self, index: int, text: str) -> dict[str, Any]:
         return self._choice(OutputEvent(index), "delta", dict.fromkeys(_REASONING, text))
 
+    def _position(self, position: PositionLogprobs) -> dict[str, Any]:
+        top = [token_body(self._names, token) for token in position.top]
+        return {**token_body(self._names, position.token), "top_logprobs": top}
+
     def _choice(self, source: Choice | OutputEvent, name: str, shown: dict[str, Any]) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": source.index, name: shown, "logprobs": None, "finish_reason": None}
         if self._body.logprobs:
-            content = [
-                {**self._token(position.token), "top_logprobs": [self._token(token) for token in position.top]}
-                for position in source.logprobs
-            ]
-            choice["logprobs"] = {"content": content, "refusal": None}
+            choice["logprobs"] = {"content": list(map(self._position, source.logprobs)), "refusal": None}
         if source.finish is not None:
             choice["finish_reason"] = source.finish.reason
             choice["stop_reason"] = source.finish.stop_reason
@@ -326,12 +326,11 @@ class ChatWriter(CompletionWriter):
             choice["token_ids"] = list(source.token_ids)
         return choice
 
-    def _token(self, token: TokenLogprob) -> dict[str, Any]:
-        return {
-            "token": self._names.name(token.token_id),
-            "logprob": finite(token.logprob),
-            "bytes": self._names.bytes(token.token_id),
-        }
+
+def token_body(names: TokenNames, token: TokenLogprob) -> dict[str, Any]:
+    """A token with its log-probability."""
+    token_id = token.token_id
+    return {"token": names.name(token_id), "logprob": finite(token.logprob), "bytes": names.bytes(token_id)}
 
 
 def _call_delta(piece: ToolCallDelta) -> dict[str, Any]:
