@@ -125,8 +125,8 @@ class ToolUse:
     patterns: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def is_held(self) -> bool:
-        """Whether calls need a grammar even if the model is free to call or not."""
+    def has_patterns(self) -> bool:
+        """Whether some calls need a grammar even if the model may choose whether to call."""
         return any(tool["function"]["name"] in self.patterns for tool in self.may_be_called)
 
     @property
@@ -168,7 +168,7 @@ class ChatCall:
         """The field that asks for a grammar; None if none does."""
         if self.structured is not None:
             return self.structured.param
-        return "tools" if self.tool_use.mode == "required" or self.tool_use.is_held else None
+        return "tools" if self.tool_use.mode == "required" or self.tool_use.has_patterns else None
 
 
 Read = Callable[[ImageParts | None], ChatCall]
@@ -202,34 +202,44 @@ class ChatPlanner:
         """`read` makes the call of the request, in a worker thread, since a chat may have thousands of messages. Raises
         `InvalidRequestError` and `UnsupportedError`. Work in the thread goes on when this is cancelled."""
         dialect = await self._dialect(engine.tokenizer, turn)
-        written = await self._write(engine, read, turn)
-        param = written.call.grammar_param
-        if param is None:
-            return _plan(engine, dialect, written)
-        return await engine.grammars.threads.run(lambda: _plan(engine, dialect, written), param, turn.asker)
+        begun = await self._write(engine, read, turn, dialect)
+        if isinstance(begun, ChatPlan):
+            return begun
+        param = begun.call.grammar_param or ""
+        return await engine.grammars.threads.run(lambda: _plan(engine, dialect, begun), param, turn.asker)
 
     async def render(self, engine: AsyncEngine, read: Read, turn: TextTurn) -> Prompt:
         """The prompt alone; `read` and what is raised are as for `plan`."""
         return (await self._write(engine, read, turn)).prompt
 
-    async def _write(self, engine: AsyncEngine, read: Read, turn: TextTurn) -> _Written:
-        """The call and its prompt, made in one turn in a thread, or in two with the images prepared between them."""
+    async def _write(
+        self, engine: AsyncEngine, read: Read, turn: TextTurn, dialect: Dialect | None = None
+    ) -> _Written | ChatPlan:
+        """The call and its prompt; with a `dialect` and without a grammar, the whole plan. One turn in a thread makes
+        all of it, or two turns with the images prepared between them."""
         seeing, owner = engine.vision, turn.asker.key
-        parts = ImageParts()
+        parts = None if seeing is None else ImageParts()
 
-        def begin() -> ChatCall | _Written:
+        def write(call: ChatCall, pictures: Pictures | None) -> _Written | ChatPlan:
+            written = _written(engine, owner, call, pictures)
+            if dialect is None or call.grammar_param is not None:
+                return written
+            return _plan(engine, dialect, written)
+
+        def begin() -> ChatCall | _Written | ChatPlan:
             try:
-                call = read(None if seeing is None else parts)
-                return call if parts.found else _written(engine, owner, call)
+                call = read(parts)
+                return call if parts is not None and parts.found else write(call, None)
             except UnseenPartError as error:
                 raise UnseenPartError(error.kind, error.where, engine.info.no_vision) from error
 
         begun = await turn.in_thread(begin)
-        if isinstance(begun, _Written):
+        if not isinstance(begun, ChatCall):
             return begun
         assert seeing is not None
+        assert parts is not None
         call, pictures = begun, await self._images.prepare(seeing, parts, turn.asker, engine.max_model_len)
-        return await turn.in_thread(lambda: _written(engine, owner, call, pictures))
+        return await turn.in_thread(lambda: write(call, pictures))
 
     async def _dialect(self, tokenizer: Tokenizer, turn: TextTurn) -> Dialect:
         known = self._dialects.get(tokenizer)
@@ -247,7 +257,7 @@ class _Written:
     prediction_token_ids: tuple[int, ...]
 
 
-def _written(engine: AsyncEngine, owner: str, call: ChatCall, pictures: Pictures | None = None) -> _Written:
+def _written(engine: AsyncEngine, owner: str, call: ChatCall, pictures: Pictures | None) -> _Written:
     """Writes the prompt of an owner's call. A text that is far too long for the context is tokenized in part only."""
     tokenizer, max_model_len = engine.tokenizer, engine.max_model_len
 
@@ -298,7 +308,7 @@ class _Target:
 def _target(engine: AsyncEngine, dialect: Dialect, call: ChatCall) -> _Target:
     tool_use, structured, compile_ = call.tool_use, call.structured, engine.grammars.compile
     is_free = tool_use.mode == "auto" and structured is None
-    if tool_use.shown is None or (is_free and not tool_use.is_held):
+    if tool_use.shown is None or (is_free and not tool_use.has_patterns):
         return _Target(None if structured is None else compile_(structured))
     forced = force_tool_calls(
         engine.tokenizer,

@@ -1,4 +1,4 @@
-"""Whole answers and their usage, gathered from events; the same for every protocol."""
+"""Collects a whole answer and its usage from events, for every protocol."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ToolCall:
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object; an empty one if the output ended within them, which the stop reason tells."""
+    """A call's arguments as an object; empty if the output ended inside them."""
     try:
         parsed = json.loads(arguments)
     except ValueError:
@@ -44,8 +44,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a whole job. A prompt counts once, however many answers it gets. Rounded are those
-    whose K/V came from records of 8 bits, at the start or after a preemption."""
+    """Token counts of a whole job. A prompt counts once, even with several answers. Rounded tokens are those whose K/V
+    were loaded from disk in 8 bits, at the start or after a preemption."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -57,7 +57,7 @@ class Usage:
 
 
 class UsageMeter:
-    """Keeps the counts of a running job; choices `k * n` to `k * n + n - 1` share prompt `k`."""
+    """Token counts of a running job; choices `k * n` to `k * n + n - 1` share prompt `k`."""
 
     def __init__(self, n: int) -> None:
         self._n = n
@@ -80,7 +80,7 @@ class UsageMeter:
         )
 
     def timings(self) -> RequestTimings | None:
-        """Those of a job with a single choice that has finished; several choices have no common ones."""
+        """The timings of a finished job with one choice; several choices have no common ones."""
         if len(self._latest) != 1:
             return None
         (event,) = self._latest.values()

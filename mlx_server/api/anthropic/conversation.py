@@ -94,7 +94,7 @@ def _read_user(turns: Turns, blocks: _Blocks) -> None:
         turns.result(string_in(block, "tool_use_id", where), _result_text(block, where))
     for where, block in blocks:
         if block.get("type") != "tool_result":
-            turns.say(_text(_noted(block) if results else block, where))
+            turns.say(_text(_with_notes(block) if results else block, where))
 
 
 def _read_assistant(turns: Turns, blocks: _Blocks) -> None:
@@ -117,7 +117,7 @@ def _read_assistant(turns: Turns, blocks: _Blocks) -> None:
             case "compaction":
                 turns.answer(_legible_text(block.get("content") or ""))
             case _:
-                turns.answer(_text(_noted(block), where))
+                turns.answer(_text(_with_notes(block), where))
 
 
 PASSED_OVER = frozenset(("redacted_thinking", "container_upload", "fallback", "mcp_tool_listing"))
@@ -167,17 +167,17 @@ def _result_part(block: Block, where: str) -> str:
     """The text of a part of a tool's result; a search for tools gives the names that it has found."""
     if block.get("type") == "tool_reference":
         return string_in(block, "tool_name", where)
-    return _text(_noted(block), where)
+    return _text(_with_notes(block), where)
 
 
-def _noted(block: Block) -> Block:
-    """The block, with notes in place of what is no text, also inside a document."""
+def _with_notes(block: Block) -> Block:
+    """The block, with notes in place of media, also inside a document."""
     kind, source = block.get("type"), block.get("source")
     if kind == "document" and isinstance(source, Mapping) and source.get("type") in ("text", "content"):
         parts = source.get("content")
         if not isinstance(parts, list):
             return block
-        noted = [_noted(part) if isinstance(part, dict) else part for part in parts]
+        noted = [_with_notes(part) if isinstance(part, dict) else part for part in parts]
         return {**block, "source": {**source, "content": noted}}
     note = media_note(kind) if isinstance(kind, str) else None
     return block if note is None else {"type": "text", "text": note}

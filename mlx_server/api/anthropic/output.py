@@ -61,8 +61,8 @@ class MessageWriter(Writer):
     def _start(self, num_cached_tokens: int) -> bytes:
         self._is_started = True
         usage = usage_body(Usage(self._num_prompt_tokens, num_cached_tokens))
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        return _event("message_start", message=message) + PING
+        stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message={**self._head, "content": [], **stop, "usage": usage}) + PING
 
     def _ending(self, finish: Finish, usage: Usage) -> dict[str, Any]:
         if finish.reason == "stop" and isinstance(finish.stop_reason, str):
@@ -88,7 +88,7 @@ class MessageWriter(Writer):
             yield from self._enter("text", {"type": "text", "text": ""})
             yield self._delta("text_delta", "text", event.content)
         for piece in event.tool_calls:
-            block = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
+            block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
             yield from self._enter(f"tool_use {piece.index}", block)
             if piece.arguments_fragment:
                 yield self._delta("input_json_delta", "partial_json", piece.arguments_fragment)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
 from mlx_server.api.answers import vectors
@@ -21,7 +21,7 @@ from mlx_server.api.answers.generation import Prompt
 from mlx_server.api.answers.vectors import MAX_INPUTS, PoolingAnswer, PoolingAsk
 from mlx_server.api.context import Context, ServerContext
 from mlx_server.api.http.body import AnyTypeTurnRoute
-from mlx_server.api.http.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR, Strings, at_most
+from mlx_server.api.http.request_bounds import BOUNDED_TOOLS, FIRST_ERROR, Strings, at_most
 from mlx_server.api.http.sse import whole_or_streamed
 from mlx_server.api.ollama.output import NDJSON, AnswerWriter, chat_members, nanoseconds, text_members, timestamp
 from mlx_server.api.ollama.request import (
@@ -35,34 +35,18 @@ from mlx_server.api.ollama.request import (
     open_call,
     unload,
 )
-from mlx_server.api.openai.chat import Tool, tool_use
+from mlx_server.api.openai.chat import Messages, Tool, tool_use
 from mlx_server.api.openai.completions import CompletionRequest, plan_text
-from mlx_server.api.openai.document import CALL, NULL, STRING, either, list_of, members
 from mlx_server.api.openai.fields import Bool, Int, Ints, Refused
 from mlx_server.engine.embeddings import FloatArray, InputTruncation
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 
-_Message = Annotated[
-    dict[str, Any],
-    WithJsonSchema(
-        members(
-            "role",
-            role=STRING,
-            content=either(STRING, NULL),
-            thinking=either(STRING, NULL),
-            images=either(list_of(STRING), NULL),
-            tool_calls=either(list_of(CALL), NULL),
-            tool_name=either(STRING, NULL),
-        )
-    ),
-]
-
 
 class ChatRequest(OllamaFields):
     """The body of POST /api/chat. Without messages, the model is loaded, or unloaded with `keep_alive` 0."""
 
-    messages: Annotated[list[_Message], FIRST_ERROR, BOUNDED_MESSAGES] | None = None
+    messages: Messages | None = None
     tools: Annotated[list[Tool], FIRST_ERROR, BOUNDED_TOOLS] | None = None
 
     def call(self, images: ImageParts | None) -> ChatCall:

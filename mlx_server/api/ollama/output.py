@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Protocol
 
 from mlx_server.api.answers.collect import Answer, Choice, ToolCall, Usage, UsageMeter, arguments_object
@@ -130,9 +131,8 @@ class AnswerWriter(Writer):
         """A line of `content` or `thinking`; lines of one kind differ in text and time only."""
         template = self._templates.get(name)
         if template is None:
-            template = self._templates[name] = sse.Template(
-                lambda blank: line({**self._shown(**{name: blank}), "done": False})[1:]
-            )
+            shown = self._shown if name == "content" else partial(self._shown, "")
+            template = self._templates[name] = sse.Template(lambda blank: line({**shown(blank), "done": False})[1:])
         head = {"model": self._call.name, "created_at": timestamp()}
         return sse.encode(head)[:-1] + b"," + template.fill(text)
 

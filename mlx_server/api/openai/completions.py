@@ -1,4 +1,4 @@
-"""POST /v1/completions: the request's body, its prompts, and what is answered."""
+"""POST /v1/completions: the request's body, its prompts, and the answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionRequest(GenerationFields):
-    """All fields of a text completion that mean something here."""
+    """The fields of a text completion that mean something here."""
 
     prompt: Annotated[list[str | list[int]], TextsOrIds(MAX_SEQUENCES, "prompts")]
     max_tokens: Int | None = Field(None, json_schema_extra={"minimum": -1})

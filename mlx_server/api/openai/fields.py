@@ -1,9 +1,8 @@
 """The fields that all generating routes share, and how they become `SamplingParams`.
 
-Every field may be null, which means "not given": many clients send null for what they leave out. Numbers and
-booleans are not coerced from text, as OpenAI does not. A declared field is honoured, or `Refused` when its value
-asks for something that this server does not do; one that is not declared changes nothing. docs/parameters.md lists
-every field that clients know.
+Every field may be null, which means "not given": many clients send null for fields that they do not use. Numbers and
+booleans are not read from text, as with OpenAI. A declared field is honoured, or `Refused` if its value asks for
+something that this server does not do; undeclared fields are ignored. docs/parameters.md lists all fields.
 """
 
 from __future__ import annotations
@@ -104,12 +103,11 @@ def _are_ids(value: Any) -> bool:
 
 
 def no_limit(value: Any) -> Any:
-    """-1, which llama.cpp and LM Studio write for it, is none given."""
+    """-1, which llama.cpp and LM Studio send, means no limit."""
     return None if value == -1 and not isinstance(value, bool) else value
 
 
 TokenLimit = Annotated[Annotated[Int, Field(ge=1)] | None, BeforeValidator(no_limit)]
-"""-1 is no limit of its own, as llama.cpp and LM Studio have it."""
 
 _Penalty = Annotated[Number, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern="^[!-~]+$")]
@@ -117,8 +115,8 @@ RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern="^[!-~]+$
 
 @dataclass(frozen=True, slots=True, eq=False)  # `Annotated` takes equal ones for the same, and 1.0 equals 1
 class Refused:
-    """For the type of a field of something that this server does not do: besides null it takes only the `neutral`
-    values, which ask for nothing."""
+    """For the type of a field that this server does not support: besides null it takes only the `neutral` values, which
+    change nothing."""
 
     neutral: tuple[Any, ...] = ()
     remedy: str = "leave it out"
@@ -145,10 +143,25 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: Bool | None = None
 
 
-class GenerationFields(BaseModel):
-    """What both endpoints take. Subclasses add their prompt, their logprobs and their token limit."""
+class RequestFields(BaseModel):
+    """The fields of every route that runs a model."""
 
     model: str | None = None
+    truncate_prompt_tokens: Int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None
+    priority: Int | None = None
+    request_id: RequestId | None = None
+    rid: RequestId | None = None
+
+    @property
+    def client_id(self) -> str | None:
+        """The client's own id of the request."""
+        return self.rid if self.request_id is None else self.request_id
+
+
+class GenerationFields(RequestFields):
+    """The common fields. Subclasses add their prompt, their logprobs and their token limit."""
+
     stream: Bool | None = None
     stream_options: StreamOptions | None = None
     n: Int | None = Field(None, ge=1, le=MAX_SAMPLES)
@@ -176,15 +189,10 @@ class GenerationFields(BaseModel):
     prompt_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: Bool | None = None
     return_tokens_as_token_ids: Bool | None = None
-    truncate_prompt_tokens: Int | None = Field(None, ge=-1)
-    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: Bool | None = None
 
     speculate: Bool | None = None
-    priority: Int | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[^@/\\\u0000]+$")
-    request_id: RequestId | None = None
-    rid: RequestId | None = None
 
     response_format: ResponseFormat = None
     structured_outputs: StructuredOutputs = None
@@ -252,16 +260,11 @@ class GenerationFields(BaseModel):
     task: Annotated[Any, Refused()] = None
 
     def check(self) -> None:
-        """What no single field can tell; raises `InvalidRequestError` with the field's name."""
+        """Checks that need several fields. Raises `InvalidRequestError` with the field's name."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options is only for stream: true.", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs cannot be streamed; set stream to false.", "prompt_logprobs")
-
-    @property
-    def client_id(self) -> str | None:
-        """The id that the client gave its request."""
-        return self.rid if self.request_id is None else self.request_id
 
     @property
     def num_samples(self) -> int:
@@ -272,19 +275,19 @@ class GenerationFields(BaseModel):
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "left")
 
     def structured(self, own_format: dict[str, Any] | None = None) -> StructuredSpec | None:
-        """What the output must look like; `own_format` is the protocol's own way to say it, as a `response_format`.
+        """The format of the output; `own_format` is the protocol's own field for it, in the form of `response_format`.
         Raises `InvalidRequestError`."""
         fields = {name: getattr(self, name) for name in STRUCTURED_FIELDS}
         return parse_structured(fields if own_format is None else {**fields, "response_format": own_format})
 
     @property
     def output_limit(self) -> int | None:
-        """Most output tokens; None is the rest of the context."""
+        """The most output tokens; None is the rest of the context."""
         return None
 
     @property
     def num_logprobs(self) -> int | None:
-        """None for none, else how many beside the sampled token's."""
+        """How many log-probabilities to give beside the sampled token's; None gives none at all."""
         return None
 
     @property
@@ -292,8 +295,8 @@ class GenerationFields(BaseModel):
         return self.prompt_logprobs
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """The parameters of one choice, with the model's `defaults` for what is not given. Raises
-        `InvalidRequestError` for values out of range."""
+        """The parameters of one choice; `defaults` are the model's. Raises `InvalidRequestError` for values out of
+        range."""
         names = (field.name for field in dataclasses.fields(SamplingParams) if field.name not in FOR_LIBRARY)
         given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
         if self.repeat_penalty is not None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from mlx_server.api.answers.chat_plan import ChatCall
@@ -25,7 +25,6 @@ from mlx_server.api.http.request_bounds import at_most
 from mlx_server.api.http.text_turns import turn_of
 from mlx_server.api.openai.chat import ChatCompletionRequest, ChatFields, Messages, tool_use
 from mlx_server.api.openai.completions import CompletionRequest, plan_text
-from mlx_server.api.openai.document import NULL, STRING
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, Ints
 from mlx_server.engine.engine import AsyncEngine
@@ -41,15 +40,6 @@ router = APIRouter(tags=["tokens"], route_class=TurnRoute)
 
 class TokenizeBody(ChatFields):
     """Either `prompt`, or `messages` and the fields of chats."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [
-                {"required": ["prompt"], "properties": {"prompt": STRING, "messages": NULL}},
-                {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": NULL}},
-            ]
-        }
-    )
 
     model: str | None = None
     prompt: str | None = None

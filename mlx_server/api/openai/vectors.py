@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
@@ -20,27 +20,19 @@ from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.request_bounds import FIRST_ERROR, at_most
 from mlx_server.api.http.text_turns import turn_of
-from mlx_server.api.openai.fields import Bool, Int, Refused, RequestId, TextsOrIds
+from mlx_server.api.openai.fields import Bool, Int, Refused, RequestFields, TextsOrIds
 from mlx_server.engine.embeddings import FloatArray, InputTruncation, pair_up
 
 Inputs = Annotated[list[str | list[int]], TextsOrIds(MAX_INPUTS, "inputs")]
 
 
-class PoolingFields(BaseModel):
-    """What the routes for vectors and scores have in common. Every field may be null."""
-
-    model: str | None = None
-    truncate_prompt_tokens: Int | None = Field(None, ge=-1)
-    truncation_side: Literal["left", "right"] | None = None
-    priority: Int | None = None
-    request_id: RequestId | None = None
-    rid: RequestId | None = None
+class PoolingFields(RequestFields):
+    """The common fields of the routes for vectors and scores."""
 
     def ask(self, prefix: str) -> PoolingAsk:
         truncation = InputTruncation(self.truncate_prompt_tokens, self.truncation_side or "right")
-        request_id = self.rid if self.request_id is None else self.request_id
         return PoolingAsk(
-            model=self.model, truncation=truncation, priority=self.priority, request_id=request_id, prefix=prefix
+            model=self.model, truncation=truncation, priority=self.priority, request_id=self.client_id, prefix=prefix
         )
 
 
@@ -152,21 +144,24 @@ async def create_rerank(body: RerankRequest, request: Request, context: Context)
     """The documents in the order of their relevance to a query, the best first."""
     pairs = [(body.query, document) for document in body.documents]
     found = await score(request, context, body.ask("rerank"), pairs, ("query", "documents"), body.instruction)
-    content = await turn_of(request).in_thread(lambda: b"".join(_ranking(body, found)))
+    content = await turn_of(request).in_thread(lambda: to_json(_ranking(body, found)))
     return Response(content, headers=found.headers, media_type="application/json")
 
 
-def _ranking(body: RerankRequest, found: PoolingAnswer[float]) -> Iterator[bytes]:
-    """The answer, one document a piece, so that other threads can run between two of them."""
+def _ranking(body: RerankRequest, found: PoolingAnswer[float]) -> dict[str, Any]:
     order = sorted(range(len(found.values)), key=lambda index: -found.values[index])[: body.top_n or None]
-    yield to_json({"id": found.response_id, "model": found.model_name})[:-1] + b',"results":['
-    for place, index in enumerate(order):
-        result: dict[str, Any] = {"index": index, "relevance_score": found.values[index]}
-        if body.return_documents is not False:
-            result["document"] = {"text": body.documents[index]}
-        yield (b"," if place else b"") + to_json(result)
+    results: list[dict[str, Any]] = [{"index": index, "relevance_score": found.values[index]} for index in order]
+    if body.return_documents is not False:
+        for result in results:
+            result["document"] = {"text": body.documents[result["index"]]}
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
-    yield b'],"usage":' + to_json(found.usage) + b',"meta":' + to_json(meta) + b"}"
+    return {
+        "id": found.response_id,
+        "model": found.model_name,
+        "results": results,
+        "usage": found.usage,
+        "meta": meta,
+    }
 
 
 @router.post("/v1/score", tags=["rerank"], response_model=dict[str, Any])

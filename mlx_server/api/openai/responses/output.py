@@ -223,7 +223,7 @@ class OutputItems:
             yield from self._close("completed" if is_whole else "incomplete")
 
     def _grow(self, key: object, text: str, new_item: Callable[[int], _TextItem | _CallItem]) -> Iterator[Event]:
-        """Adds text to the item that `key` stands for, which is made and opened if it is not the open one."""
+        """Adds text to the item with this key, which is made and opened if it is not the open one."""
         if self._open is None or self._open.key != key:
             yield from self._close("completed")
             item = self._open = new_item(len(self.done))
@@ -242,7 +242,7 @@ class OutputItems:
         yield {"type": "response.output_item.done", "output_index": item.index, "item": body}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
     """Items of one kind: how their ids begin, the names of their events, and what each of these has beside the text."""
 
@@ -305,12 +305,11 @@ class _CallItem(_Item):
         self._input = InputReader() if tool is not None and tool.is_custom else None
         super().__init__(_CALL if self._input is None else _CUSTOM_CALL, piece.index, index)
         namespace = "" if tool is None else tool.namespace
-        self._name = unqualified(piece.name or "", namespace)
         self._head = {
             "type": "function_call" if self._input is None else "custom_tool_call",
             "id": self._id,
             "call_id": piece.id,
-            "name": self._name,
+            "name": unqualified(piece.name or "", namespace),
             **({"namespace": namespace} if namespace else {}),
         }
 
@@ -322,8 +321,8 @@ class _CallItem(_Item):
             yield from super().grow(shown)
 
     def closing(self, body: dict[str, Any]) -> Iterator[Event]:
-        shown = {"input": body["input"]} if self._input else {"name": self._name, "arguments": body["arguments"]}
-        yield {"type": f"{self._kind.events}.done", **self._where, **shown}
+        names = ("name", "arguments") if self._input is None else ("input",)
+        yield {"type": f"{self._kind.events}.done", **self._where, **{name: body[name] for name in names}}
 
     def body(self, status: str) -> dict[str, Any]:
         if self._input is None:

@@ -41,21 +41,14 @@ InputItem = Annotated[
         )
     ),
 ]
-_FUNCTION = members(
-    *("type", "name"),
-    type={"const": "function"},
-    name={**STRING, "minLength": 1},
-    parameters={"type": ["object", "null"]},
-)
+_NAME = {**STRING, "minLength": 1}
 _GRAMMAR = of_type("grammar", syntax={"enum": ["lark", "regex"]}, definition=STRING)
-_CUSTOM = members(
-    *("type", "name"),
-    type={"const": "custom"},
-    name={**STRING, "minLength": 1},
-    format=either(of_type("text"), _GRAMMAR, NULL),
-)
+_FUNCTION = of_type("function", name=_NAME)
+_FUNCTION["properties"]["parameters"] = {"type": ["object", "null"]}
+_CUSTOM = of_type("custom", name=_NAME)
+_CUSTOM["properties"]["format"] = either(of_type("text"), _GRAMMAR, NULL)
 _CALLED = either(_FUNCTION, _CUSTOM)
-_TOOL = either(_CALLED, of_type("namespace", name={**STRING, "minLength": 1}, tools=list_of(_CALLED)))
+_TOOL = either(_CALLED, of_type("namespace", name=_NAME, tools=list_of(_CALLED)))
 _TOOL_CHOICE = either(
     {"enum": ["none", "auto", "required"]}, of_type("function", name=STRING), of_type("custom", name=STRING)
 )
@@ -152,17 +145,13 @@ class ResponsesRequest(OneAnswerOfText):
         if len(tools) > MAX_TOOLS:
             raise InvalidRequestError(f"tools has {len(tools)} functions; the most is {MAX_TOOLS}.", "tools")
         _check_names(tools)
-        choice = self.tool_choice
-        if isinstance(choice, dict):
-            choice = _nested_choice(choice)
-        if not tools and choice == "auto":
-            choice = None
         functions = [tool.as_function() for tool in tools]
-        use = tool_use(functions or None, choice, self.parallel_tool_calls is not False)
+        choice = None if not tools and self.tool_choice == "auto" else self.tool_choice
+        use = tool_use(functions or None, choice, self.parallel_tool_calls is not False, _chosen_name)
         return replace(use, patterns=patterns)
 
     def client_tools(self) -> Iterator[ClientTool]:
-        """The tools, those of a namespace one by one. Raises `InvalidRequestError`."""
+        """All tools; a namespace gives each of its tools. Raises `InvalidRequestError`."""
         for index, tool in enumerate(self.tools or ()):
             where = f"tools[{index}]"
             if tool.get("type") != "namespace":
@@ -177,7 +166,7 @@ class ResponsesRequest(OneAnswerOfText):
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A function or a custom tool, as it stands at the path `where`."""
+    """A function or a custom tool at the path `where` of the request."""
 
     body: dict[str, Any]
     namespace: str
@@ -228,16 +217,11 @@ def _check_names(tools: Sequence[ClientTool]) -> None:
             )
 
 
-def _nested_choice(choice: dict[str, Any]) -> dict[str, Any]:
-    """A choice of tools in the form of chat completions."""
-    if choice.get("type") in ("function", "custom"):
-        name, namespace = choice.get("name"), choice.get("namespace")
-        return {"type": "function", "function": {"name": qualified(str(name), str(namespace or "")) if name else None}}
-    listed = choice.get("tools")
-    if choice.get("type") == "allowed_tools" and isinstance(listed, list):
-        tools = [_nested_choice(tool) if isinstance(tool, dict) else tool for tool in listed]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": tools}}
-    return choice
+def _chosen_name(choice: Any) -> Any:
+    if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom"):
+        return None
+    name, namespace = choice.get("name"), choice.get("namespace")
+    return qualified(str(name), str(namespace or "")) if name else None
 
 
 def _own_name(text: str) -> str:

@@ -60,9 +60,9 @@ async def count_input_tokens(
 
 @router.post("/v1/responses/compact", response_model=dict[str, Any])
 async def compact() -> Response:
-    """Nothing is compacted here."""
+    """Not supported."""
     raise UnsupportedError(
-        "Conversations are not compacted by this server. Ask the model for a summary and go on from it, as agents do "
+        "This server does not compact conversations. Ask the model for a summary and continue from it, as agents do "
         "with other providers than OpenAI."
     )
 
