@@ -122,10 +122,8 @@ class AnswerWriter(Writer):
     def _end_call(self) -> Iterator[bytes]:
         pieces, self._tool_call = self._tool_call, []
         if pieces:
-            arguments = "".join(piece.arguments_fragment for piece in pieces)
-            first = next((piece for piece in pieces if piece.name), pieces[0])
-            call = ToolCall(first.id or "", first.name or "", arguments)
-            yield self._line(**self._shown(calls=[_call_body(first.index, call)]), done=False)
+            call = _call_body(pieces[0].index, ToolCall.of(pieces))
+            yield self._line(**self._shown(calls=[call]), done=False)
 
     def _text(self, name: str, text: str) -> bytes:
         """A line of `content` or `thinking`; lines of one kind differ in text and time only."""

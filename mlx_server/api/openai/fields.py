@@ -66,7 +66,6 @@ _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _StopList = Annotated[list[_StopString], FIRST_ERROR, Field(max_length=MAX_STOP_STRINGS)]
 StopStrings = Annotated[_StopList, BeforeValidator(_as_list, json_schema_input_type=_StopString | _StopList)]
 Ints = Annotated[list[Int], FIRST_ERROR]
-_TokenIds = Annotated[list[Annotated[Int, Field(ge=0)]], FIRST_ERROR]
 _LogitBias = Annotated[
     dict[int, Annotated[Number, Field(ge=-100, le=100)]],
     Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^[0-9]+$"}}),
@@ -175,11 +174,11 @@ class GenerationFields(RequestFields):
     presence_penalty: Number | None = Field(None, ge=-2, le=2)
     frequency_penalty: Number | None = Field(None, ge=-2, le=2)
     logit_bias: _LogitBias | None = None
-    allowed_token_ids: _TokenIds | None = Field(None, min_length=1)
+    allowed_token_ids: Annotated[list[Annotated[Int, Field(ge=0)]], FIRST_ERROR] | None = Field(None, min_length=1)
     seed: Int | None = Field(None, json_schema_extra={"format": "int64"})
 
     stop: StopStrings | None = None
-    stop_token_ids: _TokenIds | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    stop_token_ids: Ints | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     include_stop_str_in_output: Bool | None = None
     no_stop_trim: Bool | None = None
     ignore_eos: Bool | None = None
