@@ -439,7 +439,7 @@ async def test_a_name_must_not_lead_into_the_private_network(
     port = gallery.rpartition(":")[2]
     response = await seer.chat(messages=user([part(f"http://cats.example:{port}/cat.png")]))
     assert response.status_code == 400
-    assert f"is at cats.example, which is {address}: names that lead" in response.json()["error"]["message"]
+    assert f"is at cats.example, which is {address}: names with private" in response.json()["error"]["message"]
 
 
 async def test_a_name_is_looked_up_once_and_asked_for_by_name(seer: World, monkeypatch: pytest.MonkeyPatch):
