@@ -19,7 +19,7 @@ from mlx_server.engine.vision.seeing import is_known
 from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.checks import kv_loss
-from mlx_server.runtime.checks.image_probe import BIDIRECTIONAL, SAMPLES
+from mlx_server.runtime.checks.image_probe import BIDIRECTIONAL, IMAGE_FAMILIES
 from mlx_server.runtime.drafts.head_families import FAMILIES
 from mlx_server.runtime.models.tool_parsers import find_tool_parser
 from tests.architectures import ARCHITECTURES, BROKEN, NEEDS_METAL, REFUSED, config_of
@@ -28,7 +28,7 @@ from tests.text_worlds import make_tokenizer
 
 PAGE = Path(__file__).parents[1] / "docs" / "models-tested.md"
 TEMPLATES = Path(__file__).parent / "engine" / "chat_templates"
-UNSEEN = [name for name in SAMPLES if name not in ARCHITECTURES]
+UNSEEN = [name for name in IMAGE_FAMILIES if name not in ARCHITECTURES]
 """Served by mlx-vlm's code alone."""
 
 _HEADS = {"head_dim": 64, "global_head_dim": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 32}
@@ -95,7 +95,7 @@ def row_of(name: str) -> Row:
 
 
 def _images(name: str) -> str:
-    if name in SAMPLES:
+    if name in IMAGE_FAMILIES:
         return f"{YES}, on a GPU without `--batch-invariant`" if name in BIDIRECTIONAL else YES
     return "no: the encoder is not run" if is_known({"model_type": name, "vision_config": {}}) else NONE
 

@@ -35,9 +35,8 @@ from mlx_server.runtime.cache.layers import attention_specs, discover_layers
 from mlx_server.runtime.cache.row_pool import KvBits
 from mlx_server.runtime.checks.kv_loss import KvLoss, all_logits
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.embedder import load_dense
 from mlx_server.runtime.models.loader import LoadedModel, load
-from mlx_server.runtime.pooling import Pooler
+from mlx_server.runtime.pooling import Pooler, load_dense
 
 _ON_DISK = "8 bits on disk"
 _FEWER = [(bits.words, bits) for bits in map(KvBits.of, FEWER_KV)]

@@ -21,9 +21,9 @@ from mlx_server.engine.models.store import StoredModel, find_pulled
 from mlx_server.errors import ModelLoadError, ServeError
 from mlx_server.runtime.models.blueprint import why_blind
 from mlx_server.runtime.models.conversions import find_converted
-from mlx_server.runtime.models.embedder import read_pooling
 from mlx_server.runtime.models.folder import CONTEXT_KEYS, TensorHeader, read_headers
 from mlx_server.runtime.models.progress import progress_of
+from mlx_server.runtime.pooling import read_pooling
 
 _DTYPES = ("BF16", "F16", "F32")
 _MAX_LICENSE_BYTES = 64 * 1024
