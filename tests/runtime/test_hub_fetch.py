@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.errors import HfHubHTTPError
 
 from mlx_server.cli.main import main
 from mlx_server.errors import DownloadError
@@ -208,19 +207,6 @@ def test_files_beyond_what_one_answer_may_have_come_in_parts_and_go_on(
     check_whole(hub, resolve_model(NAME))
     assert hub.num_sent == 2 * NUM_BYTES, "no byte came twice"
     assert len(hub.asked) > asked
-
-
-def test_what_the_hub_does_not_send_so_is_left_to_its_client(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.most_at_once = 0
-    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", NUM_BYTES - 1)
-    left = []
-    monkeypatch.setattr(hub_fetch, "_linked", lambda repo, patterns: left.append(repo) or Path("of the client"))
-    assert hub_fetch.fetch_snapshot(NAME, NAME, ["*.safetensors"]) == Path("of the client")
-    assert left == [NAME]
-    assert list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete")) == []
-    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", NUM_BYTES)
-    with pytest.raises(HfHubHTTPError):
-        hub_fetch.fetch_snapshot(NAME, NAME, ["*.safetensors"])
 
 
 @pytest.mark.full

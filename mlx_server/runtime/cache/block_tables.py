@@ -38,7 +38,6 @@ class StateSlots:
         return len(self._slots)
 
     def add_row(self) -> None:
-        """Adds a row."""
         self._slots = np.append(self._slots, np.int32(self._num_slots))
         self._num_slots += 1
 

@@ -119,6 +119,7 @@ def write_weights(folder: Path, sizes: Mapping[str, int], read: Callable[[str], 
         weights = {tensor: array for name in part for tensor, array in read(name).items()}
         mx.save_safetensors(str(folder / file_name), weights, metadata={"format": "mlx"})
         index.update(dict.fromkeys(weights, file_name))
+        weights.clear()  # before the next file's are read
     if len(parts) > 1:
         write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
 

@@ -4,8 +4,7 @@ The hub's client keeps nothing of an interrupted file, and compares lengths only
 SHA-256 the hub gives (files in LFS: weights, large tokenizers) and puts them where the client looks for them. The
 client fetches the rest, and links all files into a snapshot.
 
-The hub's file servers send at most 50 GB in one answer, so large files are requested in parts. They refuse files above
-about 400 GB; these are left to the hub's client, which has another protocol.
+The hub's file servers send at most 50 GB in one answer, so large files are requested in parts.
 
     blobs/<sha256>              complete, with that digest
     blobs/<sha256>.incomplete   the beginning of the file; the next run continues after it
@@ -182,13 +181,7 @@ class _Downloads:
                 return
             with incomplete.open("ab") as target:
                 self._tell(target.tell(), was_kept=True)
-                try:
-                    self._complete(file, target)
-                except HfHubHTTPError:
-                    if target.tell() or file.num_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE:
-                        raise
-                    incomplete.unlink()
-                    return  # left to the hub's client
+                self._complete(file, target)
                 target.flush()
                 os.fsync(target.fileno())
                 if target.tell() < file.num_bytes:

@@ -33,9 +33,8 @@ from mlx_server.runtime.models.progress import Report
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A file that was read: its metadata, its tensors by name, and mlx-lm's names for them (`targets`)."""
+    """A file that was read: its tensors by name, and mlx-lm's names for them (`targets`)."""
 
-    metadata: Mapping[str, Any]
     tensors: Mapping[str, Any]
     architecture: Architecture
     facts: Facts
@@ -54,7 +53,7 @@ class Conversion:
         factors = {tensor.name: np.array(tensor.data) for tensor in found if tensor.name in ROPE_TENSORS}
         tensors = {tensor.name: tensor for tensor in found if tensor.name not in ROPE_TENSORS}
         targets = {name: architecture.target(name) for name in tensors}
-        return cls(metadata, tensors, architecture, Facts(metadata, shapes, factors), targets, weight_format)
+        return cls(tensors, architecture, Facts(metadata, shapes, factors), targets, weight_format)
 
     @property
     def _is_packed(self) -> bool:
@@ -63,7 +62,7 @@ class Conversion:
     def write(self, folder: Path, report: Report) -> None:
         """As `convert_gguf`."""
         config = self._config()
-        write_tokenizer(self.metadata, config["max_position_embeddings"], folder)
+        write_tokenizer(self.facts.metadata, config["max_position_embeddings"], folder)
         sizes = {name: int(tensor.n_bytes) for name, tensor in self.tensors.items()}
 
         def read(name: str) -> dict[str, mx.array]:
@@ -79,7 +78,7 @@ class Conversion:
             "model_type": self.architecture.model_type,
             **common_config(self.facts),
             **self.architecture.configure(self.facts),
-            **special_ids(self.metadata),
+            **special_ids(self.facts.metadata),
             "torch_dtype": str(self.architecture.dtype).rpartition(".")[2] if self._is_packed else "float32",
         }
         return {**config, "quantization": self._quantization()} if self._is_packed else config
