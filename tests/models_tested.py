@@ -106,7 +106,7 @@ def _kv_bits(name: str) -> str:
             subject = Subject(name, _changed(config_of(name), change))
             subject.wanted([[1, 2, 3]], [2])
             # Random weights lose more than a model's that has learnt something.
-            with mock.patch.object(kv_loss, "_MOST_DIVERGENCE", np.inf), subject.make_llm(kv_bits="8"):
+            with mock.patch.object(kv_loss, "_MAX_DIVERGENCE", np.inf), subject.make_llm(kv_bits="8"):
                 return YES
         except (ConfigError, ModelLoadError, ValueError):  # mlx-lm's own for what fits no such model
             continue
