@@ -203,8 +203,8 @@ def state_slots(slot_bytes: int, wanted: int, free_bytes: int) -> int:
 
 def kept_slots(slot_bytes: int, num_slots: int, free_bytes: int, *, drafts: bool, prefixes: bool) -> tuple[int, int]:
     """How many recurrent states are kept besides those of running requests, in a fifth of the free memory: behind
-    drafts, up to eight and a quarter of what fits; and at block boundaries, up to four for each running request.
-    Example: with 1 MiB for each state, 64 requests and 100 MiB free, 20 fit: 5 and 15."""
+    drafts, up to eight but at most a quarter of what fits; and at block boundaries, up to four for each running
+    request. Example: with 1 MiB for each state, 64 requests and 100 MiB free, 20 fit: 5 and 15."""
     if not slot_bytes:
         return 0, 0
     room = int(free_bytes * _STATE_SHARE) // slot_bytes

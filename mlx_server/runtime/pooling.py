@@ -141,7 +141,7 @@ def _with_files(spec: PoolingSpec, folder: Path, setting: str) -> PoolingSpec:
     prompts = settings.get("prompts")
     named = {str(name): text for name, text in prompts.items()} if isinstance(prompts, dict) else {}
     bounds = read_model_json(folder / "sentence_bert_config.json")
-    most = bounds.get("max_seq_length")
+    max_tokens = bounds.get("max_seq_length")
     default = settings.get("default_prompt_name")
     return replace(
         spec,
@@ -149,7 +149,7 @@ def _with_files(spec: PoolingSpec, folder: Path, setting: str) -> PoolingSpec:
         normalizes=normalizes,
         prompts={name: text for name, text in named.items() if isinstance(text, str)},
         default_prompt_name=default if isinstance(default, str) else None,
-        max_tokens=most if isinstance(most, int) else None,
+        max_tokens=max_tokens if isinstance(max_tokens, int) else None,
     )
 
 

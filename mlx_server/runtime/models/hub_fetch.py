@@ -177,10 +177,10 @@ class _Downloads:
             folder.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(lock):
             if blob.exists():
-                self._tell(file.num_bytes, was_kept=True)
+                self._count(file.num_bytes, was_kept=True)
                 return
             with incomplete.open("ab") as target:
-                self._tell(target.tell(), was_kept=True)
+                self._count(target.tell(), was_kept=True)
                 self._complete(file, target)
                 target.flush()
                 os.fsync(target.fileno())
@@ -231,7 +231,7 @@ class _Downloads:
             if start and answer.status_code != _PARTIAL:  # the server sends whole files only
                 target.truncate(0)
                 target.seek(0)
-                self._tell(-start, was_kept=True)
+                self._count(-start, was_kept=True)
             for piece in answer.iter_bytes(_PIECE_BYTES):
                 try:
                     target.write(piece)
@@ -239,10 +239,10 @@ class _Downloads:
                     raise DownloadError(
                         f"Cannot keep {file.name} in {constants.HF_HUB_CACHE}: {error.strerror}."
                     ) from error
-                self._tell(len(piece))
+                self._count(len(piece))
                 if self._stop.is_set() or target.tell() > file.num_bytes:
                     return
 
-    def _tell(self, num_bytes: int, *, was_kept: bool = False) -> None:
+    def _count(self, num_bytes: int, *, was_kept: bool = False) -> None:
         with self._reporting:
             self._report(num_bytes, was_kept=was_kept)
