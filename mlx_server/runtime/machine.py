@@ -134,7 +134,7 @@ def _set_limit_for_others(kind: int, limits: tuple[int, int], /) -> None:
         _set_limit(kind, limits)
 
 
-def keep_limit() -> None:
+def keep_file_limit() -> None:
     """Makes `setrlimit` do nothing when mlx-lm calls it; call this before mlx-lm is imported.
 
     mlx-lm's import lowers the limit of open files to 2,048 and the hard limit to 4,096 permanently, for its conversion

@@ -16,7 +16,7 @@ from mlx_server.config import load_config
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.errors import DownloadError, ModelLoadError
 from mlx_server.runtime.models import conversions
-from mlx_server.runtime.models.blueprint import load_folder, why_blind
+from mlx_server.runtime.models.blueprint import load_folder, why_no_vision
 from mlx_server.runtime.models.resolve import find_folder
 from tests.engine_worlds import answers, make_folder, random_prompts
 from tests.homes import with_kernels
@@ -150,8 +150,8 @@ def test_a_vision_encoder_is_kept_whole(tmp_path: Path, monkeypatch: pytest.Monk
 def test_an_encoder_that_cannot_be_loaded_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_SERVE_HOME", str(tmp_path / "home"))
     source = make_vision_folder(tmp_path / "seeing", "qwen2_vl")
-    assert why_blind(source) == ""
-    assert why_blind(found(source, "8")) == "its files have no weights of a vision encoder"
+    assert why_no_vision(source) == ""
+    assert why_no_vision(found(source, "8")) == "its files have no weights of a vision encoder"
 
 
 def test_code_of_the_model_is_run_if_it_is_trusted(folder: Path) -> None:

@@ -155,7 +155,7 @@ def not_served(model_type: Any) -> str:
     return f"images are served for models of type {', '.join(IMAGE_FAMILIES)}, and this one is of type {model_type}"
 
 
-def find_fault(model: Any, runner: ModelRunner, vocab_size: int) -> str:
+def find_image_fault(model: Any, runner: ModelRunner, vocab_size: int) -> str:
     """The reason why images are not served; empty if they are. Releases the runner's pools. MLX thread."""
     if not isinstance(model, VlmModel) or not model.has_encoder:
         return TEXT_ONLY

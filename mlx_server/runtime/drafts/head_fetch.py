@@ -32,7 +32,7 @@ _NOT_FOUND = 404
 _PARTIAL = 206
 
 
-def fetched_heads(origin: str, pattern: re.Pattern[str]) -> Path:
+def fetch_heads(origin: str, pattern: re.Pattern[str]) -> Path:
     """A file with the tensors of the hub's model `origin` whose names start with `pattern`; fetched if it does not
     exist. Raises `DownloadError`."""
     path = home() / "heads" / f"{origin.replace('/', '--')}.safetensors"

@@ -27,7 +27,7 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.drafts.head_families import FAMILIES, Config, HeadFamily
-from mlx_server.runtime.drafts.head_fetch import fetched_heads
+from mlx_server.runtime.drafts.head_fetch import fetch_heads
 from mlx_server.runtime.models.blueprint import build_model
 from mlx_server.runtime.models.folder import read_headers, read_model_json
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, is_gpu, prepare_weights
@@ -136,7 +136,7 @@ def find_heads(folder: Path | None, name: str, origin: str | None = None) -> Hea
     paths = sorted({*folder.glob("model*.safetensors"), *folder.glob("mtp*.safetensors")})
     found = {path: names for path in paths if (names := list(filter(pattern.match, read_headers(path))))}
     if not found and origin is not None:
-        path = fetched_heads(origin, pattern)
+        path = fetch_heads(origin, pattern)
         found = {path: list(read_headers(path))}
     if not found:
         raise _refused(name, "its files have no weights of a head; mlx-lm's conversions leave them out")

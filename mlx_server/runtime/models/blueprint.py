@@ -116,7 +116,7 @@ def build_blank(config: Mapping[str, Any], dtype: mx.Dtype, *, sees: bool = Fals
     return model.eval()
 
 
-def foresee_cache(config: Mapping[str, Any], dtype: str) -> PagedKVCache:
+def predict_cache(config: Mapping[str, Any], dtype: str) -> PagedKVCache:
     """The caches that the model of `config` will have with weights of type `dtype`, one of `DTYPES`, not allocated. Any
     thread. Raises `ModelLoadError` if the configuration shows that the model cannot be served."""
     return PagedKVCache(discover_layers(build_blank(config, DTYPES[dtype])), ReferenceBackend())
@@ -136,7 +136,7 @@ logger = logging.getLogger(__name__)
 def load_folder(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, Any], str]:
     """The model with its vision encoder if there is one that can be loaded, otherwise its text part; its configuration;
     and why there is no encoder. Weights are lazy. MLX thread. Raises `ModelLoadError`."""
-    no_vision = why_blind(folder)
+    no_vision = why_no_vision(folder)
     if not no_vision:
         try:
             return *read_folder(folder, trust_remote_code, sees=True), ""
@@ -147,7 +147,7 @@ def load_folder(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, A
     return *read_folder(folder, trust_remote_code), no_vision
 
 
-def why_blind(folder: Path) -> str:
+def why_no_vision(folder: Path) -> str:
     """Why the model in a folder is loaded without a vision encoder; empty if it may have a supported one."""
     config = read_model_json(folder / "config.json")
     if not config.get("vision_config"):

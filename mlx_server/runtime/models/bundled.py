@@ -31,7 +31,14 @@ from typing import NamedTuple
 
 from mlx_server import config
 from mlx_server.errors import DownloadError
-from mlx_server.runtime.models.conversions import check_space, finish, is_made, not_kept, scratch_folder, write_json
+from mlx_server.runtime.models.conversions import (
+    check_space,
+    finish,
+    is_made,
+    scratch_folder,
+    storage_error,
+    write_json,
+)
 from mlx_server.runtime.models.folder import sha256_of
 from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf, native_weight_format
 from mlx_server.runtime.models.progress import Report, shown
@@ -216,7 +223,7 @@ def pull_bundled(model: BundledModel = SMOLLM2, weight_format: WeightFormat | No
                 write_json(converted / "generation_config.json", model.sampling)
                 finish(converted, folder, _ORIGIN_FILE, origin)
     except OSError as error:
-        raise not_kept(model.name, error) from error
+        raise storage_error(model.name, error) from error
     return folder
 
 

@@ -98,7 +98,7 @@ def made_folder(recipe: Recipe, make: Callable[[Path, Report], None]) -> Path:
                     make(work, report)
                 finish(work, folder, RECIPE_FILE, content)
     except OSError as error:
-        raise not_kept(recipe.source, error) from error
+        raise storage_error(recipe.source, error) from error
     return folder
 
 
@@ -188,7 +188,7 @@ def finish(work: Path, folder: Path, record: str, content: Mapping[str, object])
     os.rename(work, folder)
 
 
-def not_kept(source: str, error: OSError) -> DownloadError:
+def storage_error(source: str, error: OSError) -> DownloadError:
     """The error for a model that cannot be written."""
     return DownloadError(
         f"Cannot keep {source} in {error.filename or home()}: {error.strerror}. Make room or give the right to write "

@@ -21,7 +21,7 @@ from mlx_server.runtime.attention.regroup import Scope
 from mlx_server.runtime.attention.seam import install_seam
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.cache.layers import attention_specs, discover_layers, plan_pools
-from mlx_server.runtime.checks.image_probe import find_fault
+from mlx_server.runtime.checks.image_probe import find_image_fault
 from mlx_server.runtime.checks.invariance import check_invariance, compute_by_row
 from mlx_server.runtime.checks.kv_loss import quantize_kv
 from mlx_server.runtime.checks.probe import Probe
@@ -33,7 +33,7 @@ from mlx_server.runtime.layers.cpu import bfloat16_weights, install_native, nati
 from mlx_server.runtime.layers.sharding import NO_IMAGES, Group, agreement, shard_model
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models import random_models
-from mlx_server.runtime.models.blueprint import DTYPES, load_folder, read_folder, why_blind
+from mlx_server.runtime.models.blueprint import DTYPES, load_folder, read_folder, why_no_vision
 from mlx_server.runtime.models.folder import CONTEXT_KEYS
 from mlx_server.runtime.models.resolve import find_folder
 from mlx_server.runtime.pooling import Pooler, PoolingSpec, load_dense, read_pooling
@@ -154,7 +154,7 @@ def load_in_pieces(
         model, config = random_models.build(name)
     elif group is not None:
         model, config = read_folder(folder, trust_remote_code)
-        no_vision = why_blind(folder) or NO_IMAGES
+        no_vision = why_no_vision(folder) or NO_IMAGES
     else:
         model, config, no_vision = load_folder(folder, trust_remote_code)
     spec = read_pooling(folder, name, config, pooling)
@@ -249,7 +249,7 @@ def make_runner(
         runner.sampler.agree = agreement(loaded.group)
     try:
         probe.find_level(runner)
-        no_vision = loaded.no_vision or find_fault(loaded.model, runner, loaded.vocab_size)
+        no_vision = loaded.no_vision or find_image_fault(loaded.model, runner, loaded.vocab_size)
         is_bidirectional = _check_pooling(loaded, runner)
         if is_bidirectional:
             cache.backend = BidirectionalBackend(cache.backend.make_rows)

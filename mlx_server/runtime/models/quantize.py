@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_server.errors import ModelLoadError
-from mlx_server.runtime.models.blueprint import why_blind
+from mlx_server.runtime.models.blueprint import why_no_vision
 from mlx_server.runtime.models.conversions import Recipe, made_folder, write_json, write_weights
 from mlx_server.runtime.models.folder import HUB_FILES, read_headers, read_model_json
 from mlx_server.runtime.models.progress import Report
@@ -46,7 +46,7 @@ def quantized_folder(name: str, folder: Path, form: str, load: Load) -> Path:
     A vision encoder is kept unquantised. Needs memory for the layer that is being quantised and for about 1 GiB of
     quantised weights.
     """
-    sees = not why_blind(folder)
+    sees = not why_no_vision(folder)
     _refuse_quantized(name, read_model_json(folder / "config.json"))
     weights = sorted(folder.glob("model*.safetensors"))
     total, whole = sum(path.stat().st_size for path in weights), _whole_bytes(weights) if sees else 0
