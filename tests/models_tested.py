@@ -19,7 +19,7 @@ from mlx_server.engine.vision.seeing import is_known
 from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.checks import kv_loss
-from mlx_server.runtime.checks.image_probe import BIDIRECTIONAL, SAMPLES
+from mlx_server.runtime.checks.image_probe import BIDIRECTIONAL, IMAGE_FAMILIES
 from mlx_server.runtime.drafts.head_families import FAMILIES
 from mlx_server.runtime.models.tool_parsers import find_tool_parser
 from tests.architectures import ARCHITECTURES, BROKEN, NEEDS_METAL, REFUSED, config_of
@@ -28,8 +28,8 @@ from tests.text_worlds import make_tokenizer
 
 PAGE = Path(__file__).parents[1] / "docs" / "models-tested.md"
 TEMPLATES = Path(__file__).parent / "engine" / "chat_templates"
-UNSEEN = [name for name in SAMPLES if name not in ARCHITECTURES]
-"""Models that only mlx-vlm's code can serve."""
+UNSEEN = [name for name in IMAGE_FAMILIES if name not in ARCHITECTURES]
+"""Served by mlx-vlm's code alone."""
 
 _HEADS = {"head_dim": 64, "global_head_dim": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 32}
 _WIDTH = {"hidden_size": 256, "n_embd": 256, "d_model": 256, "block_dim": 256}
@@ -95,7 +95,7 @@ def row_of(name: str) -> Row:
 
 
 def _images(name: str) -> str:
-    if name in SAMPLES:
+    if name in IMAGE_FAMILIES:
         return f"{YES}, on a GPU without `--batch-invariant`" if name in BIDIRECTIONAL else YES
     return "no: the encoder is not run" if is_known({"model_type": name, "vision_config": {}}) else NONE
 
@@ -106,7 +106,7 @@ def _kv_bits(name: str) -> str:
             subject = Subject(name, _changed(config_of(name), change))
             subject.wanted([[1, 2, 3]], [2])
             # Random weights lose more than a model's that has learnt something.
-            with mock.patch.object(kv_loss, "_MOST_DIVERGENCE", np.inf), subject.make_llm(kv_bits="8"):
+            with mock.patch.object(kv_loss, "_MAX_DIVERGENCE", np.inf), subject.make_llm(kv_bits="8"):
                 return YES
         except (ConfigError, ModelLoadError, ValueError):  # mlx-lm's own for what fits no such model
             continue

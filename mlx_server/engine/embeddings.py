@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ContextLengthError, InvalidRequestError, ModelLoadError, did_you_mean
 from mlx_server.request import PoolingParams, Vector
-from mlx_server.runtime.models.embedder import PoolingSpec
+from mlx_server.runtime.pooling import PoolingSpec
 
 FloatArray = npt.NDArray[np.float32]
 

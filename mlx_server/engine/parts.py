@@ -42,8 +42,8 @@ from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.embedder import read_pooling
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, is_gpu, release
+from mlx_server.runtime.pooling import read_pooling
 
 logger = logging.getLogger(__name__)
 

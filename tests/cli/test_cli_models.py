@@ -84,7 +84,7 @@ def test_what_is_here_is_listed_and_deleted(home: Path, tmp_path: Path, capsys: 
         ["smollm2", "0.01", "GB", "-", "-", "-", "no", str(bundled)],
     ]
     reasons = "\n".join(lines[4:])
-    assert f"mine: {mine} is no model in mlx-lm format; it lacks model_type in config.json" in reasons
+    assert f"mine: {mine} is not a complete model in mlx-lm format; it lacks model_type in config.json" in reasons
     assert "org/small: it is incomplete: `mlx-serve pull`" in reasons
     assert main(["models", "ls", "--json"]) == 0
     assert [model["num_bytes"] for model in json.loads(capsys.readouterr().out)] == [20_000_000, 1000, 10_000_002]

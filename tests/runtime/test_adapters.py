@@ -332,7 +332,7 @@ def test_one_that_gives_no_numbers_is_refused_by_name(tmp_path: Path) -> None:
     weights = mx.load(str(paths["late"] / "adapters.safetensors"))
     broken = {name: array * float("nan") for name, array in weights.items()}
     mx.save_safetensors(str(paths["late"] / "adapters.safetensors"), broken)
-    with pytest.raises(ModelLoadError, match="With the adapter late the model's logits are no numbers"):
+    with pytest.raises(ModelLoadError, match="With the adapter late the model's logits are NaN"):
         LLM(str(folder), adapters=settings_of(paths))
 
 

@@ -24,7 +24,7 @@ from mlx_server.runtime.kernels.gpu.rows import FUSED_DIMS
 from mlx_server.runtime.layers.adapters import adapter_tensors, merged_adapter
 from mlx_server.runtime.memory import MAX_IN_FLIGHT, first_kv_blocks, max_elements
 from mlx_server.runtime.models import random_models
-from mlx_server.runtime.models.blueprint import bfloat16_shapes, foresee_cache, why_blind
+from mlx_server.runtime.models.blueprint import bfloat16_shapes, predict_cache, why_no_vision
 from mlx_server.runtime.models.folder import CONTEXT_KEYS, TensorHeader, read_headers
 from mlx_server.runtime.models.loader import is_gpu, is_metal
 from mlx_server.runtime.models.resolve import find_folder
@@ -287,7 +287,7 @@ def _estimate_model(config: Config) -> MemoryNeed:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         paths = sorted(folder.glob("model*.safetensors"))
         headers = [header for path in paths for header in read_headers(path).items()]
-        sees = num_ranks == 1 and not why_blind(folder)
+        sees = num_ranks == 1 and not why_no_vision(folder)
         tensors = {name: tensor for name, tensor in headers if sees or _OTHER_TOWERS.search(name) is None}
         sizes = {name: _tensor_bytes(tensor, settings) for name, tensor in tensors.items()}
         weights = sum(size if _WHOLE.search(name) else size // num_ranks for name, size in sizes.items())
@@ -313,8 +313,8 @@ def _pool_bytes(config: Config, described: Mapping[str, Any], stored: Set[str]) 
     if dtype == "auto":
         found = (name for kind, name in _STORED_DTYPES.items() if kind in stored and is_gpu())
         dtype = next(found, "float32")
-    cache = foresee_cache(described, dtype)
-    if config.cache.kv_bits in FEWER_KV:  # the choice of `auto` is not known yet
+    cache = predict_cache(described, dtype)
+    if config.cache.kv_bits in FEWER_KV:  # what `auto` chooses is not known yet
         cache.quantize(KvBits.of(config.cache.kv_bits))
     plan = plan_pools(
         cache,

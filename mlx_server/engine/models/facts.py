@@ -19,11 +19,11 @@ from mlx_server.engine.memory.budget import MemoryBudget
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.models.store import StoredModel, find_pulled
 from mlx_server.errors import ModelLoadError, ServeError
-from mlx_server.runtime.models.blueprint import why_blind
+from mlx_server.runtime.models.blueprint import why_no_vision
 from mlx_server.runtime.models.conversions import find_converted
-from mlx_server.runtime.models.embedder import read_pooling
 from mlx_server.runtime.models.folder import CONTEXT_KEYS, TensorHeader, read_headers
 from mlx_server.runtime.models.progress import progress_of
+from mlx_server.runtime.pooling import read_pooling
 
 _DTYPES = ("BF16", "F16", "F32")
 _MAX_LICENSE_BYTES = 64 * 1024
@@ -136,7 +136,7 @@ def _read(folder: Path, files: tuple[tuple[str, int, float], ...]) -> ModelFacts
 
 def _may_see(folder: Path) -> bool:
     try:
-        return not why_blind(folder)
+        return not why_no_vision(folder)
     except ModelLoadError:
         return False
 
