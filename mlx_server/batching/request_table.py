@@ -26,10 +26,11 @@ from mlx_server.outputs import (
     PoolChange,
     PositionLogprobs,
     RequestOutput,
+    SampledToken,
     ScheduledChunk,
     SchedulerOutput,
 )
-from mlx_server.request import FinishReason, Request, RequestStatus, Vector, images_within
+from mlx_server.request import FinishReason, Request, RequestStatus, Vector, append_token, images_within
 
 Rank = tuple[bool, int, float]
 """Smaller is better. All models' requests age at one rate, so that ranks of one server make one order."""
@@ -93,6 +94,10 @@ class Step:
         self._longer: list[ScheduledChunk] = []
 
     @property
+    def chunks(self) -> list[ScheduledChunk]:
+        return self._singles + self._longer
+
+    @property
     def shape(self) -> StepShape:
         return StepShape(self.num_decode_tokens, self.given.total(), self.prompt_cost)
 
@@ -112,7 +117,7 @@ class Step:
     ) -> SchedulerOutput:
         """The step as the executor gets it."""
         self.step_id, self.pool_change, self.copies = step_id, pool_change, copies
-        chunks, new_requests = tuple(self._singles + self._longer), tuple(self.new_requests)
+        chunks, new_requests = tuple(self.chunks), tuple(self.new_requests)
         given, draft_steps = self.given.total(), self.draft_steps
         return SchedulerOutput(
             step_id, chunks, new_requests, dropped_request_ids, given, pool_change, copies, draft_steps
@@ -125,7 +130,7 @@ class RequestTable:
     `running` is sorted by `rank`, the earlier admitted among equals. `unscheduled` are
     those that have never run, by arrival. `prompt_logprobs` are those collected of prompts that are not
     computed to their end. `queued_requests` counts the waiting ones of each tier. All are for reading; the methods here
-    change them. But the composer keeps `undecided`, running ones whose last chunk had drafts: those with recurrent
+    change them. But `DraftRoom` keeps `undecided`, running ones whose last chunk had drafts: those with recurrent
     state have one before these and one behind, until their next chunk.
 
     Blocks of a request that a submitted step names are detached, not freed: the device may still write them.
@@ -400,3 +405,23 @@ class RequestTable:
 def _num_computed(request: Request) -> int:
     """Tokens whose ids are known and whose K/V are computed, or will be by a submitted step."""
     return min(request.num_computed_tokens, request.num_tokens)
+
+def append_drafted(
+    request: Request, sampled: SampledToken
+) -> tuple[FinishReason | None, tuple[PositionLogprobs, ...]]:
+    """Appends drafts that were right and the token behind them, as `append_token` does each: why the request has ended,
+    and the logprobs of those that count. Behind one that ends the output the rest is void, and so it is where a grammar
+    forces another token than was sampled."""
+    output_token_ids, reason = request.output_token_ids, None
+    logprobs: list[PositionLogprobs] = []
+    for place, token in enumerate((*sampled.accepted, sampled), start=len(output_token_ids)):
+        if place < len(output_token_ids):  # a grammar has forced it
+            if output_token_ids[place] != token.token_id:
+                break
+            continue
+        reason = append_token(request, token.token_id)
+        if token.logprobs is not None:
+            logprobs.append(token.logprobs)
+        if reason is not None:
+            break
+    return reason, tuple(logprobs)

@@ -18,7 +18,7 @@ from mlx_server.batching.blocks.disk_saves import BlockStore
 from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits, check_queue, displaced_by
 from mlx_server.batching.refusals import displacement, expiry, grammar_error, starvation
-from mlx_server.batching.request_table import Rank, RequestTable, Step, headroom
+from mlx_server.batching.request_table import Rank, RequestTable, Step, append_drafted, headroom
 from mlx_server.batching.speculation.drafting import Drafts, Speculation
 from mlx_server.batching.step_budget import PromptBudget, StepShape
 from mlx_server.batching.step_composer import StepComposer
@@ -284,23 +284,16 @@ class ContinuousBatchingScheduler:
         return self._table.starving_since is not None
 
     def _take_tokens(self, request: Request, sampled: SampledToken, drafts: Drafts | None) -> RequestOutput:
-        """Appends what a step has given a request: one token, and its drafts that were right before it. Behind one that
-        ends the output the rest is void; so it is where a grammar forces another token than was sampled."""
+        """Appends what a step has given a request: one token, and its drafts that were right before it."""
         output_token_ids = request.output_token_ids
         num_before = len(output_token_ids)
-        reason: FinishReason | None = None
-        logprobs: list[PositionLogprobs] = []
-        tokens = (*sampled.accepted, sampled)
-        for place, token in enumerate(tokens, start=num_before):
-            if place < len(output_token_ids):  # a grammar has forced it
-                if output_token_ids[place] != token.token_id:
-                    break
-                continue
-            reason = append_token(request, token.token_id)
-            if token.logprobs is not None:
-                logprobs.append(token.logprobs)
-            if reason is not None:
-                break
+        logprobs: tuple[PositionLogprobs, ...] = ()
+        if not sampled.accepted:
+            reason = append_token(request, sampled.token_id)
+            if sampled.logprobs is not None:
+                logprobs = (sampled.logprobs,)
+        else:
+            reason, logprobs = append_drafted(request, sampled)
         if drafts is not None:
             self._table.cut_back(request, drafts, num_before, len(sampled.accepted))
         kept = self._table.prompt_logprobs
@@ -314,7 +307,7 @@ class ContinuousBatchingScheduler:
             request.stop_reason,
             grammar_error(request, output_token_ids[-1]) if reason is FinishReason.ERROR else None,
             request.num_cached_tokens or 0,
-            tuple(logprobs),
+            logprobs,
             prompt_logprobs,
         )
 

@@ -373,12 +373,9 @@ class AsyncEngine:
             asyncio.get_running_loop().call_soon(self._tell_readers)
         now = self._clock()
         streams = self._streams
-        advanced = [streams[o.request_id].request for o in outputs if o.new_token_ids and o.request_id in streams]
-        told(self.metrics.on_tokens, advanced, now)
-        for output in outputs:
-            stream = streams.get(output.request_id)
-            if stream is None:
-                continue
+        news = [(stream, output) for output in outputs if (stream := streams.get(output.request_id)) is not None]
+        told(self.metrics.on_tokens, [stream.request for stream, output in news if output.new_token_ids], now)
+        for stream, output in news:
             self._untold[stream.on_news] = None
             try:
                 stream.put(output, now)

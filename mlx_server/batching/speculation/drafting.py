@@ -206,8 +206,16 @@ class Acceptances:
             own.fade()
 
     def fade_all(self) -> None:
-        """Nobody has."""
+        """No request has drafts in a step."""
         self._of_all.fade()
+        for own in self._by_request.values():
+            own.fade()
+
+    @property
+    def best_rate(self) -> float:
+        """The highest rate of any request."""
+        guess = self._of_all.rate(_FIRST_GUESS)
+        return max([guess, *[own.rate(guess) for own in self._by_request.values()]])
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
@@ -276,8 +284,10 @@ def choose_depths(
     ]
     gains.sort(key=lambda gain: -gain[0])
     del gains[max(0, min(room.most, 2 * max(costs.most_rows, num_rows) - num_rows)) :]
+    if not gains:
+        return {}
     plain_s, *drafted_s = costs.curve(num_rows, num_rows + len(gains))
-    if plain_s <= 0.0 or not gains:
+    if plain_s <= 0.0:
         return {}
     tokens, best, best_count = float(room.num_rows), room.least_gain * room.num_rows / plain_s, 0
     num_again = 0.0
@@ -357,12 +367,11 @@ class Speculation:
         """The drafts of a step, of requests that have room for `free` each, as far as grammars allow them. Those that
         are not worth their rows fade, so that they are tried again some time."""
         found, depths = self.plan(free, room)
-        for request_id in found or [request.request_id for request in free]:
-            if request_id not in depths:
-                self._acceptances.fade(request_id)
         if not depths:
-            self._acceptances.fade_all()
+            self.pass_over()
             return {}
+        for request_id in found.keys() - depths.keys():
+            self._acceptances.fade(request_id)
         return {
             request_id: Drafts(found[request_id].token_ids[:depth], found[request_id].bitmasks[:depth])
             for request_id, depth in depths.items()
@@ -377,6 +386,18 @@ class Speculation:
         rates = {request_id: self._rate(request_id) for request_id in found}
         return DraftPlan(found, choose_depths(proposed, rates, room, self.costs, self.wait_s))
 
+    def may_gain(self, num_requests: int, room: StepRoom) -> bool:
+        """Whether it is worth looking at so many requests: not where even drafts that are as right as the best ones of
+        late would gain nothing. Of few requests that is always looked at, since it is less work than this."""
+        if num_requests <= _FEW or room.most <= 0:
+            return num_requests <= _FEW
+        best = {"any": self._acceptances.best_rate}
+        return bool(choose_depths({"any": self.max_draft_tokens}, best, room, self.costs, self.wait_s))
+
+    def pass_over(self) -> None:
+        """A step has no drafts: they are tried again some time."""
+        self._acceptances.fade_all()
+
     def would_draft(self, free: Mapping[Request, int], room: StepRoom) -> bool:
         """Whether a step should wait until the tokens of these are known, since it would carry drafts then."""
         return bool(self.choose(free, room))
@@ -386,13 +407,9 @@ class Speculation:
         return self._acceptances.rate(request_id)
 
     def _find(self, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
-        """For many, nothing is looked up where even drafts that are as right as the best of late would gain nothing;
-        for few, looking up is less work than to ask."""
         found: dict[str, Drafts] = {}
-        if len(free) > _FEW:
-            best = {"any": max([self._acceptances.rate(request.request_id) for request in free])}
-            if not choose_depths({"any": self.max_draft_tokens}, best, room, self.costs, self.wait_s):
-                return found
+        if not self.may_gain(len(free), room):
+            return found
         for request, num_free in free.items():
             token_ids = self._drafter.propose(request, min(num_free, self.max_draft_tokens)) if num_free > 0 else ()
             drafts = allowed_drafts(token_ids, request.constraint) if token_ids else NO_DRAFTS
