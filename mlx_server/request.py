@@ -166,7 +166,6 @@ class Request:
     prediction_token_ids: tuple[int, ...] = ()
     pooling: PoolingParams | None = None
     images: tuple[PromptImage, ...] = ()
-    num_prompt_tokens: int = field(init=False)
     end_token_ids: frozenset[int] = field(init=False)  # any of these ends the output
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     output_token_ids: list[int] = field(default_factory=list, init=False)
@@ -193,12 +192,15 @@ class Request:
 
     def __post_init__(self) -> None:
         assert len(self.prompt_token_ids) >= 1, "an empty prompt is refused before a Request is made"
-        self.num_prompt_tokens = len(self.prompt_token_ids)
-        num_outputs = self.max_total_tokens - self.num_prompt_tokens
+        num_outputs = self.max_total_tokens - len(self.prompt_token_ids)
         assert num_outputs == 0 if self.pooling is not None else num_outputs > 0, "no room for an output token"
         self.end_token_ids = frozenset() if self.sampling.ignore_eos else self.eos_token_ids
         if self.sampling.stop_token_ids:  # else one object for all requests, which stays in the processor's cache
             self.end_token_ids = self.end_token_ids.union(self.sampling.stop_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -207,11 +209,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Tokens known on the host: prompt and output."""
-        return self.num_prompt_tokens + len(self.output_token_ids)
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Known ids at positions [start, stop)."""
-        num_prompt = self.num_prompt_tokens
+        num_prompt = len(self.prompt_token_ids)
         if stop <= num_prompt:
             return self.prompt_token_ids[start:stop]
         if start >= num_prompt:
@@ -240,7 +242,7 @@ def append_token(request: Request, token_id: int) -> FinishReason | None:
         return FinishReason.ERROR
     if request.constraint.is_terminated():
         return FinishReason.STOP
-    # A forced token has no logprobs, since no logits were computed: who wants them has each one sampled.
+    # A forced token has no logprobs, since no logits were computed: a request with logprobs has each one sampled.
     if reason is not None or request.sampling.logprobs is not None:
         return reason
     return _append_forced(request, request.constraint)
@@ -264,5 +266,5 @@ def _finish_reason(request: Request, token_id: int) -> FinishReason | None:
         if token_id not in request.eos_token_ids or request.sampling.ignore_eos:
             request.stop_reason = token_id
         return FinishReason.STOP
-    num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
     return FinishReason.LENGTH if num_tokens >= request.max_total_tokens else None

@@ -30,9 +30,9 @@ _LONG_STEP_S = 0.01
 _LATE_SHARE = 0.9
 _LATE_MARGIN_S = 0.004
 _BESIDE_MARGIN_S = 0.008
-"""The step behind a long one is composed after this share of it, less a margin: with 10 ms, who came in the last 13 of
-30 ms waited for a second step. A device that runs beside the host would wait for that with 4 ms, a hundredth of the
-time; there a launch's time is added, and the share is less for a while after steps that ended early."""
+"""The step after a long one is composed after this share of it, less a margin: with 10 ms, a request that came in the
+last 13 of 30 ms waited for a second step. A device that runs beside the host would wait for that with 4 ms, a hundredth
+of the time; there a launch's time is added, and the share is less for a while after steps that ended early."""
 
 _LAUNCH_DECAY = 0.98
 _EARLY_DECAY = 0.8
@@ -79,8 +79,8 @@ class ContinuousBatchingScheduler:
         if store is not None:
             waiting, target_s = self._table.waiting, self._composer.policy.target_s
             self._table.disk = DiskTier(blocks, waiting, store, self._compute_s, self._headroom, target_s)
-        self._launch_s = 0.0  # the longest of late
-        self._early_share = 1.0  # the least of late that a step took of what was foretold
+        self._launch_s = 0.0  # the longest recent one
+        self._early_share = 1.0  # the smallest recent share of its expected time that a step took
         self._wake = asyncio.Event()
         self._has_draft_model = speculation is not None and speculation.has_model
         if speculation is not None:
@@ -251,8 +251,8 @@ class ContinuousBatchingScheduler:
         return outputs
 
     def next_schedule_s(self, began_s: float) -> float:
-        """When to compose the step behind the oldest submitted one, which began at `began_s`: late in it if it is
-        long, so that who arrives meanwhile waits for one step and not for two; at once where that cannot be told."""
+        """When to compose the step after the oldest submitted one, which began at `began_s`: late in it if it is long,
+        so that requests that arrive meanwhile wait for one step and not for two; at once while its time is unknown."""
         foretold_s = self._budget.foretold_s(self._table.submitted[0].shape)
         if foretold_s < _LONG_STEP_S or self._is_device_shared():
             return began_s
@@ -270,7 +270,7 @@ class ContinuousBatchingScheduler:
         return self._composer.explain(request, step)
 
     def take_starved(self) -> list[RequestOutput]:
-        """Ends of requests that waited in vain for the memory of their next block, although nobody else ran."""
+        """Ends of requests that waited too long for the memory of their next block, although no other ran."""
         if not (starved := self._table.starved):
             return []
         self._table.starved = []
@@ -300,9 +300,10 @@ class ContinuousBatchingScheduler:
         prompt_logprobs = tuple(kept.pop(request.request_id, ())) if kept else ()
         if reason is not None:
             self._table.end(request, reason)
+        is_one = len(output_token_ids) == num_before + 1
         return RequestOutput(
             request.request_id,
-            tuple(output_token_ids[num_before:]),
+            (output_token_ids[-1],) if is_one else tuple(output_token_ids[num_before:]),
             reason,
             request.stop_reason,
             grammar_error(request, output_token_ids[-1]) if reason is FinishReason.ERROR else None,
@@ -343,7 +344,7 @@ class ContinuousBatchingScheduler:
         return self.blocks.shrink(num_blocks, self.disk.saves.puts_off if saves_first else None)
 
     def hold_admission(self, is_held: bool) -> None:
-        """While it is held, nobody starts beside one who runs. Wakes `run`, which may wait for memory."""
+        """While it is held, no request starts beside running ones. Wakes `run`, which may wait for memory."""
         self._composer.policy.is_held = is_held
         self._wake.set()
 
@@ -405,7 +406,7 @@ class ContinuousBatchingScheduler:
                 result.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _schedule_next(self, now: float, deliver: Callable[[list[RequestOutput]], None]) -> SchedulerOutput | None:
-        """`schedule`, and the ends of those who have waited in vain."""
+        """`schedule`, and the ends of requests that have waited too long."""
         if expired := self.expire(now):
             deliver(expired)
         self._wake.clear()

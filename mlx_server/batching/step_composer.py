@@ -13,7 +13,7 @@ from mlx_server.batching.speculation.drafting import NO_DRAFTS, Drafts, recent_t
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, ScheduledChunk, SchedulerOutput
-from mlx_server.request import Request, RequestStatus
+from mlx_server.request import Request, RequestStatus, images_within
 
 
 class StepComposer:
@@ -100,10 +100,10 @@ class StepComposer:
     # --- decodes ------------------------------------------------------------------------------------------
 
     def _add_decodes(self, step: Step) -> list[Request]:
-        """Adds everyone who decodes; returns those who run but have prompt to compute.
+        """Adds all requests that decode; returns running ones that have prompt to compute.
 
         Up to a block of known tokens counts as a decode (those that a grammar forces, or the uncached tail of a
-        resumed request), as far as the step has room beside one token for everyone who runs.
+        resumed request), if the step has room for them beside one token of each running request.
         """
         running = self._table.running
         drafts = {} if self._draft_room is None else self._draft_room.choose()
@@ -146,7 +146,7 @@ class StepComposer:
         this step. Most requests of most steps have one token, which is in flight."""
         request_id, start, num_in_flight = request.request_id, request.num_computed_tokens, request.num_in_flight
         end, num_output_tokens = start + num_tokens, len(request.output_token_ids) + num_in_flight
-        num_prompt_tokens, num_drafts = request.num_prompt_tokens, len(drafts.token_ids)
+        num_prompt_tokens, num_drafts = len(request.prompt_token_ids), len(drafts.token_ids)
         is_sampling = end == num_prompt_tokens + num_output_tokens + num_drafts
         constraint = request.constraint
         chunk = ScheduledChunk(
@@ -163,7 +163,10 @@ class StepComposer:
             drafts.bitmasks,
             () if num_in_flight or self._draft_room is None else recent_tokens(request, start, end - num_drafts),
         )
-        step.add(request, chunk)
+        step.requests[request_id] = request
+        if request.images and (seen := images_within(request.images, start, end)):
+            step.images[request_id] = start - seen[0][1]
+        (step.singles if num_tokens == 1 else step.longer).append(chunk)
         request.num_computed_tokens = end
         if is_sampling:
             request.num_in_flight = num_in_flight + 1 + num_drafts
@@ -177,5 +180,6 @@ class StepComposer:
             request.num_ever_computed = end
         if start < num_prompt_tokens:
             self._counters.num_prompt_tokens_computed += min(end, num_prompt_tokens) - start
-        if start % BLOCK_SIZE == 0 or end // BLOCK_SIZE > start // BLOCK_SIZE:
+        # A block that ends with a token in flight has no hash yet, and is filled for the step after it.
+        if start % BLOCK_SIZE == 0 or (not num_in_flight and end // BLOCK_SIZE > start // BLOCK_SIZE):
             step.filled.append(request)

@@ -365,8 +365,8 @@ class AsyncEngine:
             logger.exception("The scheduler of %s was left as it is", self.model_name)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Puts a step's news on the streams. Their readers are told in one call behind what the scheduler does now:
-        the next step goes to the device before anything is sent."""
+        """Puts a step's news on the streams. One later call tells all readers, after the scheduler's turn: so the next
+        step goes to the device before anything is sent."""
         if not outputs:
             return
         if not self._untold:

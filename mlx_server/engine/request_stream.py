@@ -57,8 +57,6 @@ class GenerationRequest:
 class OutputText:
     """Turns one request's output tokens into text that may be shown."""
 
-    __slots__ = ("_detokenizer", "_eos_token_ids", "_num_tokens", "_sampling", "_stops")
-
     def __init__(self, generation: GenerationRequest, tokenizer: Tokenizer) -> None:
         sampling = generation.sampling
         self._sampling = sampling
@@ -121,11 +119,6 @@ class RequestStream:
     reads several streams gives them one callback, and a step's news of all of them are one call.
     """
 
-    __slots__ = (
-        *("_deltas", "_end", "_error", "_latest", "_news", "_text"),
-        *("is_complete", "on_news", "request", "summary"),
-    )
-
     def __init__(
         self, request: Request, text: OutputText | None, end: Callable[[str, FinishReason, int], None]
     ) -> None:
@@ -183,7 +176,8 @@ class RequestStream:
         self._end(self.request_id, FinishReason.ABORT if error is None else FinishReason.ERROR, 0)
         if error is None:
             nothing: dict[str, Any] = {"text": "", "token_ids": (), "logprobs": (), "prompt_logprobs": (), "pieces": ()}
-            self._append(replace(self._latest, finish_reason=FinishReason.ABORT, **nothing))
+            self._deltas.append(replace(self._latest, finish_reason=FinishReason.ABORT, **nothing))
+            self.is_complete = True
             self.on_news()
         else:
             self.fail(error)
@@ -222,36 +216,32 @@ class RequestStream:
         timings = None
         if finish_reason is not None:
             timings = RequestTimings(request.arrival_s, request.first_scheduled_s, request.first_token_s, now)
-        self._append(
-            CompletionDelta(  # by place, since names take half a microsecond
-                text,
-                token_ids,
-                finish_reason,
-                stop_reason,
-                request.num_prompt_tokens,
-                output.num_cached_tokens,
-                num_before + num_tokens,
-                request.num_accepted_drafts,
-                request.num_rejected_drafts,
-                output.logprobs[:num_tokens],
-                output.prompt_logprobs,
-                timings,
-                output.pooled,
-                pieces,
-                request.num_rounded_tokens,
-            )
+        delta = CompletionDelta(  # by place, since names take half a microsecond
+            text,
+            token_ids,
+            finish_reason,
+            stop_reason,
+            len(request.prompt_token_ids),
+            output.num_cached_tokens,
+            num_before + num_tokens,
+            request.num_accepted_drafts,
+            request.num_rejected_drafts,
+            output.logprobs[:num_tokens],
+            output.prompt_logprobs,
+            timings,
+            output.pooled,
+            pieces,
+            request.num_rounded_tokens,
         )
+        self._deltas.append(delta)
+        self._latest = delta
+        self.is_complete = finish_reason is not None
 
     def fail(self, error: ServeError) -> None:
         """Ends the stream with an error; deltas that are there can still be read."""
         self._error = error
         self.is_complete = True
         self.on_news()
-
-    def _append(self, delta: CompletionDelta) -> None:
-        self._deltas.append(delta)
-        self._latest = delta
-        self.is_complete = delta.finish_reason is not None
 
 
 def _before_fault(output: RequestOutput) -> RequestOutput:

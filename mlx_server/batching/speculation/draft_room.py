@@ -59,7 +59,7 @@ class DraftRoom:
         return {request: count for request, count in num_known.items() if count <= most_known}
 
     def _with_states(self, num_known: dict[Request, int]) -> dict[Request, int]:
-        """Those for whose state behind the drafts there is a slot: who drafted last has one, whatever became of it."""
+        """Those for whose state after the drafts there is a slot: the requests that drafted last have one."""
         undecided, num_spares = self._table.undecided, self._speculation.num_spares
         if num_spares is None:
             return num_known
@@ -86,8 +86,8 @@ class DraftRoom:
         return newest.waits_to_draft
 
     def _would_draft(self) -> bool:
-        """Whether the next step would carry drafts if the tokens in flight were known. Among many requests nearly never,
-        and that is told without looking at each."""
+        """Whether the next step would carry drafts if the tokens in flight were known. With many requests the answer is
+        nearly always no, and needs no look at each of them."""
         speculation, running = self._speculation, self._table.running
         if not (speculation.has_model or speculation.may_gain(len(running), self._step_room(has_prompts=False))):
             speculation.pass_over()
@@ -142,7 +142,7 @@ class DraftRoom:
 def needs_no_result(request: Request) -> bool:
     """Whether the next token of a request can be computed while its last one is in flight: a last token
     needs no successor, and a grammar's next mask depends on the token."""
-    num_tokens = request.num_prompt_tokens + len(request.output_token_ids) + request.num_in_flight
+    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_in_flight
     is_last = num_tokens >= request.max_total_tokens
     return not is_last and request.constraint is None
 

@@ -135,7 +135,6 @@ class RowCosts:
         return max(self._seconds, default=0)
 
     def seconds(self, num_rows: int) -> float:
-        """As `curve` says."""
         return self.curve(num_rows, num_rows)[0]
 
     def curve(self, first: int, last: int) -> list[float]:
@@ -177,20 +176,19 @@ class Acceptance:
         self.num_compared = _FORGETTING * self.num_compared + num_accepted + (num_accepted < num_drafts)
 
     def fade(self) -> None:
-        """A step without drafts: who gave up tries again after some hundred of them."""
+        """A step without drafts: a request that gave up tries again after some hundred of them."""
         self.num_agreed *= _RETRY
         self.num_compared *= _RETRY
 
 
 class Acceptances:
-    """How often drafts of one kind are right, request by request: who has few is taken to be like all of late."""
+    """How often drafts of one kind are right, by request. One that has few is expected to be like all recent ones."""
 
     def __init__(self) -> None:
         self._of_all = Acceptance()
         self._by_request: dict[str, Acceptance] = {}
 
     def rate(self, request_id: str) -> float:
-        """How often drafts for the request are right."""
         guess, own = self._of_all.rate(_FIRST_GUESS), self._by_request.get(request_id)
         return guess if own is None else own.rate(guess)
 
@@ -213,12 +211,10 @@ class Acceptances:
 
     @property
     def best_rate(self) -> float:
-        """The highest rate of any request."""
         guess = self._of_all.rate(_FIRST_GUESS)
         return max([guess, *[own.rate(guess) for own in self._by_request.values()]])
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
         self._by_request.pop(request_id, None)
 
 
@@ -387,8 +383,8 @@ class Speculation:
         return DraftPlan(found, choose_depths(proposed, rates, room, self.costs, self.wait_s))
 
     def may_gain(self, num_requests: int, room: StepRoom) -> bool:
-        """Whether it is worth looking at so many requests: not where even drafts that are as right as the best ones of
-        late would gain nothing. Of few requests that is always looked at, since it is less work than this."""
+        """Whether so many requests are worth looking at for drafts: a few always are, more of them not if drafts that
+        are right as often as the best request's would gain nothing."""
         if num_requests <= _FEW or room.most <= 0:
             return num_requests <= _FEW
         best = {"any": self._acceptances.best_rate}
@@ -403,7 +399,6 @@ class Speculation:
         return bool(self.choose(free, room))
 
     def _rate(self, request_id: str) -> float:
-        """How often drafts as they were found for the request are right."""
         return self._acceptances.rate(request_id)
 
     def _find(self, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
@@ -431,8 +426,7 @@ class Speculation:
         self._acceptances.add(request_id, num_drafts, num_accepted)
 
     def compose_burst(self, free: Mapping[Request, int], room: StepRoom) -> tuple[SchedulerOutput, ...]:
-        """Steps of a draft model, whose result is wanted before the step is composed that these have room in; () if
-        there is none. Asked only of one that `has_model`."""
+        """Steps of a draft model that run before the next step is composed; () if there are none."""
         return ()
 
     def give_way(self) -> None:

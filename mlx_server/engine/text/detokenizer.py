@@ -44,26 +44,20 @@ class IncrementalDetokenizer:
         if kept_token_ids:  # else one object for all requests, which stays in the processor's cache
             self._skipped = self._skipped.difference(kept_token_ids)
         self._bytes = tokenizer.exact_bytes
-        self._window = _Window(tokenizer) if self._bytes is None else None
+        self._window = _Window(tokenizer)
         self._rest = b""  # of a character that is not whole yet
         self._strips_space = self._bytes is not None and self._bytes.strips_leading_space and not continues_text
 
-    def append(self, token_ids: Sequence[int]) -> str:
+    def append(self, token_ids: Sequence[int], *, is_final: bool = False) -> str:
         """Takes the next ids and returns the text that has become whole."""
         if not self._skipped.isdisjoint(token_ids):
             token_ids = [token_id for token_id in token_ids if token_id not in self._skipped]
         if self._bytes is None:
-            assert self._window is not None
             return self._window.append(token_ids)
         if len(token_ids) == 1:
-            return self._decode(self._bytes[token_ids[0]])
-        return self._decode(b"".join([self._bytes[token_id] for token_id in token_ids]))
-
-    def finish(self) -> str:
-        """The rest, once no ids follow: bytes still waiting come out as U+FFFD."""
-        return self._decode(b"", is_final=True) if self._window is None else self._window.finish()
-
-    def _decode(self, read: bytes, *, is_final: bool = False) -> str:
+            read = self._bytes[token_ids[0]]
+        else:
+            read = b"".join([self._bytes[token_id] for token_id in token_ids])
         if self._rest:
             read = self._rest + read
         text, num_read = codecs.utf_8_decode(read, "replace", is_final)
@@ -72,6 +66,10 @@ class IncrementalDetokenizer:
             self._strips_space = False
             return text.removeprefix(" ")
         return text
+
+    def finish(self) -> str:
+        """The rest, once no ids follow: bytes still waiting come out as U+FFFD."""
+        return self.append((), is_final=True) if self._bytes is not None else self._window.finish()
 
 
 class _Window:
