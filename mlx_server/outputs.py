@@ -226,7 +226,8 @@ class ModelRunnerOutput:
     image_errors: Mapping[str, str] = field(default_factory=dict)
 
 
-class RequestOutput(NamedTuple):
+@dataclass(slots=True)  # not frozen and no tuple: there is one a token, and those take twice as long to make
+class RequestOutput:
     """News of one request after a step, in token ids. `finish_reason` is set on the last one; `error` says
     what went wrong when that is ERROR."""
 
@@ -251,7 +252,8 @@ class RequestTimings:
     finished_s: float | None
 
 
-class CompletionDelta(NamedTuple):
+@dataclass(slots=True)  # not frozen, as above
+class CompletionDelta:
     """What the engine puts on a request's stream: text that is safe to show, and the ids behind it.
 
     `text` may lag behind `token_ids` (incomplete characters and possible stop strings are held back) and

@@ -166,6 +166,7 @@ class Request:
     prediction_token_ids: tuple[int, ...] = ()
     pooling: PoolingParams | None = None
     images: tuple[PromptImage, ...] = ()
+    end_token_ids: frozenset[int] = field(init=False)  # any of these ends the output
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     output_token_ids: list[int] = field(default_factory=list, init=False)
     num_computed_tokens: int = field(default=0, init=False)
@@ -193,6 +194,9 @@ class Request:
         assert len(self.prompt_token_ids) >= 1, "an empty prompt is refused before a Request is made"
         num_outputs = self.max_total_tokens - len(self.prompt_token_ids)
         assert num_outputs == 0 if self.pooling is not None else num_outputs > 0, "no room for an output token"
+        self.end_token_ids = frozenset() if self.sampling.ignore_eos else self.eos_token_ids
+        if self.sampling.stop_token_ids:  # else one object for all requests, which stays in the processor's cache
+            self.end_token_ids = self.end_token_ids.union(self.sampling.stop_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -238,7 +242,7 @@ def append_token(request: Request, token_id: int) -> FinishReason | None:
         return FinishReason.ERROR
     if request.constraint.is_terminated():
         return FinishReason.STOP
-    # A forced token has no logprobs, since no logits were computed: who wants them has each one sampled.
+    # A forced token has no logprobs, since no logits were computed: a request with logprobs has each one sampled.
     if reason is not None or request.sampling.logprobs is not None:
         return reason
     return _append_forced(request, request.constraint)
@@ -258,11 +262,9 @@ def _append_forced(request: Request, constraint: TokenConstraint) -> FinishReaso
 
 
 def _finish_reason(request: Request, token_id: int) -> FinishReason | None:
-    sampling = request.sampling
-    if token_id in request.eos_token_ids and not sampling.ignore_eos:
-        return FinishReason.STOP
-    if token_id in sampling.stop_token_ids:
-        request.stop_reason = token_id
+    if token_id in request.end_token_ids:
+        if token_id not in request.eos_token_ids or request.sampling.ignore_eos:
+            request.stop_reason = token_id
         return FinishReason.STOP
     num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
     return FinishReason.LENGTH if num_tokens >= request.max_total_tokens else None

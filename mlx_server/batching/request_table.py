@@ -26,10 +26,11 @@ from mlx_server.outputs import (
     PoolChange,
     PositionLogprobs,
     RequestOutput,
+    SampledToken,
     ScheduledChunk,
     SchedulerOutput,
 )
-from mlx_server.request import FinishReason, Request, RequestStatus, Vector, images_within
+from mlx_server.request import FinishReason, Request, RequestStatus, Vector, append_token
 
 Rank = tuple[bool, int, float]
 """Smaller is better. All models' requests age at one rate, so that ranks of one server make one order."""
@@ -56,16 +57,15 @@ def headroom(running: Sequence[Request], windows: Sequence[int | None] = (None,)
 
 
 class Step:
-    """A step while it is put together and while its result is awaited; single-token chunks come first in it, whatever
-    the order of adding.
+    """A step while it is put together and while its result is awaited; single-token chunks come first in it.
 
     `requests` are those that it computes and that, once it is submitted, have not been preempted and have not ended
     since: the rows of others are dropped when the result comes, and `detached` blocks may go then. `given` are the
-    prompt tokens of each who computes its prompt, and `block_ids` what is new to their tables. `filled` are requests
-    whose chunk begins or ends a block: they may have full blocks to share. `drafts` are those of each who has some.
-    `closed_because` says why nobody starts any more in it, and `closed_by` who found no room; `no_overtaking` says why
-    nobody starts before the oldest of a tier. One with `draft_steps` has nothing else. `images` says of each who
-    computes placeholders where the first image of these begins.
+    prompt tokens of each request that computes its prompt, and `block_ids` what is new to their tables. `filled` are
+    requests that may have full blocks to share, since their chunk begins or ends a block. `drafts` are those of each
+    request that has some. `closed_because` says why no more requests start in it, and `closed_by` which one found no
+    room; `no_overtaking` says why none starts before the oldest of a tier. One with `draft_steps` has nothing else.
+    `images` says of each request that computes placeholders where the first image of these begins.
     """
 
     def __init__(self, now: float, draft_steps: tuple[SchedulerOutput, ...] = ()) -> None:
@@ -82,26 +82,23 @@ class Step:
         self.images: dict[str, int] = {}
         self.waits_to_draft = True if draft_steps else None  # whether the step behind it waits for its result
         self.new_requests: list[NewRequestData] = []
-        self.num_sampling = 0
+        self.num_sampling = 0  # once it is submitted
         self.num_decode_tokens = 0
         self.prompt_cost = 0.0
         self.step_id = 0
         self.pool_change: PoolChange | None = None
         self.copies: BlockCopies | None = None
         self.detached: list[list[Block]] = []
-        self._singles: list[ScheduledChunk] = []
-        self._longer: list[ScheduledChunk] = []
+        self.singles: list[ScheduledChunk] = []  # of one token
+        self.longer: list[ScheduledChunk] = []
+
+    @property
+    def chunks(self) -> list[ScheduledChunk]:
+        return self.singles + self.longer
 
     @property
     def shape(self) -> StepShape:
         return StepShape(self.num_decode_tokens, self.given.total(), self.prompt_cost)
-
-    def add(self, request: Request, chunk: ScheduledChunk) -> None:
-        self.requests[request.request_id] = request
-        if request.images and (seen := images_within(request.images, chunk.start, chunk.start + chunk.num_tokens)):
-            self.images[request.request_id] = chunk.start - seen[0][1]
-        self.num_sampling += chunk.is_sampling
-        (self._singles if chunk.num_tokens == 1 else self._longer).append(chunk)
 
     def submit(
         self,
@@ -112,7 +109,8 @@ class Step:
     ) -> SchedulerOutput:
         """The step as the executor gets it."""
         self.step_id, self.pool_change, self.copies = step_id, pool_change, copies
-        chunks, new_requests = tuple(self._singles + self._longer), tuple(self.new_requests)
+        chunks, new_requests = tuple(self.chunks), tuple(self.new_requests)
+        self.num_sampling = sum([chunk.is_sampling for chunk in chunks])
         given, draft_steps = self.given.total(), self.draft_steps
         return SchedulerOutput(
             step_id, chunks, new_requests, dropped_request_ids, given, pool_change, copies, draft_steps
@@ -125,7 +123,7 @@ class RequestTable:
     `running` is sorted by `rank`, the earlier admitted among equals. `unscheduled` are
     those that have never run, by arrival. `prompt_logprobs` are those collected of prompts that are not
     computed to their end. `queued_requests` counts the waiting ones of each tier. All are for reading; the methods here
-    change them. But the composer keeps `undecided`, running ones whose last chunk had drafts: those with recurrent
+    change them. But `DraftRoom` keeps `undecided`, running ones whose last chunk had drafts: those with recurrent
     state have one before these and one behind, until their next chunk.
 
     Blocks of a request that a submitted step names are detached, not freed: the device may still write them.
@@ -400,3 +398,22 @@ class RequestTable:
 def _num_computed(request: Request) -> int:
     """Tokens whose ids are known and whose K/V are computed, or will be by a submitted step."""
     return min(request.num_computed_tokens, request.num_tokens)
+
+
+def append_drafted(request: Request, sampled: SampledToken) -> tuple[FinishReason | None, tuple[PositionLogprobs, ...]]:
+    """Appends drafts that were right and the token behind them, as `append_token` does each: why the request has ended,
+    and the logprobs of those that count. Behind one that ends the output the rest is void, and so it is where a grammar
+    forces another token than was sampled."""
+    output_token_ids, reason = request.output_token_ids, None
+    logprobs: list[PositionLogprobs] = []
+    for place, token in enumerate((*sampled.accepted, sampled), start=len(output_token_ids)):
+        if place < len(output_token_ids):  # a grammar has forced it
+            if output_token_ids[place] != token.token_id:
+                break
+            continue
+        reason = append_token(request, token.token_id)
+        if token.logprobs is not None:
+            logprobs.append(token.logprobs)
+        if reason is not None:
+            break
+    return reason, tuple(logprobs)

@@ -18,7 +18,7 @@ from mlx_server.batching.blocks.disk_saves import BlockStore
 from mlx_server.batching.blocks.disk_tier import DiskTier
 from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits, check_queue, displaced_by
 from mlx_server.batching.refusals import displacement, expiry, grammar_error, starvation
-from mlx_server.batching.request_table import Rank, RequestTable, Step, headroom
+from mlx_server.batching.request_table import Rank, RequestTable, Step, append_drafted, headroom
 from mlx_server.batching.speculation.drafting import Drafts, Speculation
 from mlx_server.batching.step_budget import PromptBudget, StepShape
 from mlx_server.batching.step_composer import StepComposer
@@ -30,9 +30,9 @@ _LONG_STEP_S = 0.01
 _LATE_SHARE = 0.9
 _LATE_MARGIN_S = 0.004
 _BESIDE_MARGIN_S = 0.008
-"""The step behind a long one is composed after this share of it, less a margin: with 10 ms, who came in the last 13 of
-30 ms waited for a second step. A device that runs beside the host would wait for that with 4 ms, a hundredth of the
-time; there a launch's time is added, and the share is less for a while after steps that ended early."""
+"""The step after a long one is composed after this share of it, less a margin: with 10 ms, a request that came in the
+last 13 of 30 ms waited for a second step. A device that runs beside the host would wait for that with 4 ms, a hundredth
+of the time; there a launch's time is added, and the share is less for a while after steps that ended early."""
 
 _LAUNCH_DECAY = 0.98
 _EARLY_DECAY = 0.8
@@ -79,8 +79,8 @@ class ContinuousBatchingScheduler:
         if store is not None:
             waiting, target_s = self._table.waiting, self._composer.policy.target_s
             self._table.disk = DiskTier(blocks, waiting, store, self._compute_s, self._headroom, target_s)
-        self._launch_s = 0.0  # the longest of late
-        self._early_share = 1.0  # the least of late that a step took of what was foretold
+        self._launch_s = 0.0  # the longest recent one
+        self._early_share = 1.0  # the smallest recent share of its expected time that a step took
         self._wake = asyncio.Event()
         self._has_draft_model = speculation is not None and speculation.has_model
         if speculation is not None:
@@ -232,8 +232,8 @@ class ContinuousBatchingScheduler:
             self._observe(submitted, output)
         if self.disk is not None and submitted.copies is not None:
             is_other = submitted.pool_change is not None or output.num_images
-            foretold_s = None if is_other else self._budget.expected_s(submitted.shape)
-            self.disk.on_copied(submitted.copies, output, foretold_s, self._launch_s)
+            expected_s = None if is_other else self._budget.expected_s(submitted.shape)
+            self.disk.on_copied(submitted.copies, output, expected_s, self._launch_s)
         requests = submitted.requests
         self._collect_prompt_logprobs(requests, output.prompt_logprobs)
         outputs = self._table.take_images(submitted, output.image_errors)
@@ -251,14 +251,14 @@ class ContinuousBatchingScheduler:
         return outputs
 
     def next_schedule_s(self, began_s: float) -> float:
-        """When to compose the step behind the oldest submitted one, which began at `began_s`: late in it if it is
-        long, so that who arrives meanwhile waits for one step and not for two; at once where that cannot be told."""
-        foretold_s = self._budget.expected_s(self._table.submitted[0].shape)
-        if foretold_s < _LONG_STEP_S or self._is_device_shared():
+        """When to compose the step after the oldest submitted one, which began at `began_s`: late in it if it is long,
+        so that requests that arrive meanwhile wait for one step and not for two; at once while its time is unknown."""
+        expected_s = self._budget.expected_s(self._table.submitted[0].shape)
+        if expected_s < _LONG_STEP_S or self._is_device_shared():
             return began_s
         if not self._launch_s:
-            return began_s + _LATE_SHARE * foretold_s - _LATE_MARGIN_S
-        return began_s + min(self._early_share, _LATE_SHARE) * foretold_s - _BESIDE_MARGIN_S - self._launch_s
+            return began_s + _LATE_SHARE * expected_s - _LATE_MARGIN_S
+        return began_s + min(self._early_share, _LATE_SHARE) * expected_s - _BESIDE_MARGIN_S - self._launch_s
 
     @property
     def waits_to_draft(self) -> bool:
@@ -270,7 +270,7 @@ class ContinuousBatchingScheduler:
         return self._composer.explain(request, step)
 
     def take_starved(self) -> list[RequestOutput]:
-        """Ends of requests that waited in vain for the memory of their next block, although nobody else ran."""
+        """Ends of requests that waited too long for the memory of their next block, although no other ran."""
         if not (starved := self._table.starved):
             return []
         self._table.starved = []
@@ -284,37 +284,31 @@ class ContinuousBatchingScheduler:
         return self._table.starving_since is not None
 
     def _take_tokens(self, request: Request, sampled: SampledToken, drafts: Drafts | None) -> RequestOutput:
-        """Appends what a step has given a request: one token, and its drafts that were right before it. Behind one that
-        ends the output the rest is void; so it is where a grammar forces another token than was sampled."""
+        """Appends what a step has given a request: one token, and its drafts that were right before it."""
         output_token_ids = request.output_token_ids
         num_before = len(output_token_ids)
-        reason: FinishReason | None = None
-        logprobs: list[PositionLogprobs] = []
-        tokens = (*sampled.accepted, sampled)
-        for place, token in enumerate(tokens, start=num_before):
-            if place < len(output_token_ids):  # a grammar has forced it
-                if output_token_ids[place] != token.token_id:
-                    break
-                continue
-            reason = append_token(request, token.token_id)
-            if token.logprobs is not None:
-                logprobs.append(token.logprobs)
-            if reason is not None:
-                break
+        logprobs: tuple[PositionLogprobs, ...] = ()
+        if not sampled.accepted:
+            reason = append_token(request, sampled.token_id)
+            if sampled.logprobs is not None:
+                logprobs = (sampled.logprobs,)
+        else:
+            reason, logprobs = append_drafted(request, sampled)
         if drafts is not None:
             self._table.cut_back(request, drafts, num_before, len(sampled.accepted))
         kept = self._table.prompt_logprobs
         prompt_logprobs = tuple(kept.pop(request.request_id, ())) if kept else ()
         if reason is not None:
             self._table.end(request, reason)
+        is_one = len(output_token_ids) == num_before + 1
         return RequestOutput(
             request.request_id,
-            tuple(output_token_ids[num_before:]),
+            (output_token_ids[-1],) if is_one else tuple(output_token_ids[num_before:]),
             reason,
             request.stop_reason,
             grammar_error(request, output_token_ids[-1]) if reason is FinishReason.ERROR else None,
             request.num_cached_tokens or 0,
-            tuple(logprobs),
+            logprobs,
             prompt_logprobs,
         )
 
@@ -325,9 +319,9 @@ class ContinuousBatchingScheduler:
             num_rows, is_drafted = shape.num_decode_tokens, bool(step.drafts)
             self.speculation.observe(num_rows, step_time_s, output.idle_time_s, is_drafted=is_drafted)
         if not step.drafts or shape.num_prompt_tokens:
-            foretold_s = self._budget.expected_s(shape)
-            if foretold_s >= _LONG_STEP_S:
-                self._early_share = min(step_time_s / foretold_s, 1.0 - _EARLY_DECAY * (1.0 - self._early_share))
+            expected_s = self._budget.expected_s(shape)
+            if expected_s >= _LONG_STEP_S:
+                self._early_share = min(step_time_s / expected_s, 1.0 - _EARLY_DECAY * (1.0 - self._early_share))
             self._budget.observe(shape, step_time_s)
         self._launch_s = max(output.launch_time_s, _LAUNCH_DECAY * self._launch_s)
 
@@ -350,7 +344,7 @@ class ContinuousBatchingScheduler:
         return self.blocks.shrink(num_blocks, self.disk.saves.puts_off if saves_first else None)
 
     def hold_admission(self, is_held: bool) -> None:
-        """While it is held, nobody starts beside one who runs. Wakes `run`, which may wait for memory."""
+        """While it is held, no request starts beside running ones. Wakes `run`, which may wait for memory."""
         self._composer.policy.is_held = is_held
         self._wake.set()
 
@@ -412,7 +406,7 @@ class ContinuousBatchingScheduler:
                 result.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _schedule_next(self, now: float, deliver: Callable[[list[RequestOutput]], None]) -> SchedulerOutput | None:
-        """`schedule`, and the ends of those who have waited in vain."""
+        """`schedule`, and the ends of requests that have waited too long."""
         if expired := self.expire(now):
             deliver(expired)
         self._wake.clear()

@@ -9,11 +9,11 @@ from mlx_server.batching.limits import SchedulerCounters, SchedulerLimits
 from mlx_server.batching.policy import Policy
 from mlx_server.batching.request_table import RequestTable, Step
 from mlx_server.batching.speculation.draft_room import DraftRoom, needs_no_result
-from mlx_server.batching.speculation.drafting import NO_DRAFTS, recent_tokens
+from mlx_server.batching.speculation.drafting import NO_DRAFTS, Drafts, recent_tokens
 from mlx_server.batching.step_budget import PromptBudget
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds, ScheduledChunk, SchedulerOutput
-from mlx_server.request import Request, RequestStatus
+from mlx_server.request import Request, RequestStatus, images_within
 
 
 class StepComposer:
@@ -59,6 +59,8 @@ class StepComposer:
                 self._put(step, request, num_tokens, step.block_ids[request.request_id])
         if step.requests:
             table.publish_filled(step)
+            if self._draft_room is not None:
+                self._draft_room.on_step(step)
         elif not table.running and not table.submitted:
             if disk is not None and (disk.is_loading or not table.has_waiting):
                 disk.save_idle(now)
@@ -98,10 +100,10 @@ class StepComposer:
     # --- decodes ------------------------------------------------------------------------------------------
 
     def _add_decodes(self, step: Step) -> list[Request]:
-        """Adds everyone who decodes; returns those who run but have prompt to compute.
+        """Adds all requests that decode; returns running ones that have prompt to compute.
 
         Up to a block of known tokens counts as a decode (those that a grammar forces, or the uncached tail of a
-        resumed request), as far as the step has room beside one token for everyone who runs.
+        resumed request), if the step has room for them beside one token of each running request.
         """
         running = self._table.running
         drafts = {} if self._draft_room is None else self._draft_room.choose()
@@ -117,7 +119,7 @@ class StepComposer:
                     continue
                 num_tokens, own_drafts = 1, NO_DRAFTS
             else:
-                num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids) - start
+                num_tokens = request.num_tokens - start
                 if self._table.is_prefilling(request):
                     prefilling.append(request)
                     continue
@@ -131,27 +133,24 @@ class StepComposer:
             is_room = filled and filled + num_tokens <= BLOCK_SIZE
             block_ids = () if is_room else self.policy.grow(step, request, num_tokens)
             if block_ids is not None:
-                if own_drafts is not NO_DRAFTS:
-                    step.drafts[request.request_id] = own_drafts
                 step.num_decode_tokens += num_tokens
-                self._put(step, request, num_tokens, block_ids)
+                self._put(step, request, num_tokens, block_ids, own_drafts)
         return prefilling
 
     # --- progress -----------------------------------------------------------------------------------------
 
-    def _put(self, step: Step, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
-        """Books the next `num_tokens` positions of the request as computed by this step."""
-        start = request.num_computed_tokens
-        end = start + num_tokens
-        num_in_flight = request.num_in_flight
-        num_prompt_tokens = len(request.prompt_token_ids)
-        num_output_tokens = len(request.output_token_ids) + num_in_flight
-        drafts = step.drafts.get(request.request_id, NO_DRAFTS)
-        num_drafts = len(drafts.token_ids) if drafts is not NO_DRAFTS else 0
+    def _put(
+        self, step: Step, request: Request, num_tokens: int, block_ids: BlockIds, drafts: Drafts = NO_DRAFTS
+    ) -> None:
+        """Books the next `num_tokens` positions of the request, of which `drafts` are the last ones, as computed by
+        this step. Most requests of most steps have one token, which is in flight."""
+        request_id, start, num_in_flight = request.request_id, request.num_computed_tokens, request.num_in_flight
+        end, num_output_tokens = start + num_tokens, len(request.output_token_ids) + num_in_flight
+        num_prompt_tokens, num_drafts = len(request.prompt_token_ids), len(drafts.token_ids)
         is_sampling = end == num_prompt_tokens + num_output_tokens + num_drafts
         constraint = request.constraint
         chunk = ScheduledChunk(
-            request.request_id,
+            request_id,
             start,
             num_tokens,
             None if num_in_flight else (*request.token_ids(start, end), *drafts.token_ids),
@@ -162,19 +161,25 @@ class StepComposer:
             None if self._checkpoints is None else self._checkpoints.save(request, end),
             num_drafts,
             drafts.bitmasks,
-            () if self._draft_room is None else recent_tokens(request, start, end - num_drafts),
+            () if num_in_flight or self._draft_room is None else recent_tokens(request, start, end - num_drafts),
         )
-        step.add(request, chunk)
-        if self._draft_room is not None:
-            self._draft_room.on_chunk(chunk)
+        step.requests[request_id] = request
+        if request.images and (seen := images_within(request.images, start, end)):
+            step.images[request_id] = start - seen[0][1]
+        (step.singles if num_tokens == 1 else step.longer).append(chunk)
         request.num_computed_tokens = end
         if is_sampling:
             request.num_in_flight = num_in_flight + 1 + num_drafts
         if num_drafts:
+            step.drafts[request_id] = drafts
             return  # what is computed is known when it is known which of them are right
-        self._counters.num_tokens_recomputed += max(0, min(end, request.num_ever_computed) - start)
-        request.num_ever_computed = max(request.num_ever_computed, end)
+        num_ever_computed = request.num_ever_computed
+        if start < num_ever_computed:
+            self._counters.num_tokens_recomputed += min(end, num_ever_computed) - start
+        if end > num_ever_computed:
+            request.num_ever_computed = end
         if start < num_prompt_tokens:
             self._counters.num_prompt_tokens_computed += min(end, num_prompt_tokens) - start
-        if start % BLOCK_SIZE == 0 or end // BLOCK_SIZE > start // BLOCK_SIZE:
+        # A block that ends with a token in flight has no hash yet, and is filled for the step after it.
+        if start % BLOCK_SIZE == 0 or (not num_in_flight and end // BLOCK_SIZE > start // BLOCK_SIZE):
             step.filled.append(request)

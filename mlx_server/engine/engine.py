@@ -365,20 +365,17 @@ class AsyncEngine:
             logger.exception("The scheduler of %s was left as it is", self.model_name)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Puts a step's news on the streams. Their readers are told in one call behind what the scheduler does now:
-        the next step goes to the device before anything is sent."""
+        """Puts a step's news on the streams. One later call tells all readers, after the scheduler's turn: so the next
+        step goes to the device before anything is sent."""
         if not outputs:
             return
         if not self._untold:
             asyncio.get_running_loop().call_soon(self._tell_readers)
         now = self._clock()
         streams = self._streams
-        advanced = [streams[o.request_id].request for o in outputs if o.new_token_ids and o.request_id in streams]
-        told(self.metrics.on_tokens, advanced, now)
-        for output in outputs:
-            stream = streams.get(output.request_id)
-            if stream is None:
-                continue
+        news = [(stream, output) for output in outputs if (stream := streams.get(output.request_id)) is not None]
+        told(self.metrics.on_tokens, [stream.request for stream, output in news if output.new_token_ids], now)
+        for stream, output in news:
             self._untold[stream.on_news] = None
             try:
                 stream.put(output, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_server.engine.grammar.constraints import GuardedConstraint
@@ -175,11 +175,9 @@ class RequestStream:
             return
         self._end(self.request_id, FinishReason.ABORT if error is None else FinishReason.ERROR, 0)
         if error is None:
-            self._append(
-                self._latest._replace(
-                    text="", token_ids=(), finish_reason=FinishReason.ABORT, logprobs=(), prompt_logprobs=(), pieces=()
-                )
-            )
+            nothing: dict[str, Any] = {"text": "", "token_ids": (), "logprobs": (), "prompt_logprobs": (), "pieces": ()}
+            self._deltas.append(replace(self._latest, finish_reason=FinishReason.ABORT, **nothing))
+            self.is_complete = True
             self.on_news()
         else:
             self.fail(error)
@@ -196,48 +194,48 @@ class RequestStream:
         request, num_before = self.request, self._latest.num_output_tokens
         if request.first_token_s is None and output.pooled is None:
             request.first_token_s = now
-        finish_reason, stop_reason, text = output.finish_reason, output.stop_reason, ""
-        token_ids = output.new_token_ids
+        token_ids, finish_reason, stop_reason = output.new_token_ids, output.finish_reason, output.stop_reason
+        num_tokens, text, matched = len(token_ids), "", None
         pieces: tuple[str, ...] = ()
         if self._text is not None:
-            num_tokens = len(token_ids)
             if num_tokens == 1:
                 text, matched = self._text.append(token_ids, finish_reason)
             else:
                 pieces, matched = self._text.append_run(token_ids, finish_reason)
                 text, num_tokens = "".join(pieces), len(pieces)
-            if matched is not None:
-                token_ids = token_ids[:num_tokens]
-                # Of several tokens of one step, those behind the match have never been put out.
-                num_cut = min(len(output.new_token_ids) - num_tokens, request.num_accepted_drafts)
-                request.num_accepted_drafts -= num_cut
-                request.num_rejected_drafts += num_cut
-                num_void = request.num_output_tokens - num_before - num_tokens
-                del request.output_token_ids[num_before + num_tokens :]
-                self._end(self.request_id, FinishReason.STOP, num_void)
-                finish_reason, stop_reason = FinishReason.STOP, matched
+        if matched is not None:
+            token_ids = token_ids[:num_tokens]
+            # Of several tokens of one step, those behind the match have never been put out.
+            num_cut = min(len(output.new_token_ids) - num_tokens, request.num_accepted_drafts)
+            request.num_accepted_drafts -= num_cut
+            request.num_rejected_drafts += num_cut
+            num_void = request.num_output_tokens - num_before - num_tokens
+            del request.output_token_ids[num_before + num_tokens :]
+            self._end(self.request_id, FinishReason.STOP, num_void)
+            finish_reason, stop_reason = FinishReason.STOP, matched
         timings = None
         if finish_reason is not None:
             timings = RequestTimings(request.arrival_s, request.first_scheduled_s, request.first_token_s, now)
-        self._append(
-            CompletionDelta(  # by place, since names take half a microsecond
-                text,
-                token_ids,
-                finish_reason,
-                stop_reason,
-                len(request.prompt_token_ids),
-                output.num_cached_tokens,
-                num_before + len(token_ids),
-                request.num_accepted_drafts,
-                request.num_rejected_drafts,
-                output.logprobs[: len(token_ids)],
-                output.prompt_logprobs,
-                timings,
-                output.pooled,
-                pieces,
-                request.num_rounded_tokens,
-            )
+        delta = CompletionDelta(  # by place, since names take half a microsecond
+            text,
+            token_ids,
+            finish_reason,
+            stop_reason,
+            len(request.prompt_token_ids),
+            output.num_cached_tokens,
+            num_before + num_tokens,
+            request.num_accepted_drafts,
+            request.num_rejected_drafts,
+            output.logprobs[:num_tokens],
+            output.prompt_logprobs,
+            timings,
+            output.pooled,
+            pieces,
+            request.num_rounded_tokens,
         )
+        self._deltas.append(delta)
+        self._latest = delta
+        self.is_complete = finish_reason is not None
 
     def fail(self, error: ServeError) -> None:
         """Ends the stream with an error; deltas that are there can still be read."""
@@ -245,15 +243,11 @@ class RequestStream:
         self.is_complete = True
         self.on_news()
 
-    def _append(self, delta: CompletionDelta) -> None:
-        self._deltas.append(delta)
-        self._latest = delta
-        self.is_complete = delta.finish_reason is not None
-
 
 def _before_fault(output: RequestOutput) -> RequestOutput:
     """The news as if the last token had not been drawn yet: a stop string may end the request before it."""
-    return output._replace(
+    return replace(
+        output,
         new_token_ids=output.new_token_ids[:-1],
         finish_reason=None,
         stop_reason=None,

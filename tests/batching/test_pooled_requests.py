@@ -62,10 +62,8 @@ def test_equal_inputs_are_each_computed_from_their_first_token() -> None:
     world.add(shared)
     world.finish()
     num_computed = world.runner.num_prompt_tokens_computed
-    twins = [pooled_request(name) for name in ("a", "b")]
-    for twin in twins:
-        twin.prompt_token_ids = list(shared.prompt_token_ids)
-        twin.max_total_tokens = 64
+    for name in ("a", "b"):
+        twin = make_request(name, list(shared.prompt_token_ids), pooling=PoolingParams(), max_total_tokens=64)
         world.add_unchecked(twin)
     world.finish()
     assert world.runner.num_prompt_tokens_computed == num_computed + 128

@@ -84,6 +84,9 @@ class OutputParser:
     is_over = False
     """Whether the output ends here, whatever the model goes on to write. For subclasses to set."""
 
+    is_plain = False
+    """Whether all text is content as it comes, so that it need not be given to `append`."""
+
     def __init__(
         self,
         splitter: ReasoningSplitter | None = None,
@@ -92,6 +95,7 @@ class OutputParser:
     ) -> None:
         """Without `is_parallel`, calls after the first are dropped. `is_reasoning` tells whether the text so far ends
         inside the reasoning, which there is none of without `splits_reasoning`."""
+        self.is_plain = type(self) is OutputParser and splitter is None and extractor is None
         self.splits_reasoning = splitter is not None
         self.is_reasoning = splitter is not None and splitter.is_reasoning
         self._splitter = splitter
@@ -162,9 +166,6 @@ class Finish:
     timings: RequestTimings | None
 
 
-_NO_DELTA = CompletionDelta("", ())
-
-
 @dataclass(slots=True)  # not frozen: there is one a token, and it takes three times as long
 class OutputEvent:
     """News of one choice: what the text of a `delta` is. Counts are totals so far; `finish` is set on the choice's last
@@ -176,7 +177,7 @@ class OutputEvent:
     tool_calls: tuple[ToolCallDelta, ...] = ()
     finish: Finish | None = None
     num_reasoning_tokens: int = 0
-    delta: CompletionDelta = _NO_DELTA
+    delta: CompletionDelta = field(default_factory=lambda: CompletionDelta("", ()))
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -307,10 +308,13 @@ class Generation:
 class _Choice:
     """One request of a job: turns the engine's deltas into events."""
 
+    __slots__ = ("_index", "_is_plain", "_num_reasoning_tokens", "_parser", "_was_reasoning", "stream")
+
     def __init__(self, index: int, stream: RequestStream, parser: OutputParser) -> None:
         self.stream = stream
         self._index = index
         self._parser = parser
+        self._is_plain = parser.is_plain
         self._was_reasoning = parser.is_reasoning
         self._num_reasoning_tokens = 0
 
@@ -318,8 +322,11 @@ class _Choice:
         """Adds all that can be read without waiting to `events`; how many tokens that is."""
         num_tokens = 0
         for delta in self.stream.take():
-            events.append(self._event(delta))
             num_tokens += len(delta.token_ids)
+            if self._is_plain and delta.finish_reason is None:
+                events.append(OutputEvent(self._index, delta.text, "", (), None, 0, delta))
+            else:
+                events.append(self._event(delta))
         if self._parser.is_over and not self.stream.is_complete:
             self.stream.abort()
             events += map(self._event, self.stream.take())

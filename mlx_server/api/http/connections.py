@@ -250,6 +250,8 @@ class _ChunkWriter:
     """Writes a chunked body's pieces, and frames them itself: they change nothing for h11, which takes longer over one
     than all else does."""
 
+    __slots__ = ("_flow", "_transport", "drain", "num_bytes", "written_s")
+
     def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
         self.num_bytes = 0
         self.written_s = 0.0
@@ -262,10 +264,11 @@ class _ChunkWriter:
         return self._flow.write_paused
 
     def write(self, piece: bytes) -> bool:
-        self.num_bytes += len(piece)
+        num_bytes = len(piece)
+        self.num_bytes += num_bytes
         self.written_s = time.monotonic()
         if not self._transport.is_closing():
-            self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            self._transport.write(b"%x\r\n%b\r\n" % (num_bytes, piece))
         return not self._flow.write_paused
 
 

@@ -94,6 +94,8 @@ class Template:
     For example, of `lambda text: data({"delta": text, "logprobs": None})` the template keeps `data: {"delta":` and
     `,"logprobs":null}`, and `fill("Hi")` puts `"Hi"` between."""
 
+    __slots__ = ("_parts",)
+
     def __init__(self, event: Callable[[str], bytes]) -> None:
         """`event(text)` is the event as it would be made without a template; all of the text is in it, or none."""
         self._parts = event(_BLANK).split(_ENCODER.encode(_BLANK).encode())

@@ -288,14 +288,13 @@ class ChatWriter(CompletionWriter):
             pieces.append(self.chunk(choice, **({} if index else self._prompt_ids)))
         return b"".join(pieces)
 
-    def write(self, event: OutputEvent) -> bytes:
-        self._meter.update(event)
+    def write_choice(self, event: OutputEvent) -> bytes:
         reasoning = event.reasoning if self._has_reasoning else ""
-        if not (event.tool_calls or event.finish or self._has_details):  # nearly all events: one text only
+        if not (event.tool_calls or event.finish or self._has_details):
             if not reasoning:
                 return self.piece(event.index, event.content, self._content)
             if not event.content:
-                return self.piece(event.index, reasoning, self._reasoning)
+                return self.piece(event.index, reasoning, self._reasoning, is_reasoning=True)
         delta: dict[str, Any] = dict.fromkeys(_REASONING, reasoning) if reasoning else {}
         if event.content:
             delta["content"] = event.content

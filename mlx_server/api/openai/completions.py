@@ -114,8 +114,7 @@ class TextWriter(CompletionWriter):
         found = None if num_top is None else prompt_logprobs(self._names, choice.prompt_logprobs, num_top)
         return {**body, "prompt_logprobs": found}
 
-    def write(self, event: OutputEvent) -> bytes:
-        self._meter.update(event)
+    def write_choice(self, event: OutputEvent) -> bytes:
         known = self._prompt_logprobs.setdefault(event.index, [])
         if known is not None:
             known.extend(event.delta.prompt_logprobs)

@@ -211,7 +211,7 @@ async def _tell(generation: Generation, writer: Writer, out: sse.PieceWriter) ->
     """Puts out what `writer` makes of the events as they come: one piece of all that are there at one time."""
 
     def show(events: list[OutputEvent]) -> bool:
-        piece = b"".join(map(writer.write, events))
+        piece = writer.write(events[0]) if len(events) == 1 else b"".join(map(writer.write, events))
         return not piece or out.write(piece)
 
     try:

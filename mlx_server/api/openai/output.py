@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_server.api.answers.collect import Answer, Choice, Usage, UsageMeter
+from mlx_server.api.answers.generation import OutputEvent
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
 from mlx_server.api.openai.exchange import Exchange, Writer
@@ -39,7 +40,7 @@ class CompletionWriter(Writer):
         self._has_token_ids = bool(body.return_token_ids)
         options = body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
-        self._templates: dict[tuple[int, Callable[..., object]], sse.Template] = {}
+        self._templates: dict[tuple[int, bool], sse.Template] = {}  # by index, and whether it is of reasoning
         self._repeats_usage = self._has_usage and options is not None and bool(options.continuous_usage_stats)
 
     @abstractmethod
@@ -70,16 +71,31 @@ class CompletionWriter(Writer):
             body["usage"] = self.usage(self._meter.total()) if self._repeats_usage else None
         return sse.data(body)
 
-    def piece(self, index: int, text: str, choice: Callable[[int, str], dict[str, Any]]) -> bytes:
-        """The event with `choice(index, text)`, which differs from others of that index in its text only; nothing
-        without text, as when a character is not complete yet."""
+    def write(self, event: OutputEvent) -> bytes:
+        """Nearly all events of a stream are one text and no more, in the form of an earlier one: see `piece`."""
+        if event.finish is None and not event.tool_calls and not (event.content and event.reasoning):
+            template = self._templates.get((event.index, bool(event.reasoning)))
+            if template is not None:
+                text = event.content or event.reasoning
+                return template.fill(text) if text else b""
+        self._meter.update(event)
+        return self.write_choice(event)
+
+    @abstractmethod
+    def write_choice(self, event: OutputEvent) -> bytes:
+        """The chunk of an event; nothing where there is nothing to show."""
+
+    def piece(
+        self, index: int, text: str, choice: Callable[[int, str], dict[str, Any]], *, is_reasoning: bool = False
+    ) -> bytes:
+        """The chunk with `choice(index, text)`; nothing without text, as when a character is not complete yet. All
+        later events of that index that have such a text and no more are written alike, without being asked for."""
         if not text:
             return b""
         if self._repeats_usage:
             return self.chunk(choice(index, text))
-        template = self._templates.get((index, choice))
-        if template is None:
-            template = self._templates[index, choice] = sse.Template(lambda blank: self.chunk(choice(index, blank)))
+        template = sse.Template(lambda blank: self.chunk(choice(index, blank)))
+        self._templates[index, is_reasoning] = template
         return template.fill(text)
 
     def usage(self, usage: Usage) -> dict[str, Any]:

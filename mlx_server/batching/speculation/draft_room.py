@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlx_server.batching.limits import FEWEST_SAMPLED_ROWS, SchedulerLimits
 from mlx_server.batching.policy import Policy
-from mlx_server.batching.request_table import RequestTable
+from mlx_server.batching.request_table import RequestTable, Step
 from mlx_server.batching.speculation.drafting import (
     LEAST_GAIN,
     LEAST_GAIN_BESIDE_PROMPTS,
@@ -16,7 +16,7 @@ from mlx_server.batching.speculation.drafting import (
     StepRoom,
 )
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import ScheduledChunk, SchedulerOutput
+from mlx_server.outputs import SchedulerOutput
 from mlx_server.request import Request
 
 
@@ -54,12 +54,12 @@ class DraftRoom:
         num_known = {
             request: request.num_tokens - request.num_computed_tokens
             for request in self._table.running
-            if _drafts(request) and not request.num_in_flight
+            if not request.num_in_flight and _drafts(request)
         }
         return {request: count for request, count in num_known.items() if count <= most_known}
 
     def _with_states(self, num_known: dict[Request, int]) -> dict[Request, int]:
-        """Those for whose state behind the drafts there is a slot: who drafted last has one, whatever became of it."""
+        """Those for whose state after the drafts there is a slot: the requests that drafted last have one."""
         undecided, num_spares = self._table.undecided, self._speculation.num_spares
         if num_spares is None:
             return num_known
@@ -67,13 +67,13 @@ class DraftRoom:
         able = undecided.union(others[: max(0, num_spares - len(undecided))])
         return {request: count for request, count in num_known.items() if request.request_id in able}
 
-    def on_chunk(self, chunk: ScheduledChunk) -> None:
-        """A step computes the chunk of a request, from that one of its states which has proved right."""
-        if chunk.num_drafts:
-            self._table.undecided.add(chunk.request_id)
-        else:
-            self._table.undecided.discard(chunk.request_id)
-        self._speculation.on_chunk(chunk)
+    def on_step(self, step: Step) -> None:
+        """A step computes chunks of requests, each from that one of its states which has proved right."""
+        self._table.undecided.difference_update(step.requests)
+        self._table.undecided.update(step.drafts)
+        if self._speculation.has_model:
+            for chunk in step.chunks:
+                self._speculation.on_chunk(chunk)
 
     def waits(self) -> bool:
         """Whether the next step is better composed when the result of the one that runs is known: it carries drafts, or
@@ -81,31 +81,43 @@ class DraftRoom:
         known tokens, and a draft model runs between two steps."""
         newest = self._table.submitted[-1]
         if newest.waits_to_draft is None:
-            in_flight = [r for r in self._table.running if _drafts(r) and r.num_in_flight and needs_no_result(r)]
-            free = {request: room - 1 for request, room in self._rooms(in_flight).items()}
             must_wait = self._speculation.changes_pool or any(step.drafts for step in self._table.submitted)
-            newest.waits_to_draft = must_wait or (
-                bool(free) and self._speculation.would_draft(free, self._beside(dict.fromkeys(free, 1)))
-            )
+            newest.waits_to_draft = must_wait or self._would_draft()
         return newest.waits_to_draft
 
+    def _would_draft(self) -> bool:
+        """Whether the next step would carry drafts if the tokens in flight were known. With many requests the answer is
+        nearly always no, and needs no look at each of them."""
+        speculation, running = self._speculation, self._table.running
+        if not (speculation.has_model or speculation.may_gain(len(running), self._step_room(has_prompts=False))):
+            speculation.pass_over()
+            return False
+        in_flight = [r for r in running if _drafts(r) and r.num_in_flight and needs_no_result(r)]
+        free = {request: room - 1 for request, room in self._rooms(in_flight).items()}
+        return bool(free) and speculation.would_draft(free, self._beside(dict.fromkeys(free, 1)))
+
     def _beside(self, num_known: Mapping[Request, int]) -> StepRoom:
+        """The room beside `num_known`: the tokens that the step computes of requests that may draft, before their
+        drafts."""
+        running = self._table.running
+        may_start = self._table.has_waiting and len(running) < self._limits.max_num_seqs and not self._policy.is_held
+        has_prompts = may_start or not all(request.output_token_ids for request in running)
+        room = self._step_room(sum(num_known.values()) - len(num_known), has_prompts=has_prompts)
+        if self._speculation.num_spares is None:
+            return room
+        return room._replace(num_known={request.request_id: count for request, count in num_known.items()})
+
+    def _step_room(self, num_again: int = 0, *, has_prompts: bool) -> StepRoom:
         """Prompts that can run keep half of the step's tokens, and beside them no number of rows is tried that was not
         measured, since such a step does not tell what it takes. The sampler has room for as many rows as may run.
-        `num_known` are the tokens that the step computes of requests that may draft, before their drafts."""
+        `num_again` tokens are computed beside one of each request."""
         limits, num_running = self._limits, len(self._table.running)
-        may_start = self._table.has_waiting and num_running < limits.max_num_seqs and not self._policy.is_held
-        has_prompts = may_start or not all(request.output_token_ids for request in self._table.running)
-        target_s = self._policy.target_s()
-        num_again = sum(num_known.values()) - len(num_known)
         num_rows = limits.max_num_batched_tokens // (1 + has_prompts) - num_running - num_again
         most = max(0, min(num_rows, max(limits.max_num_seqs, FEWEST_SAMPLED_ROWS) - num_running))
         if has_prompts:
             most = max(0, min(most, self._speculation.costs.most_rows - num_running - num_again))
-        room = StepRoom(num_running, most, target_s, LEAST_GAIN_BESIDE_PROMPTS if has_prompts else LEAST_GAIN)
-        if self._speculation.num_spares is None:
-            return room
-        return room._replace(num_known={request.request_id: count for request, count in num_known.items()})
+        least_gain = LEAST_GAIN_BESIDE_PROMPTS if has_prompts else LEAST_GAIN
+        return StepRoom(num_running, most, self._policy.target_s(), least_gain)
 
     def _rooms(self, requests: Iterable[Request]) -> dict[Request, int]:
         """Most drafts of each: they end before its last token, and take no block that others may need. With recurrent
@@ -130,7 +142,8 @@ class DraftRoom:
 def needs_no_result(request: Request) -> bool:
     """Whether the next token of a request can be computed while its last one is in flight: a last token
     needs no successor, and a grammar's next mask depends on the token."""
-    is_last = request.num_tokens + request.num_in_flight >= request.max_total_tokens
+    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_in_flight
+    is_last = num_tokens >= request.max_total_tokens
     return not is_last and request.constraint is None
 
 

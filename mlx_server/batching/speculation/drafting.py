@@ -135,7 +135,6 @@ class RowCosts:
         return max(self._seconds, default=0)
 
     def seconds(self, num_rows: int) -> float:
-        """As `curve` says."""
         return self.curve(num_rows, num_rows)[0]
 
     def curve(self, first: int, last: int) -> list[float]:
@@ -177,20 +176,19 @@ class Acceptance:
         self.num_compared = _FORGETTING * self.num_compared + num_accepted + (num_accepted < num_drafts)
 
     def fade(self) -> None:
-        """A step without drafts: who gave up tries again after some hundred of them."""
+        """A step without drafts: a request that gave up tries again after some hundred of them."""
         self.num_agreed *= _RETRY
         self.num_compared *= _RETRY
 
 
 class Acceptances:
-    """How often drafts of one kind are right, request by request: who has few is taken to be like all of late."""
+    """How often drafts of one kind are right, by request. One that has few is expected to be like all recent ones."""
 
     def __init__(self) -> None:
         self._of_all = Acceptance()
         self._by_request: dict[str, Acceptance] = {}
 
     def rate(self, request_id: str) -> float:
-        """How often drafts for the request are right."""
         guess, own = self._of_all.rate(_FIRST_GUESS), self._by_request.get(request_id)
         return guess if own is None else own.rate(guess)
 
@@ -206,11 +204,17 @@ class Acceptances:
             own.fade()
 
     def fade_all(self) -> None:
-        """Nobody has."""
+        """No request has drafts in a step."""
         self._of_all.fade()
+        for own in self._by_request.values():
+            own.fade()
+
+    @property
+    def best_rate(self) -> float:
+        guess = self._of_all.rate(_FIRST_GUESS)
+        return max([guess, *[own.rate(guess) for own in self._by_request.values()]])
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
         self._by_request.pop(request_id, None)
 
 
@@ -276,8 +280,10 @@ def choose_depths(
     ]
     gains.sort(key=lambda gain: -gain[0])
     del gains[max(0, min(room.most, 2 * max(costs.most_rows, num_rows) - num_rows)) :]
+    if not gains:
+        return {}
     plain_s, *drafted_s = costs.curve(num_rows, num_rows + len(gains))
-    if plain_s <= 0.0 or not gains:
+    if plain_s <= 0.0:
         return {}
     tokens, best, best_count = float(room.num_rows), room.least_gain * room.num_rows / plain_s, 0
     num_again = 0.0
@@ -357,12 +363,11 @@ class Speculation:
         """The drafts of a step, of requests that have room for `free` each, as far as grammars allow them. Those that
         are not worth their rows fade, so that they are tried again some time."""
         found, depths = self.plan(free, room)
-        for request_id in found or [request.request_id for request in free]:
-            if request_id not in depths:
-                self._acceptances.fade(request_id)
         if not depths:
-            self._acceptances.fade_all()
+            self.pass_over()
             return {}
+        for request_id in found.keys() - depths.keys():
+            self._acceptances.fade(request_id)
         return {
             request_id: Drafts(found[request_id].token_ids[:depth], found[request_id].bitmasks[:depth])
             for request_id, depth in depths.items()
@@ -377,22 +382,29 @@ class Speculation:
         rates = {request_id: self._rate(request_id) for request_id in found}
         return DraftPlan(found, choose_depths(proposed, rates, room, self.costs, self.wait_s))
 
+    def may_gain(self, num_requests: int, room: StepRoom) -> bool:
+        """Whether so many requests are worth looking at for drafts: a few always are, more of them not if drafts that
+        are right as often as the best request's would gain nothing."""
+        if num_requests <= _FEW or room.most <= 0:
+            return num_requests <= _FEW
+        best = {"any": self._acceptances.best_rate}
+        return bool(choose_depths({"any": self.max_draft_tokens}, best, room, self.costs, self.wait_s))
+
+    def pass_over(self) -> None:
+        """A step has no drafts: they are tried again some time."""
+        self._acceptances.fade_all()
+
     def would_draft(self, free: Mapping[Request, int], room: StepRoom) -> bool:
         """Whether a step should wait until the tokens of these are known, since it would carry drafts then."""
         return bool(self.choose(free, room))
 
     def _rate(self, request_id: str) -> float:
-        """How often drafts as they were found for the request are right."""
         return self._acceptances.rate(request_id)
 
     def _find(self, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
-        """For many, nothing is looked up where even drafts that are as right as the best of late would gain nothing;
-        for few, looking up is less work than to ask."""
         found: dict[str, Drafts] = {}
-        if len(free) > _FEW:
-            best = {"any": max([self._acceptances.rate(request.request_id) for request in free])}
-            if not choose_depths({"any": self.max_draft_tokens}, best, room, self.costs, self.wait_s):
-                return found
+        if not self.may_gain(len(free), room):
+            return found
         for request, num_free in free.items():
             token_ids = self._drafter.propose(request, min(num_free, self.max_draft_tokens)) if num_free > 0 else ()
             drafts = allowed_drafts(token_ids, request.constraint) if token_ids else NO_DRAFTS
@@ -414,8 +426,7 @@ class Speculation:
         self._acceptances.add(request_id, num_drafts, num_accepted)
 
     def compose_burst(self, free: Mapping[Request, int], room: StepRoom) -> tuple[SchedulerOutput, ...]:
-        """Steps of a draft model, whose result is wanted before the step is composed that these have room in; () if
-        there is none. Asked only of one that `has_model`."""
+        """Steps of a draft model that run before the next step is composed; () if there are none."""
         return ()
 
     def give_way(self) -> None:

@@ -9,11 +9,12 @@ import codecs
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from mlx_server.engine.text.tokenizer import TokenBytes, Tokenizer
+from mlx_server.engine.text.tokenizer import Tokenizer
 
 _MAX_UNFINISHED_BYTES = 3
 """A UTF-8 character has at most four bytes, and some decoders show each unfinished byte as one U+FFFD."""
 
+_NONE: frozenset[int] = frozenset()
 _NUM_CONTEXT = 4
 _MAX_WINDOW = 16
 
@@ -29,6 +30,8 @@ class IncrementalDetokenizer:
     middle of a text, so that a leading space is part of it even where decoding alone would strip it.
     """
 
+    __slots__ = ("_bytes", "_rest", "_skipped", "_strips_space", "_window")
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -37,31 +40,26 @@ class IncrementalDetokenizer:
         kept_token_ids: Collection[int] = (),
         continues_text: bool = False,
     ) -> None:
-        self._skipped = tokenizer.special_token_ids - frozenset(kept_token_ids) if skip_special_tokens else frozenset()
-        exact_bytes = tokenizer.exact_bytes
-        self._stream = _WindowStream(tokenizer) if exact_bytes is None else _ByteStream(exact_bytes, continues_text)
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else _NONE
+        if kept_token_ids:  # else one object for all requests, which stays in the processor's cache
+            self._skipped = self._skipped.difference(kept_token_ids)
+        self._bytes = tokenizer.exact_bytes
+        self._window = _Window(tokenizer)
+        self._rest = b""  # of a character that is not whole yet
+        self._strips_space = self._bytes is not None and self._bytes.strips_leading_space and not continues_text
 
-    def append(self, token_ids: Sequence[int]) -> str:
+    def append(self, token_ids: Sequence[int], *, is_final: bool = False) -> str:
         """Takes the next ids and returns the text that has become whole."""
         if not self._skipped.isdisjoint(token_ids):
             token_ids = [token_id for token_id in token_ids if token_id not in self._skipped]
-        return self._stream.append(token_ids)
-
-    def finish(self) -> str:
-        """The rest, once no ids follow: bytes still waiting come out as U+FFFD."""
-        return self._stream.finish()
-
-
-class _ByteStream:
-    """Joins the tokens' bytes and decodes them as they come."""
-
-    def __init__(self, token_bytes: TokenBytes, continues_text: bool) -> None:
-        self._bytes = token_bytes
-        self._rest = b""  # of a character that is not whole yet
-        self._strips_space = token_bytes.strips_leading_space and not continues_text
-
-    def append(self, token_ids: Sequence[int], *, is_final: bool = False) -> str:
-        read = self._rest + b"".join([self._bytes[token_id] for token_id in token_ids])
+        if self._bytes is None:
+            return self._window.append(token_ids)
+        if len(token_ids) == 1:
+            read = self._bytes[token_ids[0]]
+        else:
+            read = b"".join([self._bytes[token_id] for token_id in token_ids])
+        if self._rest:
+            read = self._rest + read
         text, num_read = codecs.utf_8_decode(read, "replace", is_final)
         self._rest = read[num_read:]
         if self._strips_space and text:
@@ -70,10 +68,11 @@ class _ByteStream:
         return text
 
     def finish(self) -> str:
-        return self.append((), is_final=True)
+        """The rest, once no ids follow: bytes still waiting come out as U+FFFD."""
+        return self.append((), is_final=True) if self._bytes is not None else self._window.finish()
 
 
-class _WindowStream:
+class _Window:
     """For decoders that are more than joined bytes: decodes a short window of recent tokens again at each step.
 
     What is new is the text of the window behind its first `_num_shown` characters. Replacement characters at its
