@@ -23,6 +23,7 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from mlx_server.runtime.kernels.cpu import native
+from mlx_server.runtime.layers.blocks import install_blocks
 from mlx_server.runtime.layers.products import MakeProduct, RowProduct, install_products, keep_rows_in
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def _install(model: Any, library: Any, engine: Any) -> int:
     count = install_products(model, lambda layer: _product(library, engine, layer))
     for module in model.modules():
         count += _install_norm(module, library, engine) or _install_rope(module, library, engine)
-    return count
+    return count + install_blocks(model, library)
 
 
 def native_product() -> MakeProduct | None:

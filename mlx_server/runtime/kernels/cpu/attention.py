@@ -163,6 +163,22 @@ class CpuBackend:
         )
         return out.astype(queries.dtype)
 
+    def run_layer(
+        self, pool: CpuPool, parts: Any, x: mx.array, offset: mx.array, metadata: CpuMetadata, window: int | None
+    ) -> mx.array | None:
+        """A whole transformer layer with its attention, for x `[T, 1, D]` at positions `offset` `[T]`. `parts` is a
+        `Layer` of the library; None if it cannot compute these rows."""
+        _check_blocks(pool, metadata)
+        last = pool.last_use
+        result = self._native.run_layer(
+            self._engine, parts, pool.memory, pool.fields, metadata.plan, last.token, x, offset, window or 0
+        )
+        if result is None:
+            return None
+        out: mx.array
+        out, last.token = result
+        return out
+
     def state(self, pool: CpuPool) -> list[mx.array]:
         return [pool.last_use.token]
 
@@ -263,5 +279,9 @@ def _check(
     for name, array, dim in (("keys", keys, spec.key_dim), ("values", values, spec.value_dim)):
         if array is not None and array.shape != (rows, spec.num_kv_heads, 1, dim):
             raise ValueError(f"{name} are {array.shape}; there are {rows} rows and the pool is {spec}")
+    _check_blocks(pool, metadata)
+
+
+def _check_blocks(pool: CpuPool, metadata: CpuMetadata) -> None:
     if metadata.num_blocks > pool.num_blocks:
         raise ValueError(f"the plan names block {metadata.num_blocks - 1}; the pool has {pool.num_blocks}")

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "call.h"
+#include "rotation.h"
 #include "threads.h"
 
 // Floats that are kept from call to call and only ever grow.
@@ -66,6 +67,7 @@ struct Engine : std::enable_shared_from_this<Engine> {
   std::mutex mutex;
   std::vector<Scratch> own;         // a thread's
   Scratch given, arranged;          // inputs in another order
+  Scratch between;                  // what a layer computes on the way
   std::shared_ptr<void> attention;  // what attention works in
 };
 
@@ -83,8 +85,13 @@ struct Weights {
 constexpr int64_t kDepthStep = 32;  // of which `depth` is a multiple
 constexpr int64_t kWidthStep = 16;  // of which the size of a row that is normalised is one
 
-// y [rows, outputs] = x [rows, depth] W^T. What comes out for a row does not depend on the others, nor on the threads.
-void multiply(Engine&, const Weights&, const float* x, int64_t rows, float* y);
+// y[i] [rows, outputs] = x [rows, depth] W[i]^T for each of `count` weights of the same depth. What comes out for a row
+// does not depend on the other rows, on the other weights or on the number of threads.
+void multiply(Engine&, const Weights* weights, int64_t count, const float* x, int64_t rows, float* const* y);
+
+inline void multiply(Engine& engine, const Weights& weights, const float* x, int64_t rows, float* y) {
+  multiply(engine, &weights, 1, x, rows, &y);
+}
 
 // y = x / sqrt(mean(x^2) + eps) * weight, for each row.
 void normalize(Engine&, const float* x, const float* weight, float eps, int64_t rows, int64_t size, float* y);
@@ -94,3 +101,23 @@ void gate(Engine&, const float* gate, const float* up, int64_t count, float* y);
 
 // Attention over a pool, see attention.cpp.
 void attend(Engine&, const Call&);
+
+// A transformer layer, see layer.cpp. `products` and `norms` are in the order of `Product` and `Norm`.
+struct Layer {
+  enum Product { kQueries, kKeys, kValues, kOutput, kGate, kUp, kDown, kProducts };
+  enum Norm { kBeforeAttention, kBeforeMlp, kOfQueries, kOfKeys, kNorms };
+
+  Weights products[kProducts];
+  const float* biases[kProducts];  // null where a product has none
+  const float* norms[kNorms];      // null where the layer has none
+  float eps[kNorms];
+  Rotation* rotation;
+  int64_t heads, kv_heads;
+
+  int64_t size() const { return products[kQueries].depth; }
+  bool is_whole() const;  // whether its sizes fit each other
+};
+
+// y [rows, size] = the layer's output for x [rows, size], at `positions[row * step]`. `call` needs no queries, keys,
+// values and output.
+void run(Engine&, const Layer&, Call call, const int32_t* positions, int64_t step, const float* x, float* y);

@@ -87,6 +87,7 @@ def load(folder: Path) -> Any:
     includes = tuple(f"-I{path}" for path in headers)
     units = [
         Unit(_HERE / "products.cpp"),
+        Unit(_HERE / "layer.cpp", ("-O3", "-ffp-contract=off")),
         Unit(_HERE / "nodes.cpp", (*_BINDING_FLAGS, f"-DNATIVE_MODULE={_MODULE}", *includes)),
         Unit(binding / "src" / "nb_combined.cpp", (*_BINDING_FLAGS, *includes)),
         Unit(_HERE / "attention.cpp", FAST_FLAGS),

@@ -390,34 +390,47 @@ void normalize_row(const float* x, const float* weight, float eps, int64_t size,
 
 }  // namespace
 
-void multiply(Engine& engine, const Weights& w, const float* x, int64_t rows, float* y) {
-  const bool is_small = rows * w.depth * w.outputs < kAlone, is_even_first = w.storage == Storage::kAffine4;
-  const int64_t even = w.outputs / (4 * engine.threads.count());
-  const int64_t at_once = is_small ? w.outputs : std::max(kFewestOutputs, even / kFewestOutputs * kFewestOutputs);
-  const bool is_packed = rows >= kPackedFrom;
-  float* ordered = is_packed || is_even_first ? engine.arranged.at_least(rows * w.depth) : nullptr;
-  const int64_t chunk = chunk_of(w.depth), room_size = is_packed ? kPanelOutputs * chunk : 0;
+void multiply(Engine& engine, const Weights* all, int64_t count, const float* x, int64_t rows, float* const* y) {
+  const int64_t depth = all[0].depth, chunk = chunk_of(depth);
+  const bool is_even_first = all[0].storage == Storage::kAffine4, is_packed = rows >= kPackedFrom;
+  int64_t outputs = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (all[i].storage != all[0].storage) {  // their rows are arranged in other ways
+      multiply(engine, all, i, x, rows, y);
+      return multiply(engine, all + i, count - i, x, rows, y + i);
+    }
+    outputs += all[i].outputs;
+  }
+  const bool is_small = rows * depth * outputs < kAlone;
+  const int64_t even = outputs / (4 * engine.threads.count());
+  const int64_t at_once = is_small ? outputs : std::max(kFewestOutputs, even / kFewestOutputs * kFewestOutputs);
+  float* ordered = is_packed || is_even_first ? engine.arranged.at_least(rows * depth) : nullptr;
+  const int64_t room_size = is_packed ? kPanelOutputs * chunk : 0;
   for (Scratch& own : engine.own) own.at_least(room_size);
   if (is_packed) {
     const int64_t groups = groups_of(rows);
     engine.share(groups, is_small ? groups : (groups + 3) / 4, [&](int64_t first, int64_t last, int) {
-      for (int64_t k = 0; k < w.depth; k += chunk) {
-        const int64_t size = std::min(chunk, w.depth - k);
-        pack_rows(x, rows, w.depth, first, last, k, size, is_even_first, ordered + rows * k);
+      for (int64_t k = 0; k < depth; k += chunk) {
+        const int64_t size = std::min(chunk, depth - k);
+        pack_rows(x, rows, depth, first, last, k, size, is_even_first, ordered + rows * k);
       }
     });
   } else if (is_even_first) {
-    arrange(x, rows * w.depth, ordered);
+    arrange(x, rows * depth, ordered);
   }
-  engine.share(w.outputs, at_once, [&](int64_t first, int64_t last, int thread) {
-    with_reader_of(w, [&](auto* reader) {
-      using W = std::remove_pointer_t<decltype(reader)>;
-      if (is_packed) {
-        multiply_packed<W>(w, ordered, rows, first, last, y, engine.own[thread].at_least(room_size));
-      } else {
-        multiply_outputs<W>(w, is_even_first ? ordered : x, rows, first, last, y);
-      }
-    });
+  engine.share(outputs, at_once, [&](int64_t first, int64_t last, int thread) {
+    for (int64_t i = 0; i < count && last > 0; first -= all[i].outputs, last -= all[i].outputs, ++i) {
+      const int64_t from = std::max<int64_t>(first, 0), to = std::min(last, all[i].outputs);
+      if (from >= to) continue;
+      with_reader_of(all[i], [&](auto* reader) {
+        using W = std::remove_pointer_t<decltype(reader)>;
+        if (is_packed) {
+          multiply_packed<W>(all[i], ordered, rows, from, to, y[i], engine.own[thread].at_least(room_size));
+        } else {
+          multiply_outputs<W>(all[i], is_even_first ? ordered : x, rows, from, to, y[i]);
+        }
+      });
+    }
   });
 }
 
