@@ -1,4 +1,4 @@
-// The threads, the memory they work in, and what they can be asked for. One caller at a time works; others wait.
+// The threads, their scratch memory, and the functions that run on them. The caller holds the engine's mutex.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 #include "rotation.h"
 #include "threads.h"
 
-// Floats that are kept from call to call and only ever grow.
+// Memory for floats that is kept from call to call and never shrinks.
 class Scratch {
  public:
   Scratch() = default;
@@ -43,13 +43,13 @@ struct Engine : std::enable_shared_from_this<Engine> {
   explicit Engine(int count) : helpers_(new Threads(count)), threads(*helpers_), own(count) {}
   ~Engine() {
     if (threads.is_forked()) {
-      helpers_.release();  // they do not exist in a child, which would wait for them
+      helpers_.release();  // a child has no helper threads, and would wait for them
     } else {
       threads.stop();
     }
   }
 
-  // Calls work(first, last, thread) until `items` are done, so many at a time, on all threads.
+  // Calls work(first, last, thread) on all threads, for `at_once` items at a time, until all `items` are done.
   template <typename Work>
   void share(int64_t items, int64_t at_once, const Work& work) {
     if (items <= at_once) return work(int64_t(0), items, 0);
@@ -65,14 +65,14 @@ struct Engine : std::enable_shared_from_this<Engine> {
  public:
   Threads& threads;
   std::mutex mutex;
-  std::vector<Scratch> own;         // a thread's
+  std::vector<Scratch> own;         // one for each thread
   Scratch given, arranged;          // inputs in another order
-  Scratch between;                  // what a layer computes on the way
-  std::shared_ptr<void> attention;  // what attention works in
+  Scratch between;                  // intermediate results of a layer
+  std::shared_ptr<void> attention;  // scratch memory of attention.cpp
 };
 
-// Weights [outputs, depth] as they lie: float32, bfloat16, or codes of 4 or 8 bits in MLX's affine format, of which
-// `group` share a scale and a bias.
+// Weights [outputs, depth]: float32, bfloat16, or codes of 4 or 8 bits in MLX's affine format, where `group` codes share
+// a scale and a bias.
 enum class Storage { kFloat32, kBfloat16, kAffine8, kAffine4 };
 
 struct Weights {
@@ -82,8 +82,8 @@ struct Weights {
   const float *scales, *biases;
 };
 
-constexpr int64_t kDepthStep = 32;  // of which `depth` is a multiple
-constexpr int64_t kWidthStep = 16;  // of which the size of a row that is normalised is one
+constexpr int64_t kDepthStep = 32;  // `depth` is a multiple of this
+constexpr int64_t kWidthStep = 16;  // a normalised row's size is a multiple of this
 
 // y[i] [rows, outputs] = x [rows, depth] W[i]^T for each of `count` weights of the same depth. What comes out for a row
 // does not depend on the other rows, on the other weights or on the number of threads.

@@ -1,8 +1,8 @@
-// The engine's work as operations of MLX's: lazy nodes of a graph, run on its stream's thread, so that nothing is
-// evaluated on the way. What an operation is not for (another type, weights that are not in one piece) is returned as
-// None, for MLX to do.
+// The engine's functions as MLX operations: lazy nodes of a graph, which run on the thread of their stream, so that nothing
+// is evaluated while a step is built. An operation returns None for what it cannot compute (another type, weights that are
+// not contiguous); the caller then uses MLX's own.
 //
-// A node's inputs and outputs are kept by MLX until the stream is past it. What throws there is thrown again where the
+// MLX keeps a node's inputs and outputs until the stream has passed it. An exception in a node is thrown again where the
 // array is waited for.
 
 #include <nanobind/nanobind.h>
@@ -43,7 +43,7 @@ using Arrays = std::vector<mx::array>;
 using Task = std::function<void()>;
 using EnginePtr = std::shared_ptr<Engine>;
 
-// `bind` is told where inputs and outputs lie, and returns what computes the latter.
+// `bind` gets the evaluated inputs and the allocated outputs, and returns the task that computes the outputs.
 class Node : public mx::Primitive {
  public:
   using Bind = std::function<Task(const Arrays&, Arrays&)>;
@@ -80,10 +80,10 @@ std::vector<mx::Shape> as_first(const Arrays& inputs) { return {inputs[0].shape(
 
 bool is_float(const mx::array& a) { return a.dtype() == mx::float32; }
 
-// Computed, and in one piece: to be read as it lies.
+// Evaluated and contiguous, so that its memory can be read.
 bool is_plain(const mx::array& a) { return a.is_available() && a.flags().row_contiguous; }
 
-// An array of numbers of 4 bytes as it lies.
+// An array of 4-byte numbers: its memory, shape and strides.
 struct View {
   const float* data;
   mx::Shape shape;
@@ -94,7 +94,7 @@ struct View {
   explicit View(const mx::array& a)
       : data(a.data<float>()), shape(a.shape()), strides(a.strides()), is_contiguous(a.flags().row_contiguous), size(a.size()) {}
 
-  // In the order of rows: a copy in `room` only where it is strided.
+  // In the order of rows; a copy in `room` if it is strided.
   const float* flat(Scratch& room) const {
     if (is_contiguous) return data;
     float* to = room.at_least(size);
@@ -173,7 +173,7 @@ std::optional<mx::array> swiglu(const EnginePtr& engine, const mx::array& openin
   return node("NativeSwiGLU", opening.shape(), {opening, up}, bind, as_first);
 }
 
-// x [batch, heads, tokens, size], whose tokens begin at `offset`: of each of the batch, or one for all.
+// x [batch, heads, tokens, size]; `offset` is the position of the first token, one for each of the batch or one for all.
 std::optional<mx::array> rope(const EnginePtr& engine, const mx::array& x, const mx::array& offset,
                               const std::shared_ptr<Rotation>& rotation) {
   if (!is_float(x) || x.ndim() != 4 || x.shape(3) < 2 * rotation->half() || offset.dtype() != mx::int32 ||
@@ -203,7 +203,7 @@ std::vector<T> numbers(const nb::bytes& given) {
   return all;
 }
 
-// A step's plan, kept for as long as a node needs it.
+// A step's plan. Nodes share it.
 struct Plan : std::enable_shared_from_this<Plan> {
   Plan(const nb::bytes& slots, const nb::bytes& starts, const nb::bytes& lengths, const nb::bytes& tables,
        const nb::bytes& sharing, const nb::bytes& both_ways)
@@ -224,8 +224,8 @@ struct Plan : std::enable_shared_from_this<Plan> {
   std::vector<int32_t> starts, lengths, tables, sharing, both_ways;
 };
 
-// Zeros that take memory only where they are written, for as long as a pool or a node needs them. `give_back` returns
-// the pages from a byte on to the system.
+// A zeroed memory map, whose pages take memory when they are first written. Pools and nodes share it. `give_back` returns
+// the pages after the first `start` bytes to the system.
 class Memory : public std::enable_shared_from_this<Memory> {
  public:
   explicit Memory(size_t size) : size_(size) {
@@ -258,7 +258,7 @@ class Memory : public std::enable_shared_from_this<Memory> {
 
 using MemoryPtr = std::shared_ptr<Memory>;
 
-// Where each token's heads lie; a copy in `room` only where a head's numbers are apart.
+// The heads of each token; a copy in `room` if a head's numbers are strided.
 Tokens tokens_of(const View& a, Scratch& room) {
   if (a.strides[3] == 1) return {a.data, a.strides[0], a.strides[1]};
   return {a.flat(room), a.shape[1] * a.shape[3], a.shape[3]};
@@ -288,8 +288,8 @@ std::pair<mx::array, mx::array> node_with_token(const char* name, const mx::Shap
   return {made[0], made[1]};
 }
 
-// Attention of queries [T, heads, 1, key_dim] over a pool, after keys and values [T, kv_heads, 1, dim] were stored in
-// it, if they are given. `token` is of the pool's last use; the second result of this one.
+// Stores keys and values [T, kv_heads, 1, dim] in a pool if they are given, then attends with queries
+// [T, heads, 1, key_dim]. `token` is that of the pool's last use; the second result is that of this use.
 std::pair<mx::array, mx::array> attention(const EnginePtr& engine, const std::pair<MemoryPtr, MemoryPtr>& memory,
                                           const nb::bytes& pool, const std::shared_ptr<Plan>& plan,
                                           const mx::array& token, const mx::array& queries,
@@ -322,7 +322,7 @@ std::pair<mx::array, mx::array> attention(const EnginePtr& engine, const std::pa
   return node_with_token("NativeAttention", shape, mx::float32, inputs, bind);
 }
 
-// A layer's weights and norms, in the order of `Layer`, for as long as a model or a node needs them.
+// A layer's weights and norms, added in the order of `Layer`. The model and nodes share them.
 class LayerParts : public std::enable_shared_from_this<LayerParts> {
  public:
   LayerParts(std::shared_ptr<Rotation> rotation, int64_t heads, int64_t kv_heads, double scale)
@@ -376,7 +376,7 @@ class LayerParts : public std::enable_shared_from_this<LayerParts> {
   int64_t sizes_[Layer::kNorms] = {};
 };
 
-// A whole layer for x [T, 1, size] at positions `offset` [T], with attention as by `attention`.
+// A whole layer for x [T, 1, size] at positions `offset` [T]; the other arguments as for `attention`.
 std::optional<std::pair<mx::array, mx::array>> run_layer(const EnginePtr& engine, const std::shared_ptr<LayerParts>& parts,
                                                          const std::pair<MemoryPtr, MemoryPtr>& memory,
                                                          const nb::bytes& pool, const std::shared_ptr<Plan>& plan,
@@ -401,7 +401,7 @@ std::optional<std::pair<mx::array, mx::array>> run_layer(const EnginePtr& engine
   return node_with_token("NativeLayer", x.shape(), mx::float32, {token, x, offset}, bind);
 }
 
-// Rows [n, ...] of the pool at the first n slots, and the token of their having been read.
+// Rows [n, ...] of the pool at the first n slots, and the token of this use.
 std::pair<mx::array, mx::array> read_rows(const mx::array& pool, const mx::array& slots, const std::vector<int>& sizes,
                                           const mx::array& token, int64_t count) {
   const mx::Shape shape(sizes.begin(), sizes.end());
@@ -418,7 +418,7 @@ std::pair<mx::array, mx::array> read_rows(const mx::array& pool, const mx::array
   return node_with_token("NativeRowRead", shape, pool.dtype(), {pool, slots, token}, bind);
 }
 
-// Writes rows [n, ...] where the pool lies; the token of that.
+// Writes rows [n, ...] into the pool; returns the token of this use.
 mx::array write_rows(const mx::array& rows, const mx::array& pool, const mx::array& slots, const mx::array& token) {
   const int64_t count = rows.shape(0);
   const auto bind = [count](const Arrays& in, Arrays& out) -> Task {
@@ -433,9 +433,9 @@ mx::array write_rows(const mx::array& rows, const mx::array& pool, const mx::arr
   return mx::array({1}, mx::int32, std::make_shared<Node>("NativeRowWrite", bind, shapes), {mx::contiguous(rows), pool, slots, token});
 }
 
-// A constructor of what nodes keep. Its owners are counted in C++, since a node ends on its stream's thread: that must
-// neither wait for Python's lock nor touch an interpreter that is ending. T inherits enable_shared_from_this, by which
-// nanobind finds that count again.
+// A constructor of objects that nodes keep. References are counted in C++, since a node ends on its stream's thread, which
+// must neither wait for the GIL nor touch an interpreter that is shutting down. T inherits enable_shared_from_this, so
+// that nanobind uses the same count.
 template <typename T, typename... Args>
 auto made() {
   return nb::new_([](Args... args) { return std::make_shared<T>(std::move(args)...); });

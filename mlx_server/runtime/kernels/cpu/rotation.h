@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-// Turns pairs of a head's first numbers by position * frequency. Pairs are (i, i + half), or neighbours if
+// Rotates pairs of a head's first numbers by position * frequency. Pairs are (i, i + half), or neighbours if
 // `is_traditional`. The sines and cosines of recent positions are kept, each at its position modulo kKept; the engine's
 // lock covers them.
 class Rotation : public std::enable_shared_from_this<Rotation> {
