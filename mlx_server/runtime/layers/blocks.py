@@ -1,9 +1,9 @@
 """Whole transformer layers as one native operation each, in steps of few rows.
 
-A layer of a small model is some 20 operations of MLX, whose bookkeeping takes as long as the computing when there is
-one row. Most mlx-lm models have the same code in their layers, attention and MLP, word for word: where all three are
-the known form, and their parts are the library's, the layer is computed by one call. The bits are the same. What the
-call is not for (many rows, K/V in fewer bits, attention by group) goes through the model's own code.
+A layer is some 20 operations of MLX. In a small model with one row, their bookkeeping takes as long as the computing,
+and holds back a second thread. Many mlx-lm models have the same code for a layer, its attention and its MLP: if all
+three match and use the library's operations, the layer is one call, with the same bits. Steps with many rows, quantised
+K/V and attention by group run the model's own code.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from mlx_server.runtime.cache.kv_cache import PagedLayerCache
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 
 MOST_ROWS = 64
-"""In one call. With more rows the bookkeeping hardly counts, and what a call computes on the way would take much
-memory."""
+"""Of one call. With more rows the bookkeeping hardly counts, and a call's intermediate results would take memory."""
 
 _PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _UNKNOWN = object()
 
 
 class _Block:
-    """Mixed into the class of a layer, in front of it."""
+    """Mixed into a layer's class, before it in the order of bases."""
 
     _library: Any
     _rotation: Any
     _parts: Any = _UNKNOWN
-    """The library's `Layer`, made at the first call, when weights are evaluated; None if the layer is not for it."""
+    """The library's `Layer`, made at the first call, when weights are evaluated; None if it cannot compute this one."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         y = self._fused(x, mask, cache) if x.shape[0] <= MOST_ROWS and x.shape[1] == 1 else None
@@ -48,8 +47,8 @@ class _Block:
 
 
 def install_blocks(model: Any, library: Any) -> int:
-    """Computes layers of the known form by one call each; returns how many. After the library's products, norms and
-    rotary embeddings were installed. MLX thread."""
+    """Computes layers of the known form by one call each, and returns how many. Call it after the library's products,
+    norms and rotary embeddings are installed. MLX thread."""
     count = 0
     for module in model.modules():
         if _is_known(module):
@@ -81,7 +80,7 @@ def _is_known(module: Any) -> bool:
 
 
 def _has_code_of(module: Any, kind: type[Any]) -> bool:
-    """Whether a module's call does the same as that of `kind`: equal code, and the same functions behind its names."""
+    """Whether a module's call is the same as that of `kind`: equal bytecode that refers to the same functions."""
     ours, theirs = type(module).__call__, kind.__call__
     if not isinstance(ours, FunctionType) or not isinstance(theirs, FunctionType):
         return False
@@ -100,7 +99,7 @@ def _head_norms(attention: Any) -> tuple[Any, Any]:
 
 
 def _parts(block: Any, library: Any, rotation: Any) -> Any | None:
-    """What the library needs of a layer, with its weights as they are now; None if it is not for them."""
+    """The library's `Layer` with the present weights; None if it cannot compute with them."""
     attention, mlp = block["self_attn"], block["mlp"]
     parts = library.Layer(rotation, attention.n_heads, attention.n_kv_heads, attention.scale)
     for name in _PRODUCTS:
