@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx_server.errors import EngineDeadError
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
 from mlx_server.runtime.device_queue import DeviceQueue, DeviceStep, FairShare
+from mlx_server.runtime.layers.blocks import MOST_ROWS
 from mlx_server.runtime.memory import resident_memory
 from mlx_server.runtime.model_runner import LaunchedStep
 
@@ -265,7 +266,15 @@ class MLXExecutor:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._submissions) and self._device.has_room
+        return bool(self._submissions) and self._device.has_room and not self._would_delay_a_result
+
+    @property
+    def _would_delay_a_result(self) -> bool:
+        """Whether the next launch would compute its own step before the running step's result is handed out. Steps of
+        few rows are short graphs, which fit MLX's queue: such a launch returns at once."""
+        if not self._thread.computes_at_launch or self._device.is_empty or self._last_step_s < _LONG_LAUNCH_S:
+            return False
+        return sum(chunk.num_tokens for chunk in self._submissions[0].step.chunks) > MOST_ROWS
 
     def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
         """Queues a step; the result comes in a future of the running loop."""

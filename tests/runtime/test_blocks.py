@@ -15,6 +15,7 @@ from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.layers import blocks
 from mlx_server.runtime.layers.cpu import install_native
+from tests.architectures import config_of
 from tests.conformance import Subject, answer
 from tests.engine_worlds import on_the_cpu, random_prompts
 
@@ -23,9 +24,9 @@ pytestmark = on_the_cpu
 KNOWN = ("llama", "qwen2", "qwen3")
 
 
-def installed(architecture: str, bits: int | None = None) -> Subject:
+def installed(architecture: str, bits: int | None = None, **settings: int) -> Subject:
     install_seam()
-    subject = Subject(architecture)
+    subject = Subject(architecture, {**config_of(architecture), **settings})
     if bits is not None:
         nn.quantize(subject.model, group_size=32, bits=bits)
     install_native(subject.model)
@@ -95,7 +96,7 @@ def test_the_known_form_is_its_code_and_what_its_names_stand_for() -> None:
 
 
 def test_quantised_k_v_and_attention_by_group_take_a_layers_own_code(calls: list[int]) -> None:
-    subject = installed("llama")
+    subject = installed("llama", head_dim=32)
     with subject.make_llm(attention_backend="cpu", kv_bits="8") as llm:
         loading = len(calls)
         answer(llm, random_prompts((9,)), (4,))
