@@ -86,7 +86,8 @@ def test_the_known_form_is_its_code_and_what_its_names_stand_for() -> None:
 
     class Other(llama.MLP):  # type: ignore[misc]
         def __call__(self, x: mx.array) -> mx.array:
-            return super().__call__(x) + x
+            y: mx.array = super().__call__(x) + x
+            return y
 
     class Renamed(llama.MLP):  # type: ignore[misc]
         __call__ = FunctionType(llama.MLP.__call__.__code__, {"swiglu": nn.silu})

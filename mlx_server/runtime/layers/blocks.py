@@ -54,7 +54,8 @@ def install_blocks(model: Any, library: Any) -> int:
         if _is_known(module):
             object.__setattr__(module, "_library", library)
             object.__setattr__(module, "_rotation", module.self_attn.rope._rotation)
-            module.__class__ = _fused_class(type(module))
+            kind: Any = type(module)
+            module.__class__ = _fused_class(kind)
             count += 1
     return count
 
