@@ -79,7 +79,18 @@ class PagedLayerCache(AttendsItself):
 
     def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         """Writes the K/V of `update_and_fetch`, if not yet written, and attends; `[T, num_heads, 1, value_dim]`."""
-        window, pool = self._window_of(mask), self.pool
+        window = self.window
+        if mask is not None:
+            if not isinstance(mask, StepMask):
+                raise UnpageableError(f"an attention mask of its own ({type(mask).__name__})")
+            window = mask.window
+        if self.is_chunked:
+            raise UnpageableError("attention within chunks of the context")
+        pool = self.pool
+        if pool.is_viewed:
+            raise UnpageableError("paged attention over K/V that another module reads by group")
+        if self._kept_window is not None and (window is None or window > self._kept_window):
+            raise UnpageableError(f"a window of {window or 'all'} tokens where its cache keeps {self._kept_window}")
         is_written, self._is_written = self._is_written, True
         self.num_query_heads, self.sinks = queries.shape[1], sinks
         keys = None if is_written else self.keys
@@ -101,33 +112,20 @@ class PagedLayerCache(AttendsItself):
         return self.pool.backend
 
     def run_layer(self, parts: Any, x: mx.array, mask: Any) -> mx.array | None:
-        """The output of a whole transformer layer, whose attention is over this cache; for `CpuBackend`. None if the
-        layer is to be computed by its own code."""
+        """The output of a whole transformer layer whose attention is over this cache, by `CpuBackend.run_layer`. None
+        if the layer's own code should run, also where `attend` refuses."""
         backend: Any = self.backend
-        if self.spec.bits is not None or self.pool.is_viewed:
+        window = mask.window if isinstance(mask, StepMask) else self.window
+        has_other_mask = mask is not None and not isinstance(mask, StepMask)
+        is_beyond = self._kept_window is not None and (window is None or window > self._kept_window)
+        if has_other_mask or is_beyond or self.is_chunked or self.pool.is_viewed or self.spec.bits is not None:
             return None
-        window = self._window_of(mask)
         y: mx.array | None = backend.run_layer(
             self.pool.contents[self._seat], parts, x, self.offset, self.metadata, window
         )
         if y is not None:
             self.num_query_heads, self.sinks = parts.num_heads, None
         return y
-
-    def _window_of(self, mask: Any) -> int | None:
-        """The tokens that each row sees, None for all. Raises `UnpageableError`."""
-        window = self.window
-        if mask is not None:
-            if not isinstance(mask, StepMask):
-                raise UnpageableError(f"an attention mask of its own ({type(mask).__name__})")
-            window = mask.window
-        if self.is_chunked:
-            raise UnpageableError("attention within chunks of the context")
-        if self.pool.is_viewed:
-            raise UnpageableError("paged attention over K/V that another module reads by group")
-        if self._kept_window is not None and (window is None or window > self._kept_window):
-            raise UnpageableError(f"a window of {window or 'all'} tokens where its cache keeps {self._kept_window}")
-        return window
 
     def view(self, group: RowGroup) -> PagedView:
         """The layer's K/V as a module that runs on `group` sees them."""
