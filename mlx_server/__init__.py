@@ -14,7 +14,7 @@ __all__ = ["LLM", "AsyncLLM", "Completion", "CompletionOutput", "SamplingParams"
 
 
 def __getattr__(name: str) -> Any:
-    # Late, so that the vocabulary can be imported without loading MLX.
+    # Lazy, so that settings and errors can be imported without loading MLX.
     if name != "SamplingParams" and name in __all__:
         quiet_libraries()
         from mlx_server.engine.library import llm

@@ -1,7 +1,7 @@
-"""Every setting, declared once: its name, type, default, limits and help. Files, environment and flags follow.
+"""Every setting, declared once: its name, type, default, limits and help. Files, environment and flags follow from it.
 
-Precedence: flags over environment (`MLX_SERVE_<SECTION>_<NAME>`) over the TOML file over the defaults.
-Unknown keys are errors that name the nearest known key. Nothing here is changed after start.
+Precedence: flags over environment (`MLX_SERVE_<SECTION>_<NAME>`) over the TOML file over the defaults. Unknown keys are
+errors that name the nearest known key. Nothing here changes after start.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from mlx_server.setting import (
 from mlx_server.tiers import DEFAULT_TIER, Tier, default_tiers, read_tiers
 
 BLOCK_SIZE = 32
-"""Tokens in a KV block; the attention kernels are written for it."""
+"""Tokens in a KV block; the attention kernels depend on it."""
 
 FULL_KV: Final = "full"
 FEWER_KV: Final = ("8", "k8v4", "4")
-"""Forms of K and V in fewer bits, from the most to the fewest."""
+"""Formats of K and V in fewer bits, from the most to the fewest."""
 
 AUTO_KV: Final = "auto"
 WHOLE_WEIGHTS: Final = "none"
@@ -63,40 +63,42 @@ class ModelConfig:
     served_model_name: Text = declare(None, "name that clients use; default: the model's own")
     adapter: Annotated[Text, BeforeValidator(joined), form(parse_adapters)] = declare(
         None,
-        "adapters that mlx-lm has trained, to be served beside the model as `model:name`: NAME=FOLDER, or FOLDER "
-        "with that name; several are joined by `:`",
+        "adapters in mlx-lm's format, served beside the model as `model:name`: NAME=FOLDER, or FOLDER, whose last part "
+        "is then the name; several are joined by `:`",
     )
     draft_model: Text = declare(None, "smaller model of the same vocabulary that drafts tokens: a folder or a hub id")
     mtp_from: Text = declare(
         None,
-        "hub id of the model that this one was converted from: its multi-token-prediction heads are fetched from there "
-        "if they are not here, with `--speculate auto` and `mtp`",
+        "hub id of the model that this one was converted from; its multi-token-prediction heads are fetched from there "
+        "if they are missing here, with `--speculate auto` and `mtp`",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = declare("auto", "compute type")
     quantize: Annotated[Literal["none", "4", "8", "mxfp4"], UNQUOTED] = declare(
-        WHOLE_WEIGHTS, "store whole weights in fewer bits, once, in the cache folder: `4`, `8` (groups of 64), `mxfp4`"
+        WHOLE_WEIGHTS,
+        "quantize weights once and keep them in the cache folder: `4` or `8` bits (groups of 64), `mxfp4`",
     )
     max_model_len: int | None = declare(None, "context limit in tokens; default: the model's own, if it fits", ge=2)
     attention_backend: Literal["auto", "metal", "cuda", "cpu", "reference"] = declare("auto", "attention kernels")
     batch_invariant: bool = declare(
-        False, "compute each request's tokens and log-probabilities to the same bits whoever is served beside it"
+        False, "compute each request's tokens and log-probabilities to the same bits in any batch"
     )
     generation_config: Literal["auto", "none"] = declare(
-        "auto", "sampling defaults of requests: `auto` as in the model's generation_config.json, `none` as OpenAI's"
+        "auto",
+        "sampling defaults: those of the model's generation_config.json (`auto`) or OpenAI's (`none`)",
     )
-    trust_remote_code: bool = declare(False, "run Python files that a model's folder brings along")
+    trust_remote_code: bool = declare(False, "run Python files in a model's folder")
     pooling: Literal["auto", "off", "last", "mean", "cls", "rank"] = declare(
         "auto",
-        "vectors and scores: `auto` as the model's folder says (by sentence-transformers' files, or its name), none, "
-        "vectors of the last token, the mean of all or the first one, or ranking by yes and no",
+        "vectors and scores: `auto` as the model's folder says (sentence-transformers' files, or its name), `off`, "
+        "vectors of the `last` token, the `mean` of all or the first (`cls`), or `rank`ing by yes and no",
     )
     device_share: float = declare(
-        1.0, "share of the device's time, relative to other models', while several have work", ge=0.01
+        1.0, "share of the device's time, relative to other models, while several have work", ge=0.01
     )
 
     @property
     def name(self) -> str:
-        """What clients call the model without an adapter: unless told otherwise its own name."""
+        """What clients call the model without an adapter; by default its own name."""
         return self.served_model_name or Path(self.model.rstrip("/")).name.removesuffix(".gguf")
 
     @property
@@ -111,23 +113,25 @@ class CacheConfig:
     kv_cache_memory: Size = declare(
         "auto", "the most that the KV pool may grow to: `auto`, bytes, or like 4GiB or 512MB"
     )
-    num_kv_blocks: int | None = declare(None, "exact number of KV blocks, all at start; no kv_cache_memory", ge=8)
+    num_kv_blocks: int | None = declare(
+        None, "exact number of KV blocks, all at start, instead of kv_cache_memory", ge=8
+    )
     kv_bits: Annotated[Literal["full", "8", "k8v4", "4", "auto"], UNQUOTED] = declare(
         FULL_KV,
-        "bits a number of K and V: as many as the model computes in, or fewer for less memory and slower attention; "
-        "`k8v4`: 8 of K and 4 of V; `auto`: the fewest that lose little, by a measurement at load",
+        "bits of each number of K and V: as many as the model computes in (`full`), or fewer, which saves memory and "
+        "slows attention; `k8v4`: 8 for K, 4 for V; `auto`: the fewest that lose little, measured at load",
     )
     prefix_caching: bool = declare(True, "reuse the blocks of shared prompt prefixes")
     isolation: Literal["none", "tier", "key"] = declare(
         "key",
-        "whose prefixes are shared: those of one `key`, those of a `tier`, or everyone's (`none`); hit times tell "
-        "what others asked",
+        "who shares cached prefixes: the requests of one `key`, of one `tier`, or all (`none`); hit times reveal to "
+        "them what the others asked",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class MemoryConfig:
-    """[memory]: what all models may hold together; see docs/memory.md."""
+    """[memory]: what all models together may use; see docs/memory.md."""
 
     memory_limit: Limit = declare(
         "auto", "memory for weights, KV pools and activations: `auto`, a size like 12GiB, or a share like 70%"
@@ -135,45 +139,43 @@ class MemoryConfig:
     memory_reserve: Share = declare("10%", "memory that loading and growing leave to the system and other programs")
     wire_memory: bool = declare(
         False,
-        "on a Mac, keep weights and KV pools wired: no slower first step after idling, and a risk of kernel panics",
+        "on a Mac, keep weights and KV pools wired: the first step after idling is not slower, at the risk of kernel "
+        "panics",
     )
     kv_disk: Annotated[Text, UNQUOTED, form(parse_disk_size, "auto")] = declare(
         None,
-        "keep prefixes on disk beyond memory, unloading and restarts, in so much: a size like 50GB, or `auto`, a tenth "
-        "of what is free; see docs/kv-disk.md",
+        "keep prefixes on disk, so that they outlive eviction, unloading and restarts: the most space to use, like "
+        "50GB, or `auto`, a tenth of what is free; see docs/kv-disk.md",
     )
     kv_disk_dir: Text = declare(
-        None, "folder for these prefixes, of one server at a time; default: kv-disk in the home folder (MLX_SERVE_HOME)"
+        None,
+        "folder of these prefixes, for one server at a time; default: kv-disk in the home folder (MLX_SERVE_HOME)",
     )
     kv_disk_writes_per_day: Annotated[str, UNQUOTED, form(parse_size)] = declare(
-        "64GB", "the most that is written there a day, for the SSD's sake"
+        "64GB", "the most that is written there in a day, to spare the SSD"
     )
     kv_disk_bits: Annotated[Literal["full", "8"], UNQUOTED] = declare(
-        FULL_KV, "bits a number of K and V there: as many as in the pool, or fewer for less room and fewer writes"
+        FULL_KV, "bits of each number of K and V there: as many as in the pool (`full`), or 8, to save space and writes"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class PoolConfig:
-    """[pool]: which models clients may name beside those declared, and how long each stays; see docs/models.md."""
+    """[pool]: which other models clients may ask for, and how long each stays loaded; see docs/models.md."""
 
     model_folders: Text = declare(
-        None, "folders whose models clients may name, each by its own folder's name; several are joined by `:`"
+        None, "folders with models that clients may ask for by their folders' names; several are joined by `:`"
     )
-    pulled_models: bool = declare(False, "let clients name every model that `mlx-serve models ls` lists")
-    idle_ttl_s: float = declare(
-        0.0, "unload a model that is not pinned when nobody has used it for so long; 0 is never", ge=0
-    )
+    pulled_models: bool = declare(False, "let clients ask for every model that `mlx-serve models ls` lists")
+    idle_ttl_s: float = declare(0.0, "unload a model that is not pinned after this time without use; 0: never", ge=0)
     when_full: Literal["wait", "fail"] = declare(
         "wait",
-        "requests for a model whose memory is held by models in use: let them `wait`, or let them `fail` at once",
+        "what requests do if the memory for their model is held by models in use: `wait`, or `fail` at once",
     )
-    room_timeout_s: float = declare(
-        120.0, "longest wait of a request for a model whose memory is held by models in use", ge=0
-    )
+    room_timeout_s: float = declare(120.0, "longest wait for memory that is held by models in use", ge=0)
     residency_s: float = declare(
         10.0,
-        "how long a loaded model is used before its new requests wait for those of a model that needs its memory",
+        "how long a loaded model serves before its new requests wait for a model that needs its memory",
         ge=0,
     )
     retry_failed_s: float = declare(30.0, "pause before a model that could not be loaded is tried again", ge=0)
@@ -181,7 +183,7 @@ class PoolConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SchedulerConfig:
-    """[scheduler]: who runs when."""
+    """[scheduler]: which requests run when; see docs/scheduling.md."""
 
     max_num_seqs: int = declare(64, "most requests that run at once", ge=1)
     max_num_batched_tokens: int = declare(2048, "token budget of one step", ge=32)
@@ -189,25 +191,25 @@ class SchedulerConfig:
     async_scheduling: bool = declare(True, "prepare the next step while one runs")
     speculate: Literal["auto", "off", "ngram", "model", "mtp"] = declare(
         "auto",
-        "check several tokens in one step where that is measured to be faster: those that followed the same text "
-        "before (`ngram`), those of the draft model (`model`) or of the model's own multi-token-prediction heads "
-        "(`mtp`), or the first and what there is of the others (`auto`); answers stay the same token for token",
+        "draft tokens and check several in one step where that is measured to be faster; drafts are tokens that "
+        "followed the same text before (`ngram`), or come from the draft model (`model`), from the model's own "
+        "multi-token-prediction heads (`mtp`), or all that there are (`auto`); answers stay the same token for token",
     )
-    max_draft_tokens: int = declare(8, "most tokens that a request's step checks ahead", ge=1, le=31)
+    max_draft_tokens: int = declare(8, "most drafts of one request in a step", ge=1, le=31)
     target_step_ms: float | None = declare(
         None,
-        "target time of a step while someone decodes; default: the time of 128 prompt tokens (32 on a GPU), "
-        "within 100 to 400 ms",
+        "target time of a step while requests decode; default: the time of 128 prompt tokens (32 on a GPU), within "
+        "100 to 400 ms",
         ge=1,
     )
     max_step_ms: float = declare(
         1000.0,
-        "target time of a step while nobody decodes, or only tiers worse than the one whose prompt it computes",
+        "target time of a step while no request decodes, or only requests of worse tiers than the prompt's",
         ge=1,
     )
     max_num_waiting: int = declare(1024, "most requests that may wait", ge=1)
     max_queued_tokens: int = declare(4_000_000, "most prompt tokens that may wait", ge=1)
-    queue_timeout_s: float = declare(600.0, "longest wait for a first step; 0 is for ever", ge=0)
+    queue_timeout_s: float = declare(600.0, "longest wait for a first step; 0: no limit", ge=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -217,19 +219,21 @@ class ServerConfig:
     host: str = declare("127.0.0.1", "address to listen on")
     port: int = declare(8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
     ollama_port: int | None = declare(
-        None, "second port, for clients that look for Ollama, at 11434 in most cases; default: none", ge=1, le=65535
+        None, "second port, for clients that look for Ollama, usually 11434; default: none", ge=1, le=65535
     )
     api_key: Text = declare(
         None,
-        "one shared key for all clients; others can see it on a command line, so better use api_key_file",
+        "one shared key for all clients; on a command line other users can see it, so prefer api_key_file",
         repr=False,
     )
     api_key_file: Text = declare(None, "file with the shared key in it")
     api_key_tier: str = declare(
-        DEFAULT_TIER, "tier of whoever uses the shared key, and of all callers where no key is asked for"
+        DEFAULT_TIER, "tier of callers with the shared key, and of all callers if no key is required"
     )
     admin_key: Text = declare(
-        None, "key for the routes that change the server; without any key, local clients may use them", repr=False
+        None,
+        "key for the routes that change the server; without any key, local clients may use them",
+        repr=False,
     )
     admin_key_file: Text = declare(None, "file with the admin key in it")
     key_file: Text = declare(
@@ -237,50 +241,49 @@ class ServerConfig:
     )
     allowed_hosts: Annotated[str, form(parse_hosts)] = declare(
         "0.0.0.0,host.docker.internal",
-        "names beside localhost by which clients may call a server that is open to its own machine, joined by commas",
+        "host names besides localhost by which clients may call a server that listens on its own machine only, joined "
+        "by commas",
     )
     allowed_origins: Annotated[Text, form(parse_origins)] = declare(
         None,
-        "web pages that browsers let call the server beside those of localhost: origins like https://chat.example, "
-        "joined by commas, or `*`",
+        "web pages that may call the server from a browser, besides those of localhost: origins like "
+        "https://chat.example, joined by commas, or `*`",
     )
     allowed_media_domains: Annotated[str, form(parse_hosts)] = declare(
-        "", "hosts that images are fetched from, exact names joined by commas; default: none; see docs/images.md"
+        "", "hosts from which images are fetched, exact names joined by commas; default: none; see docs/images.md"
     )
-    allowed_media_path: Text = declare(None, "folder in which `file:` URLs may name images; default: none")
-    max_image_pixels: int = declare(
-        1_500_000, "pixels of an image; larger images are made smaller before the model sees them", ge=1024
-    )
+    allowed_media_path: Text = declare(None, "folder from which `file:` URLs may load images; default: none")
+    max_image_pixels: int = declare(1_500_000, "pixels of an image; larger images are scaled down", ge=1024)
     open_schemas: bool = declare(
         False,
-        "let answers have members that their schema does not name, unless it says `additionalProperties: false`; "
-        "requests may say so themselves",
+        "let answers have members that their schema does not name, unless it says `additionalProperties: false`; a "
+        "request may ask for this, too",
     )
-    tls_cert: Text = declare(None, "PEM file with a certificate, and the chain behind it, to serve HTTPS")
-    tls_key: Text = declare(None, "PEM file with the certificate's key, not encrypted")
+    tls_cert: Text = declare(None, "PEM file with a certificate and its chain, to serve HTTPS")
+    tls_key: Text = declare(None, "PEM file with the certificate's key, unencrypted")
     client_timeout_s: float = declare(
-        30.0, "longest wait for a client to send the rest of a request or to take the next bytes; 0 is for ever", ge=0
+        30.0, "longest wait for a client to send the rest of a request or to take the next bytes; 0: no limit", ge=0
     )
     max_connections: int | None = declare(
-        None, "most connections at a time; default: what the limit of open files has room for", ge=1
+        None, "most connections at a time; default: what the limit of open files allows", ge=1
     )
-    sse_keep_alive_s: float = declare(15.0, "seconds between keep-alive comments on a silent stream; 0 is off", ge=0)
+    sse_keep_alive_s: float = declare(15.0, "seconds between keep-alive comments on a silent stream; 0: off", ge=0)
     drain_timeout_s: float = declare(30.0, "longest wait for open streams at shutdown, in seconds", ge=0)
     log_level: Literal["debug", "info", "warning", "error"] = declare("info", "what is logged")
-    log_format: Literal["text", "json"] = declare("text", "lines for people, or one JSON object a line")
+    log_format: Literal["text", "json"] = declare("text", "plain lines, or one JSON object a line")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ObservabilityConfig:
-    """[observability]: traces, and what metrics show beyond those that are always there."""
+    """[observability]: traces, and metrics that are off by default."""
 
     tracing: Literal["off", "console", "otlp"] = declare(
-        "off", "where spans go; otlp: to OTEL_EXPORTER_OTLP_ENDPOINT, or http://localhost:4318"
+        "off", "where spans go; otlp: to OTEL_EXPORTER_OTLP_ENDPOINT, by default http://localhost:4318"
     )
     trace_prompts: bool = declare(False, "put the text of prompts and answers into spans")
-    kv_cache_metrics: bool = declare(False, "show at /metrics how long KV blocks keep what is in them")
-    kv_cache_metrics_sample: float = declare(0.01, "share of the blocks that this is found out from", ge=0, le=1)
-    trace_every_steps: int = declare(100, "of so many steps one gets a span of its own; 0 is none", ge=0)
+    kv_cache_metrics: bool = declare(False, "show at /metrics how long KV blocks keep their content")
+    kv_cache_metrics_sample: float = declare(0.01, "share of the blocks that are sampled for this", ge=0, le=1)
+    trace_every_steps: int = declare(100, "trace one step in this many with a span of its own; 0: none", ge=0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,7 +303,7 @@ class Config:
 
     @property
     def draft_model(self) -> Config | None:
-        """The settings of the draft model, if there is one to be loaded: its pool grows as far as it has to."""
+        """The settings of the draft model, if one is to be loaded. Its pool may grow as far as necessary."""
         if self.model.draft_model is None or self.scheduler.speculate in ("off", "ngram", "mtp"):
             return None
         model = {"model": self.model.draft_model, "draft_model": None, "adapter": None, "max_model_len": None}
@@ -308,7 +311,7 @@ class Config:
 
     @property
     def heads(self) -> Config | None:
-        """The settings of the model's own heads, if they are to draft, or may where there are some."""
+        """The settings of the model's own heads, if these must or may draft."""
         is_alone = self.fleet.tensor_parallel_size == 1
         may_draft = self.scheduler.speculate == "auto" and self.model.draft_model is None and is_alone
         return self._for_drafts({}) if may_draft or self.needs_heads else None
@@ -324,7 +327,7 @@ class Config:
 
     @property
     def looks_up(self) -> bool:
-        """Whether drafts are looked up, in predictions, too."""
+        """Whether drafts are looked up in earlier text and in predicted outputs."""
         return self.scheduler.speculate in ("auto", "ngram")
 
     @property
@@ -346,7 +349,7 @@ class Config:
 _SECTIONS: Mapping[str, Any] = {
     section.name: section.default_factory
     for section in dataclasses.fields(Config)
-    if section.name not in ("tiers", "models")  # of these there may be any number, so they are no settings
+    if section.name not in ("tiers", "models")  # there may be any number of these, so they are not settings
 }
 
 
@@ -360,7 +363,7 @@ def settings() -> tuple[Setting, ...]:
 
 
 def _model_settings() -> tuple[Setting, ...]:
-    """What each of several models may have of its own. Whose prefixes are shared is one promise to all callers."""
+    """The settings that each of several models may have of its own. Isolation is one promise to all callers."""
     not_own = ("model", "served_model_name", "isolation")
     return tuple(s for s in settings() if s.section in ("model", "cache") and s.name not in not_own)
 
@@ -385,7 +388,7 @@ def load_config(
                 config = _replaced(config, {setting.section: {setting.name: parsed}})
     has_draft = config.model.draft_model or any("draft_model" in entry.overrides for entry in config.models)
     if config.scheduler.speculate == "model" and not has_draft:
-        raise ConfigError("speculate is `model`, and no model has a draft_model: name one with --draft-model.")
+        raise ConfigError("speculate is `model`, but no model has a draft_model; give one with --draft-model.")
     if config.server.api_key_tier not in config.tiers:
         name = config.server.api_key_tier
         raise ConfigError(f"api_key_tier is {name}, which is not declared{nearest(name, config.tiers)}")
@@ -393,7 +396,7 @@ def load_config(
 
 
 def _replaced(config: Config, changes: Mapping[str, Mapping[str, Any]]) -> Config:
-    """With other values of some settings, by section and name."""
+    """A copy of `config` with other values of some settings, by section and name."""
     sections: dict[str, Any] = {
         section: dataclasses.replace(getattr(config, section), **values) for section, values in changes.items()
     }
@@ -401,7 +404,7 @@ def _replaced(config: Config, changes: Mapping[str, Mapping[str, Any]]) -> Confi
 
 
 def _check_environment(environ: Iterable[str]) -> None:
-    """Refuses a variable that is named like a setting but is none."""
+    """Refuses a variable that has the name of a section but not of a setting."""
     known = [setting.env for setting in settings()]
     prefixes = tuple(f"{ENV_PREFIX}{section}_".upper() for section in _SECTIONS)
     for name in environ:
@@ -432,7 +435,7 @@ def _file_config(path: Path) -> Config:
 
 
 def _check_one_way(given: Mapping[str, Any], models: tuple[ModelEntry, ...]) -> None:
-    """A server has one model, or those of [[models]]."""
+    """A server has either one model or those of [[models]]."""
     for name in ("model", "served_model_name", "adapter", "draft_model", "mtp_from"):
         if models and name in given:
             raise ConfigError(
@@ -442,6 +445,6 @@ def _check_one_way(given: Mapping[str, Any], models: tuple[ModelEntry, ...]) -> 
 
 
 def home() -> Path:
-    """Where models and caches are kept: `MLX_SERVE_HOME`, or the user's cache folder."""
+    """The folder of models and caches: `MLX_SERVE_HOME`, or a folder in the user's cache folder."""
     configured = os.environ.get("MLX_SERVE_HOME")
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "mlx-serve"

@@ -1,4 +1,4 @@
-"""What surrounds the package in its process: the version installed, and what libraries read when they are imported."""
+"""The process around the package: the installed version, and environment variables that libraries read on import."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import metadata
 
 
 def version() -> str:
-    """The distribution's version; `unknown` when the package runs without having been installed."""
+    """The version of the distribution; `unknown` if the package runs without being installed."""
     try:
         return metadata.version("mlx-server")
     except metadata.PackageNotFoundError:
@@ -15,8 +15,8 @@ def version() -> str:
 
 
 def quiet_libraries() -> None:
-    """Before transformers and pydantic are imported. What the user has set stays."""
-    # transformers would tell every user that PyTorch is missing, which nothing here needs.
+    """To be called before transformers and pydantic are imported. Values that the user has set stay."""
+    # transformers would warn every user that PyTorch is missing, which is not needed.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # pydantic would import logfire, a second's work, traced or not, only because it is installed.
+    # pydantic would import logfire if it is installed, which takes a second, even without tracing.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "logfire-plugin")

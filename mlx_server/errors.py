@@ -9,16 +9,16 @@
     |-- UnsupportedError           valid, but not something this model or server does
     |-- OverloadedError            try again later; carries the delay
     |   |-- QuotaExceededError     a tier's own limit
-    |   |-- QueueFullError         the whole server's limit, or a better tier's need of the place
-    |   `-- QueueTimeoutError      waited longer than the configured bound
+    |   |-- QueueFullError         the server's limit, or the place went to a request of a better tier
+    |   `-- QueueTimeoutError      waited longer than the configured limit
     |-- InsufficientMemoryError    can never fit the memory of this machine
     |-- EngineDeadError            the MLX thread has died; the process must restart
     |-- ModelLoadError             a model's folder or weights cannot be served
-    |-- DownloadError              a pull failed or the file is corrupt
+    |-- DownloadError              a download failed or the file is corrupt
     `-- ConfigError                a configuration file, flag or environment value is wrong
 
-Messages carry the value, the limit and the remedy. HTTP statuses are not known here; `api.errors` maps
-the tree onto each protocol. `assert` is for our own bugs and never for a user's input.
+Messages say the value, the limit and the remedy. `api.errors` maps the tree onto HTTP statuses and each protocol's
+form. `assert` is for our own bugs and never for a user's input.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Iterable
 
 
 class ServeError(Exception):
-    """Root of all errors that are shown to users. `message` says what, the value, the limit and the remedy."""
+    """Root of all errors that are shown to users. `message` says what is wrong, the value, the limit and the remedy."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class ServeError(Exception):
 
 
 class InvalidRequestError(ServeError):
-    """The request is wrong. `param` is the offending field as the client named it, when one is."""
+    """The request is wrong. `param` is the field at fault, by the client's name for it, if there is one."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -44,13 +44,13 @@ class InvalidRequestError(ServeError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The tokens asked for cannot fit the model's context or the whole KV pool. `reason` is a metrics label."""
+    """The tokens do not fit the model's context or the whole KV pool. `reason` is a metrics label."""
 
     reason = "context_length"
 
 
 class ModelNotFoundError(ServeError):
-    """The named model is not served here, or has no such adapter; `remedy` says what is there instead."""
+    """The model is not served here, or has no such adapter; `remedy` says what is served instead."""
 
     def __init__(self, model: str, remedy: str = "GET /v1/models lists what is served.") -> None:
         super().__init__(f"The model `{model}` does not exist. {remedy}")
@@ -58,19 +58,19 @@ class ModelNotFoundError(ServeError):
 
 
 class AuthenticationError(ServeError):
-    """No API key was sent, or it is not known."""
+    """No API key was sent, or it is unknown."""
 
 
 class PermissionDeniedError(ServeError):
-    """The key is known but may not do what was asked."""
+    """The key is known but may not do this."""
 
 
 class UnsupportedError(ServeError):
-    """A valid request for something that this model or this server does not do."""
+    """A valid request for something that this model or server does not do."""
 
 
 class OverloadedError(ServeError):
-    """Refused for now. `retry_after_s` is when trying again makes sense, in seconds."""
+    """Refused for now; the client may try again after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -84,8 +84,7 @@ class QuotaExceededError(OverloadedError):
 
 
 class QueueFullError(OverloadedError):
-    """The server as a whole has reached a queue limit, and this is a request that must go. `reason` names the limit (a
-    metrics label)."""
+    """The queue of the whole server is full, and this request must go. `reason` names the limit (a metrics label)."""
 
     def __init__(self, message: str, reason: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message, retry_after_s)
@@ -93,13 +92,13 @@ class QueueFullError(OverloadedError):
 
 
 class QueueTimeoutError(OverloadedError):
-    """The request waited in the queue for longer than the configured bound. `reason` is a metrics label."""
+    """The request waited in the queue for longer than the configured limit. `reason` is a metrics label."""
 
     reason = "queue_timeout"
 
 
 class InsufficientMemoryError(ServeError):
-    """The model or the request can never fit the memory that this machine gives us."""
+    """The model or the request can never fit the memory that may be used on this machine."""
 
 
 class EngineDeadError(ServeError):
@@ -107,7 +106,8 @@ class EngineDeadError(ServeError):
 
 
 class ModelLoadError(ServeError):
-    """A model cannot be loaded: unreadable folder, missing file, unknown or refused architecture."""
+    """A model cannot be loaded: the folder is unreadable, a file is missing, or the architecture is unknown or
+    refused."""
 
 
 class DownloadError(ServeError):
@@ -119,8 +119,8 @@ class ConfigError(ServeError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a mistyped name: `; did you mean ...?`, or nothing if none of `known` is close. What
-    flags have in common, their dashes, does not count: `--url` is not close to `--turns`."""
+    """The end of a sentence about a mistyped name: `; did you mean ...?`, or nothing if none of `known` is similar. The
+    dashes of flags do not count as similarity: `--url` is not similar to `--turns`."""
     bare = {each.lstrip("-"): each for each in known}
     close = difflib.get_close_matches(name.lstrip("-"), bare, n=1)
     return f"; did you mean {bare[close[0]]}?" if close else ""

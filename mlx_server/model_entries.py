@@ -1,4 +1,5 @@
-"""The models of a server that has several, declared as `[[models]]`, the adapters of one, and ids of the hub."""
+"""The models of a server with several, declared as `[[models]]`; the adapters of a model; ids of the Hugging Face
+hub."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ _HUB_PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/
 
 
 def hub_id(name: str) -> str | None:
-    """The id, owner/name, of the model of the Hugging Face hub that `name` is the id or the page's address of; None if
-    it has neither form."""
+    """The id, owner/name, of a model on the Hugging Face hub, from its id or the address of its page; None if `name`
+    has neither form."""
     page = _HUB_PAGE.fullmatch(name)
     found = name if page is None else page[1]
     return found if _HUB_ID.fullmatch(found) is not None else None
 
 
 class Adapter(NamedTuple):
-    """A folder that mlx-lm has written an adapter to. Clients call a model with it `model:name`."""
+    """A folder with an adapter in mlx-lm's format. Clients ask for it as `model:name`."""
 
     name: str
     folder: str
@@ -39,17 +40,16 @@ class Adapter(NamedTuple):
 
 
 def parse_adapters(text: str) -> tuple[Adapter, ...]:
-    """Out of a list joined by `:`, each as NAME=FOLDER, or as FOLDER, whose last part is the name then. Raises
+    """Parses a list joined by `:`; each part is NAME=FOLDER, or FOLDER, whose last part is then the name. Raises
     `ValueError`."""
     adapters = tuple(_parse_adapter(part) for part in text.split(os.pathsep) if part)
     folders: dict[str, str] = {}
     for name, folder in adapters:
         if not name or not folder or _FORBIDDEN & set(name):
-            raise ValueError(f"{name!r} in {folder!r} is no adapter; write NAME=FOLDER, with none of `:/=` in NAME")
+            raise ValueError(f"{name!r} in {folder!r} is not an adapter; write NAME=FOLDER, with none of `:/=` in NAME")
         if name in folders:
             raise ValueError(
-                f"{folders[name]} and {folder} both are the adapter {name}; name one of them otherwise, as "
-                f"OTHER={folder}"
+                f"{folders[name]} and {folder} are both called {name}; give one of them another name, as OTHER={folder}"
             )
         folders[name] = folder
     return adapters
@@ -64,34 +64,34 @@ def _parse_adapter(text: str) -> Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ModelEntry:
-    """One model. `id` is what clients call it, beside its aliases; `overrides` are settings of [model] and [cache]
-    by name, for this model only."""
+    """One model. Clients call it by `id` or an alias. `overrides` are settings of [model] and [cache] by name, for this
+    model only."""
 
     id: Name
     model: Name
     aliases: tuple[Name, ...] = Field(default=(), strict=False)
     pinned: bool = Field(default=False, description="load it at start, and keep it until an admin unloads it")
-    idle_ttl_s: float | None = Field(default=None, ge=0, description="unload it when nobody has used it for so long")
+    idle_ttl_s: float | None = Field(default=None, ge=0, description="unload it after this time without use")
     overrides: Mapping[str, Any] = Field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Everything that clients may call it. The model as it is written here is a name, too."""
+        """All names that clients may use, including `model` as it is written here."""
         return tuple(dict.fromkeys((self.id, *self.aliases, self.model)))
 
     @property
     def own_names(self) -> frozenset[str]:
-        """Those that no other model may have: id and aliases, alone and with each adapter."""
+        """Names that no other model may have: id and aliases, alone and with each adapter."""
         names = {self.id, *self.aliases}
         adapters = parse_adapters(self.overrides.get("adapter") or "")
         return frozenset(names | {f"{name}:{adapter.name}" for name in names for adapter in adapters})
 
 
 def read_models(tables: Any, overridable: Mapping[str, type], source: str) -> tuple[ModelEntry, ...]:
-    """The entries in their order; the first one is the default. `overridable` are the sections of the settings that an
-    entry may override, by setting. Raises `ConfigError` with `source`."""
+    """The entries in their order; the first one is the default model. `overridable` gives, for each setting that an
+    entry may override, its section. Raises `ConfigError` with `source`."""
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ConfigError(f"{source}: models must be written as [[models]], one such section a model.")
+        raise ConfigError(f"{source}: models must be written as [[models]], one section for each model.")
     entries = tuple(_entry(table, overridable, f"{source}: [[models]] {i}") for i, table in enumerate(tables, 1))
     _check_names(entries, source)
     return entries
@@ -99,7 +99,7 @@ def read_models(tables: Any, overridable: Mapping[str, type], source: str) -> tu
 
 def _entry(table: Mapping[str, Any], overridable: Mapping[str, type], where: str) -> ModelEntry:
     if "served_model_name" in table:
-        raise ConfigError(f"{where}: served_model_name is not for [[models]]; use id.")
+        raise ConfigError(f"{where}: served_model_name is not allowed in [[models]]; use id.")
     own = keys(ModelEntry).keys() - {"overrides"}
     refuse_unknown(table, own | overridable.keys(), where)
     if "model" not in table:
@@ -115,12 +115,12 @@ def _entry(table: Mapping[str, Any], overridable: Mapping[str, type], where: str
 
 
 def _check_names(entries: Iterable[ModelEntry], source: str) -> None:
-    """Ids, aliases and adapters' names are each of one model; the same weights may be served under several ids."""
+    """Each id, alias and adapter name must belong to one model; the same weights may be served under several ids."""
     owners: dict[str, str] = {}
     for entry in entries:
         for name in entry.own_names:
             if name in owners:
                 raise ConfigError(
-                    f"{source}: the name {name} is that of two [[models]], {owners[name]} and {entry.id}."
+                    f"{source}: the name {name} is that of two [[models]], {owners[name]} and {entry.id}; rename one."
                 )
             owners[name] = entry.id

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler and of the stopping rules, checked once at the door."""
+"""Sampling and stopping parameters of a request, checked once."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20
 
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10_000.0
-"""Far beyond what is of use, and far from where float32 logits would become infinite, or none."""
+"""Far beyond any useful value, and far from values with which float32 logits would overflow or vanish."""
 
 MAX_TOP_K = 2**31 - 1
-"""What a column of them holds on the device."""
+"""The device stores it as int32."""
 
 MAX_TOKENS = 2**31 - 1
-"""More than any context holds. More counts as so many: integers without end overflow in whatever counts them."""
+"""More than any context. Larger values count as this one, since unbounded integers would overflow later."""
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
-"""Of each stop string. Every character of the output is held against all of them, on the thread that serves all."""
+"""Length of a stop string. Each output character is compared with all of them, on the thread that serves all
+requests."""
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 16_384
-"""Tokens with a bias. All of them go to the device in every step; `allowed_token_ids` costs nothing there."""
+"""Tokens with a bias. All of them go to the device in each step; `allowed_token_ids` costs nothing there."""
 
 MAX_SAMPLES = 128
 """Answers to one prompt."""
@@ -37,7 +38,7 @@ MAX_SAMPLES = 128
 _SEED_SPAN = 2**63
 
 FOR_LIBRARY = ("n", "structured_outputs")
-"""Parameters that become requests and constraints of their own before the engine sees them."""
+"""Parameters that are turned into several requests, or a constraint, before the engine sees them."""
 
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "n")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -57,22 +58,22 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "n": (1, MAX_SAMPLES),
 }
-"""Least and most of each number."""
+"""The smallest and the largest value of each number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling and stopping of one request. Immutable; raises `InvalidRequestError` on a bad value.
+    """Sampling and stopping of one request. Immutable; raises `InvalidRequestError` for a bad value.
 
-    `max_tokens` None means to the end of the context; it and `min_tokens` count as `MAX_TOKENS` at most.
-    `top_k` 0 or -1 is off. `logprobs` is None for none, 0 for the sampled token's only, n for the n best
-    besides. Penalties follow the usual definitions: repetition divides or multiplies the logits of tokens
-    seen in prompt or output (CTRL, Keskar et al. 2019); presence and frequency subtract from tokens of the
-    output only (OpenAI). Without `speculate`, the request's tokens are computed one a step; they are the same.
+    `max_tokens` None means up to the end of the context. `top_k` 0 or -1 is off. `logprobs` None gives no
+    log-probabilities, 0 only that of the sampled token, n also those of the n most likely tokens. Penalties follow the
+    usual definitions: `repetition_penalty` divides or multiplies the logits of tokens in the prompt or output (CTRL,
+    Keskar et al. 2019); `presence_penalty` and `frequency_penalty` are subtracted for tokens of the output (OpenAI).
+    Without `speculate`, one token is computed in each step; the tokens are the same.
 
-    `n` answers are made of a prompt by `LLM` and `AsyncLLM`, which also see to `structured_outputs`: one of `json` (a
-    schema), `json_object`, `regex`, `choice`, `grammar` and `structural_tag`, as in a request over HTTP. What submits
-    requests to the engine itself makes one of each answer, with its constraint.
+    `LLM` and `AsyncLLM` make `n` answers to a prompt, and handle `structured_outputs`: one of `json` (a schema),
+    `json_object`, `regex`, `choice`, `grammar` and `structural_tag`, as in a request over HTTP. Code that submits
+    requests to the engine itself makes one request for each answer, with its constraint.
     """
 
     max_tokens: int | None = None
@@ -128,7 +129,7 @@ class SamplingParams:
         _check_size("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
 
     def _take_plain_numbers(self) -> None:
-        """Numbers of other libraries become Python's: what reads them later knows no others."""
+        """Converts numbers of other libraries to Python's own, which is all that later code handles."""
         for name in _INTEGERS:
             value = getattr(self, name)
             if value is not None and type(value) is not int:
@@ -151,7 +152,7 @@ class SamplingParams:
                 object.__setattr__(self, name, MAX_TOKENS)
 
     def of_sample(self, index: int) -> SamplingParams:
-        """Those of answer `index` of several to a prompt: its own seed, so that answers differ and each can be
+        """The parameters of answer `index` to a prompt: each answer has its own seed, so that answers differ and can be
         repeated."""
         if self.seed is None or index == 0:
             return self
@@ -160,17 +161,17 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the token is the arg max and no randomness is used."""
+        """Whether the most likely token is taken, without randomness."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the sampler must know which tokens this request has seen."""
+        """Whether the sampler must know the tokens of the request so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 def plain_ints(values: Iterable[SupportsIndex], name: str) -> tuple[int, ...]:
-    """Python's integers for any, NumPy's too. Raises `InvalidRequestError` for what is none."""
+    """Python integers from integers of any library, such as NumPy. Raises `InvalidRequestError` for other values."""
     try:
         return tuple(map(operator.index, values))
     except TypeError as error:

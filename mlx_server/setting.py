@@ -1,7 +1,7 @@
-"""What a setting is and may be: the types of values that pydantic does not have, and how values are checked.
+"""Settings: the types of values that pydantic does not have, and how values are checked.
 
-Sections of settings are pydantic dataclasses in strict mode: a file's `port = "8000"` is no number. The environment and
-the command line have texts only, which are converted first.
+Sections of settings are pydantic dataclasses in strict mode: `port = "8000"` in a file is not a number. The environment
+and the command line have only texts, which are converted first.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ ANY_ORIGIN = "*"
 ENV_PREFIX = "MLX_SERVE_"
 
 STRICT = ConfigDict(strict=True, extra="forbid")
-"""How sections are checked, made by code or read."""
+"""How pydantic checks sections, whether they come from code or from a file."""
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _HOST = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?", re.IGNORECASE)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,*]+", re.IGNORECASE)
 _OUR_WORDS = {"Input": "it", "String": "it", "Tuple": "it", "tuple": "list", "dictionary": "table"}
-"""What pydantic calls by Python's names."""
+"""Words for what pydantic's messages call by Python's names."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of a section, as the command line and the documentation see it."""
+    """One field of a section, for the command line and the documentation."""
 
     section: str
     name: str
@@ -64,12 +64,12 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """All values that it may have, where these are few."""
+        """All allowed values, if the setting has a fixed list."""
         return get_args(self.field.annotation) if get_origin(self.field.annotation) is Literal else ()
 
     @property
     def type(self) -> Any:
-        """Of its values, if it has one: str, bool, int or float."""
+        """The type of its values other than None: str, bool, int or float."""
         if self.choices:
             return str
         is_optional = isinstance(self.field.annotation, types.UnionType)
@@ -77,7 +77,7 @@ class Setting:
 
 
 def declare(default: Any, help: str, **limits: Any) -> Any:
-    """A field of a section."""
+    """Declares a field of a section."""
     return Field(default=default, description=help, **limits)
 
 
@@ -92,8 +92,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_disk_size(text: str) -> int:
-    """`parse_size`, for what is kept on disk: at least 1 MB, since a number without a unit is bytes. Raises
-    `ValueError`."""
+    """`parse_size` for a size on disk: at least 1 MB, since a number without a unit is bytes. Raises `ValueError`."""
     size = parse_size(text)
     if size < 1_000_000:
         raise ValueError(f"{text} is {size} bytes, too few for any prefix; write a size like 10GB")
@@ -112,30 +111,30 @@ def parse_share(text: str, whole_bytes: int = 0) -> int:
 
 
 def parse_origins(text: str) -> tuple[str, ...]:
-    """Origins of web pages out of a list joined by commas, in small letters as browsers send them; `*` is any. Raises
-    `ValueError`."""
+    """Origins of web pages from a list joined by commas, in lower case as browsers send them; `*` stands for all.
+    Raises `ValueError`."""
     origins = tuple(part.strip().lower() for part in text.split(",") if part.strip())
     for origin in origins:
-        # Browsers send `null` for pages that are files.
+        # Browsers send `null` for pages from files.
         if origin not in (ANY_ORIGIN, "null") and _ORIGIN.fullmatch(origin) is None:
             raise ValueError(
-                f"{origin} is no origin; write scheme, host and port alone, like http://localhost:3000, or "
+                f"{origin} is not an origin; write only scheme, host and port, like http://localhost:3000, or "
                 f"`{ANY_ORIGIN}` for all"
             )
     return origins
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """Names of hosts out of a list joined by commas, in small letters. Raises `ValueError`."""
+    """Host names from a list joined by commas, in lower case. Raises `ValueError`."""
     hosts = tuple(part.strip().lower() for part in text.split(",") if part.strip())
     for host in hosts:
         if _HOST.fullmatch(host) is None:
-            raise ValueError(f"{host} is no name of a host; write names alone, like my-mac.local, no port")
+            raise ValueError(f"{host} is not a host name; write only names, like my-mac.local, without ports")
     return hosts
 
 
 def form(parse: Callable[[str], object], *words: str) -> AfterValidator:
-    """Checks that `parse` takes a text, unless it is one of `words`, and leaves it as it is."""
+    """Checks that `parse` accepts a text unless it is one of `words`; the text itself does not change."""
 
     def check(text: str | None) -> str | None:
         if text is not None and text not in words:
@@ -146,17 +145,17 @@ def form(parse: Callable[[str], object], *words: str) -> AfterValidator:
 
 
 def joined(value: Any) -> Any:
-    """A list of texts as one joined by `:`, and a table as one of `name=text`; anything else as it is."""
+    """A list of texts joined by `:`, a table as `name=text` parts joined likewise; other values as they are."""
     parts = [f"{name}={part}" for name, part in value.items()] if isinstance(value, Mapping) else value
     is_list = isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts)
     return os.pathsep.join(parts) if is_list else value
 
 
 UNQUOTED = BeforeValidator(lambda value: str(value) if type(value) is int else value)
-"""For texts that may be numbers: a file need not quote them."""
+"""For texts that may be numbers: a file does not have to quote them."""
 
 Text = Annotated[str | None, BeforeValidator(lambda text: None if text == "" else text)]
-"""An empty one is none."""
+"""An empty text counts as None."""
 
 Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Size = Annotated[str, UNQUOTED, form(parse_size, "auto")]
@@ -165,8 +164,8 @@ Share = Annotated[str, UNQUOTED, form(parse_share)]
 
 
 def read_table(declared: type[T], table: Mapping[str, Any], where: str, **more: Any) -> T:
-    """An instance of the section with a file's values, and with `more`, which the file may not set. Raises
-    `ConfigError`, which begins with `where`."""
+    """The section with the values of a file, and those of `more`, which the file may not set. Raises `ConfigError`,
+    whose message begins with `where`."""
     refuse_unknown(table, keys(declared).keys() - more.keys(), where)
     try:
         return declared(**table, **more)
@@ -175,7 +174,7 @@ def read_table(declared: type[T], table: Mapping[str, Any], where: str, **more: 
 
 
 def read_text(declared: Any, name: str, text: str, where: str) -> Any:
-    """The value of one setting, converted from a text. Raises `ConfigError`, which begins with `where`."""
+    """The value of one setting from a text. Raises `ConfigError`, whose message begins with `where`."""
     try:
         return getattr(TypeAdapter(declared).validate_strings({name: text}), name)
     except ValidationError as error:
@@ -189,19 +188,19 @@ def keys(declared: Any) -> dict[str, FieldInfo]:
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raises `ConfigError` with the nearest known key."""
+    """Raises `ConfigError` for a key that is not in `known`; the message names the nearest known key."""
     for name in given:
         if name not in known:
             raise ConfigError(f"{where}: unknown key {name}{nearest(name, known)}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a mistyped name: `; did you mean ...?`, or what there is."""
+    """The end of a sentence about a mistyped name: `; did you mean ...?`, or a list of all known names."""
     return did_you_mean(name, known) or f"; known are {', '.join(sorted(known))}."
 
 
 def _first(error: ValidationError, fields: Mapping[str, FieldInfo]) -> str:
-    """`port is 70000; it should be less than or equal to 65535.` A secret's value is not told."""
+    """`port is 70000; it should be less than or equal to 65535.` The value of a secret is left out."""
     fault = error.errors()[0]
     name, *inner = (str(part) for part in fault["loc"] if part != "[key]")
     reason = fault["msg"].removeprefix("Value error, ")

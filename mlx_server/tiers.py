@@ -1,4 +1,4 @@
-"""Tiers: what the callers of a server may do, how much of it, and how soon. Declared as `[tiers.NAME]`."""
+"""Tiers: what the callers of a server may do, how much, and with which priority. Declared as `[tiers.NAME]`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_server.request import Priority
 from mlx_server.setting import STRICT, Name, keys, read_table
 
 DEFAULT_TIER = "default"
-"""The tier that every server has: of normal priority and without limits, unless it is declared otherwise."""
+"""The tier that every server has, with normal priority and no limits unless it is declared."""
 
 _GeneratingPath = Literal[
     "/v1/chat/completions",
@@ -33,10 +33,10 @@ _GeneratingPath = Literal[
 OTHER_PATHS: Mapping[str, str] = MappingProxyType(
     {"/rerank": "/v1/rerank", "/v2/rerank": "/v1/rerank", "/score": "/v1/score"}
 )
-"""Other names of some of them."""
+"""Other names of some paths."""
 
 GENERATING_PATHS: tuple[str, ...] = (*get_args(_GeneratingPath), *OTHER_PATHS)
-"""What has the model compute. Each but the other names may have a floor, which holds for these, too."""
+"""Paths that make the model compute. Each may have a floor, which then holds for its other names, too."""
 
 
 def _priority(value: object) -> Priority:
@@ -53,17 +53,17 @@ _Level = Annotated[Priority, PlainValidator(_priority)]
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Tier:
-    """One tier. None is no limit.
+    """One tier. None means no limit.
 
-    The limits hold for each key by itself, but for the last two, which bound the queue of the whole tier.
-    Keys of an `admin` tier may change the server. `models` are names as clients write them, or served names. `floors`
-    are the best priorities of some paths: `{"/v1/completions": LOW}` makes all that comes by that path low.
+    The limits hold for each key by itself, except for the last two, which bound the queue of the whole tier. Keys of an
+    `admin` tier may change the server. `models` are names as clients write them, or served names. `floors` are the best
+    priorities of requests on some paths: `{"/v1/completions": LOW}` gives all of its requests low priority.
     """
 
     name: str = DEFAULT_TIER
     priority: _Level = Priority.NORMAL
     max_concurrent_requests: int | None = Field(
-        default=None, ge=1, description="most answers that run or wait at a time"
+        default=None, ge=1, description="most requests that run or wait at a time"
     )
     requests_per_minute: int | None = Field(default=None, ge=1, description="most requests in any 60 seconds")
     tokens_per_minute: int | None = Field(
@@ -82,7 +82,7 @@ class Tier:
     floors: Mapping[_GeneratingPath, _Level] = Field(default_factory=dict)
 
     def priority_at(self, path: str) -> Priority:
-        """The base priority of what comes by `path`."""
+        """The base priority of requests on `path`."""
         floors = cast(Mapping[str, Priority], self.floors)
         return max(self.priority, floors.get(OTHER_PATHS.get(path, path), self.priority))
 
@@ -97,12 +97,12 @@ _LIMITS = [name for name, field in keys(Tier).items() if field.description]
 
 
 def default_tiers() -> dict[str, Tier]:
-    """What a server has without declaring any."""
+    """The tiers of a server that declares none."""
     return {DEFAULT_TIER: Tier()}
 
 
 def read_tiers(tables: Any, source: str) -> dict[str, Tier]:
-    """Tiers by name, the default one always among them. Raises `ConfigError` with `source`."""
+    """Tiers by name, always including the default one. Raises `ConfigError` with `source`."""
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise ConfigError(f"{source}: tiers must be sections, like [tiers.{DEFAULT_TIER}].")
     declared = {name: read_table(Tier, table, f"{source}: [tiers.{name}]", name=name) for name, table in tables.items()}

@@ -1,5 +1,5 @@
-# Sourced by the scripts beside it: makes `.venv`, installs into it what pyproject.toml asks for, finds OpenBLAS.
-# Everything it says goes to stderr. `setup run` is enough to serve; `setup dev` adds what the tests need.
+# Sourced by the other scripts: makes `.venv`, installs the requirements of pyproject.toml into it, finds OpenBLAS.
+# All messages go to stderr. `setup run` installs what serving needs; `setup dev` adds what the tests need.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
@@ -29,7 +29,7 @@ make_venv() {
   local base
   rm -rf "$venv"
   if command -v uv >/dev/null 2>&1 && uv venv --quiet --python "${PYTHON:->=3.11,<3.14}" "$venv" >&2; then return; fi
-  base=$(find_python) || die "Python 3.11, 3.12 or 3.13 is needed and none was found." \
+  base=$(find_python) || die "Python 3.11, 3.12 or 3.13 is required, but none was found." \
     "Install one (macOS: brew install python@3.12; Debian: apt-get install python3-venv), or set PYTHON to its path."
   "$base" -m venv "$venv" >&2 || die "$base cannot make a virtual environment in $venv (Debian: apt-get install python3-venv)."
 }
@@ -41,7 +41,7 @@ install_into_venv() {
   fi
   "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null 2>&1 || die "There is no pip in $venv."
   local -a options=(--quiet --disable-pip-version-check)
-  "$python" -m pip install "${options[@]}" --upgrade pip >&2 || say "pip stays as it is."  # new ones are twice as fast
+  "$python" -m pip install "${options[@]}" --upgrade pip >&2 || say "pip could not be upgraded."  # a new one is twice as fast
   "$python" -m pip install "${options[@]}" --no-compile "$@" >&2
 }
 
@@ -50,12 +50,12 @@ development_requirements() {
     "$root/pyproject.toml"
 }
 
-# setup run|dev: does nothing when the stamp of an earlier, finished installation still holds.
+# setup run|dev: does nothing if an earlier installation has finished and pyproject.toml has not changed since.
 setup() {
   local wanted=$1 stamp requirement
   local -a requirements=()
   stamp="$root $(cksum <"$root/pyproject.toml")"
-  if [ -d "$venv" ] && ! is_supported "$python"; then say "$venv has no working Python 3.11 to 3.13; making it anew."; fi
+  if [ -d "$venv" ] && ! is_supported "$python"; then say "$venv has no working Python 3.11 to 3.13; creating it again."; fi
   if is_supported "$python"; then
     [ "$(cat "$venv/.installed-dev" 2>/dev/null)" = "$stamp" ] && return
     [ "$wanted" = run ] && [ "$(cat "$venv/.installed-run" 2>/dev/null)" = "$stamp" ] && return
@@ -65,7 +65,7 @@ setup() {
   if [ "$wanted" = dev ]; then
     while IFS= read -r requirement; do requirements+=("$requirement"); done < <(development_requirements)
   fi
-  say "Installing what pyproject.toml asks for into $venv (about a minute the first time) ..."
+  say "Installing the requirements of pyproject.toml into $venv (about a minute the first time) ..."
   install_into_venv --editable "$root" ${requirements[@]+"${requirements[@]}"} </dev/null ||
     die "The installation did not finish (see above). Check the connection to the package index, then run this again."
   find_openblas >/dev/null || install_openblas </dev/null
@@ -96,18 +96,18 @@ apt_install() {
     --no-install-recommends "$@"; } >/dev/null </dev/null
 }
 
-# Sets the array `runner` to what a command must be prefixed with, so that MLX finds OpenBLAS: MLX's Linux wheels bring
-# the reference BLAS. A Mac needs nothing: MLX uses Metal and Accelerate there.
+# Sets the array `runner` to the prefix of a command that makes MLX use OpenBLAS, since MLX's Linux wheels come with the
+# reference BLAS. A Mac needs none: MLX uses Metal and Accelerate there.
 prepare_runner() {
   local library
   runner=(env)
   [ "$(uname -s)" = Linux ] || return 0
-  # Without these, glibc maps and clears fresh pages for every large array that MLX's CPU backend makes.
+  # Without these, glibc maps and clears new pages for every large array of MLX's CPU backend.
   runner+=(MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=8589934592)
   if library=$(find_openblas); then
     runner+=("LD_PRELOAD=$library${LD_PRELOAD:+:$LD_PRELOAD}")
   else
-    say "note: OpenBLAS was not found, so matrix products are some 40 times slower on this CPU." \
+    say "note: OpenBLAS was not found, so matrix products are about 40 times slower on this CPU." \
       "Remedy: sudo apt-get install libopenblas0-pthread"
   fi
 }

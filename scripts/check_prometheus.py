@@ -1,5 +1,5 @@
-"""Starts a server and a Prometheus that scrapes it, sends light load, lets the server sleep and wake once, and asks for
-every dashboard expression and every series that vLLM has."""
+"""Starts a server and a Prometheus that scrapes it, sends light load, puts the server to sleep and wakes it once, and
+queries every dashboard expression and every series of vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,13 @@ from tests.vllm_series import sample_names  # noqa: E402
 _NUM_CLIENTS = 2
 _READY_S = 180
 _SCRAPED_S = 11
-"""Two scrapes fall into it."""
+"""Long enough for two scrapes."""
 
 _MIN_REQUESTS = 20
-"""Of each client: what every expression has data from, with requests in each of several scrapes."""
+"""Requests of each client, enough for every expression to have data from several scrapes."""
 
-_MOST_S = 900
-"""How long a slow machine may take for them."""
+_MAX_S = 900
+"""Longest time for these requests, on a slow machine."""
 
 _CONFIGURED_TARGET = "localhost:8000"
 
@@ -68,17 +68,15 @@ def main() -> int:
         time.sleep(_SCRAPED_S)
         exposition = httpx.get(f"{server_url}/metrics").content
         found = complaints(promtool, exposition)
-        print("promtool check metrics:", "\n".join(found) if found else "clean, but for the names that vLLM chose")
+        print("promtool check metrics:", "\n".join(found) if found else "no complaints, except about vLLM's names")
         num_empty = _ask_all(prometheus_url, f"{math.ceil(time.monotonic() - begun_s)}s")
     return 1 if found or num_empty else 0
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="check-prometheus", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="what is served (default: %(default)s)")
-    parser.add_argument(
-        "--seconds", type=int, default=60, help="how long it is scraped at least (default: %(default)s)"
-    )
+    parser.add_argument("--model", default="smollm2", help="model to serve (default: %(default)s)")
+    parser.add_argument("--seconds", type=int, default=60, help="shortest time under load (default: %(default)s)")
     parser.add_argument("--port", type=int, default=9350, help="of the server (default: %(default)s)")
     parser.add_argument("--prometheus-port", type=int, default=9351, help="of Prometheus (default: %(default)s)")
     return parser.parse_args()
@@ -101,41 +99,38 @@ def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
             if httpx.get(url).status_code == 200:
                 return
         time.sleep(0.2)
-    sys.exit(f"{url} did not become ready (after {_READY_S} s, or its process has ended: see above).")
+    sys.exit(f"{url} did not become ready within {_READY_S} s, or its process has ended (see above).")
 
 
 def _load(url: str, seconds: float) -> int:
-    """A few clients, each with one request after another: prompts that share a prefix, in two tiers. Goes on for
-    `seconds`, and until each client has its share of answers, as a slow machine needs, but no longer than `_MOST_S`."""
+    """Runs clients in two tiers that each send one request after another, with prompts that share a prefix. Lasts at
+    least `seconds`, and until each client has `_MIN_REQUESTS` answers, but at most `_MAX_S`. Returns the number of
+    answers."""
     begun_s, counts = time.monotonic(), [0] * _NUM_CLIENTS
 
-    def wants_more(index: int) -> bool:
+    def goes_on(index: int) -> bool:
         took_s = time.monotonic() - begun_s
-        return took_s < seconds or (counts[index] < _MIN_REQUESTS and took_s < _MOST_S)
+        return took_s < seconds or (counts[index] < _MIN_REQUESTS and took_s < _MAX_S)
 
     def client(index: int) -> None:
         rng = random.Random(index)
-        with httpx.Client(base_url=url, timeout=_MOST_S) as http:
-            while wants_more(index):
+        with httpx.Client(base_url=url, timeout=_MAX_S) as http:
+            while goes_on(index):
                 prompt = [*range(1, 65), *(rng.randrange(1, 1000) for _ in range(rng.randrange(1, 64)))]
                 body: dict[str, Any] = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, "priority": index}
                 http.post("/v1/completions", json=body).raise_for_status()
                 counts[index] += 1
 
-    _run_all([lambda index=index: client(index) for index in range(_NUM_CLIENTS)])
-    return sum(counts)
-
-
-def _run_all(works: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=work) for work in works]
+    threads = [threading.Thread(target=client, args=(index,)) for index in range(_NUM_CLIENTS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    return sum(counts)
 
 
 def _ask_all(url: str, window: str) -> int:
-    """Asks every expression and prints what it gives; how many give nothing."""
+    """Queries every expression and prints its values. Returns the number of expressions without data."""
     dashboards = {
         "vLLM": expressions("checked", window),
         "ours": dashboard_expressions(".*", window),

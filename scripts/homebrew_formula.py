@@ -1,6 +1,6 @@
-"""Fills in the Homebrew formula for a release that is on PyPI: the url and digest of its sdist, and a resource for each
-package that `pip` would install beside it on Apple Silicon. Needs a Mac and Python 3.12 with pip: pip reads
-`sys_platform == 'darwin'` for the machine that it runs on. Prints the formula.
+"""Prints the Homebrew formula for a release on PyPI: the URL and digest of its sdist, and a resource for each package
+that `pip` would install with it on Apple Silicon. Needs a Mac and Python 3.12 with pip, because pip evaluates
+`sys_platform == 'darwin'` for the machine that it runs on.
 
 example:
   python scripts/homebrew_formula.py 0.2.0 > Formula/mlx-serve.rb
@@ -24,12 +24,12 @@ TEMPLATE = Path(__file__).parents[1] / "packaging" / "homebrew" / "mlx-serve.rb"
 NAME = "mlx-server"
 ONLY_ON_A_MAC = "mlx-metal"
 OLDEST_MACOS = ("--platform", "macosx_14_0_arm64", "--python-version", "3.12", "--only-binary=:all:")
-"""What the formula depends on: a wheel for macOS 14 runs on later ones, too."""
+"""Wheels for macOS 14 also run on later versions."""
 
 
 @dataclass(frozen=True)
 class Download:
-    """A file of a release. `name` is the package's, as PyPI normalizes it."""
+    """A file of a release. `name` is the package's normalized name."""
 
     name: str
     url: str
@@ -44,12 +44,12 @@ def main() -> None:
         release = json.load(answer)
     downloads = downloads_of(pip_report(version))
     if ONLY_ON_A_MAC not in {download.name for download in downloads}:
-        sys.exit(f"{ONLY_ON_A_MAC} is not among the packages that pip would install: run this on a Mac.")
+        sys.exit(f"{ONLY_ON_A_MAC} is not among the packages that pip would install; run this on a Mac.")
     sys.stdout.write(filled(TEMPLATE.read_text(encoding="utf-8"), sdist_of(release), downloads))
 
 
 def pip_report(version: str) -> dict[str, Any]:
-    """What pip would install, https://pip.pypa.io/en/stable/reference/installation-report/."""
+    """pip's report of what it would install, https://pip.pypa.io/en/stable/reference/installation-report/."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
@@ -60,7 +60,7 @@ def pip_report(version: str) -> dict[str, Any]:
 
 
 def sdist_of(release: Mapping[str, Any]) -> Download:
-    """From the JSON that PyPI has of a release, https://docs.pypi.org/api/json/."""
+    """The sdist in PyPI's JSON of a release, https://docs.pypi.org/api/json/."""
     for file in release["urls"]:
         if file["packagetype"] == "sdist":
             return Download(NAME, file["url"], file["digests"]["sha256"])
@@ -68,7 +68,7 @@ def sdist_of(release: Mapping[str, Any]) -> Download:
 
 
 def downloads_of(report: Mapping[str, Any]) -> list[Download]:
-    """All packages of pip's report by name, without the server's own."""
+    """All packages of pip's report except this one, sorted by name."""
     downloads = []
     for package in report["install"]:
         name = re.sub(r"[-_.]+", "-", package["metadata"]["name"]).lower()
@@ -79,7 +79,7 @@ def downloads_of(report: Mapping[str, Any]) -> list[Download]:
 
 
 def filled(template: str, sdist: Download, resources: Iterable[Download]) -> str:
-    """`template` with these downloads in place of those that it has."""
+    """The template with its downloads replaced by these."""
     text = re.sub(r"  resource .*?\n  end\n\n", "", template, flags=re.DOTALL)
     text = re.sub(r'^  url ".*"', f'  url "{sdist.url}"', text, count=1, flags=re.MULTILINE)
     text = re.sub(r'^  sha256 ".*"', f'  sha256 "{sdist.sha256}"', text, count=1, flags=re.MULTILINE)

@@ -1,9 +1,9 @@
-"""Changes the code in one place at a time (a comparison, a number, a condition, a call left out) and looks whether a
-test notices. What survives is either not tested or makes no difference; the share of survivors says how much the tests
-see. Works on a copy of the checkout.
+"""Mutation testing: changes the code in one place at a time (a comparison, a number, a condition, a removed call) and
+checks whether a test fails. A mutant that survives is either not tested or makes no difference; the share of survivors
+measures the tests. Works on a copy of the checkout.
 
-The tests of a folder are those in the folder of the same name in tests/, or else the files that name the changed
-module. Slow ones run only if no other has noticed.
+The tests of a folder are those in the folder of the same name in tests/, or else the test files that import the changed
+module. Slow tests run only if no other test has failed.
 
 examples:
   ./scripts/mutate                                 # 50 places of batching/ and engine/
@@ -49,7 +49,7 @@ Position = tuple[int, int]
 
 
 class CallDeletion(Operator):  # type: ignore[misc]
-    """Leaves out a statement that is nothing but a call."""
+    """Removes a statement that is only a call."""
 
     def mutation_positions(self, node: Any) -> Iterator[tuple[Position, Position]]:
         is_call = (
@@ -68,7 +68,7 @@ class CallDeletion(Operator):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Mutant:
-    """What `operator` makes of the place `occurrence`, counted over all places in `path` that it can change."""
+    """The change that `operator` makes at number `occurrence` of the places in `path` that it can change."""
 
     path: Path
     operator: Operator
@@ -78,7 +78,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Suite:
-    """A command that runs tests, and how long it may take."""
+    """A command that runs tests, and its timeout."""
 
     command: str
     timeout_s: float
@@ -111,9 +111,9 @@ def _arguments() -> argparse.Namespace:
         prog="mutate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folders", nargs="*", default=["batching", "engine"], help=f"folders or files of {PACKAGE}/")
-    parser.add_argument("--sample", type=int, default=50, help="how many places are changed (default: %(default)s)")
+    parser.add_argument("--sample", type=int, default=50, help="number of places to change (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=60, help="begin no other mutant then (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=60, help="start no mutant after them (default: %(default)s)")
     return parser.parse_args()
 
 
@@ -132,7 +132,7 @@ def _copy_checkout(folder: Path) -> None:
 
 
 def _modules(folders: Sequence[str]) -> list[Path]:
-    """Paths in the copy."""
+    """The modules in these folders, as paths in the copy."""
     paths = [Path(PACKAGE, name) for name in folders]
     missing = [path for path in paths if not path.exists()]
     if missing:
@@ -141,7 +141,7 @@ def _modules(folders: Sequence[str]) -> list[Path]:
 
 
 def sampled(modules: Sequence[Path], count: int, rng: random.Random) -> list[Mutant]:
-    """One mutant at each of `count` places: an operator like `<` has many, and counts once all the same."""
+    """One mutant at each of `count` places, however many mutants a place has."""
     places: dict[tuple[Path, Position], list[Mutant]] = {}
     for module in modules:
         for mutant in mutants_of(module):
@@ -167,7 +167,7 @@ def _operators() -> tuple[Operator, ...]:
 
 
 def _annotations(source: str) -> Iterator[tuple[Position, Position]]:
-    """Where types stand, which nothing evaluates."""
+    """The ranges of type annotations, which are never evaluated."""
     for node in ast.walk(ast.parse(source)):
         for name in ("annotation", "returns"):
             note = getattr(node, name, None)
@@ -176,7 +176,7 @@ def _annotations(source: str) -> Iterator[tuple[Position, Position]]:
 
 
 def survival(mutant: Mutant) -> str | None:
-    """What it changes, if no test notices."""
+    """The mutant's change if no test fails, else None."""
     for marks in ROUNDS:
         suite = suite_of(_tests_of(mutant.path), marks)
         with use_mutation(mutant.path, mutant.operator, mutant.occurrence) as (original, mutated):
@@ -200,12 +200,12 @@ def _tests_of(path: Path) -> tuple[str, ...]:
 
 @cache
 def suite_of(tests: tuple[str, ...], marks: str) -> Suite | None:
-    """Those of `tests` with these marks, if there are any. They are run once as the code is, and must pass."""
+    """The tests with these marks, if there are any. They must pass on the unchanged code."""
     command = f"{shlex.quote(sys.executable)} {TESTS} -m {shlex.quote(marks)} {shlex.join(tests)}"
     start_s = time.monotonic()
     status = subprocess.run(shlex.split(command), stdout=subprocess.DEVNULL, check=False).returncode
     if status not in (0, NO_TESTS_COLLECTED):
-        sys.exit(f"The tests fail as the code is: {command}")
+        sys.exit(f"The tests fail on the unchanged code: {command}")
     return Suite(command, timeout_s=20 + 3 * (time.monotonic() - start_s)) if status == 0 else None
 
 

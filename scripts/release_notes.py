@@ -1,5 +1,5 @@
-"""Prints the changelog's section of a version: python scripts/release_notes.py v0.2.0. Exit status 1 if that is not
-pyproject.toml's version or has no section."""
+"""Prints the changelog's section of a version: python scripts/release_notes.py v0.2.0. Exit status 1 if the version is
+not pyproject.toml's or has no section."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def main() -> None:
     version = sys.argv[1].removeprefix("v")
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     if version != declared:
-        sys.exit(f"The tag is of version {version}, and pyproject.toml says {declared}.")
+        sys.exit(f"The tag is for version {version}, but pyproject.toml says {declared}.")
     notes = section((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version)
     if notes is None:
-        sys.exit(f"CHANGELOG.md has no section `## [{version}]` with any text.")
+        sys.exit(f"CHANGELOG.md has no section `## [{version}]` with text.")
     print(notes)
 
 

@@ -1,4 +1,4 @@
-"""Tiny models and adapters as folders, the latter made by mlx-lm with random weights."""
+"""Writes folders of tiny models and of adapters with random weights, made by mlx-lm."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.tiny_models import byte_tokenizer, save_model_folder
 
 
 def write_model(architecture: str, path: Path, *, bits: int | None = None, **changes: Any) -> Path:
-    """A folder that mlx-lm loads, with a tokenizer; quantised to `bits`."""
+    """A folder that mlx-lm can load, with a tokenizer; quantized to `bits`."""
     config = {**config_of(architecture), **changes}
     for section in (config, config.get("text_config", {})):
-        section.pop("rope_scaling", None)  # transformers warns of it
+        section.pop("rope_scaling", None)  # transformers warns about it
         if "query_pre_attn_scalar" in section:
-            section["query_pre_attn_scalar"] = int(section["query_pre_attn_scalar"])  # or refuses it
+            section["query_pre_attn_scalar"] = int(section["query_pre_attn_scalar"])  # or transformers refuses it
     subject = Subject(architecture, config)
     if bits is not None:
         config["quantization"] = {"group_size": 32, "bits": bits}
@@ -42,7 +42,7 @@ def write_adapter(
     keys: list[str] | None = None,
     seed: int = 0,
 ) -> Path:
-    """An adapter of random weights for the last layers of a saved model; of all linear ones in them, or of `keys`."""
+    """A random adapter for the last `num_layers` layers of a saved model: all their linear layers, or `keys`."""
     return save_adapter(plain_model(model_folder), path, kind, rank, scale, num_layers, keys, seed)
 
 
@@ -56,7 +56,7 @@ def save_adapter(
     keys: list[str] | None = None,
     seed: int = 0,
 ) -> Path:
-    """The same for a model in memory, which has the adapter then."""
+    """The same for a model in memory, which then contains the adapter."""
     parameters = {"rank": rank, "scale": scale, "dropout": 0.1, **({} if keys is None else {"keys": keys})}
     num_layers = min(num_layers, len(model.layers))
     model.freeze()

@@ -1,7 +1,7 @@
-"""A tiny configuration of every model file of mlx-lm: what `config.json` would say, less what `COMMON` says for all.
+"""A tiny configuration of every model file of mlx-lm: the values of `config.json` that differ from `COMMON`.
 
-Every value that shapes the computation is set, so that a tiny model takes the paths which real ones take: windows
-are shorter than the test's prompts, experts are more than are chosen, every kind of layer is there.
+Every value that shapes the computation is set, so that a tiny model takes the same code paths as real models: windows
+are shorter than the tests' prompts, there are more experts than are chosen, and every kind of layer occurs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 VOCAB_SIZE = 320
 WINDOW = 24
-"""Of sliding windows; neither a multiple nor a divisor of the block size."""
+"""Tokens of sliding windows; neither a multiple nor a divisor of the block size."""
 
 COMMON: MappingProxyType[str, Any] = MappingProxyType(
     {
@@ -521,7 +521,7 @@ ARCHITECTURES = tuple(_OWN)
 
 
 SEEDS: MappingProxyType[str, int] = MappingProxyType({})
-"""Other weights than those of seed 0, for models whose best two tokens come too close to each other there."""
+"""Seeds for models whose two best tokens are too close to each other with seed 0."""
 
 LEVELS: MappingProxyType[str, str] = MappingProxyType(
     {
@@ -545,7 +545,7 @@ LEVELS: MappingProxyType[str, str] = MappingProxyType(
         **dict.fromkeys(("afm7", "gpt_bigcode", "llama4"), "whole model, one request at a time"),
     }
 )
-"""What of a model runs group by group instead of once a step; of all others nothing does."""
+"""The parts of a model that run group by group instead of once a step. Other models have none."""
 
 RECURRENT = (
     *(name for name, level in LEVELS.items() if level == "recurrent mixers"),
@@ -560,12 +560,12 @@ REFUSED: MappingProxyType[str, str] = MappingProxyType(
         "plamo3": "a window of 25 tokens where its cache keeps 24",
     }
 )
-"""Architectures that are refused, and what the refusal says. Two of them differ from themselves in mlx-lm: phi3small
-adds its mask to the scores as a number, and places its sparse blocks by the length of the call; plamo3 decodes with
-a window that is one shorter than in prompts."""
+"""Architectures that are refused, and a part of the error. Two of them are inconsistent in mlx-lm: phi3small adds its
+mask to the scores as a number, and places its sparse blocks by the length of the call; plamo3 decodes with a window
+that is one token shorter than in prompts."""
 
 NEEDS_METAL = ("bitnet", "muse_spark")
-"""Architectures whose layers are Metal kernels: refused on other machines; on a Mac the probe at load decides."""
+"""Architectures whose layers are Metal kernels: refused on other machines, decided by the probe at load on a Mac."""
 
 BROKEN = ("olmo",)
 """Architectures that fail in mlx-lm itself, and are refused."""

@@ -1,4 +1,4 @@
-"""Attention of a mixed step over requests with a past, and the float64 answer: for backends that share an interface."""
+"""Attention of a mixed step over requests with a past, for any backend, and the answer in float64."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens [start, end) of a request that one step computes; those at [image[0], image[1]) see each other both
-    ways."""
+    """The tokens [start, end) of a request that one step computes; those at [image[0], image[1]) attend to each other
+    in both directions."""
 
     start: int
     end: int
@@ -50,7 +50,7 @@ class Span:
 
 
 class World:
-    """Requests whose last `span` is computed in one step, after all that comes before in another."""
+    """Requests whose `span` is computed in one step, after all tokens before it in another."""
 
     def __init__(self, layer: Layer, spans: Sequence[Span], seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -80,7 +80,7 @@ class World:
         return step.with_spans(np.array(rows, np.int32)) if rows else step
 
     def attend(self, backend: AttentionBackend, pool: Any) -> Floats:
-        """Both steps; the output of the second."""
+        """Runs both steps; the output of the second."""
         past = self.past()
         if past is not None:
             self.attend_step(backend, pool, past, [slice(0, span.start) for span in self.spans])
@@ -108,7 +108,7 @@ class World:
         ]
 
     def expected(self) -> Floats:
-        """The second step in float64, over K/V as MLX stores them in the layer's bits."""
+        """The output of the second step in float64, with K/V rounded to the layer's bits."""
         outs = []
         for (queries, keys, values), span in zip(self.rows, self.spans, strict=True):
             key_bits, value_bits = side_bits(self.layer.bits)
@@ -119,7 +119,7 @@ class World:
 
 
 def as_stored(rows: Floats, bits: int | None) -> Floats:
-    """What `mx.quantize` leaves of float32 rows."""
+    """Float32 rows after `mx.quantize` and back."""
     if bits is None:
         return rows
     group_size = group_size_of(rows.shape[-1])
@@ -128,7 +128,7 @@ def as_stored(rows: Floats, bits: int | None) -> Floats:
 
 
 def shuffled_tables(lengths: Sequence[int], rng: np.random.Generator) -> npt.NDArray[np.int32]:
-    """Block ids in no order, two of them unused, in rows that are wider than need be."""
+    """Block tables with shuffled ids, two of them unused, and rows that are wider than necessary."""
     counts = [-(-length // BLOCK_SIZE) for length in lengths]
     ids = iter(rng.permutation(sum(counts) + 2).tolist())
     tables = np.zeros((len(counts), max(counts) + 1), dtype=np.int32)

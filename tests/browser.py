@@ -40,16 +40,16 @@ class Page:
         return found["result"].get("value")
 
     async def reload(self) -> None:
-        """Opens the same page anew, and waits until the old one is gone."""
+        """Reloads the page, and waits until the old one is gone."""
         await self.evaluate("window.isOld = true")
         await self._call("Page.reload")
         is_old = True
         while is_old:
-            with contextlib.suppress(AssertionError):  # of a page that goes while it is asked
+            with contextlib.suppress(AssertionError):  # the page may go away during the call
                 is_old = await self.evaluate("window.isOld === true || document.readyState !== 'complete'")
 
     async def show(self, *, width: int, height: int, scheme: str = "light") -> None:
-        """As on a screen of that size in CSS pixels, of someone who prefers a light or a dark page."""
+        """Emulates a screen size in CSS pixels, and a preference for a light or a dark page."""
         await self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=True
         )
@@ -57,7 +57,7 @@ class Page:
         await self._call("Emulation.setEmulatedMedia", features=preferred)
 
     async def press(self, key: str) -> None:
-        """One key, as a keyboard sends it: Tab moves the focus, a character is written."""
+        """Presses a key, as on a keyboard: Tab moves the focus, a character is written."""
         code = {"Tab": 9, "Enter": 13, "Escape": 27}.get(key)
         text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
         event = {"key": key, **text, **({} if code is None else {"windowsVirtualKeyCode": code})}
@@ -65,7 +65,7 @@ class Page:
         await self._call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     async def picture(self) -> bytes:
-        """What is to be seen of the whole page, as PNG."""
+        """A screenshot of the whole page, as PNG."""
         found = await self._call("Page.captureScreenshot", captureBeyondViewport=True)
         return base64.b64decode(found["data"])
 
@@ -93,7 +93,7 @@ class Page:
 
 @contextlib.asynccontextmanager
 async def browser(url: str) -> AsyncIterator[Page]:
-    """A page that has been told to open `url`, in a browser of its own that ends with the block."""
+    """A page in a new browser that opens `url`; the browser ends with the block."""
     assert EXECUTABLE is not None
     its_input, to_browser = os.pipe()
     from_browser, its_output = os.pipe()
@@ -105,7 +105,7 @@ async def browser(url: str) -> AsyncIterator[Page]:
             "--disable-dev-shm-usage",
             f"--user-data-dir={profile}",
         ]
-        # The browser's ends must be its descriptors 3 and 4.
+        # The browser expects its ends as descriptors 3 and 4.
         command = f'exec "$0" "$@" 3<&{its_input} 4>&{its_output}'
         process = await asyncio.create_subprocess_exec(
             *("bash", "-c", command, EXECUTABLE, "--remote-debugging-pipe", *options),

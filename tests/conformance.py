@@ -1,4 +1,4 @@
-"""What every architecture must show: its answers in a batch are those that plain mlx-lm gives one prompt at a time."""
+"""The check for every architecture: answers in a batch equal those of plain mlx-lm for one prompt at a time."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ NUM_BLOCKS = 8
 NUM_LOGPROBS = 5
 
 CROWDED = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "num_kv_blocks": NUM_BLOCKS, "max_model_len": 256}
-"""Prompts come in chunks beside decodes, requests join and leave, and blocks run out."""
+"""Prompts are computed in chunks together with decodes, requests join and leave, and blocks run out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What an engine answered, and what it took."""
+    """The answers of an engine, and the counts of steps and model calls."""
 
     completions: list[Completion]
     num_preemptions: int
@@ -44,7 +44,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One architecture's line of the table."""
+    """One architecture's row of the table."""
 
     architecture: str
     level: str
@@ -52,7 +52,7 @@ class Row:
     is_recurrent: bool
     worst_error: float
     pool_bytes: int
-    """Memory of blocks and recurrent states."""
+    """Bytes of blocks and recurrent states."""
 
     def __str__(self) -> str:
         cached = "blocks and state" if self.is_recurrent else "blocks"
@@ -65,13 +65,13 @@ HEADER = f"{'architecture':22} {'what runs group by group':35} calls/step  {'a c
 
 
 class Subject:
-    """A tiny model of one architecture, and plain mlx-lm's answers with it."""
+    """A tiny model of one architecture, and plain mlx-lm's answers."""
 
     def __init__(self, architecture: str, config: dict[str, Any] | None = None) -> None:
         self.architecture = architecture
         self.config = config or config_of(architecture)
         self.model: nn.Module = build_random(self.config, SEEDS.get(architecture, 0))
-        mx.eval(self.model(mx.array([[1]])))  # constants that are not parameters belong to the thread that makes them
+        mx.eval(self.model(mx.array([[1]])))  # lazy constants can only be evaluated by the thread that makes them
 
     def make_llm(self, **settings: Any) -> LLM:
         loaded = LoadedModel(self.architecture, self.model, self.config, None)
@@ -79,7 +79,7 @@ class Subject:
 
     @property
     def is_windowed(self) -> bool:
-        """Whether a layer sees a window only."""
+        """Whether some layer has a sliding window."""
         caches = make_prompt_cache(self.model)
         parts = [part for cache in caches for part in getattr(cache, "caches", (cache,))]
         return any(isinstance(part, RotatingKVCache) for part in parts)
@@ -89,7 +89,7 @@ class Subject:
 
 
 def answer(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> Answers:
-    """Greedy answers of the engine with all prompts in one batch, and what they took."""
+    """Greedy answers of the engine to all prompts in one batch, with counts."""
     before = llm.stats()
     params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, logprobs=NUM_LOGPROBS) for n in max_tokens]
     completions = llm.generate(prompts, params, use_tqdm=False)
@@ -103,8 +103,8 @@ def answer(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]
 
 
 def worst_error(answers: Answers, wanted: Sequence[Reference]) -> float:
-    """Largest difference of a likely token's log-probability, relative to the largest logit. Asserts that all
-    tokens are plain mlx-lm's."""
+    """The largest difference of a likely token's log-probability, relative to the largest logit. Asserts that all
+    tokens equal plain mlx-lm's."""
     worst = 0.0
     for completion, reference in zip(answers.completions, wanted, strict=True):
         assert list(completion.token_ids) == reference.token_ids
@@ -116,7 +116,7 @@ def worst_error(answers: Answers, wanted: Sequence[Reference]) -> float:
 
 
 def pool_bytes(llm: LLM) -> int:
-    """What the pools of an engine take, by the arrays that are there; those of one number only keep an order."""
+    """The bytes of the arrays in an engine's pools. Arrays of one number only order operations and do not count."""
     cache = llm.engine._parts.runner.cache
     pools = {id(layer.pool): layer.pool.contents[0] for layer in cache.paged}.values()
     arrays = [
@@ -127,7 +127,7 @@ def pool_bytes(llm: LLM) -> int:
 
 
 def preempt_every(num_steps: int, scheduler: ContinuousBatchingScheduler) -> None:
-    """From now on, each so many steps the lowest of several running requests waits again."""
+    """Preempts the lowest of several running requests every `num_steps` steps."""
     schedule, steps = scheduler.schedule, count(1)
 
     def preempting(now: float) -> SchedulerOutput | None:
@@ -139,14 +139,14 @@ def preempt_every(num_steps: int, scheduler: ContinuousBatchingScheduler) -> Non
 
 
 def check_crowd(subject: Subject) -> Row:
-    """Chunks, joins, leaves and preemptions in one batch, then a prompt again, whose full blocks are cached."""
+    """Chunks, joins, leaves and preemptions in one batch; then one prompt again, whose full blocks are cached."""
     prompts = random_prompts(LENGTHS)
     wanted = subject.wanted(prompts, MAX_TOKENS)
     with subject.make_llm(**CROWDED) as llm:
         if subject.is_windowed:  # blocks do not run out there
             preempt_every(7, llm.engine.scheduler)
         first = answer(llm, prompts, MAX_TOKENS)
-        if subject.is_windowed:  # what the others have left behind their windows has taken the place of its blocks
+        if subject.is_windowed:  # blocks that the others freed outside their windows have evicted this prompt's
             answer(llm, prompts[2:3], MAX_TOKENS[2:3])
         again = answer(llm, prompts[2:3], MAX_TOKENS[2:3])
         stats, info, num_bytes = llm.stats(), llm.info, pool_bytes(llm)

@@ -1,4 +1,4 @@
-"""What all tests share: a quiet, offline environment, and the bundled model."""
+"""Shared by all tests: a quiet, offline environment, and the bundled model."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ IN_REAL_TIME = ("api", "bench", "cli", "engine", "observability")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs servers, threads and processes in real time, beside whatever else the machine does, has a second try,
-    which the summary names (RERUN). What knows no clock has none: that would hide a fault."""
+    """Tests that run servers, threads and processes in real time on a shared machine have a second try, which the
+    summary shows (RERUN). Tests without a clock have none, since it would hide faults."""
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in IN_REAL_TIME:
             item.add_marker(pytest.mark.flaky(reruns=1))
@@ -44,14 +44,14 @@ settings.load_profile("any machine")
 
 @pytest.fixture(autouse=True)
 def no_keys_of_yours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whoever runs the tests may have keys at home, and would be asked for them."""
+    """The user who runs the tests may have API keys at home, which servers would then require."""
     monkeypatch.setattr("mlx_server.api.auth.keys.home", lambda: tmp_path / "home")
 
 
 @pytest.fixture(scope="session")
 def bundled_model() -> Path:
-    """The folder of the bundled model in float32, which MLX's own products need to be fast on a CPU; pulled when it is
-    not there. It is kept between runs: tests only read it."""
+    """The folder of the bundled model in float32, for which MLX's own products are fast on a CPU. It is pulled the
+    first time and kept between runs; tests only read it."""
     from mlx_server.runtime.models.bundled import pull_bundled
     from mlx_server.runtime.models.gguf import WeightFormat
 

@@ -16,8 +16,8 @@ from mlx_server.request import TokenConstraint
 
 
 class RandomModel:
-    """Chooses any token that the mask allows, with a leaning towards the end and towards single characters. Now and
-    then it writes one of `endings` as far as it is allowed, which single tokens would hardly ever make up."""
+    """Chooses any token that the mask allows, preferring ends and single characters. At times it writes one of
+    `endings` as long as that is allowed, since random tokens would hardly ever form it."""
 
     def __init__(self, tokenizer: Tokenizer, endings: Sequence[str] = ()) -> None:
         self._endings = [tokenizer.encode(text, add_special_tokens=False) for text in endings]

@@ -1,4 +1,4 @@
-"""MLX's memory without what earlier tests left to the garbage collector."""
+"""MLX's memory without garbage of earlier tests."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import mlx.core as mx
 
 
 def active_bytes() -> int:
-    """The bytes of arrays that somebody holds. What is measured twice must not shrink by an earlier test's garbage."""
+    """The bytes of live arrays. Garbage of earlier tests is collected first, so that it cannot change a comparison."""
     gc.collect()
     return int(mx.get_active_memory())
 
 
 def held_bytes() -> int:
-    """`active_bytes()` and what MLX keeps for the next arrays."""
+    """`active_bytes()` and the memory that MLX keeps for reuse."""
     return active_bytes() + int(mx.get_cache_memory())

@@ -1,8 +1,8 @@
-"""Schedulers over the real executor, MLX thread and device queue, on a made-up device in virtual time.
+"""Schedulers with the real executor, MLX thread and device queue, on a simulated device in virtual time.
 
-There are two kinds of device. A filled one has only the last tenth of a step left when `launch` returns, as MLX's CPU,
-which lets few tasks wait. One that is `SELF_RUNNING` is only told what to do there and computes by itself, as Metal and
-CUDA do.
+There are two kinds of device. On a `FILLED` one, only the last tenth of a step is left when `launch` returns, as with
+MLX's CPU, whose queue of tasks is short. A `SELF_RUNNING` one computes asynchronously after `launch`, as Metal and CUDA
+do.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ ALL_KINDS = pytest.mark.parametrize("kind", list(Kind), ids=lambda kind: kind.va
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What a step takes: `base_s` of the device, `row_s` for each that decodes and `prompt_s` for each token of longer
-    chunks; and of the host, beside the device's work where that runs by itself and part of it elsewhere, `launch_s` and
-    `copy_s` for each block that is copied into or out of the pool."""
+    """What a step costs. The device takes `base_s`, `row_s` for each decode and `prompt_s` for each token of longer
+    chunks. The host takes `launch_s`, and `copy_s` for each block that is copied into or out of the pool: in parallel
+    on a self-running device, as part of the step on the other."""
 
     base_s: float
     row_s: float
@@ -62,7 +62,7 @@ FAST_GPU = Profile(base_s=0.025, row_s=0.0005, prompt_s=1 / 2500, launch_s=0.003
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """When a step was given to the device, and when it really began and ended."""
+    """When a step was submitted to the device, and when it began and ended there."""
 
     model: str
     step: SchedulerOutput
@@ -76,7 +76,7 @@ class DeviceStep:
 
 
 class Device:
-    """Runs the steps it is given in order. The n-th takes `stretch(n)` times what its profile says."""
+    """Runs steps in order. Step n takes `stretch(n)` times the time of the profile."""
 
     def __init__(self, threads: VirtualThreads, kind: Kind, profile: Profile, stretch: Callable[[int], float]) -> None:
         self.kind = kind
@@ -87,7 +87,7 @@ class Device:
         self._free_s = 0.0
 
     def compute(self, model: str, step: SchedulerOutput) -> float:
-        """Takes a step; when it will be over."""
+        """Submits a step; returns when it will end."""
         launched_s = self._threads.now_s
         seconds = self.profile.seconds(step) * self._stretch(len(self.steps))
         if self.kind is not Kind.SELF_RUNNING:
@@ -102,7 +102,7 @@ class Device:
         return self._free_s
 
     def idle_s(self, from_s: float, to_s: float) -> float:
-        """How long nothing was computed between two times."""
+        """How long the device was idle between two times."""
         busy = [min(step.end_s, to_s) - max(step.began_s, from_s) for step in self.steps]
         return to_s - from_s - sum(max(seconds, 0.0) for seconds in busy)
 
@@ -114,7 +114,7 @@ class _Launched:
 
 
 class DeviceRunner:
-    """A `ModelRunner` of the fake model of `tests/batching/worlds.py`."""
+    """A `ModelRunner` with the fake model of `tests/batching/worlds.py`."""
 
     launch_is_host_only = True
 
@@ -144,7 +144,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Booked:
-    """A step's result, and when the event loop had it."""
+    """A step's result, and when the event loop received it."""
 
     time_s: float
     result: ModelRunnerOutput
@@ -152,7 +152,7 @@ class Booked:
 
 @dataclass(slots=True)
 class Model:
-    """One model's scheduler and what came of it."""
+    """One model's scheduler and its results."""
 
     world: DeviceWorld
     name: str
@@ -174,7 +174,7 @@ class Model:
         self.deliveries.extend(Delivery(self.world.threads.now_s, output) for output in outputs)
 
     def times(self, request_id: str) -> list[float]:
-        """When each of a request's outputs was delivered."""
+        """When each output of a request was delivered."""
         return [delivery.time_s for delivery in self.deliveries if delivery.output.request_id == request_id]
 
     def is_done(self, request_id: str) -> bool:
@@ -191,7 +191,7 @@ class Model:
 
 
 class DeviceWorld:
-    """A device, the MLX thread, and the models on it. Make it first in a test, and `run` the test's coroutine."""
+    """A device, the MLX thread, and the models on it. A test makes it first, and passes its coroutine to `run`."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class DeviceWorld:
 
     @asynccontextmanager
     async def model(self, name: str = "m", weight: float = 1.0, **limits: Any) -> AsyncIterator[Model]:
-        """A model whose scheduler runs meanwhile; all it was asked for has to have ended then, or is aborted."""
+        """A model whose scheduler runs within the block. Requests that have not ended by then are aborted."""
         limits.setdefault("target_step_s", 0.06)
         runner = DeviceRunner(name, self.threads, self.device, FakeRunner(NUM_BLOCKS))
         scheduler = make_scheduler(
@@ -224,7 +224,7 @@ class DeviceWorld:
         scheduler.stop()
         await task
         scheduler.check_integrity()
-        assert runner.runner.num_submitted == 0, "a step is still out there"
+        assert runner.runner.num_submitted == 0, "a step has not ended"
 
     def _is_shared_with(self, model: Model) -> bool:
         return any(

@@ -1,4 +1,4 @@
-"""Drafters for tests: they know the answers, and are wrong where they are to be."""
+"""Drafters for tests that know the answers and are wrong at chosen places."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_server.request import Request
 
 
 class Adversary:
-    """Drafts the right tokens, of which some at random places are wrong: another of the answer's own, or token 1."""
+    """Drafts the right tokens with random errors: another token of the answer, or token 1."""
 
     answers: ClassVar[defaultdict[tuple[int, ...], list[Sequence[int]]]] = defaultdict(list)
     rightness = 0.8
@@ -21,7 +21,7 @@ class Adversary:
 
     @classmethod
     def learn(cls, completions: Iterable[Completion]) -> None:
-        """From now on it knows all answers to these prompts, and no others to them."""
+        """Replaces the known answers to these prompts."""
         for done in completions:
             cls.answers.pop(done.prompt_token_ids, None)
         for done in completions:
@@ -42,7 +42,7 @@ class Adversary:
 
 
 def always(proposed: Mapping[str, int], rates: object, room: drafting.StepRoom, *costs: object) -> dict[str, int]:
-    """In place of `choose_depths`: as many as there is room for, whatever they cost."""
+    """Replaces `choose_depths`: drafts as many tokens as there is room for, whatever they cost."""
     depths, most = {}, room.most
     for request_id, count in proposed.items():
         depths[request_id] = min(count, most)

@@ -1,4 +1,4 @@
-"""Folders of tiny embedders with random weights, and sentence-transformers' formulas for what they give."""
+"""Folders of tiny embedders with random weights, and sentence-transformers' formulas for their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPTS = {"query": "Instruct: find it\nQuery: ", "document": ""}
 
 
 def embedder_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, the words yes and no, and an end that is put behind each text, as Qwen3-Embedding's has it."""
+    """Bytes, the words yes and no, and an end token that is appended to each text, as in Qwen3-Embedding."""
     hf = make_tokenizer(words=("yes", "no"), special=("<|im_start|>", "<|im_end|>", END)).hf
     end_id = hf.convert_tokens_to_ids(END)
     hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -37,7 +37,7 @@ def embedder_tokenizer() -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class Dense:
-    """A layer behind the pooling."""
+    """A dense layer after the pooling."""
 
     weight: Array
     bias: Array | None
@@ -71,7 +71,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class TinyEmbedder:
-    """A folder, and what sentence-transformers would make of an input by plain mlx-lm."""
+    """A folder, and the results of sentence-transformers' formulas with plain mlx-lm."""
 
     folder: Path
     model: nn.Module
@@ -81,7 +81,7 @@ class TinyEmbedder:
     is_bidirectional: bool
 
     def hidden(self, token_ids: Sequence[int]) -> Array:
-        """`[N, D]`, behind the last norm."""
+        """Hidden states `[N, D]` after the last norm."""
         caches = [_SeesAll() for _ in self.model.layers] if self.is_bidirectional else None
         hidden: Array = np.array(self.model.model(mx.array([list(token_ids)]), caches)[0])
         return hidden
@@ -95,7 +95,7 @@ class TinyEmbedder:
 
 
 class _SeesAll:
-    """What mlx-lm's attention takes as a cache, for masks that look both ways: all, or half a window to each side."""
+    """A cache for mlx-lm's attention with bidirectional masks: everything, or half a window to each side."""
 
     offset = 0
 
@@ -109,7 +109,7 @@ class _SeesAll:
 
 
 def pooled(mode: str, hidden: Array) -> Array:
-    """sentence_transformers.models.Pooling, for one input without padding."""
+    """sentence_transformers.models.Pooling for one input without padding."""
     num_tokens = len(hidden)
     positions = np.arange(1, num_tokens + 1, dtype=np.float32)[:, None]
     by_mode = {
@@ -139,8 +139,9 @@ def save_embedder(
     modules: Sequence[str] | None = None,
     **config: Any,
 ) -> TinyEmbedder:
-    """Writes what sentence-transformers does. `is_body`: without a head, and without what the head's model puts before
-    the names of weights. `modules` are those of modules.json, if not those that belong to the rest."""
+    """Writes a folder as sentence-transformers does. `is_body` leaves out the head, and the prefix of the weights'
+    names in a model with a head. `modules` replaces the content of modules.json, which follows from the other
+    arguments."""
     tiny = tiny_model(architecture)
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps({**tiny.config, **config}))

@@ -1,4 +1,4 @@
-"""Small engines for tests: tiny random models with small pools, and prompts to send them."""
+"""Small engines for tests: tiny random models with small pools, and prompts."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ on_the_cpu = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="is about 
 
 @lru_cache(maxsize=1)
 def built(architecture: str) -> TinyModel:
-    """A tiny model, built once while tests of one architecture follow each other."""
+    """A tiny model, built once for successive tests of one architecture."""
     return tiny_model(architecture)
 
 
 def make_llm(architecture: str, **settings: Any) -> LLM:
-    """An `LLM` over a tiny model without a tokenizer. It does not draft unless told to: random models repeat
-    themselves, and many tests count steps."""
+    """An `LLM` with a tiny model and no tokenizer. By default it does not draft, because random models repeat
+    themselves and many tests count steps."""
     model, config = built(architecture)
     loaded = LoadedModel(architecture, model, dict(config), None)
     return LLM(loaded, **{"kv_cache_memory": "8MB", "max_model_len": 1024, "speculate": "off", **settings})
 
 
 def make_folder(path: Path, architecture: str = "llama") -> Path:
-    """A model folder with a tokenizer that has a token a byte."""
+    """A model folder with a tokenizer that has a token for each byte."""
     model, config = built(architecture)
     return save_model_folder(model, dict(config), path, byte_tokenizer())
 
@@ -57,7 +57,7 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
 
 
 def plain_greedy(architecture: str, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[list[int]]:
-    """What plain mlx-lm answers, one prompt at a time."""
+    """The answers of plain mlx-lm, one prompt at a time."""
     model = built(architecture).model
     return [reference_generate(model, p, n).token_ids for p, n in zip(prompts, max_tokens, strict=True)]
 

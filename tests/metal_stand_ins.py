@@ -1,6 +1,6 @@
-"""What mlx-lm's Metal kernels compute, in plain MLX: so that models that are made of them run anywhere.
+"""mlx-lm's Metal kernels in plain MLX, so that models that consist of them run anywhere.
 
-bfloat16, which muse_spark computes in, is float32 here: products of whole batches and of single rows are equal then.
+muse_spark computes in bfloat16; here it is float32, so that products of whole batches and of single rows are equal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlx_lm.models import bitlinear_layers, muse_spark
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of all kernels of bitnet and muse_spark, until the test ends."""
+    """Replaces all kernels of bitnet and muse_spark until the test ends."""
     monkeypatch.setattr(bitlinear_layers, "_bitlinear_kernel", _bitlinear)
     monkeypatch.setattr(muse_spark, "mx", _WholePrecision())
     for stand_in in (

@@ -1,5 +1,5 @@
-"""The tables of docs/models-tested.md, out of what tiny models and real templates do: `python -m tests.models_tested`
-writes them anew."""
+"""Makes the tables of docs/models-tested.md from tests of tiny models and real templates; `python -m
+tests.models_tested` writes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlx_server.engine.vision.seeing import is_known
 from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.runtime.cache.block_contents import BlockContents
 from mlx_server.runtime.checks import kv_loss
-from mlx_server.runtime.checks.image_probe import BIDIRECTIONAL, SAMPLES
+from mlx_server.runtime.checks.image_probe import BIDIRECTIONAL, IMAGE_FAMILIES
 from mlx_server.runtime.drafts.head_families import FAMILIES
 from mlx_server.runtime.models.tool_parsers import find_tool_parser
 from tests.architectures import ARCHITECTURES, BROKEN, NEEDS_METAL, REFUSED, config_of
@@ -28,7 +28,7 @@ from tests.text_worlds import make_tokenizer
 
 PAGE = Path(__file__).parents[1] / "docs" / "models-tested.md"
 TEMPLATES = Path(__file__).parent / "engine" / "chat_templates"
-UNSEEN = [name for name in SAMPLES if name not in ARCHITECTURES]
+UNSEEN = [name for name in IMAGE_FAMILIES if name not in ARCHITECTURES]
 """Served by mlx-vlm's code alone."""
 
 _HEADS = {"head_dim": 64, "global_head_dim": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 32}
@@ -41,17 +41,17 @@ _WIDER: tuple[dict[str, Any], ...] = (
     {**_HEADS, "v_head_dim": 64, "qk_nope_head_dim": 64},
     {"head_dim": 32, "num_attention_heads": 2},
 )
-"""Ways to dimensions that are multiples of 32, which real models have and most tiny ones do not."""
+"""Changes that make dimensions multiples of 32, as in real models."""
 
 _ENTRIES = {"openai-gpt-oss-120b": ("<|constrain|>", "<|call|>", "<|message|>", "<|channel|>")}
-"""Of vocabularies, by template, which need not show them."""
+"""Special tokens of vocabularies, by template, since a template need not contain them."""
 
 YES, UNTESTED, NONE = "yes", "not tested", "–"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is known of an architecture, each in words for the table."""
+    """The facts about an architecture, as texts of the table."""
 
     name: str
     text: str
@@ -65,12 +65,12 @@ class Row:
 
 
 def text_of(level: str) -> str:
-    """What is said of a model that is served at `level`."""
+    """The text for a model that is served at `level`."""
     return YES if level == "ragged" else f"yes ({level})"
 
 
 def row_of(name: str) -> Row:
-    """By loading tiny models of that architecture, which takes a second."""
+    """Loads tiny models of the architecture, which takes a second."""
     if name in UNSEEN:
         return Row(name, "by mlx-vlm's code", YES, UNTESTED, UNTESTED, UNTESTED)
     if name in {*REFUSED, *BROKEN}:
@@ -95,7 +95,7 @@ def row_of(name: str) -> Row:
 
 
 def _images(name: str) -> str:
-    if name in SAMPLES:
+    if name in IMAGE_FAMILIES:
         return f"{YES}, on a GPU without `--batch-invariant`" if name in BIDIRECTIONAL else YES
     return "no: the encoder is not run" if is_known({"model_type": name, "vision_config": {}}) else NONE
 
@@ -106,7 +106,7 @@ def _kv_bits(name: str) -> str:
             subject = Subject(name, _changed(config_of(name), change))
             subject.wanted([[1, 2, 3]], [2])
             # Random weights lose more than a model's that has learnt something.
-            with mock.patch.object(kv_loss, "_MOST_DIVERGENCE", np.inf), subject.make_llm(kv_bits="8"):
+            with mock.patch.object(kv_loss, "_MAX_DIVERGENCE", np.inf), subject.make_llm(kv_bits="8"):
                 return YES
         except (ConfigError, ModelLoadError, ValueError):  # mlx-lm's own for what fits no such model
             continue
@@ -141,7 +141,7 @@ def template_table() -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with both tables, each between its marks."""
+    """The page with both tables replaced, each between its marks."""
     for name, table in (("architectures", architecture_table()), ("templates", template_table())):
         pattern = rf"(<!-- {name} -->\n).*?(\n<!-- end -->)"
         page, count = re.subn(pattern, lambda found: found[1] + table + found[2], page, flags=re.DOTALL)  # noqa: B023

@@ -1,5 +1,4 @@
-"""Small models that see, as far as the host is concerned: a folder's processor files, tokens and chat template, and
-pictures for them."""
+"""The host's side of small vision models: processor files, tokens and chat templates of folders, and pictures."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ PIXTRAL_TEMPLATE = (
 
 @dataclass(frozen=True)
 class VisionFolder:
-    """What of a model's folder matters here. `image_token` gets its id when the tokenizer is made."""
+    """The relevant parts of a model's folder. `image_token` gets its id with the tokenizer."""
 
     config: Mapping[str, Any]
     processor: Mapping[str, Any]
@@ -110,7 +109,7 @@ FOLDERS = {"qwen": QWEN, "gemma": GEMMA, "smolvlm": SMOLVLM, "pixtral": PIXTRAL}
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (56, 84)) -> Image.Image:
-    """Noise, so that no two are alike; `size` is width and height."""
+    """Random noise, so that no two pictures are equal; `size` is width and height."""
     width, height = size
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)

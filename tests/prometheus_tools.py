@@ -1,4 +1,4 @@
-"""Prometheus' view of our series: our dashboard's expressions, the names in an expression, and promtool's verdict."""
+"""Prometheus and our series: expressions of our dashboard, names in an expression, and promtool's complaints."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ACCEPTED_COMPLAINTS = (
     "metric names should not contain ':'",  # vLLM's names have one, and ours follow them
     'vllm:iteration_tokens_total non-counter metrics should not have "_total" suffix',
 )
-"""What promtool says of names that are not ours to choose."""
+"""promtool's complaints about names that vLLM chose."""
 
 _NAME = re.compile(r"\b(?:vllm:|mlx_serve:|http_|process_)\w+")
 
 
 def dashboard_expressions(model: str, window: str) -> dict[str, list[str]]:
-    """The expressions of our Grafana dashboard by panel, its variables filled in."""
+    """The expressions of our Grafana dashboard by panel, with its variables filled in."""
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
     return {
         panel["title"]: [
@@ -37,7 +37,8 @@ def names_in(expression: str) -> set[str]:
 
 
 def complaints(promtool: str, exposition: bytes) -> list[str]:
-    """What `promtool check metrics` says of a scrape, without what is accepted. Raises if it cannot read it at all."""
+    """The complaints of `promtool check metrics` about a scrape, except accepted ones. Raises if it cannot be
+    parsed."""
     done = subprocess.run([promtool, "check", "metrics"], input=exposition, capture_output=True, check=False)
     lines = (done.stderr + done.stdout).decode().splitlines()
     if done.returncode not in (0, 3):  # 3: complaints only

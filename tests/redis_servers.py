@@ -1,4 +1,4 @@
-"""Redis and Valkey servers, each of one test's own: at a socket file, with nothing on disk."""
+"""Redis and Valkey servers for single tests, at a socket file and with nothing on disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ needs_redis = pytest.mark.skipif(
 
 
 class RedisServer:
-    """It may be killed and started again, then without what it had, and stopped and continued by signals."""
+    """A server that can be killed and started again (without its data), and stopped and continued by signals."""
 
     def __init__(self, folder: Path, password: str, program: str | None = PROGRAM) -> None:
         self._program = program
@@ -44,7 +44,7 @@ class RedisServer:
             self._program, *options, "--requirepass", self._password, "--dir", str(self._socket.parent), stdout=DEVNULL
         )
         async with asyncio.timeout(30):
-            while not self._answers():  # noqa: ASYNC110 -- it says nothing when it is ready
+            while not self._answers():  # noqa: ASYNC110 -- it does not signal when it is ready
                 await asyncio.sleep(0.01)
 
     async def kill(self) -> None:
@@ -53,7 +53,7 @@ class RedisServer:
             await self.process.wait()
 
     def client(self) -> redis.Redis:
-        """For what a test looks at by itself. Close it."""
+        """A client for a test's own look at the data. The caller closes it."""
         return redis.Redis.from_url(self.url)
 
     def _answers(self) -> bool:
@@ -64,7 +64,7 @@ class RedisServer:
 
 @contextlib.asynccontextmanager
 async def redis_server(password: str = "sesame", program: str | None = PROGRAM) -> AsyncIterator[RedisServer]:
-    # The path of a socket may have a hundred characters, which those of pytest's folders have.
+    # The path of a socket is limited to about a hundred characters, and pytest's folders can be longer.
     with tempfile.TemporaryDirectory(prefix="mlx") as folder:
         server = RedisServer(Path(folder), password, program)
         try:

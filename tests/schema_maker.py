@@ -1,4 +1,4 @@
-"""Makes JSON schemas of many kinds, the same ones in every run: small enough that a small model can fill them in."""
+"""Makes JSON schemas of many kinds, reproducibly, and small enough that a small model can fill them in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMATS = ("date", "time", "date-time", "uuid", "email", "ipv4", "ipv6", "durati
 
 
 class Made(NamedTuple):
-    """`reason` is a word of the refusal of a schema that cannot be kept; None for one that can."""
+    """A schema. `reason` is a word of the error if it must be refused, else None."""
 
     name: str
     schema: Schema
@@ -170,7 +170,7 @@ def mapping(rng: random.Random) -> Schema:
 
 
 def annotated(rng: random.Random) -> Schema:
-    """As pydantic writes them: titles, descriptions, defaults, references to enums."""
+    """As pydantic writes schemas: titles, descriptions, defaults, references to enums."""
     color = {"title": "Color", "type": "string", "enum": ["red", "blue"], "description": "A colour."}
     wheels = {**integer(rng), "title": "Wheels", "default": 4, "examples": [4]}
     return {
@@ -232,7 +232,7 @@ REFUSED: tuple[tuple[Maker, str], ...] = (
 
 
 def make_schemas(num: int = 300) -> list[Made]:
-    """Each kind in turn; every tenth cannot be kept."""
+    """Schemas of each kind in turn; every tenth must be refused."""
     refused, kinds = itertools.cycle(REFUSED), itertools.cycle(KINDS)
     return list(itertools.islice(_made(refused, kinds), num))
 

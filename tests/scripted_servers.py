@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server without a network: token times by script, words counted as tokens."""
+"""An OpenAI-compatible server without a network, with scripted token times; words count as tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Script = Callable[["Asked"], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request as the server got it; `num_open` counts itself."""
+    """A request as the server received it; `num_open` includes this request."""
 
     path: str
     body: dict[str, Any]
@@ -45,7 +45,7 @@ class ScriptedServer(httpx.AsyncBaseTransport):
     status: int = 200
     refused_key: str | None = None
     scrapes: list[str] = field(default_factory=list)
-    """What `/metrics` says, one after the other; else there is no such route."""
+    """The successive answers of `/metrics`; without any there is no such route."""
     asked: list[Asked] = field(default_factory=list)
     num_open: int = 0
     most_open: int = 0
@@ -67,7 +67,7 @@ class ScriptedServer(httpx.AsyncBaseTransport):
 
     @property
     def measured(self) -> list[Asked]:
-        """Without the two requests of the calibration."""
+        """The requests after the two of the calibration."""
         return self.asked[2:]
 
 
@@ -101,7 +101,7 @@ class _Answer(httpx.AsyncByteStream):
 
 
 class TimedEvents(httpx.AsyncBaseTransport):
-    """Answers every request with the same server-sent lines, each at its time."""
+    """Answers every request with the same server-sent lines at given times."""
 
     def __init__(self, *events: tuple[float, object]) -> None:
         self._events = events

@@ -1,4 +1,4 @@
-"""JSON schemas of many shapes, for walks of the grammar compiler; and some that must be refused."""
+"""JSON schemas of many shapes for tests of the grammar compiler, and some that must be refused."""
 
 from __future__ import annotations
 

@@ -50,12 +50,12 @@ def test_a_folder_may_have_an_equals_sign_in_it() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (["a/x", "b/x"], "a/x and b/x both are the adapter x; name one of them otherwise, as OTHER=b/x"),
-        ("x=a:x=b", "a and b both are the adapter x"),
-        ("=a", "'' in 'a' is no adapter; write NAME=FOLDER"),
-        ("x=", "'x' in '' is no adapter"),
-        ("/", "'' in '/' is no adapter"),
-        ("/data/rank=8", "'rank=8' in '/data/rank=8' is no adapter"),
+        (["a/x", "b/x"], "a/x and b/x are both called x; give one of them another name, as OTHER=b/x"),
+        ("x=a:x=b", "a and b are both called x"),
+        ("=a", "'' in 'a' is not an adapter; write NAME=FOLDER"),
+        ("x=", "'x' in '' is not an adapter"),
+        ("/", "'' in '/' is not an adapter"),
+        ("/data/rank=8", "'rank=8' in '/data/rank=8' is not an adapter"),
     ],
 )
 def test_what_names_no_adapter_is_refused(value: object, words: str) -> None:

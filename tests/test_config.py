@@ -166,7 +166,11 @@ def test_what_is_unknown_in_a_file_is_an_error_that_names_the_nearest(tmp_path, 
         ("kv_cache_memory", '"lots"', "'lots'; write bytes, or a size like 512MB or 4GiB"),
         ("memory_limit", '"120%"', "'120%'; the most is 100%"),
         ("memory_reserve", '"auto"', "'auto'; write bytes, or a size"),
-        ("allowed_hosts", '"a:80"', "'a:80'; a:80 is no name of a host; write names alone, like my-mac.local, no port"),
+        (
+            "allowed_hosts",
+            '"a:80"',
+            "'a:80'; a:80 is not a host name; write only names, like my-mac.local, without ports",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_value_and_what_is_wanted(tmp_path, name, value, words):
@@ -366,7 +370,7 @@ def test_a_secret_is_not_told_when_it_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize("text", ["localhost:3000", "http://localhost:3000/", "https://a.example/page", "https://*.a"])
 def test_what_no_browser_sends_as_an_origin_is_refused_with_an_example(text, tmp_path):
-    assert f"{text} is no origin; write scheme, host and port alone" in refusal(tmp_path, allowed_origins=text)
+    assert f"{text} is not an origin; write only scheme, host and port" in refusal(tmp_path, allowed_origins=text)
 
 
 def test_what_drafts_keeps_whole_keys_and_values() -> None:

@@ -1,4 +1,4 @@
-"""Small tokenizers built in memory, one for each family of decoders."""
+"""Small tokenizers in memory, one for each family of decoders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_tokenizer(
     special: Sequence[str] = (),
     chat_template: Any = CHAT_TEMPLATE,
 ) -> Tokenizer:
-    """Byte-level: 256 bytes, `words` as whole tokens (built by merges), then added tokens; EOS is special."""
+    """A byte-level tokenizer: 256 bytes, `words` as single tokens (by merges), then added tokens; EOS is special."""
     return wrap(byte_level_backend(words), added, (EOS, *special), chat_template)
 
 

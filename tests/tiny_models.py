@@ -1,4 +1,4 @@
-"""Tiny float32 mlx-lm models with random weights for equality tests, and what plain mlx-lm generates with them."""
+"""Tiny float32 mlx-lm models with random weights for equality tests, and plain mlx-lm's answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCAB_SIZE = 320
 EOS_TOKEN_ID = 257
 CONTEXT_LENGTH = 4096
 SLIDING_WINDOW = 24
-"""Of the windowed models; neither a multiple nor a divisor of the block size."""
+"""Tokens of sliding windows; neither a multiple nor a divisor of the block size."""
 
 _COMMON = MappingProxyType(
     {
@@ -73,27 +73,27 @@ ARCHITECTURES = tuple(_CONFIGS)
 
 
 class TinyModel(NamedTuple):
-    """`config` is what `config.json` holds."""
+    """A model and the content of its `config.json`."""
 
     model: nn.Module
     config: Config
 
 
 class Reference(NamedTuple):
-    """`logits` is `[len(token_ids), vocabulary]`, float32; row i is what `token_ids[i]` is the arg max of."""
+    """`logits` is `[len(token_ids), vocabulary]` in float32; `token_ids[i]` is the arg max of row i."""
 
     token_ids: list[int]
     logits: mx.array
 
 
 def tiny_model(architecture: str, seed: int = 0) -> TinyModel:
-    """One of `ARCHITECTURES` (mlx-lm's names of them), 2 to 4 layers, with the weights of `seed`."""
+    """A model of one of `ARCHITECTURES` (by mlx-lm's names), with 2 to 4 layers and random weights by `seed`."""
     config = {"model_type": architecture, **_COMMON, **_CONFIGS[architecture]}
     return TinyModel(build_random(config, seed), config)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte, ids 0 to 255, and three special ones, with a ChatML template; fits `VOCAB_SIZE`."""
+    """A token for each byte, with ids 0 to 255, three special tokens, and a ChatML template; fits `VOCAB_SIZE`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: rank for rank, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -116,7 +116,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_model_folder(model: nn.Module, config: Config, path: Path, tokenizer: Any | None = None) -> Path:
-    """Writes what mlx-lm loads: `config.json`, `model.safetensors` and, if given, the tokenizer's files."""
+    """Writes a folder for mlx-lm: `config.json`, `model.safetensors` and, if given, the tokenizer's files."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))
     weights = dict(tree_flatten(model.parameters()))
@@ -127,7 +127,8 @@ def save_model_folder(model: nn.Module, config: Config, path: Path, tokenizer: A
 
 
 def reference_generate(model: nn.Module, prompt_ids: Sequence[int], max_tokens: int) -> Reference:
-    """Greedy ids of plain mlx-lm, caches and all: the prompt in one call, then a token a call. No stop token."""
+    """Greedy token ids of plain mlx-lm with its caches: the prompt in one call, then one token in each. No stop
+    token."""
     cache = make_prompt_cache(model)
     token_ids: list[int] = []
     rows: list[mx.array] = []
@@ -141,7 +142,7 @@ def reference_generate(model: nn.Module, prompt_ids: Sequence[int], max_tokens: 
 
 
 def describe_model_folder(config: Config, path: Path) -> Path:
-    """Writes a folder that says what a model is, without any of its weights."""
+    """Writes a model's folder without weights."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     (path / "tokenizer.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""The formats in which families of models write tool calls, by name."""
+"""Parsers of tool calls by the name of their format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LLAMA_TEMPLATE = (
 
 
 def parser_named(name: str) -> ToolParser:
-    """The parser of a format of mlx-lm's, or of one of those that it does not know."""
+    """The parser of a format that mlx-lm knows, or of one of ours."""
     tokenizer = make_tokenizer(
         special=("<|channel|>", "<|call|>") if name == "harmony" else (),
         chat_template=LLAMA_TEMPLATE if name == "llama3_json" else None,

@@ -1,7 +1,7 @@
-"""Real threads in virtual time: exactly one of them runs at a time, and the clock moves only when all of them wait.
+"""Real threads in virtual time: exactly one runs at a time, and the clock moves only when all of them wait.
 
-So code with threads, conditions and queues of its own runs in the same order every time, and at once: whoever would
-sleep or wait hands over to the next that can go on, in the order in which they were woken.
+Code with threads, conditions and queues thus runs in the same order every time, and without delays: a thread that
+sleeps or waits hands over to the next one that can run, in the order in which they were woken.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ T = TypeVar("T")
 
 
 class _Task:
-    """One thread. `turn` is released when it may go on."""
+    """One thread, which waits for `turn` until it may run."""
 
     def __init__(self) -> None:
         self.turn = threading.Semaphore(0)
-        self.wait_number = 0  # which of its waits it is in: a timer of an earlier one is void
+        self.wait_number = 0  # the number of its current wait; timers of earlier waits are ignored
         self.is_waiting = False
         self.is_timed_out = False
 
 
 class VirtualThreads:
-    """The clock, and whose turn it is. All methods are for the thread whose turn it is."""
+    """The clock and the running thread, which alone may call the methods."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.running = self._first = _Task()  # the thread that makes it
+        self.running = self._first = _Task()  # the thread that creates this object
         self._is_stuck = False
         self._ready: deque[_Task] = deque()
         self._timers: list[tuple[float, int, int, _Task]] = []
@@ -51,12 +51,12 @@ class VirtualThreads:
         self.sleep_until(self.now_s + seconds)
 
     def give_way(self) -> None:
-        """Lets all others go on that can."""
+        """Lets all other threads run that can."""
         self._ready.append(self.running)
         self._hand_over()
 
     def wait(self, until_s: float | None = None) -> bool:
-        """Until `wake`, or that time; whether it was woken."""
+        """Waits for `wake` or until that time; returns whether it was woken."""
         task = self.running
         task.wait_number += 1
         task.is_waiting, task.is_timed_out = True, False
@@ -106,7 +106,7 @@ class VirtualThreads:
         return self.running
 
     def patch(self, module: Any, monkeypatch: Any) -> None:
-        """Gives a module these threads, conditions and queues for those of the standard library that it imports."""
+        """Replaces the threads, conditions and queues that a module imports from the standard library by these."""
         ours = {
             "threading": SimpleNamespace(
                 Thread=lambda **named: _Thread(self, **named), Condition=lambda: _Condition(self)
@@ -118,7 +118,7 @@ class VirtualThreads:
                 monkeypatch.setattr(module, name, stand_in)
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Like `asyncio.run`, with this clock: the loop is one of the threads."""
+        """Like `asyncio.run` with this clock; the event loop is one of the threads."""
         with asyncio.Runner(loop_factory=lambda: _Loop(self)) as runner:
             return runner.run(main)
 
@@ -151,7 +151,7 @@ class _Thread:
 
 
 class _Condition:
-    """Its lock is no lock: nobody else runs until its holder waits, and who waits does not hold it."""
+    """A condition without a real lock, which is not needed: no other thread runs until the holder waits."""
 
     def __init__(self, threads: VirtualThreads) -> None:
         self._threads = threads
@@ -191,7 +191,7 @@ class _SimpleQueue(Generic[T]):
 
 
 class _SimpleQueueOf:
-    """`SimpleQueue`, also with a type in brackets."""
+    """Stands for `SimpleQueue`, also with a type in brackets."""
 
     def __init__(self, threads: VirtualThreads) -> None:
         self._threads = threads
@@ -204,7 +204,7 @@ class _SimpleQueueOf:
 
 
 class _Selector(selectors.SelectSelector):
-    """Waits in virtual time; for what comes from other threads, not from outside."""
+    """Waits in virtual time for other threads, not for events from outside."""
 
     def __init__(self, threads: VirtualThreads) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer instead of waiting for it: scripted times, exact and at once."""
+"""An event loop whose clock jumps to the next timer instead of waiting for it, for exact times without delays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Jumping(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
         if not ready:
-            assert timeout is not None, "every task waits for something that will never happen"
+            assert timeout is not None, "every task waits, and there is no timer"
             self.now_s += max(timeout, 0.0)
         return ready
 

@@ -1,4 +1,4 @@
-"""Tiny vision-language models with random weights, pictures for them, and what mlx-vlm itself makes of these."""
+"""Tiny vision-language models with random weights, pictures for them, and mlx-vlm's own answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlx_server.runtime.models.random_models import build_random
 from mlx_server.runtime.models.vlm import vlm_module
 
 IMAGE, START, BREAK = 300, 302, 305
-"""Token ids of a placeholder, of what stands before an image, and of what stands between rows of some."""
+"""Token ids of a placeholder, of the start of an image, and of the break between rows."""
 
 _TEXT = {
     "vocab_size": 320,
@@ -144,12 +144,12 @@ CONFIGS["ministral3"] = {
         },
     },
 }
-"""With a text part that scales queries by their positions."""
+"""A model whose text part scales queries by their positions."""
 
 
 @dataclass(frozen=True)
 class TinyVlm:
-    """One that is served, and the same weights in mlx-vlm's own class."""
+    """A model as it is served, and the same weights in mlx-vlm's own class."""
 
     loaded: LoadedModel
     plain: Any
@@ -181,7 +181,7 @@ def tiny_vlm(model_type: str) -> TinyVlm:
 
 
 def picture(model_type: str, seed: int) -> PromptImage:
-    """An image of noise as a model's processor would have it, at the start of a prompt; odd seeds make wider ones."""
+    """An image of noise in the form of the model's processor, at the start of a prompt; odd seeds make wider ones."""
     rng, vision = np.random.default_rng(seed), CONFIGS[model_type]["vision_config"]
     inputs: dict[str, Any]
     if vision.get("model_type") == "pixtral":
@@ -207,7 +207,7 @@ def picture(model_type: str, seed: int) -> PromptImage:
 
 
 def placeholders(image: PromptImage) -> list[int]:
-    """What stands for an image in a prompt."""
+    """The token ids of an image in a prompt."""
     if "image_sizes" not in image.inputs:
         return [IMAGE] * image.num_tokens
     num_columns = (image.num_tokens + 1) // 3 - 1
@@ -232,7 +232,7 @@ def prompt_of(parts: Sequence[Sequence[int] | PromptImage]) -> Prompt:
 
 
 def plain_greedy(vlm: TinyVlm, prompt: Prompt, num_tokens: int) -> list[int]:
-    """What mlx-vlm's own class answers, alone and in one piece."""
+    """The answer of mlx-vlm's own class, for the whole prompt alone."""
     ids, images = prompt
     model = vlm.plain
     if vlm.config.model_type == "gemma3":
@@ -251,8 +251,8 @@ def plain_greedy(vlm: TinyVlm, prompt: Prompt, num_tokens: int) -> list[int]:
 
 
 def _dense_greedy(model: Any, ids: Sequence[int], images: Sequence[PromptImage], num_tokens: int) -> list[int]:
-    """As transformers defines Gemma 3, without a cache. mlx-vlm's own masks let all of a prompt with an image see each
-    other."""
+    """Gemma 3 as transformers defines it, without a cache. In mlx-vlm's own masks, all tokens of a prompt with an image
+    see each other."""
     tokens: list[int] = []
     while len(tokens) < num_tokens:
         tokens.append(int(mx.argmax(dense_logits(model, [*ids, *tokens], images)[-1]).item()))
@@ -260,8 +260,8 @@ def _dense_greedy(model: Any, ids: Sequence[int], images: Sequence[PromptImage],
 
 
 def dense_logits(model: Any, ids: Sequence[int], images: Sequence[PromptImage]) -> mx.array:
-    """Logits `[L, vocabulary]` of Gemma 3 by mlx-vlm's layers, each with a whole mask: a token sees those up to itself
-    and all of its own image; in layers with a window none of those that lie `sliding_window` before it and further."""
+    """Logits `[L, vocabulary]` of Gemma 3 by mlx-vlm's layers with full masks: a token sees all tokens up to itself and
+    all of its own image, but in layers with a window no token that is `sliding_window` or more before it."""
     body, config = model.language_model.model, model.config.text_config
     hidden = body.embed_tokens(mx.array([ids])) * config.hidden_size**0.5
     is_image = np.array(ids) == model.config.image_token_index
@@ -279,8 +279,7 @@ def dense_logits(model: Any, ids: Sequence[int], images: Sequence[PromptImage]) 
 
 
 def _stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """As a processor lines images up: tiles stand behind a batch of one, and squares of pixels are as wide as the
-    widest."""
+    """Joins images as a processor does: tiles along their second axis, and pixels padded to the widest image."""
     if arrays[0].ndim == 4:
         widest = max(array.shape[3] for array in arrays)
         arrays = [np.pad(array, [(0, 0)] * 3 + [(0, widest - array.shape[3])]) for array in arrays]

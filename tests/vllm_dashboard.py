@@ -1,4 +1,4 @@
-"""What dashboards for vLLM ask of Prometheus, panel by panel: in our words, from the documented names of its series."""
+"""The expressions of dashboards for vLLM by panel, written from the documented names of its series."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PANELS: dict[str, tuple[str, ...]] = {
 
 
 def expressions(model_name: str, window: str) -> dict[str, list[str]]:
-    """All of them, by panel, for one model over a window like `1m`."""
+    """All expressions by panel, for one model and a window like `1m`."""
     return {
         title: [each.replace("$model_name", model_name).replace("$window", window) for each in panel]
         for title, panel in PANELS.items()

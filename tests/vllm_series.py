@@ -1,4 +1,4 @@
-"""vLLM's series as dashboards, routers and benchmarks know them: type, labels, what labels may say, and buckets."""
+"""vLLM's series, which dashboards, routers and benchmarks read: type, labels, values of labels, and buckets."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from prometheus_client.parser import text_string_to_metric_families
 MODEL = frozenset({"model_name", "engine"})
 
 MAX_MODEL_LEN = 256
-"""Of the model whose scrape is compared: buckets of lengths end there."""
+"""The context of the model whose scrape is compared; buckets of lengths end there."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """`closed` is a label that says one of `values`, all of which are there from the start; `bounds` are a
+    """A series. `closed` is a label with one of `values`, all of which exist from the start; `bounds` are a
     histogram's."""
 
     type: str
@@ -101,13 +101,13 @@ SERIES = {
 
 
 def sample_names() -> list[str]:
-    """Of a sample of each: what to ask Prometheus for."""
+    """The name of one sample of each series, to query in Prometheus."""
     suffixes = {"gauge": "", "counter": "_total", "histogram": "_count"}
     return [f"vllm:{name}{suffixes[series.type]}" for name, series in SERIES.items()]
 
 
 def described(scrape: bytes) -> dict[str, Series]:
-    """What a scrape has of vLLM's, by name without its prefix."""
+    """vLLM's series in a scrape, by name without the prefix."""
     found: dict[str, Series] = {}
     for family in text_string_to_metric_families(scrape.decode()):
         name = family.name.removeprefix("vllm:")

@@ -26,7 +26,7 @@ router = APIRouter(tags=["admin"], route_class=JsonRoute, dependencies=[RequireA
 @router.post("/flush_cache", include_in_schema=False)
 @router.get("/flush_cache", include_in_schema=False)
 async def reset_prefix_cache(context: Context) -> dict[str, bool]:
-    """Forgets cached prefixes; `success` is false for as long as requests hold blocks."""
+    """Drops all cached prefixes; `success` is false while requests hold blocks."""
     results = [engine.reset_prefix_cache() for engine in context.pool.engines()]
     return {"success": all(results)}
 
@@ -42,8 +42,8 @@ class AbortBody(BaseModel):
 @router.post("/abort_requests")
 @router.post("/abort_request", include_in_schema=False)
 async def abort_requests(body: AbortBody, context: Context) -> dict[str, int]:
-    """Ends requests with finish reason `abort`, by the client's ids or those of the responses; unknown ones are no
-    error."""
+    """Ends requests with the finish reason `abort`, by the client's ids or the ids of responses. Unknown ids are
+    ignored."""
     if body.abort_all:
         return {"aborted": context.generations.abort()}
     if body.request_ids is None and body.rid is None:
@@ -54,8 +54,8 @@ async def abort_requests(body: AbortBody, context: Context) -> dict[str, int]:
 
 @router.get("/admin/models")
 async def list_models(context: Context) -> dict[str, Any]:
-    """Every model that is configured or has been asked for, with its state and memory, what is being fetched, and the
-    budget."""
+    """All models that are configured or have been asked for, with their state and memory, pulls in progress, and the
+    memory budget."""
     budget = context.pool.budget
     return {
         "models": [_reading(model) for model in context.pool.models()],
@@ -78,8 +78,8 @@ class UnloadBody(LoadBody):
 
 @router.post("/admin/models/pull")
 async def pull(body: LoadBody, request: Request, context: Context) -> dict[str, str]:
-    """Fetches a model, by its id on the hub or its name here, and answers when it is here, or with what is in the way.
-    It is fetched on when the caller leaves; `GET /admin/models` tells how far it is."""
+    """Pulls a model, by its id on the hub or its served name. Answers when it is there, or with the reason why not. The
+    pull goes on if the caller leaves; `GET /admin/models` shows its progress."""
     fetch = await begin_pull(context, body.model)
     if fetch is not None:
         await until_disconnect(request, asyncio.shield(fetch.done))
@@ -87,8 +87,9 @@ async def pull(body: LoadBody, request: Request, context: Context) -> dict[str, 
 
 
 async def begin_pull(context: ServerContext, name: str) -> Fetch | None:
-    """The fetch of a model by its served name or its hub id, begun if nobody has; None if it is here. Raises
-    `ModelNotFoundError` for what cannot be fetched, `PermissionDeniedError` for what this server would not serve."""
+    """The pull of a model, by its served name or its hub id; one in progress is joined. None if the model is there.
+    Raises `ModelNotFoundError` for what cannot be pulled, and `PermissionDeniedError` for a model that this server
+    would not serve."""
     offer = context.pool.look_up(name)
     model = name if offer is None else offer.spec.root
     if offer is not None and await asyncio.to_thread(folder_of, model) is not None:
@@ -97,7 +98,7 @@ async def begin_pull(context: ServerContext, name: str) -> Fetch | None:
         raise ModelNotFoundError(name, "Models are pulled by their hub id, like mlx-community/Qwen3-0.6B-4bit.")
     if offer is None and not context.config.pool.pulled_models:
         raise PermissionDeniedError(
-            f"This server serves only the models of its configuration, and {name} is none of them. Start it with "
+            f"This server serves only the models of its configuration, and {name} is not one of them. Start it with "
             "--pulled-models to let clients pull and use others."
         )
     return context.fetches.join(model)
@@ -105,14 +106,14 @@ async def begin_pull(context: ServerContext, name: str) -> Fetch | None:
 
 @router.post("/admin/models/load")
 async def load(body: LoadBody, context: Context) -> dict[str, Any]:
-    """Loads a model and answers when it is ready, or with what is in the way."""
+    """Loads a model. Answers when it is ready, or with the reason why not."""
     return _reading(await context.pool.load(body.model))
 
 
 @router.post("/admin/models/unload")
 async def unload(body: UnloadBody, context: Context) -> dict[str, Any]:
-    """Unloads a model and answers when its memory is free. Its open requests may finish first, for
-    `drain_timeout_s`, by default as long as at shutdown. The next request for it loads it again."""
+    """Unloads a model, and answers when its memory is free. Its requests in progress may finish within
+    `drain_timeout_s`, by default the timeout at shutdown. The next request for the model loads it again."""
     timeout_s = body.drain_timeout_s
     if timeout_s is None:
         timeout_s = context.config.server.drain_timeout_s
@@ -123,8 +124,8 @@ async def unload(body: UnloadBody, context: Context) -> dict[str, Any]:
 async def sleep(
     context: Context, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort"
 ) -> dict[str, str | int]:
-    """vLLM's: unloads all models, at every level. `abort` ends open requests at once, else they may finish first.
-    A request for a model wakes it."""
+    """vLLM's route: unloads all models, at every level. `abort` ends requests in progress at once; with other modes
+    they may finish. A request for a model loads it again."""
     timeout_s = 0.0 if mode == "abort" else context.config.server.drain_timeout_s
     with context.sleep_metrics.measured(SleepOperation.SLEEP):
         for model in context.pool.models():
@@ -134,7 +135,7 @@ async def sleep(
 
 @router.post("/wake_up")
 async def wake_up(context: Context) -> dict[str, Any]:
-    """vLLM's: loads what is loaded at start, or else the default model."""
+    """vLLM's route: loads the pinned models, or the default model if none is pinned."""
     with context.sleep_metrics.measured(SleepOperation.WAKE):
         pinned = [model for model in context.pool.models() if model.spec.is_pinned]
         for model in pinned or [context.pool.find(None)]:
@@ -144,7 +145,7 @@ async def wake_up(context: Context) -> dict[str, Any]:
 
 @router.get("/is_sleeping")
 async def is_sleeping(context: Context) -> dict[str, bool]:
-    """Whether no model is loaded, nor being loaded."""
+    """Whether no model is loaded or being loaded."""
     awake = (ModelState.LOADING, ModelState.READY)
     return {"is_sleeping": not any(model.state in awake for model in context.pool.models())}
 

@@ -45,7 +45,7 @@ _ROUTES = (
     ollama_models,
     dashboard,
 )
-"""What is served is what stands here. `/` is Ollama's on Ollama's port, before it is the dashboard's."""
+"""All routes. On Ollama's port `/` is Ollama's, which comes before the dashboard's."""
 
 
 def create_app(
@@ -56,10 +56,11 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
     now_ms: Callable[[], int] | None = None,
 ) -> FastAPI:
-    """The HTTP side of `pool`. Neither starts nor stops it: that is the owner's (`server.serve`, or a test).
+    """The HTTP application for `pool`, which the caller starts and stops.
 
-    `tracing` is what `config` says unless given; `clock` is that of the quotas, and `now_ms` that of a shared store, if
-    not its own. Raises `ConfigError` for keys that cannot be read."""
+    `tracing` is by default what `config` says. `clock` is the clock of quotas; `now_ms` replaces the clock of a shared
+    store. Raises `ConfigError` for keys that cannot be read.
+    """
     keys = KeyRing(config)
     store = open_store(config.fleet, now_ms)
     quotas = Quotas(keys.usage, clock) if store is None else FleetQuotas(store, keys.usage, clock)
@@ -71,7 +72,7 @@ def create_app(
     for routes in _ROUTES:
         app.include_router(routes.router)
     install_error_handlers(app)
-    # The last one added is the outermost.
+    # The last middleware added is the outermost.
     app.add_middleware(DoorMiddleware, server=config.server, keys=keys)
     allow_origins(app, config.server)
     app.add_middleware(ExchangeMiddleware, metrics=context.http_metrics, quotas=quotas)

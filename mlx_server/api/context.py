@@ -1,4 +1,4 @@
-"""What routes share: the pool, the configuration, and the services above them."""
+"""The objects that all routes share: the pool, the configuration, and the services above them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlx_server.pool.model_pool import ModelPool
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """Made once an app; routes get it as `Context`."""
+    """One for each app; routes get it as `Context`."""
 
     pool: ModelPool
     config: Config

@@ -1,8 +1,10 @@
-"""One HTTP table for the error tree, and the bodies in which each protocol wants its errors.
+"""The HTTP status and body of every error, in each protocol's form.
 
-Every refusal of every route passes here, those of middleware and of streams that have already begun
-included, so that a client meets one shape: `{"error": {"message", "type", "param", "code"}}` for OpenAI's
-routes, `{"type": "error", "error": {"type", "message"}}` below `/v1/messages`, and `{"error": message}` below `/api/`.
+Errors of routes, of middleware and of streams that have begun all come here, so a client gets one form:
+
+    OpenAI's routes        {"error": {"message", "type", "param", "code"}}
+    below /v1/messages     {"type": "error", "error": {"type", "message"}}
+    below /api/            {"error": message}
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ _MAX_SHOWN_CHARS = 40
 
 
 class ClientDisconnectedError(Exception):
-    """The client has gone and reads no answer."""
+    """The client has left and reads no answer."""
 
 
 class NotFoundError(errors.ServeError):
-    """What a path names is not kept here, or no longer."""
+    """The thing that a path names is not kept here, or no longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """An error as HTTP sees it, before it takes a protocol's shape."""
+    """An error for HTTP, before it takes a protocol's form."""
 
     status: int
     type: str
@@ -86,16 +88,8 @@ class ErrorInfo:
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Names and values of clients stand in it, as long as a body may be."""
-        object.__setattr__(self, "message", _cut(self.message, _MAX_ERROR_CHARS))
-        if self.param is not None:
-            object.__setattr__(self, "param", _cut(self.param, _MAX_PARAM_CHARS))
-
     def openai_body(self) -> dict[str, Any]:
-        return {
-            "error": {"message": self.message, "type": self.type, "param": self.param, "code": self.status},
-        }
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.status}}
 
     def anthropic_body(self) -> dict[str, Any]:
         fallback = "invalid_request_error" if self.status < 500 else "api_error"
@@ -106,7 +100,7 @@ class ErrorInfo:
         return {"error": self.message}
 
     def body(self, path: str) -> dict[str, Any]:
-        """The body in the shape that clients of `path` parse."""
+        """The body in the form that clients of `path` parse."""
         if path.startswith(OLLAMA_PREFIX):
             return self.ollama_body()
         return self.anthropic_body() if path.startswith(ANTHROPIC_PREFIX) else self.openai_body()
@@ -117,11 +111,12 @@ class ErrorInfo:
 
 
 def _cut(text: str, most: int) -> str:
+    """Errors may quote names and values of clients, which may be as long as a body."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def error_info(error: Exception) -> ErrorInfo:
-    """Looks `error` up in the table. What is not of our tree is a fault of ours: a 500 that tells no detail."""
+    """Looks `error` up in the table. Other errors than `ServeError` are the server's fault: a 500 without details."""
     if not isinstance(error, errors.ServeError):
         return ErrorInfo(500, "InternalServerError", "Internal server error; the server's log has the details.")
     row = next(_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE)
@@ -130,13 +125,10 @@ def error_info(error: Exception) -> ErrorInfo:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if row.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return ErrorInfo(row.status, row.type, error.message, _param(error), headers)
-
-
-def _param(error: errors.ServeError) -> str | None:
-    if isinstance(error, errors.InvalidRequestError):
-        return error.param
-    return "model" if isinstance(error, errors.ModelNotFoundError) else None
+    param = "model" if isinstance(error, errors.ModelNotFoundError) else None
+    if isinstance(error, errors.InvalidRequestError) and error.param is not None:
+        param = _cut(error.param, _MAX_PARAM_CHARS)
+    return ErrorInfo(row.status, row.type, _cut(error.message, _MAX_ERROR_CHARS), param, headers)
 
 
 _BODY_WORDS = {
@@ -146,7 +138,7 @@ _BODY_WORDS = {
 
 
 def validation_info(problems: Sequence[Any]) -> ErrorInfo:
-    """The 400 for a body or query that its schema refuses; `param` is the dotted path of the first problem."""
+    """The 400 for a body or query that does not fit its schema; `param` is the path of the first problem."""
     lines = []
     for problem in problems[:_MAX_LISTED_ERRORS]:
         if tuple(problem["loc"]) == ("body",):
@@ -163,18 +155,18 @@ def validation_info(problems: Sequence[Any]) -> ErrorInfo:
 
 
 def _content_type_info(request: Request, error: RequestValidationError) -> ErrorInfo | None:
-    """The 400 for a body that was not read because it is not said to be JSON. Browsers ask before they send JSON to
-    another site, and send other types without asking."""
+    """The 400 for a body whose content type is not JSON. Such bodies are not read, since browsers send them to other
+    sites without asking first."""
     if not isinstance(error.body, bytes) or not error.body:
         return None
     sent = request.headers.get("content-type")
-    what = "has no content type" if sent is None else f"is said to be {sent[:_MAX_MESSAGE_CHARS]}"
-    message = f"The body {what}; this server reads JSON. Send it with the header `Content-Type: application/json`."
+    what = "no content type" if sent is None else f"the content type {sent[:_MAX_MESSAGE_CHARS]}"
+    message = f"The body has {what}; this server reads JSON. Send the header `Content-Type: application/json`."
     return error_info(errors.InvalidRequestError(message))
 
 
 def _got(problem: Mapping[str, Any]) -> str:
-    """`, got 0` where the wrong value is short and plain."""
+    """`, got 0` if the wrong value is short and plain."""
     value = problem.get("input")
     is_plain = isinstance(value, bool | int | float | str) and problem["type"] not in ("missing", "json_invalid")
     shown = json.dumps(value) if is_plain else ""
@@ -182,8 +174,8 @@ def _got(problem: Mapping[str, Any]) -> str:
 
 
 def dotted(location: Sequence[str | int]) -> str:
-    """`messages[0].role` for pydantic's ("body", "messages", 0, "role"); empty for the body as a whole. Which of
-    several types a value was tried as, like "str" or "list[dict[str,any]]", is no part of the path."""
+    """`messages[0].role` for pydantic's ("body", "messages", 0, "role"); empty for the whole body. Names of a union's
+    types, like "str" or "list[dict[str,any]]", are left out."""
     parts = location[1:] if location and location[0] in ("body", "query", "path", "header") else location
     parts = [part for part in parts if isinstance(part, int) or not (part == "str" or part.endswith("]"))]
     if len(parts) == 1 and isinstance(parts[0], int):  # a character position in text that is not JSON
@@ -206,16 +198,15 @@ class OpenAIError(BaseModel):
 
 
 def error_responses(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI document: what a route answers when it does not do what was asked."""
+    """For the OpenAPI document: a route's errors."""
     return {
         "4XX": {"model": model, "description": "The request is wrong, or refused"},
-        "5XX": {"model": model, "description": "The server cannot do it, or not now"},
+        "5XX": {"model": model, "description": "The server cannot serve it, or not now"},
     }
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Makes every exception of a route an answer in its protocol's shape; unknown ones are left to
-    `ExchangeMiddleware`."""
+    """Answers the exceptions of routes in their protocol's form; `ExchangeMiddleware` handles unknown ones."""
 
     async def on_serve_error(request: Request, error: Exception) -> Response:
         return error_info(error).response(request.url.path)
@@ -247,7 +238,7 @@ _HTTP_TYPES = {
 
 
 def _remedy(request: Request) -> str:
-    """Most wrong paths come from a base URL with `/v1` for a client that adds it, or without for one that does not."""
+    """Names the right path if the client's base URL has a `/v1` too many or too few, or a doubled slash."""
     path = request.url.path
     if "//" in path:
         meant = re.sub("//+", "/", path)
@@ -268,4 +259,4 @@ def _http_info(error: HTTPException, request: Request) -> ErrorInfo:
         message = f"{message}: {request.method} {request.url.path} is not served here{_remedy(request)}"
     kind = _HTTP_TYPES.get(error.status_code, "HTTPError")
     headers = {"x-should-retry": "false", **(error.headers or {})}
-    return ErrorInfo(error.status_code, kind, message, None, headers)
+    return ErrorInfo(error.status_code, kind, _cut(message, _MAX_ERROR_CHARS), None, headers)

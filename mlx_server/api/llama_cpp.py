@@ -1,6 +1,6 @@
-"""POST /infill: llama.cpp's protocol for completion in editors (llama.vim, llama.vscode ...), over the same engine.
+"""POST /infill: llama.cpp's protocol for completion in editors (llama.vim, llama.vscode ...).
 
-Text before and behind the cursor, with snippets of other files, becomes a prompt with a gap (`engine/text/fill_in.py`).
+The text before and after the cursor and snippets of other files become a prompt with a gap (`engine/text/fill_in.py`).
 What does not fit the context is left out, farthest from the cursor first.
 """
 
@@ -31,17 +31,16 @@ from mlx_server.engine.text.fill_in import Gap
 from mlx_server.sampling_params import SamplingParams
 
 _OUTPUT_SHARE = 4
-"""An answer without a limit of its own has this part of the context kept free: one fourth."""
+"""The prompt leaves a fourth of the context free for an answer without a limit of its own."""
 
-
-_MAX_NAME_CHARS = 4096
+_Limit = Annotated[Int | None, Field(ge=0), BeforeValidator(no_limit)]
 
 
 class ExtraFile(BaseModel):
     """A snippet of another file."""
 
     text: str
-    filename: str | None = Field(None, max_length=_MAX_NAME_CHARS)
+    filename: str | None = Field(None, max_length=4096)
 
 
 class InfillRequest(OneAnswerOfText):
@@ -51,10 +50,10 @@ class InfillRequest(OneAnswerOfText):
     input_suffix: str
     input_extra: Annotated[list[ExtraFile], FIRST_ERROR, BOUNDED_ITEMS] | None = None
     prompt: str | None = None
-    n_predict: Annotated[Int | None, Field(ge=0), BeforeValidator(no_limit)] = None
-    max_tokens: Annotated[Int | None, Field(ge=0), BeforeValidator(no_limit)] = None
-    n_indent: Annotated[Int, Field(ge=0)] | None = None
-    t_max_predict_ms: Annotated[Int | None, Field(ge=0), BeforeValidator(no_limit)] = None
+    n_predict: _Limit = None
+    max_tokens: _Limit = None
+    n_indent: Int | None = Field(None, ge=0)
+    t_max_predict_ms: _Limit = None
     samplers: Strings | None = None
     seed: Annotated[Int | None, BeforeValidator(no_limit)] = None
     return_tokens: Bool | None = None
@@ -66,7 +65,7 @@ class InfillRequest(OneAnswerOfText):
 
     @property
     def is_warming(self) -> bool:
-        """Whether nothing is wanted but the prompt's place in the cache: editors ask so while nobody types."""
+        """Whether the request only fills the prefix cache, as editors do while nobody types."""
         return self.limit == 0
 
     @property
@@ -78,24 +77,24 @@ class InfillRequest(OneAnswerOfText):
         return Gap(self.input_prefix + (self.prompt or ""), self.input_suffix, files)
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """llama.cpp's sampler `infill` joins likely tokens that begin alike, and leaves one that stands out. So it is
-        answered by the likeliest token, unless the request names a temperature."""
+        """llama.cpp's sampler `infill` takes the token that stands out. Here it means the likeliest token, unless the
+        request names a temperature."""
         sampling = super().sampling(defaults)
         is_greedy = self.temperature is None and "infill" in (self.samplers or ())
         return replace(sampling, temperature=0.0) if is_greedy else sampling
 
 
 _MAX_HELD_CHARS = 1024
-"""More white space than this ends an output whose lines are looked at: all of it is looked at with each token."""
+"""More white space than this ends the output: all of what is held back is searched again with each token."""
 
 _LINE_START = re.compile(r"\n[ \t]*(?=([^ \t])?)")
-"""A line break, what its line is indented by, and the character behind that if it is there."""
+"""A line break, the line's indentation, and the character after that, if it is there."""
 
 
 class LinesParser(OutputParser):
-    r"""Ends an output before the first line that is indented by less than `min_indent` characters, and with the line in
-    which `max_s` seconds since the first text have passed (0: no bound), as llama.cpp does. Empty lines are never too
-    little indented. What may be such a line is held back.
+    r"""Ends an output before the first line that is indented by less than `min_indent` characters, or with the line in
+    which `max_s` seconds since the first text have passed (0: no bound), as llama.cpp does. Empty lines do not count.
+    Text that may begin such a line is held back.
 
     For a `min_indent` of 4, `a = 1\n    b = 2\n\nc` is cut to `a = 1\n    b = 2`.
     """
@@ -126,7 +125,7 @@ class LinesParser(OutputParser):
         return bool(self._max_s and self._begun_s is not None and self._clock() - self._begun_s > self._max_s)
 
     def _split(self, text: str) -> tuple[str, str]:
-        """What can be shown, and what is held back. Lines without text are held back with the break before them."""
+        """The text to show, and the text to hold back. Empty lines are held back with the line break before them."""
         blank = None
         for line in _LINE_START.finditer(text) if self._min_indent else ():
             start = line.start() if blank is None else blank
@@ -143,7 +142,7 @@ class LinesParser(OutputParser):
 
 
 class InfillWriter(Writer):
-    """llama.cpp's answer: `content`, and with the last piece how it came about."""
+    """llama.cpp's answer: `content`, and counts, times and settings with the last piece."""
 
     def __init__(self, exchange: Exchange, body: InfillRequest, sampling: SamplingParams, prompt: Prompt) -> None:
         self._body = body
@@ -180,7 +179,7 @@ class InfillWriter(Writer):
         return sse.data({**piece, **counts})
 
     def closing(self) -> bytes:
-        return b""  # the last piece says that it is the last
+        return b""  # the last piece has "stop": true
 
     def failure(self, error: ErrorInfo) -> bytes:
         return sse.data(error.openai_body())
@@ -207,7 +206,7 @@ class InfillWriter(Writer):
         }
 
     def _selected(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The fields that `response_fields` names: `timings/prompt_n` is `prompt_n` of `timings`."""
+        """The members that `response_fields` names: `timings/prompt_n` is the member `prompt_n` of `timings`."""
         if not self._body.response_fields:
             return body
         found = {}
@@ -227,7 +226,7 @@ def _stop_type(finish: Finish) -> tuple[str, str]:
 
 
 def _timings(finish: Finish, usage: Usage, num_predicted: int) -> dict[str, float]:
-    """llama.cpp's names. Counts only for an output that was cut at a line: its last piece has no times."""
+    """Under llama.cpp's names. An output that was cut at a line has counts only, since its last piece has no times."""
     num_computed = usage.num_prompt_tokens - usage.num_cached_tokens
     found: dict[str, float] = {
         "cache_n": usage.num_cached_tokens,
@@ -265,7 +264,7 @@ async def infill(body: InfillRequest, request: Request, context: Context) -> Res
         token_ids = tuple(filler.write(body.gap(), most))
         return (Prompt(token_ids, engine.tokenizer.decode(token_ids, skip_special_tokens=False)),)
 
-    plan = replace(await plan_prompts(exchange, write), end_token_ids=filler.end_token_ids)
+    plan = await plan_prompts(exchange, write, filler.end_token_ids)
     writer = InfillWriter(exchange, body, sampling, plan.prompts[0])
     job = plan.job(exchange, sampling, f"infill-{exchange.request_id}")
     indent, max_ms = body.n_indent or 0, body.t_max_predict_ms or 0

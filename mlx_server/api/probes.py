@@ -1,4 +1,4 @@
-"""Routes and headers that say how the server is: for supervisors, routers, load balancers and Prometheus."""
+"""Routes and headers that report the state of the server to supervisors, routers, load balancers and Prometheus."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.environment import version
 from mlx_server.observability.series import CONTENT_TYPE, EngineReading, render
 from mlx_server.outputs import EngineStats
+from mlx_server.pool.pooled_model import PooledModel
 
 router = APIRouter(tags=["probes"])
 
@@ -35,8 +36,8 @@ _NOT_READY = {"type": "object", "required": ["status"], "properties": {"status":
 @router.get("/ping", include_in_schema=False)
 @router.post("/ping", include_in_schema=False)
 async def health(context: Context) -> Response:
-    """200 when requests are served; 503 while starting or draining, or once an engine has died. A model
-    that is merely not loaded is no trouble."""
+    """200 when requests are served; 503 while the server is starting or draining, or after an engine has died. Models
+    that are not loaded do not matter."""
     trouble = _trouble(context)
     if trouble is None:
         return Response()
@@ -58,13 +59,13 @@ async def get_version() -> dict[str, str]:
 
 @router.get("/load")
 async def load(context: Context) -> dict[str, int]:
-    """How many generations are in progress, queued ones included."""
+    """The number of generations in progress, including queued ones."""
     return {"server_load": context.generations.num_in_progress}
 
 
 @router.get("/v1/loads")
 async def loads(context: Context) -> dict[str, Any]:
-    """Load of each engine in the words of SGLang's routers."""
+    """The load of each engine, with the names that SGLang's routers read."""
     return {
         "timestamp": time.time(),
         "version": version(),
@@ -97,13 +98,11 @@ def _ratio(part: float, whole: float) -> float:
 @router.get("/server_info")
 @router.get("/get_server_info", include_in_schema=False)
 async def server_info(context: Context) -> dict[str, Any]:
-    """What vLLM's and SGLang's routers ask of a worker, in one body."""
+    """What the routers of vLLM and SGLang ask of a worker, in one body."""
     model = context.pool.find(None)
     num_blocks = 0 if model.engine is None else model.engine.stats().max_tokens // BLOCK_SIZE
     return {
-        "model_path": model.spec.root,
-        "served_model_name": model.name,
-        "tokenizer_path": model.spec.root,
+        **_identity(model),
         "tp_size": 1,
         "dp_size": 1,
         "version": version(),
@@ -118,7 +117,7 @@ async def server_info(context: Context) -> dict[str, Any]:
 
 @router.get("/kv_event_sources")
 async def kv_event_sources(context: Context) -> dict[str, Any]:
-    """Where routers hear which prefixes are cached, in vLLM's words: an entry for each model that was loaded; none
+    """Where routers can subscribe to KV events, as vLLM answers it: an entry for each model that was loaded; empty
     without --kv-events."""
     return {} if context.pool.events is None else context.pool.events.sources()
 
@@ -126,19 +125,17 @@ async def kv_event_sources(context: Context) -> dict[str, Any]:
 @router.get("/model_info")
 @router.get("/get_model_info", include_in_schema=False)
 async def model_info(context: Context) -> dict[str, Any]:
-    """The default model in SGLang's words."""
-    model = context.pool.find(None)
-    return {
-        "model_path": model.spec.root,
-        "served_model_name": model.name,
-        "tokenizer_path": model.spec.root,
-        "is_generation": True,
-    }
+    """The default model, with the names of SGLang."""
+    return {**_identity(context.pool.find(None)), "is_generation": True}
+
+
+def _identity(model: PooledModel) -> dict[str, Any]:
+    return {"model_path": model.spec.root, "served_model_name": model.name, "tokenizer_path": model.spec.root}
 
 
 def load_headers(requested: Mapping[str, str], stats: EngineStats) -> dict[str, str]:
-    """The header with KV use and queue length in the format that `requested` (request headers) names; ORCA's, as vLLM
-    answers it."""
+    """The header with KV usage and queue length, in the format that `requested` (request headers) names: ORCA's, as
+    vLLM has it."""
     wanted = requested.get(REQUEST_HEADER, "").upper()
     used = round(stats.kv_usage, 4)
     if wanted == "JSON":
@@ -158,8 +155,8 @@ _LOADED = (EngineState.READY, EngineState.DRAINING)
 )
 @router.head("/metrics", include_in_schema=False)
 async def metrics(context: Context) -> Response:
-    """Prometheus' text format: vLLM's series, and ours. A model that was unloaded keeps its counters; one that was
-    never loaded has a state only."""
+    """Prometheus' text format: vLLM's series and our own. An unloaded model keeps its counters; one that was never
+    loaded has a state only."""
     readings = [
         EngineReading(
             engine.model_name,
@@ -180,5 +177,4 @@ async def metrics(context: Context) -> Response:
         "shared_store": context.shared_store,
         "kv_events": context.pool.events,
     }
-    text = render(readings, others)
-    return Response(text, media_type=CONTENT_TYPE)
+    return Response(render(readings, others), media_type=CONTENT_TYPE)

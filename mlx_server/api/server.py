@@ -1,12 +1,13 @@
-"""The server's life: port first, then the model, then requests, then an orderly end.
+"""The server's life: from its port to its exit status.
 
-port (`listener`) -> health 503 -> load -> ready -> signal -> drain (health 503) -> stop -> exit 0
-                                             |
-                                             `-> an engine dies: open streams get an error event -> exit 1
+listen (`listener`) -> import -> load models -> ready -> signal -> drain -> exit 0
+                                                   `-> an engine dies: open streams get an error event -> exit 1
 
-SIGTERM, SIGINT and SIGHUP (the terminal was closed) end it so; SIGQUIT writes all threads' stacks to standard error.
-The port and the certificate come first, so that what is wrong with them is told before a model is loaded; clients that
-connect meanwhile wait in the system's queue.
+`/health` answers 503 from the first connection until the models are loaded, and again while the server drains. This
+module imports neither MLX nor transformers: both are imported in a thread while probes are answered.
+
+SIGTERM, SIGINT and SIGHUP (the terminal was closed) stop the server; SIGQUIT writes all threads' stacks to standard
+error.
 """
 
 from __future__ import annotations
@@ -15,21 +16,20 @@ import asyncio
 import contextlib
 import faulthandler
 import gc
+import importlib
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from sse_starlette.sse import AppStatus
-from starlette.types import ASGIApp
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_server.api.answers.generation_service import watch_revocations
-from mlx_server.api.app import create_app
 from mlx_server.api.auth.authentication import FREE_PATHS, exposure_warning, local_url
-from mlx_server.api.context import ServerContext
 from mlx_server.api.http.connections import (
     ACCEPTED_AT_ONCE,
     ConnectionGate,
@@ -42,30 +42,34 @@ from mlx_server.config import Config, ServerConfig
 from mlx_server.errors import ConfigError, ServeError
 from mlx_server.observability.logs import leave, set_up_logging
 from mlx_server.observability.tracing import open_tracing
-from mlx_server.pool.model_pool import ModelPool, build_pool
-from mlx_server.pool.pooled_model import PooledModel
 from mlx_server.tiers import GENERATING_PATHS
+
+if TYPE_CHECKING:
+    from mlx_server.api.context import ServerContext
+    from mlx_server.pool.model_pool import ModelPool
+    from mlx_server.pool.pooled_model import PooledModel
 
 logger = logging.getLogger(__name__)
 
 _FLUSH_S = 5
-"""Longest wait for connections to take their last bytes."""
+"""How long connections may take to receive their last bytes at the end."""
 
 _KEEP_ALIVE_S = 75
-"""Idle connections are kept for longer than common proxies keep theirs, so that the proxy closes first."""
+"""Longer than the idle timeout of common proxies, so that the proxy closes first."""
 
 _MAX_HEADER_BYTES = 16 * 1024
+
+_HEALTH_PATHS = ("/health", "/ping")
 
 _WATCH_S = 0.25
 
 
-def serve(
-    config: Config, listeners: Sequence[socket.socket], make_pool: Callable[[Config], ModelPool] = build_pool
-) -> int:
-    """Serves the same at all `listeners` until a signal ends it. The exit code: 0 after a signal, 2 for a wrong
-    setting, 1 when it could not start otherwise or an engine died.
+def serve(config: Config, listeners: Sequence[socket.socket], make_pool: Callable[[Config], ModelPool]) -> int:
+    """Serves at all `listeners` until a signal. The exit code: 0 after a signal, 2 for a wrong setting, 1 when the
+    server could not start for another reason or an engine died.
 
-    Call it on the process's main thread, which gets the signals.
+    Call it on the process's main thread, which gets the signals. `make_pool` is called in another thread, so that it
+    may import what takes seconds.
     """
     _set_up_logging(config.server)
     _dump_stacks_on_request()
@@ -73,16 +77,12 @@ def serve(
     AppStatus.enable_automatic_graceful_drain = False
     try:
         check_tls(config.server)
-        return asyncio.run(_run(config, listeners, make_pool))
+        return asyncio.run(_Server(config, listeners).run(make_pool))
     except ServeError as error:
         logger.error("%s", error.message)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         open_tracing(config.observability).close()
-
-
-async def _run(config: Config, listeners: Sequence[socket.socket], make_pool: Callable[[Config], ModelPool]) -> int:
-    return await _Server(config, listeners, make_pool(config)).run()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -93,41 +93,74 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+class _Entrance:
+    """The ASGI application that uvicorn serves. It passes requests on to `app`; until that is there, it answers probes
+    with `loading`, and other requests wait for `is_open`."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp | None = None
+        self.is_open = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in _HEALTH_PATHS:
+            await self.is_open.wait()
+        app = self.app or JSONResponse({"status": "loading"}, 503, {"retry-after": "1"})
+        await app(scope, receive, send)
+
+
 class _Server:
     """One run of the server."""
 
-    def __init__(self, config: Config, listeners: Sequence[socket.socket], pool: ModelPool) -> None:
-        self._config = config.server
-        self._pool = pool
-        self._app = create_app(pool, config)
-        self._context: ServerContext = self._app.state.context
+    _pool: ModelPool
+    _context: ServerContext
+
+    def __init__(self, config: Config, listeners: Sequence[socket.socket]) -> None:
+        self._config = config
+        self._settings = config.server
         self._gate = ConnectionGate(config.server.max_connections or room_for_connections())
         self._listeners: list[socket.socket] = [GuardedListener(listener, self._gate) for listener in listeners]
+        self._entrance = _Entrance()
         self._stop_asked = asyncio.Event()
 
-    async def run(self) -> int:
-        """Listens at once, so that probes are answered while the model loads. Returns the exit code."""
-        http = _Uvicorn(uvicorn_config(self._app, self._config, self._gate))
-        warning = exposure_warning(self._config.host, self._context.keys)
+    async def run(self, make_pool: Callable[[Config], ModelPool]) -> int:
+        """Listens at once, so that probes are answered while the rest is imported and loaded. Returns the exit code."""
+        http = _Uvicorn(uvicorn_config(self._entrance, self._settings, self._gate))
+        with self._signals():
+            async with contextlib.AsyncExitStack() as at_end:
+                serving = asyncio.create_task(http.serve(sockets=self._listeners))
+                try:
+                    if not await self._before_stop(self._build(make_pool, at_end)):
+                        leave(0)  # an import cannot be interrupted
+                    return await self._live()
+                finally:
+                    self._entrance.is_open.set()
+                    http.should_exit = True
+                    await serving
+
+    async def _build(self, make_pool: Callable[[Config], ModelPool], at_end: contextlib.AsyncExitStack) -> None:
+        """Makes the pool and the application, lets requests in, and starts what else runs beside them. `at_end` gets
+        what must be closed after the last request."""
+        self._pool = await asyncio.to_thread(make_pool, self._config)
+        await asyncio.to_thread(importlib.import_module, "mlx_server.api.app")
+        from mlx_server.api.answers.generation_service import watch_revocations
+        from mlx_server.api.app import create_app
+
+        app = create_app(self._pool, self._config)
+        context = self._context = app.state.context
+        if context.shared_store is not None:
+            at_end.push_async_callback(context.shared_store.close)
+        at_end.push_async_callback(context.quotas.close)
+        at_end.push_async_callback(context.keys.usage.flush)
+        self._entrance.app = app
+        self._entrance.is_open.set()
+        warning = exposure_warning(self._settings.host, context.keys)
         if warning is not None:
             logger.warning("%s", warning)
-        logger.info("%s", self._context.keys.admins())
-        store = self._context.shared_store
-        with self._signals():
-            serving = asyncio.create_task(http.serve(sockets=self._listeners))
-            watching = asyncio.create_task(watch_revocations(self._context.keys, self._context.generations))
-            try:
-                if store is not None:
-                    await store.open()
-                return await self._live()
-            finally:
-                watching.cancel()
-                http.should_exit = True
-                await serving
-                await self._context.keys.usage.flush()
-                await self._context.quotas.close()
-                if store is not None:
-                    await store.close()
+        logger.info("%s", context.keys.admins())
+        watching = asyncio.create_task(watch_revocations(context.keys, context.generations))
+        at_end.callback(watching.cancel)
+        if context.shared_store is not None:
+            await context.shared_store.open()
 
     async def _live(self) -> int:
         try:
@@ -147,7 +180,7 @@ class _Server:
             await self._pool.stop(0.0)
 
     async def _before_stop(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Runs `work` to its end, or cancels it when a signal comes first; whether it came to its end."""
+        """Runs `work`, and cancels it when a signal comes first. Returns whether `work` has finished."""
         working = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self._stop_asked.wait())
         try:
@@ -162,9 +195,11 @@ class _Server:
             await asyncio.gather(working, stopping, return_exceptions=True)
 
     async def _death(self) -> None:
-        """Returns when nothing can be generated any more. Meanwhile the garbage collector passes over what was there
-        when the models were loaded: a look at all of it takes longer than streams may stand still. (So does counting
-        what is frozen; unloading a model thaws and freezes it.)"""
+        """Returns when nothing can be generated any more.
+
+        Objects that exist once the models are loaded are frozen: a collection over all of them would stall streams. (So
+        would counting the frozen ones; unloading a model thaws and freezes them.)
+        """
         gc.freeze()
         while True:
             death = self._pool.death()
@@ -174,19 +209,19 @@ class _Server:
             await asyncio.sleep(_WATCH_S)
 
     async def _drain(self) -> None:
-        """Waits for open requests; what is open after the timeout fails when the pool stops."""
+        """Waits for requests in progress. Those still open after the timeout fail when the pool stops."""
         logger.info("Shutting down; requests in progress: %d", self._context.generations.num_in_progress)
-        if not await self._context.generations.drain(self._config.drain_timeout_s):
+        if not await self._context.generations.drain(self._settings.drain_timeout_s):
             logger.warning(
-                "%d requests are cut off after %g s (--drain-timeout-s)",
+                "%d requests are aborted after %g s (--drain-timeout-s)",
                 self._context.generations.num_in_progress,
-                self._config.drain_timeout_s,
+                self._settings.drain_timeout_s,
             )
 
     def _announce(self) -> None:
-        """The one line on standard output, once requests are served."""
+        """Prints the one line on standard output, once requests are served."""
         addresses = (listener.getsockname()[:2] for listener in self._listeners)
-        url, *others = (local_url(host, port, scheme(self._config)) for host, port in addresses)
+        url, *others = (local_url(host, port, scheme(self._settings)) for host, port in addresses)
         ollama = "".join(f"  Ollama's API: {other}" for other in others)
         models = "  ".join(_described(model) for model in self._pool.models())
         sys.stdout.write(f"mlx-serve is ready: {url}/v1  live page: {url}/{ollama}  {models}\n")
@@ -196,7 +231,7 @@ class _Server:
     def _signals(self) -> Generator[None, None, None]:
         loop = asyncio.get_running_loop()
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup wants it to outlive the terminal
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             numbers.append(signal.SIGHUP)
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
@@ -207,7 +242,8 @@ class _Server:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: int) -> None:
-        # A closed terminal sends SIGHUP twice, by the shell and by the system; other second signals are impatience.
+        # When a terminal is closed, both the shell and the system send SIGHUP. Any other second signal ends the server
+        # at once.
         if self._stop_asked.is_set() and number != signal.SIGHUP:
             leave(128 + number)
         self._stop_asked.set()
@@ -225,13 +261,13 @@ def _described(model: PooledModel) -> str:
 
 
 def _dump_stacks_on_request() -> None:
-    """Has SIGQUIT write the stacks of all threads to standard error, and the process go on."""
-    with contextlib.suppress(OSError, ValueError):  # a standard error that is no file
+    """Makes SIGQUIT write the stacks of all threads to standard error."""
+    with contextlib.suppress(OSError, ValueError):  # standard error is not a file
         faulthandler.register(signal.SIGQUIT, file=sys.__stderr__ or sys.stderr, all_threads=True)
 
 
 def uvicorn_config(app: ASGIApp, server: ServerConfig, gate: ConnectionGate) -> uvicorn.Config:
-    """How connections are held. The protocol is always ours, since it has the limits."""
+    """The settings of uvicorn, with our protocol, which enforces the limits of connections."""
     cert, key = tls_files(server)
     return uvicorn.Config(
         app,
@@ -250,7 +286,7 @@ def uvicorn_config(app: ASGIApp, server: ServerConfig, gate: ConnectionGate) -> 
 
 
 def _set_up_logging(settings: ServerConfig) -> None:
-    """Probes are not logged, nor is what streams carry, and no generation twice."""
+    """Sets up logging; access lines are filtered by `_is_worth_a_line`."""
     set_up_logging(settings.log_level, settings.log_format)
     logging.getLogger("sse_starlette").setLevel(logging.INFO)
     if settings.log_level != "debug":
@@ -259,8 +295,8 @@ def _set_up_logging(settings: ServerConfig) -> None:
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Not probes, nor generations that were let in: each has a line of its own when it ends. uvicorn's access records
-    carry (client, method, path, HTTP version, status)."""
+    """False for probes, and for generations that were accepted: each of those has a line of its own when it ends. The
+    arguments of uvicorn's access records are (client, method, path, HTTP version, status)."""
     if not isinstance(record.args, tuple):
         return True
     path, status = str(record.args[2]).partition("?")[0], record.args[4]

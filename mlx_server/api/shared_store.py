@@ -1,9 +1,9 @@
-"""The store of a fleet: a Redis or Valkey server, in which several servers count together and keep responses.
+"""The store of a fleet: a Redis or Valkey server in which several servers count together and keep responses.
 
-    await store.run(Script(LUA), keys, arguments) -> its reply, within a bounded time, or StoreAwayError
+    await store.run(Script(LUA), keys, arguments) -> its reply within a bounded time, or StoreAwayError
 
-Each script is atomic. A store that does not answer is left alone until it does: nobody waits for it meanwhile, callers
-go on with what their own server knows, one line of the log says so, and one when it is back.
+Each script is atomic. When the store does not answer, it is not asked again until a probe succeeds: callers do not
+wait, and go on with what their own server knows. The log has one line when the store goes away and one when it is back.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "mlx-serve:"
-"""Of all keys."""
+"""The prefix of all keys."""
 
 CALL_S = 0.25
-"""Longest time of a call that a request waits for."""
+"""Timeout of a call that a request waits for."""
 
 CONNECT_S = 2.0
 PROBE_S = 1.0
-"""Between looks at a store that is away."""
+"""Time between probes of a store that is away."""
 
 _MOST_OWED = 10_000
-"""Of the scripts that are to run when the store is back, the last so many."""
+"""How many scripts are kept to run when the store is back; older ones are dropped."""
 
 _PROBE = "return redis.call('SET', KEYS[1], '1', 'PX', 1000)"
 
@@ -46,7 +46,7 @@ class StoreAwayError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Lua that the store runs. `ARGV[1]` is the time in milliseconds, see `now_ms`."""
+    """Lua code that the store runs. `ARGV[1]` is the time in milliseconds, see `now_ms`."""
 
     text: str
 
@@ -55,8 +55,9 @@ class SharedStore:
     """One server's connections to the store. Event-loop thread only."""
 
     def __init__(self, url: str, now_ms: Callable[[], int] | None = None) -> None:
-        """Connects at its first use. Scripts get `now_ms`; 0, which is the default, bids them ask the store's own
-        clock, so that those of the servers need not agree. Raises `ConfigError` without the library."""
+        """Connects at the first call. Scripts get `now_ms()`; without it they get 0 and use the clock of the store, so
+        that the clocks of the servers need not agree. Raises `ConfigError` if the library is missing or the URL is
+        wrong."""
         try:
             from redis.asyncio import Redis
             from redis.asyncio.retry import Retry
@@ -68,45 +69,45 @@ class SharedStore:
                 f"--shared-store needs the package {error.name}. Install it with `pip install 'mlx-server[fleet]'`."
             ) from error
         self.name = parse_store(url)
-        """What may be shown of the URL."""
+        """The URL without secrets."""
         self.is_here = True
         self.num_failures = 0
         self._faults = (RedisError, OSError, TimeoutError)
         self._now_ms = now_ms
-        # A connection that the store has closed since its last use is opened again, once.
+        # Reconnects once if the store has closed the connection since its last use.
         again = Retry(NoBackoff(), 1, supported_errors=(ConnectionLostError,))
         try:
             self._redis: Redis = Redis.from_url(url, retry=again, socket_connect_timeout=CONNECT_S)
-            # Only so does it look at all that the URL asks for.
+            # Checks the options in the URL, which happens only when a connection is made.
             self._redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
         except (RedisError, TypeError, ValueError):
             raise ConfigError(
-                f"--shared-store: the URL of {self.name} asks with ?... for what its client lacks; leave it out."
-            ) from None  # which may show the password
+                f"--shared-store: the URL of {self.name} has unknown options after `?`; leave them out."
+            ) from None  # the error may show the password
         self._scripts: dict[Script, Callable[..., Any]] = {}
         self._probing: asyncio.Task[None] | None = None
         self._owed: deque[tuple[Script, Sequence[str], Sequence[Any]]] = deque(maxlen=_MOST_OWED)
 
     async def open(self) -> None:
-        """Says at once if it is away; anybody may go on without."""
+        """Probes the store, so that the log says at once if it is away."""
         with contextlib.suppress(StoreAwayError):
             await self._probe()
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Any], timeout_s: float = 0.0) -> Any:
-        """What the script replies, by default within `CALL_S`. Raises `StoreAwayError`: at once while the store is
+        """The reply of the script, by default within `CALL_S`. Raises `StoreAwayError`, at once while the store is
         known to be away."""
         if not self.is_here:
             raise StoreAwayError
         return await self._run(script, keys, args, timeout_s or CALL_S)
 
     def owe(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> None:
-        """Has the script run once the store is back, for a caller to whom it was away."""
+        """Runs the script once the store is back. For callers that got `StoreAwayError`."""
         self._owed.append((script, keys, args))
 
     @contextlib.asynccontextmanager
     async def turn(self, lock: asyncio.Lock) -> AsyncIterator[None]:
-        """Inside, what one after another must say. Who would wait for others longer than `CALL_S` goes on without:
-        raises `StoreAwayError`."""
+        """Holds the lock. Raises `StoreAwayError` if that takes longer than `CALL_S`, so that callers go on without the
+        store."""
         try:
             async with asyncio.timeout(CALL_S):
                 await lock.acquire()
@@ -118,7 +119,7 @@ class SharedStore:
             lock.release()
 
     async def close(self) -> None:
-        self.is_here = False  # for who is late
+        self.is_here = False  # for late callers
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.gather(self._probing, return_exceptions=True)
@@ -136,7 +137,7 @@ class SharedStore:
             raise StoreAwayError from error
 
     async def _probe(self) -> None:
-        """Does what callers do: a store that is full, or read only, answers and is of no use."""
+        """Writes, as callers do: a store that is full or read-only answers and is of no use."""
         await self._run(Script(_PROBE), ["probe"], [], CONNECT_S)
 
     def _on_failure(self, error: Exception, timeout_s: float) -> None:
@@ -166,5 +167,5 @@ class SharedStore:
 
 
 def open_store(settings: FleetConfig, now_ms: Callable[[], int] | None = None) -> SharedStore | None:
-    """The store that is configured, if one is. Raises `ConfigError`."""
+    """The configured store, if there is one. Raises `ConfigError`."""
     return None if settings.shared_store is None else SharedStore(settings.shared_store, now_ms)

@@ -1,1 +1,1 @@
-"""Policy: who runs in the next step, and who holds which block. Knows neither MLX nor threads nor the clock."""
+"""Scheduling policy: which requests run in the next step, and which blocks they hold. No MLX, threads or clock."""

@@ -1,5 +1,5 @@
-"""What keeps a step to one image: its vision encoder runs in the step that computes its first placeholder, and streams
-wait for that."""
+"""Limits a step to one image: its vision encoder runs in the step that computes its first placeholder, and streams wait
+for that."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from mlx_server.batching.request_table import Step
 from mlx_server.request import Request, RequestStatus
 
-_ONE_IMAGE = "one image is encoded a step, and another request has it"
+_ONE_IMAGE = "a step encodes one image, and another request has this step's"
 
 
 def cut_at_second_image(request: Request, num_tokens: int) -> int:
-    """As many of the request's next `num_tokens` as have placeholders of one image at most.
+    """How many of the request's next `num_tokens` tokens have placeholders of at most one image.
 
-    Images at tokens 10 to 50 and 60 to 100, and 20 tokens computed: of the next 64 tokens 40 may come, up to the second
+    Images at tokens 10 to 50 and 60 to 100, 20 tokens computed: of the next 64 tokens 40 may come, up to the second
     image.
     """
     start = request.num_computed_tokens
@@ -23,10 +23,10 @@ def cut_at_second_image(request: Request, num_tokens: int) -> int:
 
 
 def with_whole_images(request: Request, num_tokens: int) -> int:
-    """How many of its next tokens a request is given in the place of `num_tokens`, so that no image is cut that must be
-    computed whole: those before it, or all of it where it comes next, which may be more.
+    """How many tokens a request gets instead of `num_tokens`, so that the chunk does not end within an image that must
+    be computed whole: the tokens before the image, or, if the image comes next, all of it, which may be more.
 
-    An image at tokens 10 to 50: of a prompt that begins, 30 tokens become 10, and then 1 becomes 40.
+    An image at tokens 10 to 50 of a prompt that begins: 30 tokens become 10, and the 1 after them becomes 40.
     """
     start = request.num_computed_tokens
     for image in request.images:
@@ -36,13 +36,15 @@ def with_whole_images(request: Request, num_tokens: int) -> int:
 
 
 class ImageTurns:
-    """Whose image a step may encode: that of a request which is in the middle of one, so that embeddings are kept for
-    few; else of the first that comes to one, unless another of its tier or a better one, or one that has aged past it,
-    was held up at its image in the step before. So two that come to images step by step take turns, and short prompts
-    with images hold up no long one for ever.
+    """Decides whose image a step may encode.
 
-        step 1  B, short, has the step's image; A, the oldest, computes its text up to its own image
-        step 2  it is A's turn: A has the image, C, short, waits
+    A request in the middle of an image goes on, so that embeddings are kept for few requests. Otherwise the first
+    request that comes to an image has the step's image, unless a request of the same or a better tier, or one promoted
+    by age, was held up at its image in the step before. So requests take turns, and short prompts with images do not
+    hold up a long one for ever.
+
+        step 1  B, short, has the image; A, the oldest, computes its text up to its own image and is held up
+        step 2  it is A's turn: A has the image, C, short, is held up
         step 3  it is C's turn
     """
 
@@ -51,14 +53,14 @@ class ImageTurns:
         self._held_up: list[Request] = []
 
     def begin(self, prefilling: Iterable[Request]) -> None:
-        """A step is composed, in which those run who have prompt to compute."""
+        """A step begins; `prefilling` are the running requests with prompt left to compute."""
         first = [request for request in prefilling if _is_within_image(request)] or self._held_up
         self._next = min(first, key=lambda other: (other.priority, other.arrival_s)) if first else None
         self._held_up = []
 
     def pass_turn(self, step: Step) -> bool:
-        """Whether the step, which is empty, may be shared out again: whose turn it was takes nothing, since it has
-        ended or cannot start, and others have asked. Who runs comes first, since it can go on."""
+        """Whether an empty step may be shared out again: the request whose turn it was has ended or cannot start, and
+        others were held up. A running one comes first, since it can go on."""
         asked = [request for request in self._held_up if request is not self._next]
         if self._next is None or not asked:
             return False
@@ -69,9 +71,9 @@ class ImageTurns:
         return True
 
     def allow(self, step: Step, request: Request, num_tokens: int) -> int:
-        """As many of the request's next tokens as may come, of up to `num_tokens` more than the step gives it already.
-        Of one that waits it is not known yet which of its images are cached: it starts when the step's image is free,
-        and nobody starts in front of it."""
+        """How many of up to `num_tokens` more tokens a request may get in the step. Which images of a waiting request
+        are cached is not known yet, so it starts only if the step's image is free, and no other request starts before
+        it."""
         given, num_text = step.given[request], _num_text_ahead(request)
         is_waiting = request.status is RequestStatus.WAITING
         if (given + num_tokens <= num_text and not is_waiting) or not self._is_taken(step, request):
@@ -96,7 +98,7 @@ def _is_within_image(request: Request) -> bool:
 
 
 def _num_text_ahead(request: Request) -> int:
-    """Tokens before the next placeholder that is not computed; all that it may ever have if there is none."""
+    """Tokens before the next placeholder to compute; all that the request may ever have if there is none."""
     start = request.num_computed_tokens
     nearest = next((image.start for image in request.images if image.end > start), request.max_total_tokens)
     return max(nearest - start, 0)

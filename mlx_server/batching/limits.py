@@ -1,4 +1,4 @@
-"""The numbers a scheduler works by, and the totals it keeps."""
+"""The limits of a scheduler and of its queue, and the totals that it counts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mlx_server.outputs import ModelRunnerOutput
 from mlx_server.request import Request
 
 FEWEST_SAMPLED_ROWS = 16
-"""A step may sample so many rows at least, drafts included, and else as many as requests may run: memory for their
-logits is booked."""
+"""A step may sample as many rows, drafts included, as requests may run, but at least this many. Memory for their logits
+is booked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """Most requests and prompt tokens that may wait: of one tier, or of the server."""
+    """The most requests and prompt tokens that may wait, of one tier or of the server."""
 
     max_num_waiting: int = 1024
     max_queued_tokens: int = 4_000_000
@@ -25,7 +25,7 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class QueueLoad:
-    """What waits now, of one tier or in all."""
+    """The requests and tokens that wait now, of one tier or of the server."""
 
     num_waiting: int
     num_tokens: int
@@ -33,16 +33,17 @@ class QueueLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """Everything that bounds a scheduler's choices.
+    """All limits of a scheduler.
 
-    `max_num_batched_tokens` bounds a step, and `max_chunk_tokens` one request's share of it (None: no bound); but where
-    one has tokens left for an image that must be computed whole, it has all of that.
-    `target_step_s` is aimed at while someone decodes (None: as long as `cheap_rows` prompt tokens take, in bounds, see
-    `PromptBudget.target_s`), and `max_step_s` while nobody does whom a step's first prompt may not hold up.
-    `context_doubling_tokens` is the context at which a token costs twice what it costs at position 0.
-    `queue_timeout_s` bounds the wait for a first step (None: for ever), `memory_wait_s` that of one who is alone for
-    memory that the pool cannot get. `bound_stalls` is off where a step is to be as
-    large as `max_num_batched_tokens` allows, `deduplicate_prefixes` where a computed prefix cannot be hit in its midst.
+    - `max_num_seqs` bounds the running requests, `max_num_batched_tokens` the tokens of a step, and `max_chunk_tokens`
+      those of one request in it (None: no bound). An image that must be computed whole may exceed them.
+    - `target_step_s` is the target time of a step while requests decode; None: the time of `cheap_rows` prompt tokens,
+      see `PromptBudget.target_s`. `max_step_s` is the target while only streams of worse tiers decode, or none.
+    - A token at position `context_doubling_tokens` costs twice as much as one at position 0.
+    - `queue_timeout_s` bounds the wait for the first step (None: no bound). `memory_wait_s` bounds how long a request
+      that runs alone waits for memory that the pool cannot get.
+    - Without `bound_stalls`, steps are as large as `max_num_batched_tokens` allows. `deduplicate_prefixes` is off if a
+      computed prefix cannot be hit at each block.
     """
 
     max_num_seqs: int = 64
@@ -62,7 +63,7 @@ class SchedulerLimits:
 
     @property
     def largest_chunk(self) -> int:
-        """Most tokens that a step computes of one request."""
+        """The most tokens of one request that a step computes."""
         return min(self.max_num_batched_tokens, self.max_chunk_tokens or self.max_num_batched_tokens)
 
 
@@ -93,7 +94,7 @@ class SchedulerCounters:
         self.idle_time_s += output.idle_time_s
 
     def take_hit(self, request: Request) -> None:
-        """Adds what was cached of a request that starts for the first time, and may hit."""
+        """Adds the cached tokens of a request that may hit the cache and starts for the first time."""
         num_cached = request.num_computed_tokens
         self.num_prefix_query_tokens += request.num_prompt_tokens
         self.num_prefix_hit_tokens += num_cached
@@ -105,13 +106,9 @@ class SchedulerCounters:
         return self.preemptions_by_tier.total()
 
 
-DISPLACED = "displaced"
-"""The reason of a request whose place in a full queue went to one of a better tier."""
-
-
 def check_queue(request: Request, load: QueueLoad, limits: QueueLimits, tier: str | None = None) -> None:
-    """Raises if one more request would break a limit: `QuotaExceededError` for a tier's, `QueueFullError`
-    for the server's."""
+    """Raises if one more request would exceed a limit: `QuotaExceededError` for a tier's limit, `QueueFullError` for
+    the server's."""
     whose = f" of tier {tier}" if tier else ""
     if load.num_waiting >= limits.max_num_waiting:
         reason = "max_num_queued_reqs"
@@ -131,8 +128,8 @@ def check_queue(request: Request, load: QueueLoad, limits: QueueLimits, tier: st
 def displaced_by(
     request: Request, waiting: Iterable[Request], load: QueueLoad, limits: QueueLimits
 ) -> list[Request] | None:
-    """Who of those `waiting` must go for one more request to keep the server's limits: of worse tiers, the worst
-    first and of one tier the last to have come. None if all of them were not enough."""
+    """Which of the `waiting` requests must go so that one more keeps the server's limits: requests of worse tiers, the
+    worst tier first and the latest arrival of a tier first. None if all of them would not be enough."""
     num_excess = load.num_waiting + 1 - limits.max_num_waiting
     num_excess_tokens = load.num_tokens + request.num_tokens - limits.max_queued_tokens
     displaced: list[Request] = []

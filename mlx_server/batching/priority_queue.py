@@ -1,4 +1,4 @@
-"""The queue of those who wait: by tier and age, by the work left, or parked until a common prefix is computed."""
+"""The waiting requests: ordered by tier and age, by the work left, or parked until a shared prefix is computed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Request, RequestStatus
 
 MAX_PREFIX_WAIT_S = 60.0
-"""Nobody waits for longer than this for a prefix that others compute."""
+"""The longest that a request stays parked for a prefix that another request computes."""
 
 _Entry = tuple[float, float, int, Request]
-"""Key, arrival, number of the push, request."""
+"""Key, arrival, push number, request."""
 
 
 class OrderedRequests:
-    """Requests by a key, the smallest first; ties go to the earlier arrival, then to the earlier push.
+    """Requests ordered by a key, the smallest first; ties go to the earlier arrival, then to the earlier push.
 
-    A sorted list: to push and to remove moves pointers, of which a queue of 10,000 has 80 KB. A heap that drops its
-    dead later would need more code for no gain at that length.
+    A sorted list, because `push` and `remove` only move pointers: 80 KB of them in a queue of 10,000. A heap with lazy
+    deletion would need more code for no gain at that length.
     """
 
     def __init__(self) -> None:
@@ -33,45 +33,47 @@ class OrderedRequests:
         self._num_pushes = 0
 
     def __iter__(self) -> Iterator[Request]:
-        """In order. None may come or go meanwhile."""
+        """In order. The list must not change during the iteration."""
         return (entry[3] for entry in self._entries)
 
     def push(self, request: Request, key: float) -> None:
-        """Adds a request that is not here."""
+        """Adds a request, which must not be in the list."""
         self._num_pushes += 1
         entry = self._entry_of[request.request_id] = (key, request.arrival_s, self._num_pushes, request)
         insort(self._entries, entry)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out wherever it stands."""
+        """Removes a request from any place."""
         entry = self._entry_of.pop(request.request_id)
         del self._entries[bisect_left(self._entries, entry)]
 
     def first(self) -> Request | None:
-        """The request of the smallest key, left in place."""
+        """The request with the smallest key, which stays in the list."""
         return self._entries[0][3] if self._entries else None
 
     def check_integrity(self) -> None:
-        """Asserts that the order is one, of exactly one entry for each request."""
+        """Asserts that the list is sorted and has exactly one entry for each request."""
         assert self._entries == sorted(self._entry_of.values()), "a list of requests is out of order"
 
 
 class PriorityQueueWithAging:
-    """The queue of one scheduler.
+    """The waiting requests of one scheduler.
 
-    Who may start next is found in two orders of each tier: by age and by work. The work of a request is what it would
-    compute if it started now: its tokens that are not cached. What is cached is remembered from when the request was
-    last looked at, and holds in O(1) as long as the cache still ends there, however long the prefix is.
+    Each tier has two orders, by age and by work. The work of a request is what it would compute if it started now: its
+    tokens that are not cached. The queue remembers how many blocks of a request were cached at the last look. That
+    number is still right, and checked in O(1), if the cached prefix still ends there.
 
-    `effective_priority(now) = priority - aging_rate * (now - arrival)`. All requests age at one rate, so the order at
-    any moment is that of `priority + aging_rate * arrival`, their `key`, which never changes. With an aging rate of
-    0.1, a LOW request (2) of second 0 and a HIGH one (0) of second 20 have the key 2.0 both: from then on the LOW one
-    is as urgent.
+    **Aging.** `effective_priority(now) = priority - aging_rate * (now - arrival)`. All requests age at the same rate,
+    so at any moment they are in the order of `key = priority + aging_rate * arrival`, which never changes: aging needs
+    no timer and no sorting. Example: with an aging rate of 0.1, a LOW request (2) that arrived at 0 s and a HIGH one
+    (0) that arrived at 20 s both have the key 2.0. The LOW one is more urgent than all HIGH ones that arrive later.
 
-    A request whose next uncached block is on its way, computed by one who runs, is parked: it is in neither order
-    until that one has computed what both have in common, has ended, or was preempted. Then it hits, instead of
-    computing the same blocks beside the first: N cold arrivals of one prefix compute it once. Nobody waits so for an
-    owner of a worse tier, which might be kept from running itself, nor for longer than `MAX_PREFIX_WAIT_S` in all.
+    **Parking.** If a running request is computing the next uncached block of a waiting one, the waiting one is parked:
+    it is in neither order until the running one has computed what both have in common, ends or is preempted. Then the
+    waiting one hits the prefix instead of computing it again. Example: a hundred requests arrive with the same cold
+    system prompt of 20 blocks. The first one starts, 99 are parked until it has computed block 20, and the prompt is
+    computed once. A request is not parked for one of a worse tier, which may be kept from running, and for at most
+    `MAX_PREFIX_WAIT_S` in all.
     """
 
     def __init__(self, blocks: PagedBlockManager, aging_rate: float, *, deduplicates: bool = True) -> None:
@@ -81,45 +83,45 @@ class PriorityQueueWithAging:
         self._deduplicates = deduplicates
         self._by_age: defaultdict[int, OrderedRequests] = defaultdict(OrderedRequests)
         self._by_work: defaultdict[int, OrderedRequests] = defaultdict(OrderedRequests)
-        self._num_cached: dict[str, int] = {}  # blocks of everyone who waits, when it was last looked at
-        self._owners: dict[bytes, Request] = {}  # who computes which block
-        self._owned: dict[str, deque[tuple[int, bytes]]] = {}  # places in the prompt and hashes, in order
-        self._parked: dict[bytes, dict[str, Request]] = {}  # by the block that they wait for
+        self._num_cached: dict[str, int] = {}  # cached blocks of each waiting request at the last look
+        self._owners: dict[bytes, Request] = {}  # the running request that computes a block, by its hash
+        self._owned: dict[str, deque[tuple[int, bytes]]] = {}  # by owner: index in its prompt and hash
+        self._parked: dict[bytes, dict[str, Request]] = {}  # by the block that they wait for, then by id
         self._parked_at: dict[str, bytes] = {}
-        self._parked_since: dict[str, float] = {}  # of everyone who waits and ever was parked
-        self._to_expire: OrderedDict[str, Request] = OrderedDict()  # of those, whose wait has not become too long
-        self._heads: list[Request] | None = None  # as they were found, while nobody comes, goes or starts
+        self._parked_since: dict[str, float] = {}  # of waiting requests that have ever been parked
+        self._to_expire: OrderedDict[str, Request] = OrderedDict()  # of these, those not over the limit
+        self._heads: list[Request] | None = None  # the result of `heads`, until the queue changes
 
     def __len__(self) -> int:
         return len(self._num_cached)
 
     def __iter__(self) -> Iterator[Request]:
-        """By effective priority, parked ones last. None may come or go meanwhile."""
+        """By effective priority, parked requests last. The queue must not change during the iteration."""
         by_age = heapq.merge(*self._by_age.values(), key=self.turn)
         return chain(by_age, *[parked.values() for parked in self._parked.values()])
 
     @property
     def num_parked(self) -> int:
-        """Requests that wait for a prefix which another one computes."""
+        """Requests that wait for a prefix that another request computes."""
         return len(self._parked_at)
 
     def push(self, request: Request) -> None:
-        """A request waits."""
+        """Adds a request."""
         assert request.request_id not in self._num_cached, f"{request} waits already"
         self._num_cached[request.request_id] = 0
         self._enter(request)
 
     def remove(self, request: Request) -> None:
-        """A request starts, or has ended."""
+        """Removes a request that starts or has ended."""
         self._leave(request)
         del self._num_cached[request.request_id]
         if self._parked_since.pop(request.request_id, None) is not None:
             self._to_expire.pop(request.request_id, None)
 
-    # --- the two orders ---------------------------------------------------------------------------------------
+    # --- the two orders -------------------------------------------------------------------------------------
 
     def key(self, request: Request) -> float:
-        """The time-free order: smaller is sooner, and differences are those of effective priorities."""
+        """The order of effective priorities without the time: a smaller key goes first."""
         return request.priority + self._aging_rate * request.arrival_s
 
     def turn(self, request: Request) -> tuple[float, float]:
@@ -127,48 +129,49 @@ class PriorityQueueWithAging:
         return self.key(request), request.arrival_s
 
     def effective_priority(self, request: Request, now: float) -> float:
-        """Base priority less what waiting has earned by `now`."""
+        """The priority less what the request has gained by waiting until `now`."""
         return request.priority - self._aging_rate * (now - request.arrival_s)
 
     def work(self, request: Request) -> int:
-        """Known tokens that are left to compute of a request that runs, or of one that waits if it started now."""
+        """Known tokens left to compute; of a waiting request, those left if it started now."""
         if request.status is RequestStatus.RUNNING:
             return request.num_tokens - request.num_computed_tokens
         num_cached = self._blocks.num_cached(request, self._num_cached[request.request_id])
         return request.num_tokens - num_cached * BLOCK_SIZE
 
     def heads(self, now: float) -> list[Request]:
-        """The oldest of each tier, the best tier first. Looked for once in a step, but again if others come, go or
-        start in it."""
+        """The oldest request of each tier, the best tier first. Found once a step, and again after each change of the
+        queue."""
         if self._heads is None:
             oldest = [self.oldest(priority, now) for priority in sorted(self._by_age)]
             self._heads = [request for request in oldest if request is not None]
         return self._heads
 
     def oldest(self, priority: int, now: float) -> Request | None:
-        """The oldest of a tier that is not parked."""
+        """The oldest request of a tier that is not parked."""
         tier = self._by_age[priority]
         while (request := tier.first()) is not None and self._park(request, now):
             pass
         return request
 
     def shortest(self, priority: int, now: float) -> Request | None:
-        """The one of a tier that has the least work, the older one among equals."""
+        """The request of a tier with the least work, the older one among equals."""
         tier = self._by_work[priority]
         while (request := tier.first()) is not None and (self._park(request, now) or self._update(request)):
             pass
         return request
 
     def parked_for(self, request: Request) -> str | None:
-        """The id of the request that computes the prefix which a parked one waits for."""
+        """The id of the request for whose prefix a parked request waits; None if it is not parked."""
         block_hash = self._parked_at.get(request.request_id)
         return None if block_hash is None else self._owners[block_hash].request_id
 
-    # --- prefixes that are being computed ---------------------------------------------------------------------
+    # --- parking: prefixes that are being computed ----------------------------------------------------------
 
     def start(self, request: Request, *, is_load: bool = False) -> None:
-        """`request` runs: it computes every full block of its prompt that nobody computes already. With `is_load` it
-        stands for a load of them, which is waited for where nobody waits for who computes."""
+        """A request runs: it owns each full block of its prompt that no other request owns, until it has computed the
+        block. With `is_load` it stands for a load of these blocks from disk, for which requests are parked even if the
+        queue does not deduplicate."""
         self._heads = None
         if not (self._deduplicates or is_load):
             return
@@ -179,7 +182,7 @@ class PriorityQueueWithAging:
             self._owned[request.request_id] = mine
 
     def advance(self, request: Request, num_tokens: int) -> None:
-        """The full blocks of a running request's first `num_tokens` are cached now."""
+        """The full blocks of the first `num_tokens` tokens of a running request are cached now."""
         mine = self._owned.get(request.request_id)
         if mine is None:
             return
@@ -190,12 +193,12 @@ class PriorityQueueWithAging:
             del self._owned[request.request_id]
 
     def stop(self, request_id: str) -> None:
-        """A running request has left: others compute what it would have."""
+        """A running request has left: the requests parked for it may start."""
         for _, block_hash in self._owned.pop(request_id, ()):
             self._release(block_hash)
 
     def expire(self, now: float) -> None:
-        """A step begins: ends the waits for prefixes that have taken too long."""
+        """A step begins: unparks requests that have waited too long for a prefix."""
         self._heads = None
         while self._to_expire:
             request = next(iter(self._to_expire.values()))
@@ -207,19 +210,19 @@ class PriorityQueueWithAging:
                 self._enter(request)
 
     def check_integrity(self) -> None:
-        """Asserts that everyone who waits is in both orders, or parked for one who runs."""
+        """Asserts that each waiting request is in both orders, or parked for a block that has an owner."""
         for orders in (self._by_age, self._by_work):
             for tier in orders.values():
                 tier.check_integrity()
         ready = {request.request_id for tier in self._by_age.values() for request in tier}
         by_work = [request.request_id for tier in self._by_work.values() for request in tier]
         assert sorted(by_work) == sorted(ready), "the two orders hold different requests"
-        assert ready | set(self._parked_at) == set(self._num_cached), "a request that waits is nowhere"
+        assert ready | set(self._parked_at) == set(self._num_cached), "a waiting request is in no order and not parked"
         assert not ready & set(self._parked_at), "a parked request may start"
         parked = {name: block_hash for block_hash, names in self._parked.items() for name in names}
-        assert parked == self._parked_at, "a parked request is not where it says"
+        assert parked == self._parked_at, "the two records of parked requests differ"
         assert set(self._parked) <= set(self._owners), "a request waits for a block that nobody computes"
-        assert set(self._to_expire) <= set(self._parked_since) <= set(self._num_cached), "one that has left is kept"
+        assert set(self._to_expire) <= set(self._parked_since) <= set(self._num_cached), "a request that left is kept"
 
     def _enter(self, request: Request) -> None:
         self._heads = None
@@ -243,7 +246,7 @@ class PriorityQueueWithAging:
             del self._parked[block_hash]
 
     def _update(self, request: Request) -> bool:
-        """Whether its work has become another since it was last looked at; then it has found its new place."""
+        """Moves a request whose work has changed since the last look to its new place; whether it has changed."""
         if self.work(request) == request.num_tokens - self._num_cached[request.request_id] * BLOCK_SIZE:
             return False
         self._by_work[request.priority].remove(request)
@@ -251,8 +254,8 @@ class PriorityQueueWithAging:
         return True
 
     def _park(self, request: Request, now: float) -> bool:
-        """Whether a request waits from now on: for the last block that it has in common with the one who computes its
-        next."""
+        """Parks a request whose next uncached block has an owner, until the last block that both have in common is
+        computed; whether it is parked."""
         if not self._owners or not self._blocks.may_hit(request) or self._is_over(request, now):
             return False
         hashes = request.block_hashes
@@ -272,11 +275,12 @@ class PriorityQueueWithAging:
         return True
 
     def _release(self, block_hash: bytes) -> None:
-        """Nobody computes the block any more."""
+        """A block is computed or lost its owner: the requests parked for it wait in both orders again."""
         del self._owners[block_hash]
         for request in self._parked.pop(block_hash, {}).values():
             del self._parked_at[request.request_id]
             self._enter(request)
 
     def _is_over(self, request: Request, now: float) -> bool:
+        """Whether a request may not be parked any more."""
         return now - self._parked_since.get(request.request_id, math.inf) >= MAX_PREFIX_WAIT_S

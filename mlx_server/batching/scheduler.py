@@ -232,7 +232,7 @@ class ContinuousBatchingScheduler:
             self._observe(submitted, output)
         if self.disk is not None and submitted.copies is not None:
             is_other = submitted.pool_change is not None or output.num_images
-            foretold_s = None if is_other else self._budget.foretold_s(submitted.shape)
+            foretold_s = None if is_other else self._budget.expected_s(submitted.shape)
             self.disk.on_copied(submitted.copies, output, foretold_s, self._launch_s)
         requests = submitted.requests
         self._collect_prompt_logprobs(requests, output.prompt_logprobs)
@@ -253,7 +253,7 @@ class ContinuousBatchingScheduler:
     def next_schedule_s(self, began_s: float) -> float:
         """When to compose the step behind the oldest submitted one, which began at `began_s`: late in it if it is
         long, so that who arrives meanwhile waits for one step and not for two; at once where that cannot be told."""
-        foretold_s = self._budget.foretold_s(self._table.submitted[0].shape)
+        foretold_s = self._budget.expected_s(self._table.submitted[0].shape)
         if foretold_s < _LONG_STEP_S or self._is_device_shared():
             return began_s
         if not self._launch_s:
@@ -325,7 +325,7 @@ class ContinuousBatchingScheduler:
             num_rows, is_drafted = shape.num_decode_tokens, bool(step.drafts)
             self.speculation.observe(num_rows, step_time_s, output.idle_time_s, is_drafted=is_drafted)
         if not step.drafts or shape.num_prompt_tokens:
-            foretold_s = self._budget.foretold_s(shape)
+            foretold_s = self._budget.expected_s(shape)
             if foretold_s >= _LONG_STEP_S:
                 self._early_share = min(step_time_s / foretold_s, 1.0 - _EARLY_DECAY * (1.0 - self._early_share))
             self._budget.observe(shape, step_time_s)
@@ -427,7 +427,7 @@ class ContinuousBatchingScheduler:
         self._wake.set()
 
     def _compute_s(self, start: int, num_tokens: int) -> float:
-        return self._budget.foretold_s(StepShape(0, num_tokens, self._budget.cost(start, num_tokens)))
+        return self._budget.expected_s(StepShape(0, num_tokens, self._budget.cost(start, num_tokens)))
 
     def _headroom(self) -> int:
         return headroom(self._table.running, self.blocks.groups.windows)

@@ -1,4 +1,4 @@
-"""Command line arguments that several benchmarks have, and types of arguments: bounded numbers, addresses, files."""
+"""Arguments that several benchmarks share, and types of arguments: bounded numbers, URLs, files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def above_0(text: str) -> float:
     with contextlib.suppress(ValueError):
         if (value := float(text)) > 0:
             return value
-    raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
 
 
 def from_0(text: str) -> int:
@@ -32,54 +32,52 @@ def _whole_number(text: str, least: int) -> int:
     with contextlib.suppress(ValueError):
         if (value := int(text)) >= least:
             return value
-    raise argparse.ArgumentTypeError(f"{text} is no whole number of at least {least}")
+    raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
 
 
 def server_url(text: str) -> str:
-    """A server's address, as clients are given it: with `/v1` or without."""
+    """A server's URL, with `/v1` or without."""
     url = text.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"{text} is no address; write one like http://127.0.0.1:8000")
+        raise argparse.ArgumentTypeError(f"{text} is not a URL; write one like http://127.0.0.1:8000")
     return url
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written. It is checked before the measuring, which may take an hour."""
+    """A file that can be written, checked before a measurement that may take an hour."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder; name a file")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot write {path}: there is no such folder, or it may not be written")
+        raise argparse.ArgumentTypeError(f"cannot write {path}: its folder does not exist, or is not writable")
     return path
 
 
 def add_json_argument(parser: argparse.ArgumentParser, what: str = "all figures") -> None:
-    """Where the document goes; `tables.write_json` writes it."""
-    parser.add_argument("--json", type=output_file, metavar="FILE", help=f"write {what} there")
+    """Declares `--json`, for `tables.write_json`."""
+    parser.add_argument("--json", type=output_file, metavar="FILE", help=f"write {what} as JSON")
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which server is measured, and with which of its models."""
+    """Declares the server to measure and its model."""
     add = parser.add_argument
-    add("--base-url", type=server_url, default="http://127.0.0.1:8000", help="the server, with /v1 or without")
-    add("--model", help="model to ask for; default: the first that the server lists")
+    add("--base-url", type=server_url, default="http://127.0.0.1:8000", help="URL of the server, with /v1 or without")
+    add("--model", help="model to request; default: the first that the server lists")
 
 
 def add_key_argument(parser: argparse.ArgumentParser) -> None:
-    """As whom; `api_key` reads it."""
-    parser.add_argument(
-        "--api-key", metavar="KEY", help=f"sent as a bearer token; default: {_KEY_VARIABLE} of the environment"
-    )
+    """Declares `--api-key`, which `api_key` reads."""
+    parser.add_argument("--api-key", metavar="KEY", help=f"sent as bearer token; default: the variable {_KEY_VARIABLE}")
 
 
 def api_key(args: argparse.Namespace) -> str | None:
-    """The key to send; None for no key."""
+    """The key to send, or None."""
     return args.api_key or os.environ.get(_KEY_VARIABLE)
 
 
 def crossed_numbers(text: str, count: int) -> list[int]:
-    """The numbers of `16x8x128`. Raises `ArgumentTypeError` unless they are `count` positive whole ones."""
+    """The `count` positive whole numbers of a text like `16x8x128`. Raises `ArgumentTypeError`."""
     parts = text.split("x")
     if len(parts) != count or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {count} positive whole numbers with x between")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {count} positive whole numbers separated by x")
     return [int(part) for part in parts]

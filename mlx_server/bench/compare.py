@@ -1,11 +1,11 @@
-"""Servers side by side, from outside: the same requests to each, in turns (A B A B), medians and ratios.
+"""Compares servers over HTTP: the same requests to each, in turns (A B A B), with medians and ratios.
 
-A server is a command that is started afresh for every turn and ended after it, so that caches are cold and no
-other server is on the machine, or an address. In a command, {port} is a free port, {model} what --model says,
-{python} this Python, {threads} what --threads says or else -1. A round has new prompts, the same for all servers.
+A server is a URL or a command. A command is started for each turn and ended after it, so that its caches are cold and
+no other server runs meanwhile. In a command, {port} is a free port, {model} the value of --model, {python} this Python,
+and {threads} the value of --threads or -1. Each round has new prompts, the same for all servers.
 
-A ratio says how many times as good the first server is as the best of the others. There is no verdict where the ranges
-of the rounds touch.
+A ratio says how many times as good the first server is as the best of the others. There is no verdict if the ranges of
+the rounds overlap.
 
 examples:
   mlx-serve bench compare --model DIR --workload uniform shared-prefix \\
@@ -24,7 +24,6 @@ import os
 import signal
 import statistics
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -39,8 +38,8 @@ from mlx_server.bench.serve.command import (
     WORKLOADS,
     add_request_arguments,
     add_workload_arguments,
-    load,
-    target,
+    make_load,
+    make_target,
 )
 from mlx_server.bench.serve.report import without_arrays
 from mlx_server.bench.serve.run import Load, measure
@@ -49,10 +48,10 @@ from mlx_server.bench.tables import render_table, tell, write_json
 from mlx_server.errors import ConfigError, ServeError
 
 MIN_ROUNDS = 3
-"""Fewer say nothing of the spread. Of two equal servers, 3 rounds set the ranges apart by chance once in 10
-comparisons, 5 rounds once in 126."""
+"""For a verdict. The ranges of two equal servers are disjoint by chance in 1 of 10 comparisons with 3 rounds, and in 1
+of 126 with 5."""
 
-_MOST_OUTPUT_DIFFERENCE = 0.05
+_MAX_OUTPUT_DIFFERENCE = 0.05
 _THREADS_VARIABLES = ("MLX_SERVE_CPU_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
@@ -60,10 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `mlx-serve bench compare`."""
     add = parser.add_argument
     add("--server", action="append", default=[], metavar="NAME=COMMAND", help="a server to start; repeat for more")
-    add("--url", action="append", default=[], metavar="NAME=URL", help="a server that runs; repeat for more")
-    add("--model", help="{model} of the commands, and the model to ask for; default: the first that a server lists")
+    add("--url", action="append", default=[], metavar="NAME=URL", help="a running server; repeat for more")
+    add("--model", help="model to request, and {model} in commands; default: the first that a server lists")
     add_key_argument(parser)
-    add("--workload", nargs="+", choices=WORKLOADS, default=["uniform"], help="a table each")
+    add("--workload", nargs="+", choices=WORKLOADS, default=["uniform"], help="one table for each")
     add("--rounds", type=from_1, default=5, metavar="N", help="turns of each server")
     add(
         "--threads",
@@ -71,10 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=from_1,
         default=[None],
         metavar="N",
-        help="threads that a server may compute with, tables for each number: {threads} of the commands, and "
-        f"{', '.join(_THREADS_VARIABLES)}; default: as each server chooses",
+        help="threads that a server computes with, passed as {threads} and as "
+        f"{', '.join(_THREADS_VARIABLES)}; tables for each number; default: each server's own",
     )
-    add("--start-timeout", type=above_0, default=600.0, metavar="S", help="longest wait for a server")
+    add("--start-timeout", type=above_0, default=600.0, metavar="S", help="seconds in which a server must be ready")
     add_workload_arguments(parser)
     add_request_arguments(parser)
     parser.set_defaults(num_warmups=2)
@@ -82,20 +81,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a table a workload and number of threads, then one line of JSON; 1 if a turn failed. Raises `ServeError`
-    and its kinds."""
+    """Prints a table for each workload and number of threads, then one line of JSON; 1 if a turn failed. Raises
+    `ServeError` and its kinds."""
     servers = _servers(args)
-    loads = [load(args, name) for name in args.workload]
+    loads = [make_load(args, name) for name in args.workload]
     documents = []
     is_whole = True
     with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="mlx-serve-compare-") as folder:
-        for wanted, threads in itertools.product(loads, args.threads):
-            sides = take_turns([_with_threads(one, threads) for one in servers], wanted, args, Path(folder))
+        for load, threads in itertools.product(loads, args.threads):
+            sides = take_turns([_with_threads(one, threads) for one in servers], load, args, Path(folder))
             is_whole = is_whole and all(side.is_whole for side in sides)
-            figures = figures_of(wanted.name, has_goodput=bool(wanted.goodput))
-            title = f"{wanted.name} (rounds: {args.rounds}{'' if threads is None else f', threads: {threads}'})"
+            figures = figures_of(load.name, has_goodput=bool(load.goodput))
+            title = f"{load.name} (rounds: {args.rounds}{'' if threads is None else f', threads: {threads}'})"
             print(f"\n{title}\n\n{render(sides, figures)}", flush=True)
-            documents.append({"threads": threads, **as_document(wanted.name, sides, figures)})
+            documents.append({"threads": threads, **as_document(load.name, sides, figures)})
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "api_key")}
     document = {"benchmark": "compare", "settings": settings, "results": documents}
     write_json(args.json, document)
@@ -103,13 +102,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if is_whole else 1
 
 
-def take_turns(servers: Sequence[Server], wanted: Load, args: argparse.Namespace, folder: Path) -> list[Turns]:
-    """Round after round, each server in turn. A turn that fails is told and left out; the others go on."""
+def take_turns(servers: Sequence[Server], load: Load, args: argparse.Namespace, folder: Path) -> list[Turns]:
+    """Measures each server once a round. A turn that fails is reported and left out."""
     results: dict[str, list[Mapping[str, Any] | None]] = {server.name: [] for server in servers}
     for number in range(args.rounds):
-        seeded = replace(wanted, seed=wanted.seed + number)
+        seeded = replace(load, seed=load.seed + number)
         for server in servers:
-            what = f"{wanted.name}, round {number + 1}, {server.name}"
+            what = f"{load.name}, round {number + 1}, {server.name}"
             result = None
             try:
                 result = _take_turn(server, seeded, args, folder / f"{server.name}.log")
@@ -120,36 +119,36 @@ def take_turns(servers: Sequence[Server], wanted: Load, args: argparse.Namespace
     return [Turns(name, tuple(taken)) for name, taken in results.items()]
 
 
-def _take_turn(server: Server, wanted: Load, args: argparse.Namespace, log_path: Path) -> Mapping[str, Any]:
+def _take_turn(server: Server, load: Load, args: argparse.Namespace, log_path: Path) -> Mapping[str, Any]:
     with server.session(model=args.model, log_path=log_path, start_timeout_s=args.start_timeout) as url:
         model = _find_model(url, args)
-        return without_arrays(asyncio.run(measure(target(args, url, model), wanted)))
+        return without_arrays(asyncio.run(measure(make_target(args, url, model), load)))
 
 
 def _with_threads(server: Server, count: int | None) -> Server:
     if server.command is None:
         return server
     command = server.command.replace("{threads}", "-1" if count is None else str(count))
-    wanted = {} if count is None else dict.fromkeys(_THREADS_VARIABLES, str(count))
-    return replace(server, command=command, environ=os.environ | wanted)
+    variables = {} if count is None else dict.fromkeys(_THREADS_VARIABLES, str(count))
+    return replace(server, command=command, environ=os.environ | variables)
 
 
 def _find_model(url: str, args: argparse.Namespace) -> str | None:
-    """The server's own name of the wanted model: as it was named, its full path, or the folder's name."""
-    wanted: str | None = args.model
-    if wanted is None:
+    """The server's own name of the model: as it was given, its full path, or the folder's name."""
+    model: str | None = args.model
+    if model is None:
         return None
-    aim = target(args, url, None)
+    target = make_target(args, url, None)
     try:
-        listed = asyncio.run(list_models(aim, aim.api_key))
+        listed = asyncio.run(list_models(target, target.api_key))
     except ServeError:
-        return wanted
-    names = (wanted, str(Path(wanted).resolve()), Path(wanted).name)
+        return model
+    names = (model, str(Path(model).resolve()), Path(model).name)
     return next((name for name in names if name in listed), listed[0])
 
 
 def render(sides: Sequence[Turns], figures: Sequence[Figure]) -> str:
-    """A column a server; the ratio is that of the first to the best of the others."""
+    """A table with a column for each server; ratios are of the first server to the best of the others."""
     first, *others = sides
     rows = []
     for figure in figures:
@@ -163,14 +162,14 @@ def render(sides: Sequence[Turns], figures: Sequence[Figure]) -> str:
 
 
 def best_of(sides: Sequence[Turns], figure: Figure) -> Turns:
-    """The one with the best median, of those whose requests were all answered if there are any."""
+    """The server with the best median among those without failed requests; the first if all have failed requests."""
     whole = [side for side in sides if side.is_whole]
     pick = max if figure.is_rate else min
     return pick(whole, key=lambda side: statistics.median(side.values(figure))) if whole else sides[0]
 
 
 def as_document(workload: str, sides: Sequence[Turns], figures: Sequence[Figure]) -> dict[str, Any]:
-    """The same and every turn's figures, ready for JSON."""
+    """The same for JSON, with the figures of every turn."""
     first, *others = sides
     return {
         "workload": workload,
@@ -206,35 +205,32 @@ def _number(value: float) -> str:
 
 
 def _servers(args: argparse.Namespace) -> list[Server]:
-    """In the order of the flags: those with commands, then those with addresses."""
+    """Those with commands, then those with URLs. Raises `ConfigError`."""
     made = [Server(name=name, command=command) for name, command in (_named("--server", t) for t in args.server)]
     made += [Server(name=name, url=url) for name, url in (_named("--url", text) for text in args.url)]
     names = [server.name for server in made]
     if len(made) < 2:
-        raise ConfigError(f"{len(made)} server to compare; name two at least with --server or --url.")
+        raise ConfigError(f"{len(made)} server to compare; name at least two with --server or --url.")
     if len(set(names)) < len(names):
-        raise ConfigError("Two servers have one name; give each its own.")
+        raise ConfigError("Two servers have the same name; give each its own.")
     for server in made:
         if server.command and "{port}" not in server.command:
-            raise ConfigError(f"The command of {server.name} does not say {{port}}, so it cannot be reached.")
+            raise ConfigError(f"The command of {server.name} has no {{port}}, so the server cannot be reached.")
         if server.command and "{model}" in server.command and args.model is None:
-            raise ConfigError(f"The command of {server.name} says {{model}}; name it with --model.")
+            raise ConfigError(f"The command of {server.name} has {{model}}; name it with --model.")
     return made
 
 
 def _named(flag: str, text: str) -> tuple[str, str]:
     name, _, value = text.partition("=")
     if not name or not value or "/" in name:
-        raise ConfigError(f"{flag} {text} is not understood; write NAME=... with a name without slashes.")
+        raise ConfigError(f"{flag} {text} is not understood; write NAME=..., with no slash in the name.")
     return name, value
 
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that servers are ended."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that servers are ended."""
     before = {number: signal.signal(number, _unwind) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
@@ -249,7 +245,7 @@ def _unwind(number: int, frame: FrameType | None) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A key of the result document. `by_output` marks figures that say nothing if answers differ in length."""
+    """A key of the result document. `by_output` marks figures that cannot be compared if answers differ in length."""
 
     key: str
     label: str
@@ -277,7 +273,7 @@ _INTRUDER_FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """A server's result documents, one a round; None for a round that failed."""
+    """A server's result documents, one for each round; None for a round that failed."""
 
     name: str
     results: tuple[Mapping[str, Any] | None, ...]
@@ -296,9 +292,9 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`factor` says how many times as good the first server is as the second, by the medians; `low` and `high`
-    are the least and the most of the rounds, each round's turns being neighbours in time. None where a figure
-    is 0. `is_better` of None is no verdict, and `reason` says why."""
+    """`factor` says how many times as good the first server is as the second, by the medians; `low` and `high` are the
+    smallest and the largest factor of a round. They are None if a figure is 0. `is_better` is None without a verdict,
+    and `reason` says why."""
 
     factor: float | None = None
     low: float | None = None
@@ -308,13 +304,13 @@ class Verdict:
 
 
 def figures_of(workload: str, *, has_goodput: bool) -> tuple[Figure, ...]:
-    """What is compared of this workload."""
+    """The figures that are compared for this workload."""
     figures = _INTRUDER_FIGURES if workload == INTRUDER else _LOAD_FIGURES
     return (*figures, _GOODPUT) if has_goodput else figures
 
 
 def judge(figure: Figure, first: Turns, second: Turns) -> Verdict:
-    """The verdict on one figure; both servers had the same number of rounds."""
+    """The verdict on one figure. Both servers must have the same number of rounds."""
     if not first.is_whole or not second.is_whole:
         return Verdict(reason="requests failed")
     mine, theirs = first.values(figure), second.values(figure)
@@ -328,12 +324,12 @@ def judge(figure: Figure, first: Turns, second: Turns) -> Verdict:
 
 
 def _refusal(figure: Figure, first: Turns, second: Turns) -> str:
-    """Why there can be no verdict; nothing if there can."""
+    """Why there is no verdict; empty if there is one."""
     mine, theirs = first.values(figure), second.values(figure)
     if len(mine) < MIN_ROUNDS:
         return f"fewer than {MIN_ROUNDS} rounds"
     counts = (first.num_output_tokens, second.num_output_tokens)
-    if figure.by_output and max(counts) - min(counts) > _MOST_OUTPUT_DIFFERENCE * max(counts):
+    if figure.by_output and max(counts) - min(counts) > _MAX_OUTPUT_DIFFERENCE * max(counts):
         return "answers differ in length"
     if max(mine) >= min(theirs) and max(theirs) >= min(mine):
         return "within the spread"

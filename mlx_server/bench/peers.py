@@ -1,14 +1,14 @@
-"""The servers of others that run on this machine, installed into environments of their own, beside this one.
+"""Installs other servers that run on this machine, each into its own environment, and compares with them.
 
-Each is installed once under ~/.cache/mlx-serve/peers (or MLX_SERVE_HOME), from built packages only, but llama.cpp from
-its sources, and probed; those that cannot be had are named with the reason. Then `mlx-serve bench compare` takes turns
-with all of them. Not every peer completes plain text, so chats are compared.
+Each is installed once under ~/.cache/mlx-serve/peers (or MLX_SERVE_HOME), from wheels (llama.cpp from its sources), and
+tried; a server that cannot be installed is reported with the reason. Then `mlx-serve bench compare` measures all of
+them in turns. The default endpoint is chat, because not all of them complete plain text.
 
---model takes random:mini, which is the default, random:qwen3-0.6b, smollm2-packed (4 bits), smollm2-float32, or a
-folder.
+--model takes random:mini (the default), random:qwen3-0.6b, smollm2-packed (4 bits), smollm2-float32, or a folder.
+llama.cpp is compared with the two smollm2 models.
 
 examples:
-  mlx-serve bench peers --peers mlx_lm vllm-mlx llama.cpp --workload uniform mixed one-chat --threads 1 2
+  mlx-serve bench peers --peers mlx_lm vllm-mlx --workload uniform mixed one-chat --threads 1 2
   mlx-serve bench peers --peers llama.cpp --model smollm2-packed --workload one-chat
 """
 
@@ -43,13 +43,12 @@ _BUNDLED = MappingProxyType({f"{SMOLLM2.name}-{weight_format}": weight_format fo
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """How a server is installed and started. `requirement` of None is one that is installed with us. `program`
-    is a script of its environment, and its first argument, that must answer `--help`."""
+    """How a server is installed and started. `requirement` is None for one that is installed with this package.
+    `program` is a script of its environment with its first arguments; it must succeed with `--help`."""
 
     requirement: str | None
     program: str
     arguments: str
-    needs_mlx: bool = True
 
 
 PEERS: Mapping[str, Peer] = MappingProxyType(
@@ -67,17 +66,17 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `mlx-serve bench peers`: those of `compare`, and which peers."""
+    """Declares the options of `mlx-serve bench peers`, which are `compare`'s and two more."""
     add = parser.add_argument
     names = [*PEERS, llama_cpp.NAME]
-    add("--peers", nargs="+", choices=names, default=names, help="which to compare; default: all")
-    add("--install-only", action="store_true", help="install and probe them, and compare nothing")
+    add("--peers", nargs="+", choices=names, default=names, help="servers to compare with; default: all")
+    add("--install-only", action="store_true", help="install and try them, without a comparison")
     compare.add_arguments(parser)
     parser.set_defaults(endpoint=CHAT, workload=list(WORKLOADS), model="random:mini")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what is available, then what `compare` prints. Raises `ServeError` and its kinds."""
+    """Prints which peers are available, then what `compare` prints. Raises `ServeError` and its kinds."""
     folder = home() / "peers"
     model = model_folder(args.model, folder / "models")
     servers = [OURS]
@@ -96,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def model_folder(name: str, folder: Path) -> Path:
-    """A folder that each server can load: of a random model in `folder`, or of the bundled one in a stated format, each
-    made the first time; or else the one that is named."""
+    """The folder of the model of this name. A random model is written into `folder` the first time, the bundled one is
+    pulled and converted; any other name is a folder already."""
     if name in _BUNDLED:
         return pull_bundled(weight_format=_BUNDLED[name])
     if not random_models.is_random(name):
@@ -115,7 +114,7 @@ def _command(name: str, model: Path, folder: Path) -> str:
 
 
 def prepare(peer: Peer, folder: Path) -> str:
-    """The command that starts the peer, which is installed into `folder` if it is not. Raises `Unavailable`."""
+    """The command that starts the peer, which is installed into `folder` the first time. Raises `Unavailable`."""
     programs = Path(sys.executable).parent
     if peer.requirement is not None:
         programs = folder / "bin"
@@ -123,7 +122,7 @@ def prepare(peer: Peer, folder: Path) -> str:
         if not stamp.exists():
             tell(f"installing {peer.requirement} into {folder} ...")
             shutil.rmtree(folder, ignore_errors=True)
-            _install(peer, folder)
+            _install(peer.requirement, folder)
             stamp.touch()
     name, *words = peer.program.split()
     command = [str(programs / name), *words]
@@ -131,16 +130,15 @@ def prepare(peer: Peer, folder: Path) -> str:
     return f"{shlex.join(command)} {peer.arguments}"
 
 
-def _install(peer: Peer, folder: Path) -> None:
-    assert peer.requirement is not None
+def _install(requirement: str, folder: Path) -> None:
     if importlib.util.find_spec("pip") is None:
         run_to_end([sys.executable, "-m", "ensurepip"])
     python = str(folder / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--quiet"]
     run_to_end([sys.executable, "-m", "venv", "--without-pip", str(folder)])
-    run_to_end([*pip, "install", "--only-binary", ":all:", peer.requirement], timeout_s=None)
-    if peer.needs_mlx and sys.platform == "linux":
-        # Peers ask for MLX as on a Mac; on Linux that is a core without a backend, or with one that wants CUDA.
+    run_to_end([*pip, "install", "--only-binary", ":all:", requirement], timeout_s=None)
+    if sys.platform == "linux" and any(folder.glob("lib/*/site-packages/mlx-*")):
+        # On Linux, the requirement `mlx` alone installs no backend, or CUDA's.
         version = metadata.version("mlx")
         run_to_end([*pip, "uninstall", "--yes", "mlx-cuda-12", "mlx-cuda-13"])
         run_to_end([*pip, "install", "--no-deps", "--force-reinstall", f"mlx=={version}", f"mlx-cpu=={version}"])

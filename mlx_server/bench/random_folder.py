@@ -1,6 +1,6 @@
-"""`mlx-serve bench random-folder`: a random model as a folder that any mlx-lm server can load.
+"""Writes a random model as a folder that any mlx-lm server can load.
 
-Its tokenizer has a word for every id, so that each generated token shows as text, whatever the server.
+Its tokenizer has a word for every id, so that each generated token is visible as text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SPECIAL = ("<unk>", "<eos>")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("name", help="random:mini, random:qwen3-0.6b or random:llama-3-8b-4bit")
-    parser.add_argument("folder", type=Path, help="where to write it; must not exist")
+    parser.add_argument("folder", type=Path, help="folder to write, which must not exist")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def save_folder(model: nn.Module, config: dict[str, Any], folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Writes a model that mlx-lm can load to a new folder."""
+    """Writes a model to a new folder, as mlx-lm loads it."""
     folder.mkdir(parents=True)
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
@@ -50,7 +50,7 @@ def save_folder(model: nn.Module, config: dict[str, Any], folder: Path, tokenize
 
 
 def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A word an id: first the load generator's words, then `w` and a number."""
+    """A tokenizer with a word for each id: first the words of generated prompts, then `w` and a number."""
     words = [*_SPECIAL, *(_SPACE + word for word in WORDS)]
     words += [f"{_SPACE}w{number}" for number in range(vocab_size - len(words))]
     tokenizer = Tokenizer(models.WordLevel({word: rank for rank, word in enumerate(words)}, unk_token=_SPECIAL[0]))

@@ -1,4 +1,4 @@
-"""Servers to compare: commands that are started and ended here, each in a process group of its own, or addresses."""
+"""Servers to compare: URLs, or commands that are started and ended here, each in its own process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import httpx
 
 from mlx_server.errors import ServeError
 
-READY_PATHS = ("/health", "/v1/models")
+_READY_PATHS = ("/health", "/v1/models")
 _HOST = "127.0.0.1"
 _POLL_S = 0.2
 _GRACE_S = 15.0
@@ -28,23 +28,19 @@ _PROBE_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """One side of a comparison. With a `command`, each session has a process of its own; `{port}`, `{model}` and
-    `{python}` in it are replaced; its environment is `environ`, or ours. Without one, `url` names a server that others
-    started.
-
-    It is ready when one of `ready_paths` answers 200.
-    """
+    """One side of a comparison: the `url` of a running server, or a `command`. Each session of a command has its own
+    process, with `environ` as its environment (default: this process's). `{port}`, `{model}` and `{python}` in the
+    command are replaced. A server is ready when `/health` or `/v1/models` answers 200."""
 
     name: str
     command: str | None = None
     url: str | None = None
-    ready_paths: tuple[str, ...] = READY_PATHS
     environ: Mapping[str, str] | None = None
 
     @contextmanager
     def session(self, *, model: str | None, log_path: Path, start_timeout_s: float) -> Iterator[str]:
-        """Gives the base URL once the server is ready; what was started has ended when the session has.
-        Raises `ServeError` with the end of its output if it does not become ready."""
+        """Yields the base URL when the server is ready, and ends the server with the session. Raises `ServeError` with
+        the end of the server's output if it does not become ready."""
         if self.command is None:
             assert self.url is not None
             self._await_ready(self.url, start_timeout_s, lambda: None)
@@ -81,10 +77,10 @@ class Server:
         with httpx.Client(base_url=url, timeout=5.0) as http:
             while True:
                 check()
-                if any(_answers(http, path) for path in self.ready_paths):
+                if any(_answers(http, path) for path in _READY_PATHS):
                     return
                 if time.monotonic() > deadline_s:
-                    paths = " or ".join(self.ready_paths)
+                    paths = " or ".join(_READY_PATHS)
                     raise ServeError(f"{self.name}: {url} did not answer 200 at {paths} within {timeout_s:g} s.")
                 time.sleep(_POLL_S)
 
@@ -96,7 +92,7 @@ class Server:
 
 
 def end_group(process: subprocess.Popen[bytes], grace_s: float = _GRACE_S) -> None:
-    """Ends the process and all it has started: asks first, and kills what is left after `grace_s`."""
+    """Ends the process group: SIGTERM first, then SIGKILL after `grace_s`."""
     try:
         _signal_group(process, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -107,7 +103,7 @@ def end_group(process: subprocess.Popen[bytes], grace_s: float = _GRACE_S) -> No
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    # PermissionError: macOS, where only zombies are left in the group.
+    # PermissionError: on macOS, if only zombies are left in the group.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
 
@@ -120,7 +116,7 @@ def _answers(http: httpx.Client, path: str) -> bool:
 
 
 def _replace(argument: str, words: Mapping[str, str]) -> str:
-    """Not `str.format`: commands may have braces of their own."""
+    """`str.format` would fail on other braces in a command."""
     for name, value in words.items():
         argument = argument.replace(name, value)
     return argument
@@ -133,11 +129,11 @@ def _free_port() -> int:
 
 
 class Unavailable(Exception):
-    """A server cannot be had here; the message is the reason."""
+    """A server cannot be installed or started here; the message is the reason."""
 
 
 def run_to_end(command: Sequence[str], timeout_s: float | None = _PROBE_TIMEOUT_S) -> None:
-    """Runs it; raises `Unavailable` with what it said last if it fails."""
+    """Runs a command. Raises `Unavailable` with the last line of its output if it fails."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s

@@ -1,11 +1,11 @@
-"""What `bench throughput` compares, and on what: workloads, of which name and seed decide every token, and the systems
-that generate them: this engine, and the two ways in which mlx-lm itself generates.
+"""The workloads of `bench throughput`, which are reproducible by name and seed, and the systems that it compares: this
+engine, and mlx-lm's two ways to generate.
 
-Most workloads are random token ids. Drafts need text, since nothing random can be drafted, so these are chats:
+Most workloads are random token ids. Nothing random can be drafted, so these are chats:
 
-edit        a file of 60 lines and the wish to rename one function: the answer is nearly all there already
-tool-calls  an agent's calls so far and the next files: each call is like the last but for a few tokens
-chat        a question with a long answer of its own words: little can be drafted, and nothing may be lost
+edit        rename one function in a file of 60 lines: nearly all of the answer is in the prompt
+tool-calls  repeat a list of tool calls, which differ in a few tokens
+chat        write a long letter: little can be drafted, and speculation must not cost time
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from mlx_server.runtime.models.loader import LoadedModel
 
 SPECULATE = ("off", "auto", "ngram", "model", "mtp")
 _POOLS_BESIDE_MLX = frozenset({"cpu"})
-"""Backends whose pools MLX's own count of memory does not see."""
+"""Backends whose KV pools MLX does not count in its memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """Generate exactly `num_output_tokens` after the prompt, whatever comes."""
+    """A prompt, after which exactly `num_output_tokens` are generated, even past an end of sequence."""
 
     prompt_token_ids: tuple[int, ...]
     num_output_tokens: int
@@ -42,15 +42,15 @@ class WorkloadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that are all there at the start, in their order of arrival. Our engine samples with `temperature` and
-    seeds; what others compute takes as long for one token as for another, so they stay greedy."""
+    """Requests that all arrive at the start, in this order. This engine samples with `temperature` and seeds. The other
+    systems stay greedy, since the time of a step does not depend on the tokens."""
 
     name: str
     requests: tuple[WorkloadRequest, ...]
     temperature: float = 0.0
 
     def first(self, count: int | None) -> Workload:
-        """The same with its first `count` requests only; None is all."""
+        """The workload with its first `count` requests only, or all if None."""
         return replace(self, requests=self.requests[:count])
 
     @property
@@ -65,16 +65,16 @@ class Workload:
 WORKLOADS: MappingProxyType[str, Shape] = MappingProxyType(
     {name: SHAPES[name] for name in ("uniform", "shared-prefix", "mixed")} | {"decode": fixed_shape(64, 32, 256)}
 )
-"""Those of `bench serve`, and decode, in which nearly all steps decode."""
+"""Three of `bench serve`, and `decode`, in which nearly all steps decode."""
 
 
 def make_workload(name: str, vocab_size: int, seed: int) -> Workload:
-    """One of `WORKLOADS`; name, vocabulary and seed decide every token. `KeyError` for any other name."""
+    """One of `WORKLOADS`, reproducible by name, vocabulary and seed. `KeyError` for any other name."""
     return _draw(name, WORKLOADS[name], vocab_size, f"{name}:{seed}")
 
 
 def make_warm_up(vocab_size: int) -> Workload:
-    """A few short requests, too short to leave a full block in any cache."""
+    """Two requests that are too short to fill a block of a prefix cache."""
     return _draw("warm-up", fixed_shape(2, 8, 4), vocab_size, "warm-up")
 
 
@@ -138,17 +138,18 @@ def _chat(rng: random.Random, number: int) -> tuple[str, str]:
 _KINDS: MappingProxyType[str, tuple[Callable[[random.Random, int], tuple[str, str]], int, float]] = MappingProxyType(
     {"edit": (_edit, 256, 0.0), "tool-calls": (_tool_calls, 192, 0.0), "chat": (_chat, 128, 0.8)}
 )
-"""By name: what the user says and how the answer begins, so that small models do it; output tokens; temperature."""
+"""By name: a function that gives the user's message and the beginning of the answer (so that small models comply), the
+output tokens, and the temperature."""
 
 CHAT_WORKLOADS = tuple(_KINDS)
 
 
 def make_chat_workload(name: str, tokenizer: Tokenizer | None, seed: int) -> Workload:
-    """16 requests of one of `CHAT_WORKLOADS`; seed and tokenizer decide every token. Raises `ConfigError` for a model
-    without text or chats; `KeyError` for another name."""
+    """One of `CHAT_WORKLOADS`, of 16 requests, reproducible by seed and tokenizer. Raises `ConfigError` for a model
+    without a chat template, and `KeyError` for any other name."""
     text, num_output_tokens, temperature = _KINDS[name]
     if tokenizer is None or not tokenizer.hf.chat_template:
-        raise ConfigError(f"The workload {name} is made of chats, and the model has no tokenizer with a chat template.")
+        raise ConfigError(f"The workload {name} needs chats, but the model has no tokenizer with a chat template.")
     rng = random.Random(f"{name}:{seed}")
     requests = []
     for number in range(_NUM_REQUESTS):
@@ -162,11 +163,8 @@ def make_chat_workload(name: str, tokenizer: Tokenizer | None, seed: int) -> Wor
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Output ids of each request in the workload's order.
-
-    `num_cached_tokens` counts prompt tokens that a prefix cache served, None where there is no such cache;
-    `num_host_bytes` the memory in use beside MLX's own.
-    """
+    """Output token ids of each request, in the workload's order. `num_cached_tokens` counts prompt tokens from a prefix
+    cache, None without one; `num_host_bytes` is memory in use that MLX does not count."""
 
     token_ids: tuple[tuple[int, ...], ...]
     num_cached_tokens: int | None = None
@@ -180,12 +178,12 @@ class System(Protocol):
     def label(self) -> str: ...
 
     def session(self) -> AbstractContextManager[Callable[[Workload], Generated]]:
-        """Gives the function that generates. What it builds up, a prefix cache say, ends with the session."""
+        """Yields the function that generates. Its state, such as a prefix cache, ends with the session."""
         ...
 
 
 def check_lengths(workload: Workload, generated: Generated, label: str) -> None:
-    """Raises `ServeError` unless every request got exactly the tokens it asked for."""
+    """Raises `ServeError` unless every request has its number of output tokens."""
     for index, (request, token_ids) in enumerate(zip(workload.requests, generated.token_ids, strict=True)):
         if len(token_ids) != request.num_output_tokens:
             raise ServeError(
@@ -196,7 +194,7 @@ def check_lengths(workload: Workload, generated: Generated, label: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OurEngine:
-    """This project's engine with one setting; the fields are `LLM`'s."""
+    """This project's engine with one combination of settings; the fields are `LLM`'s."""
 
     model: LoadedModel
     attention_backend: str
@@ -213,7 +211,7 @@ class OurEngine:
 
     @contextmanager
     def session(self) -> Iterator[Callable[[Workload], Generated]]:
-        """An engine of its own on the shared weights: its prefix cache starts empty."""
+        """A new engine on the shared weights, with an empty prefix cache."""
         with LLM(
             self.model,
             max_num_seqs=self.max_num_seqs,
@@ -245,7 +243,7 @@ def _generate(llm: LLM, workload: Workload) -> Generated:
 
 
 def _host_bytes(llm: LLM) -> int:
-    """What the pool takes beside MLX: such pools cost nothing before a block is written."""
+    """The memory of a KV pool that MLX does not count, which is that of the blocks written so far."""
     if llm.info.backend not in _POOLS_BESIDE_MLX:
         return 0
     return llm.stats().num_cached_blocks * llm.info.block_bytes
@@ -253,13 +251,12 @@ def _host_bytes(llm: LLM) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sequential:
-    """`generate_step`, which mlx-lm's other ways for one request are built on, one request after the other."""
+    """mlx-lm's `generate_step`, one request after the other."""
 
     model: Any
     label: str = "mlx-lm, one by one"
 
     def session(self) -> AbstractContextManager[Callable[[Workload], Generated]]:
-        """Nothing is kept between calls."""
         return nullcontext(lambda workload: Generated(tuple(map(self._tokens, workload.requests))))
 
     def _tokens(self, request: WorkloadRequest) -> tuple[int, ...]:
@@ -269,7 +266,7 @@ class Sequential:
 
 @dataclass(frozen=True, slots=True)
 class Batched:
-    """`BatchGenerator`, which mlx-lm's own server uses, with one setting of its prefill."""
+    """mlx-lm's `BatchGenerator`, which its server uses, with one setting of its prefill."""
 
     model: Any
     prefill_step_size: int
@@ -281,7 +278,6 @@ class Batched:
         return f"mlx-lm batch {self.prefill_step_size}x{self.prefill_batch_size}"
 
     def session(self) -> AbstractContextManager[Callable[[Workload], Generated]]:
-        """Nothing is kept between calls."""
         return nullcontext(self._generate)
 
     def _generate(self, workload: Workload) -> Generated:

@@ -1,4 +1,4 @@
-"""What a benchmark shows and writes: Markdown tables, which can be pasted into BENCHMARKS.md, progress, and JSON."""
+"""Output of benchmarks: Markdown tables, progress lines, and JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Item = TypeVar("_Item")
 
 
 def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, padded to columns; the first column is flush left, the others flush right."""
+    """A Markdown table with padded columns; the first is aligned left, the others right."""
     table = [list(header), *(list(row) for row in rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
@@ -21,34 +21,34 @@ def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def render_items(items: Iterable[_Item], columns: Mapping[str, Callable[[_Item], str]]) -> str:
-    """A table with a row for each item; `columns` says what is in each cell, by the column's title."""
+    """A table with a row for each item; `columns` maps titles to functions that make the cells."""
     return render_table(list(columns), [[cell(item) for cell in columns.values()] for item in items])
 
 
 def document_of(thing: object, *names: str) -> dict[str, Any]:
-    """These attributes by name, ready for JSON where they are."""
+    """The named attributes, for JSON."""
     return {name: getattr(thing, name) for name in names}
 
 
 def tell(progress: str) -> None:
-    """On stderr, at once."""
+    """Prints progress to stderr."""
     print(progress, file=sys.stderr, flush=True)
 
 
 def write_json(path: Path | None, document: object) -> None:
-    """Writes what `--json` asked for; None is nothing."""
+    """Writes the document to the file of `--json`, if there is one."""
     if path is not None:
         path.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def format_bytes(count: int) -> str:
-    """In MiB below 10 GiB, in GiB above."""
+    """In MiB below 10 GiB, else in GiB."""
     mebibytes = count / 2**20
     return f"{mebibytes:,.0f} MiB" if mebibytes < 10 * 1024 else f"{mebibytes / 1024:,.1f} GiB"
 
 
 def format_rate(per_second: float) -> str:
-    """One decimal below 1,000, where it says something."""
+    """With one decimal below 1,000."""
     return f"{per_second:,.1f}" if per_second < 1000 else f"{per_second:,.0f}"
 
 

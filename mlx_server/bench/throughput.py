@@ -1,8 +1,8 @@
-"""Offline throughput: this engine beside mlx-lm's own ways to generate, on the same prompts, in one process.
+"""Offline throughput: this engine and mlx-lm's own ways to generate, on the same prompts and weights, in one process.
 
-All share the weights. In each of its turns a system starts with empty caches, is warmed up with two short
-requests, then gets the whole workload at once; turns rotate. Outputs are of fixed length, and greedy but for chats.
-Model calls and the positions run through the model are counted at the model itself, in the same way for all.
+The systems take turns (A B C A B C). In each turn a system starts with empty caches, is warmed up with two short
+requests, and then gets the whole workload at once. Outputs have a fixed length, and are greedy except for chats. Model
+calls and positions are counted at the model, in the same way for all systems.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_server.bench.arguments import add_json_argument, from_1
-from mlx_server.bench.instruments import count_model_calls, describe_environment
+from mlx_server.bench.instruments import describe_environment
 from mlx_server.bench.systems import (
     CHAT_WORKLOADS,
     SPECULATE,
@@ -42,7 +43,7 @@ from mlx_server.runtime.models.loader import LoadedModel, load
 SYSTEMS = ("sequential", "batch", "engine")
 _TURN_FIGURES = ("elapsed_s", "num_model_calls", "num_prompt_tokens_computed", "peak_memory_bytes")
 PREFILL_SETTINGS = ("2048x8", "512x8", "512x1")
-"""Of mlx-lm's BatchGenerator: its default, and two smaller ones that do better on a CPU."""
+"""Of mlx-lm's `BatchGenerator`: its default, and two smaller settings that are faster on a CPU."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,19 +52,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         default="random:mini",
-        help="any model that is served, also random ones like random:llama-3-8b-4bit",
+        help="any model that can be served, also random ones like random:llama-3-8b-4bit",
     )
     choices = (*WORKLOADS, *CHAT_WORKLOADS)
-    add("--workload", nargs="+", default=["uniform"], choices=choices, help="one table each; the last three are text")
+    add(
+        "--workload",
+        nargs="+",
+        default=["uniform"],
+        choices=choices,
+        help="one table for each; the last three are chats",
+    )
     add(
         "--num-requests",
         nargs="+",
         type=from_1,
         default=[None],
         metavar="N",
-        help="only the first N requests of the workload; several make a table each",
+        help="only the first N requests of the workload; one table for each N",
     )
-    add("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS, help="which to compare; default: all")
+    add("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS, help="systems to compare; default: all")
     add("--repeat", type=from_1, default=3, metavar="N", help="turns of each system; medians are shown")
     add("--seed", type=int, default=0, help="of the prompts and lengths")
     add(
@@ -72,20 +79,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_prefill_setting,
         default=[_prefill_setting(text) for text in PREFILL_SETTINGS],
         metavar="STEPxBATCH",
-        help="prefill_step_size and prefill_batch_size of mlx-lm's BatchGenerator, a row each; "
-        f"the best is compared with; default: {' '.join(PREFILL_SETTINGS)}",
+        help="prefill_step_size and prefill_batch_size of mlx-lm's BatchGenerator, one row for each; ratios are to the "
+        f"fastest; default: {' '.join(PREFILL_SETTINGS)}",
     )
     add("--max-num-seqs", type=from_1, default=32, help="most requests at once, in every batching system")
     add("--max-num-batched-tokens", type=from_1, default=2048, help="the engine's token budget of a step")
-    add("--attention-backend", nargs="+", default=["auto"], help="of the engine, a row each")
+    add("--attention-backend", nargs="+", default=["auto"], help="of the engine, one row for each")
     add("--kv-cache-memory", default="2GiB", help="of the engine")
-    add("--speculate", nargs="+", default=["auto"], choices=SPECULATE, help="of the engine, a row each")
-    add("--draft-model", help="of the engine, where it speculates")
+    add("--speculate", nargs="+", default=["auto"], choices=SPECULATE, help="of the engine, one row for each")
+    add("--draft-model", help="of the engine, for --speculate auto and model")
     add_json_argument(parser, "every turn")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one table a workload; progress goes to stderr. Raises `ServeError` and its kinds."""
+    """Prints a table for each workload and number of requests. Raises `ServeError` and its kinds."""
     loaded = _load(args.model)
     systems = _systems(args, loaded)
     warm_up = make_warm_up(loaded.vocab_size)
@@ -103,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(name: str) -> LoadedModel:
-    """On this thread, for the engine's thread too: a first call computes what a model keeps beside its weights
-    (frequencies of rope, say), which no other thread could do after us."""
+    """Loads the model and calls it once on this thread: arrays that a model computes at its first call, such as rope
+    frequencies, could not be computed by the engine's thread later."""
     loaded = load(name)
     mx.eval(loaded.model(mx.array([[0]]), cache=make_prompt_cache(loaded.model)))
     return loaded
@@ -157,10 +164,10 @@ def _prefill_setting(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One system's pass over the workload, from the first prompt handed in to the last token out.
+    """One system's run over the workload, from the first prompt to the last token.
 
-    `num_prompt_tokens_computed` are the positions run through the model beyond the one that each output token
-    but a request's last needs: prompts, and whatever padding or superfluous row came with them.
+    `num_prompt_tokens_computed` counts the positions run through the model, less one for each output token except a
+    request's last: prompts, padding, and rows of requests that have ended.
     """
 
     elapsed_s: float
@@ -186,22 +193,22 @@ class Row:
 
     @property
     def output_rate(self) -> float:
-        """The median of them."""
+        """The median of `output_rates`."""
         return statistics.median(self.output_rates)
 
     @property
     def total_rate(self) -> float:
-        """Prompt and output tokens per second, of the median turn."""
+        """Prompt and output tokens per second in the median turn."""
         return self.output_rate * (1 + self.workload.num_prompt_tokens / self.workload.num_output_tokens)
 
     @property
     def tokens_per_call(self) -> float:
-        """Output tokens of all requests a call of the model in the first turn, the calls for prompts included."""
+        """Output tokens of all requests for each call of the model in the first turn, calls for prompts included."""
         return self.workload.num_output_tokens / self.turns[0].num_model_calls
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the prompt tokens that a prefix cache served in the first turn; None without such a cache."""
+        """Share of the prompt tokens from a prefix cache in the first turn; None without such a cache."""
         num_cached = self.turns[0].num_cached_tokens
         return None if num_cached is None else num_cached / self.workload.num_prompt_tokens
 
@@ -210,7 +217,7 @@ class Row:
         return max(turn.peak_memory_bytes for turn in self.turns)
 
     def num_equal_outputs(self, other: Row) -> int:
-        """Requests whose first turn gave, token for token, what it gave in the other row."""
+        """Requests with the same output tokens as in the other row, in the first turns."""
         return sum(mine == theirs for mine, theirs in zip(self.turns[0].token_ids, other.turns[0].token_ids))
 
 
@@ -223,7 +230,7 @@ def compare(
     num_turns: int,
     on_turn: Callable[[System, int, Turn], None],
 ) -> tuple[Row, ...]:
-    """Gives each system `num_turns` turns, in rotation (A B C A B C), so that a slow minute hits them all."""
+    """Gives each system `num_turns` turns, in rotation, so that a slow minute affects all of them."""
     turns: list[list[Turn]] = [[] for _ in systems]
     for number in range(num_turns):
         for system, taken in zip(systems, turns):
@@ -233,8 +240,7 @@ def compare(
 
 
 def take_turn(system: System, workload: Workload, warm_up: Workload, model_class: type[Any]) -> Turn:
-    """One session: a warm-up, then the workload, measured. Raises `ServeError` unless each output has the length asked
-    for."""
+    """One session: a warm-up, then the workload, measured. Raises `ServeError` if an output has the wrong length."""
     with system.session() as generate:
         generate(warm_up)
         _forget_memory()
@@ -255,6 +261,32 @@ def take_turn(system: System, workload: Workload, warm_up: Workload, model_class
     )
 
 
+@dataclass(slots=True)
+class ModelCalls:
+    """`num_positions` sums the sizes of the `[batch, length]` token ids of all calls, padding included."""
+
+    num_calls: int = 0
+    num_positions: int = 0
+
+
+@contextmanager
+def count_model_calls(model_class: type[Any]) -> Iterator[ModelCalls]:
+    """Counts the calls of models of this class. It replaces `__call__` of the class, where Python looks it up."""
+    calls = ModelCalls()
+    original = model_class.__call__
+
+    def counted(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.num_calls += 1
+        calls.num_positions += inputs.size
+        return original(self, inputs, *args, **kwargs)
+
+    model_class.__call__ = counted
+    try:
+        yield calls
+    finally:
+        model_class.__call__ = original
+
+
 def _forget_memory() -> None:
     gc.collect()
     mx.clear_cache()
@@ -262,7 +294,7 @@ def _forget_memory() -> None:
 
 
 def render_rows(rows: Sequence[Row]) -> str:
-    """The table for people. Ratios are to the fastest setting of mlx-lm's BatchGenerator, if there is one."""
+    """The table. Ratios are to the fastest setting of mlx-lm's `BatchGenerator`, if there is one."""
     batched = [row.output_rate for row in rows if isinstance(row.system, Batched)]
     fastest = max(batched, default=None)
 
@@ -288,7 +320,7 @@ def render_rows(rows: Sequence[Row]) -> str:
 
 
 def as_document(workload: Workload, rows: Sequence[Row]) -> dict[str, Any]:
-    """The same, with every turn, as JSON-ready values."""
+    """The same for JSON, with every turn."""
     return {
         "workload": workload.name,
         "num_requests": len(workload.requests),

@@ -1,5 +1,4 @@
-"""`mlx-serve cache`: the prefixes that servers keep on disk, and those that a running server is to compute ahead of
-their use."""
+"""`mlx-serve cache`: prefixes on disk, and prefixes that a running server computes in advance."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ from mlx_server.setting import parse_size
 _HEADER = ("model", "caller", "blocks", "size")
 _HEADS = ("system", "developer")
 _FOLLOWERS = ("1", "2", "3")
-"""What follows a chat that has no turn of a user yet. They differ, so that what all of them have in common is known as
-a place where prompts part: models with sliding windows or recurrent states can be gone on from at such places only."""
+"""Turns that follow a chat without a user's turn. They differ, so that the end of their common prefix becomes known as
+a branching point: models with sliding windows or recurrent states can continue only from such points."""
 
 _NOT_SENT = (
     "stream",
@@ -45,7 +44,7 @@ _NOT_SENT = (
     "top_logprobs",
     "prompt_logprobs",
 )
-"""Fields that would not change what is computed of a prompt, or that would keep it from being hit."""
+"""Fields that do not change what is computed of a prompt, or that prevent cache hits."""
 
 
 def add_ls(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +52,8 @@ def add_ls(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    """Lists what is on disk: blocks of 32 tokens by model, as it was served, and by who may hit them. Callers are shown
-    as digests; `purge --key` finds a key's. Beside a running server, it shows what that has written so far.
+    """Lists the blocks of 32 tokens on disk, by model (its served name) and by the caller who may hit them. Callers are
+    shown as digests; `purge --key` finds those of a key. A running server may have more that is not written yet.
 
     examples:
       mlx-serve cache ls
@@ -78,7 +77,7 @@ def add_stats(parser: argparse.ArgumentParser) -> None:
 
 
 def run_stats(args: argparse.Namespace) -> int:
-    """Shows how much is on disk, and how much may be written there now.
+    """Shows how much is on disk, and how much may be written now.
 
     example:
       mlx-serve cache stats --json
@@ -103,12 +102,12 @@ def run_stats(args: argparse.Namespace) -> int:
 
 def add_purge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="only prefixes of this model, by the name that `cache ls` shows")
-    parser.add_argument("--key", metavar="ID", help="only prefixes that this key alone may hit, by its id")
+    parser.add_argument("--key", metavar="ID", help="only prefixes that only the key with this id may hit")
     _add_flags(parser)
 
 
 def run_purge(args: argparse.Namespace) -> int:
-    """Deletes prefixes, overwriting what goes out of a file that stays. No server may use the folder meanwhile.
+    """Deletes prefixes on disk; those in files that remain are overwritten. No server may be using the folder.
 
     examples:
       mlx-serve cache purge
@@ -133,7 +132,8 @@ def run_purge(args: argparse.Namespace) -> int:
 
 
 def purge_key(config: Config, key_id: str) -> int:
-    """Deletes what only that key may hit; how many blocks. Raises `ServeError` while a server uses the folder."""
+    """Deletes prefixes that only the key may hit. Returns the number of blocks. Raises `ServeError` while a server uses
+    the folder."""
     if not disk_folder(config.memory).is_dir():
         return 0
     files, owner = _files(config), owner_tag((f"key:{key_id}",))
@@ -143,14 +143,14 @@ def purge_key(config: Config, key_id: str) -> int:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_config_flag(parser)
-    parser.add_argument("--kv-disk-dir", metavar="FOLDER", help="the folder; default: that of the configuration")
+    parser.add_argument("--kv-disk-dir", metavar="FOLDER", help="the folder; default: as configured")
 
 
 def _files(config: Config) -> Files:
-    """Of the configured folder, which must be there."""
+    """The files in the configured folder. Raises `ServeError` if there is no such folder."""
     folder = disk_folder(config.memory)
     if not folder.is_dir():
-        raise ServeError(f"Nothing is kept in {folder}: there is no such folder. `mlx-serve serve --kv-disk` makes it.")
+        raise ServeError(f"There is no folder {folder}; `mlx-serve serve --kv-disk` creates it.")
     try:
         return Files(folder)
     except OSError as error:
@@ -158,7 +158,7 @@ def _files(config: Config) -> Files:
 
 
 def _store(files: Files) -> RecordStore:
-    """What is there, read only: no limit makes anything go."""
+    """Opens the records read-only, with no limit, so that nothing is evicted."""
     store = RecordStore(files, limit_bytes=2**63)
     store.scan(removes_broken=False)
     return store
@@ -168,7 +168,7 @@ def _store(files: Files) -> RecordStore:
 def _locked(files: Files) -> Iterator[None]:
     lock = files.lock(LOCK)
     if lock is None:
-        raise ServeError(f"A server uses {files.folder}; stop it first, since it would write on.")
+        raise ServeError(f"A server is using {files.folder}; stop it first.")
     try:
         yield
     finally:
@@ -181,14 +181,14 @@ def _shown(name: str, value: str | int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The requests that compute what an entry of the file says, and at last one that hits it."""
+    """The requests that compute the prefix of one entry of the file; the last one hits it."""
 
     path: str
     bodies: tuple[dict[str, Any], ...]
 
     @classmethod
     def of(cls, entry: Any, number: int, model: str | None) -> Prefix:
-        """Raises `ServeError` for what is neither a prompt nor a request."""
+        """Raises `ServeError` for an entry that is neither a prompt nor a request."""
         body = {"prompt": entry} if isinstance(entry, str) else entry
         if not isinstance(body, Mapping) or ("messages" in body) == ("prompt" in body):
             raise ServeError(
@@ -209,28 +209,28 @@ class Prefix:
         return cls("/v1/chat/completions", tuple([{**one, "messages": turn} for turn in turns]))
 
     def compute(self, server: RemoteServer) -> tuple[int, int]:
-        """How many tokens the first prompt has, and how many were not cached yet."""
+        """Returns how many tokens the first prompt has, and how many were not cached."""
         num_tokens, num_cached = _usage(server.request("POST", self.path, self.bodies[0]))
         for body in self.bodies[1:-1]:
             server.request("POST", self.path, body)
         return num_tokens, num_tokens - num_cached
 
     def num_kept(self, server: RemoteServer) -> int:
-        """How many tokens a further prompt hits."""
+        """How many cached tokens a further prompt hits."""
         return _usage(server.request("POST", self.path, self.bodies[-1]))[1]
 
 
 def add_warm(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="prompts or chat requests, as JSON or JSONL; - for standard input")
-    parser.add_argument("--model", help="model of entries that name none; default: the server's own")
+    parser.add_argument("file", metavar="FILE", help="prompts or chat requests, in JSON or JSONL; - for standard input")
+    parser.add_argument("--model", help="model of entries that name none; default: the server's default model")
     add_remote_flags(parser)
 
 
 def run_warm(args: argparse.Namespace) -> int:
-    """Has a running server compute prefixes ahead of their use, and tells how much of each it keeps. An entry is a
-    prompt, or a request as clients send it: `messages` with their `tools`, or `prompt`. Of messages that end with the
-    system's, what all chats with them have in common is kept. With `serve --kv-disk`, it is written to disk, too, once
-    nobody has run for a second.
+    """Has a running server compute prefixes in advance, and shows how much of each it keeps. An entry is a prompt, or a
+    request as clients send it: `messages` with their `tools`, or `prompt`. If the messages end with a system message,
+    the common prefix of all chats with them is kept. With `serve --kv-disk` it is also written to disk, once the
+    server has been idle for a second.
 
     examples:
       mlx-serve cache warm agents.jsonl
@@ -244,7 +244,7 @@ def run_warm(args: argparse.Namespace) -> int:
             num_tokens, num_computed = prefix.compute(server)
             took_s = time.monotonic() - began_s
             print(f"{number}: {num_tokens:,} tokens, {num_computed:,} computed, {took_s:.1f} s", flush=True)
-        kept = [prefix.num_kept(server) for prefix in prefixes]  # when all are there: the last may displace the first
+        kept = [prefix.num_kept(server) for prefix in prefixes]  # after all of them: the last may displace the first
     print(f"{sum(kept):,} tokens are kept: {', '.join(f'{num_tokens:,}' for num_tokens in kept)}.")
     lost = [str(number) for number, num_tokens in enumerate(kept, 1) if not num_tokens]
     if lost:
@@ -265,7 +265,7 @@ def _text(name: str) -> str:
 
 
 def _entries(text: str) -> list[Any]:
-    """Those of a JSON list, one JSON value, or a JSON value a line."""
+    """The entries: those of a JSON list, one JSON value, or one JSON value per line."""
     try:
         whole = json.loads(text)
         entries = whole if isinstance(whole, list) else [whole]

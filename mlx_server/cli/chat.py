@@ -1,4 +1,4 @@
-"""Chats with a running server in the terminal. With a message or piped text: one answer, then the end.
+"""Chats with a running server in the terminal. With a message or piped text, prints one answer and ends.
 
 examples:
   mlx-serve chat
@@ -6,7 +6,7 @@ examples:
   git diff | mlx-serve chat "Write a commit message for this."
   mlx-serve chat --url http://mac-studio:8000 --model qwen3 --system "Answer in French."
 
-In the conversation: /clear forgets it, /retry asks again, /quit or Ctrl-D ends. Ctrl-C stops an answer.
+Commands: /clear starts again, /retry repeats the last question, /quit or Ctrl-D ends. Ctrl-C stops an answer.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 from mlx_server.cli.remote import RemoteError, RemoteServer, add_remote_flags
 
 _QUIET, _PLAIN = "\x1b[2m", "\x1b[0m"
-_HELP = "/clear forgets the conversation, /retry asks again, /quit or Ctrl-D ends; Ctrl-C stops an answer."
+_HELP = "/clear starts again, /retry repeats the last question, /quit or Ctrl-D ends; Ctrl-C stops an answer."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("message", nargs="*", help="ask this and end; piped text is put before it")
+    parser.add_argument("message", nargs="*", help="a question; piped text is put before it")
     add_remote_flags(parser)
     parser.add_argument("--model", help="model to ask; default: the server's own")
     parser.add_argument("--system", help="system message")
-    parser.add_argument("--max-tokens", type=int, help="longest answer")
+    parser.add_argument("--max-tokens", type=int, help="maximum length of an answer")
     parser.add_argument("--temperature", type=float)
 
 
@@ -42,12 +42,12 @@ def run(args: argparse.Namespace) -> int:
         if question is not None:
             conversation.ask(question)
             return 0
-        print(f"{args.model or _default_model(server)} at {server.url}. {_HELP}")
+        print(f"{args.model or server.model_cards()[0]['id']} at {server.url}. {_HELP}")
         return _converse(conversation)
 
 
 class Conversation:
-    """Messages so far, and the way to get the next answer onto the terminal."""
+    """The messages so far; `ask` prints the next answer."""
 
     def __init__(self, server: RemoteServer, options: dict[str, Any], system: str | None) -> None:
         self._server = server
@@ -59,7 +59,7 @@ class Conversation:
         self._messages = list(self._start)
 
     def take_back(self) -> str | None:
-        """Removes the last question and its answer; the question, if there was one."""
+        """Removes the last question and its answer. Returns the question; None if there is none."""
         while self._messages and self._messages[-1]["role"] == "assistant":
             self._messages.pop()
         if self._messages and self._messages[-1]["role"] == "user":
@@ -67,8 +67,8 @@ class Conversation:
         return None
 
     def ask(self, question: str) -> None:
-        """Prints the answer as it comes. Ctrl-C ends it and keeps what there is; without any, the question is
-        forgotten, too. Raises `RemoteError`, and has then forgotten it, too."""
+        """Prints the answer as it arrives. Ctrl-C stops it and keeps the text so far; if there is none, the question is
+        dropped. Raises `RemoteError`, and drops the question then, too."""
         self._messages.append({"role": "user", "content": question})
         usage: dict[str, Any] = {}
         answer = Answer()
@@ -84,7 +84,7 @@ class Conversation:
         print(flush=True)
         if answer.text:
             self._messages.append({"role": "assistant", "content": answer.text})
-        else:  # two questions in a row are more than many templates take
+        else:  # many templates refuse two questions in a row
             self._messages.pop()
         if usage and sys.stdout.isatty():
             print(f"{_QUIET}{answer.figures(usage['completion_tokens'])}{_PLAIN}")
@@ -95,7 +95,7 @@ class Conversation:
 
 
 class Answer:
-    """One answer on its way to the terminal: its text, and how fast it comes."""
+    """An answer as it arrives: its text and its speed."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -105,7 +105,7 @@ class Answer:
         self._last_s = self._asked_s
 
     def show(self, event: dict[str, Any]) -> None:
-        """Prints what an event adds; thoughts dimmed on a terminal, and nowhere else."""
+        """Prints the text of an event. Reasoning is printed dimmed, and only on a terminal."""
         choices = event.get("choices") or [{}]
         delta = choices[0].get("delta") or {}
         thought, text = delta.get("reasoning") or "", delta.get("content") or ""
@@ -130,16 +130,8 @@ class Answer:
         return f"{first}, then {(num_tokens - 1) / decode_s:.0f} a second" if decode_s > 0 else first
 
 
-def _default_model(server: RemoteServer) -> str:
-    """What the server takes where no model is named. Raises `RemoteError`."""
-    models = server.request("GET", "/v1/models")["data"]
-    if not models:
-        raise RemoteError(f"{server.url} has no model that may be asked.")
-    return str(models[0]["id"])
-
-
 def _question(words: list[str]) -> str | None:
-    """What to ask without a conversation: piped text, then the words; None if there is neither."""
+    """The one question to ask: piped text, then the words; None for a conversation."""
     piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
     return "\n\n".join(part for part in (piped, " ".join(words)) if part) or None
 
@@ -169,7 +161,7 @@ def _converse(conversation: Conversation) -> int:
         if not line:
             continue
         if line.startswith("/") and " " not in line:
-            print(f"{line} is no command. {_HELP}")
+            print(f"Unknown command {line}. {_HELP}")
             continue
         try:
             conversation.ask(line)

@@ -1,4 +1,4 @@
-"""`mlx-serve config`, and settings on the command line and as text: a flag for each, and TOML with what they are."""
+"""`mlx-serve config`, the flags of settings, and settings as TOML."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _HEAD = """\
 # Written by `mlx-serve config default`.
 """
 _TAIL = """
-# Tiers of API keys, any number of them: [tiers.NAME]. configs/tiers.toml is an example with every key of one.
+# Tiers of API keys, any number of them: [tiers.NAME]. See configs/tiers.toml for an example with every setting.
 
-# Several models instead of one, each with settings of [model] and [cache] of its own: [[models]]. configs/models.toml
-# is an example, docs/models.md tells more.
+# Several models instead of one, each with its own settings of [model] and [cache]: [[models]]. See configs/models.toml
+# for an example, and docs/models.md.
 """
 
 
@@ -35,7 +35,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Shows the settings that result from the defaults, --config, the environment and the flags, as TOML.
+    """Shows the effective settings (from the defaults, --config, the environment and the flags) as TOML.
 
     examples:
       mlx-serve config check my.toml
@@ -50,7 +50,7 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def add_default(parser: argparse.ArgumentParser) -> None:
-    """Takes none."""
+    """No arguments."""
 
 
 def run_default(args: argparse.Namespace) -> int:
@@ -64,7 +64,7 @@ def run_default(args: argparse.Namespace) -> int:
 
 
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds `--config` and the flags. Values stay text: the settings themselves check and convert them."""
+    """Adds `--config` and a flag for each setting. Values stay text; the settings check and convert them."""
     add_config_flag(parser)
     for section, group in _sections():
         flags = parser.add_argument_group(f"[{section}]")
@@ -77,7 +77,7 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def config_from(args: argparse.Namespace) -> Config:
-    """Defaults, the file, the environment and the flags that were given. Raises `ConfigError`."""
+    """The configuration from the defaults, the file, the environment and the given flags. Raises `ConfigError`."""
     flags = dict(vars(args))
     named = flags.pop("named_model", None)
     if named is not None:
@@ -100,12 +100,12 @@ def _add_flag(group: Any, setting: Setting) -> None:
 
 
 def default_document() -> str:
-    """Every setting, commented out, under its help."""
+    """Every setting with its help and default, commented out."""
     return _HEAD + "".join(_default_section(name, group) for name, group in _sections()) + _TAIL
 
 
 def effective_document(config: Config) -> str:
-    """The values in force. Secrets are named, never shown."""
+    """The effective values. Secrets are named and not shown."""
     lines = []
     for name, group in _sections():
         values = getattr(config, name)
@@ -143,7 +143,7 @@ def _effective_line(setting: Setting, value: Any, config: Config) -> str:
 
 
 def _given_lines(section: Any, but: str) -> Iterator[str]:
-    """The values of a tier or model, without those that are left out, and without `but`."""
+    """The values that are set of a tier or model, without the field `but`."""
     for name in keys(section):
         value = getattr(section, name)
         if name != but and value is not None:

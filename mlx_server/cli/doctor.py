@@ -1,6 +1,5 @@
-"""Shows what this machine offers: processor, memory, MLX and its devices, BLAS, compiler, attention backends,
-the port, who may use the server, and the models that are here. Nothing is changed, and nothing is fetched, but for the
-model that a report is made with.
+"""Shows what this machine has: processor, memory, MLX and its devices, BLAS, compiler, attention backends, the port,
+who may use the server, and the models. Nothing is changed or fetched, except for the model that --report uses.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         const=REPORT,
         metavar="FILE",
-        help="also test and time the kernels, ask a server, soak an engine, and write all of it for an issue; default: "
-        f"{REPORT}",
+        help="also test and time the kernels, query a server and soak an engine, and write a report for an issue; "
+        f"default: {REPORT}",
     )
     parser.add_argument(
         "--seconds", type=above_0, default=120.0, metavar="N", help="length of the report's soak; default: 120"
@@ -68,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(config: Config, path: Path, seconds: float) -> int:
-    """0 if every stage has passed, else 1. Raises `ConfigError` at once for a file that cannot be written."""
-    from mlx_server.bench.lab.machine_report import make_report  # loads all of the engine
+    """Returns 0 if all stages have passed, else 1. Raises `ConfigError` at once if the file cannot be written."""
+    from mlx_server.bench.lab.machine_report import make_report  # imports the whole engine
 
     try:
         path.touch()
@@ -102,7 +101,7 @@ def _memory(settings: MemoryConfig) -> list[str]:
     return [
         f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available",
         f"models may hold {budget.limit_bytes / 2**30:.1f} GiB (--memory-limit), {budget.free_bytes / 2**30:.1f} GiB "
-        f"now; {budget.reserve_bytes / 2**30:.1f} GiB stay in reserve",
+        f"now; {budget.reserve_bytes / 2**30:.1f} GiB are kept free",
     ]
 
 

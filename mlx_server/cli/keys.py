@@ -1,4 +1,4 @@
-"""`mlx-serve keys`: the file of API keys, changed from the command line."""
+"""`mlx-serve keys`: changes the file of API keys."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _HEADER = ("id", "tier", "created", "last used", "requests", "prompt", "output",
 
 def add_create(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tier", default=None, help="a tier of the configuration; default: `api_key_tier`")
-    parser.add_argument("--label", default="", help="what the list shows: who has it, or what for")
+    parser.add_argument("--label", default="", help="text in the list: the owner or the purpose of the key")
     _add_key_flags(parser)
 
 
 def run_create(args: argparse.Namespace) -> int:
-    """Makes a key and prints it, once. Running servers accept it from their next request on.
+    """Creates a key and prints it, once. Running servers accept it at once.
 
-    The first key closes the server: from then on, every request needs one.
+    Once there is a key, every request needs one.
 
     examples:
       mlx-serve keys create --label "Ada's laptop"
@@ -43,7 +43,7 @@ def run_create(args: argparse.Namespace) -> int:
     tier = args.tier or config.server.api_key_tier
     if tier not in config.tiers:
         raise ConfigError(
-            f"--tier: {tier} is no tier of the configuration (--config FILE){nearest(tier, config.tiers)}"
+            f"--tier: there is no tier {tier} in the configuration (--config FILE){nearest(tier, config.tiers)}"
         )
     with _open_keys(config, creates=True) as file:
         _print_key(file.add(tier, args.label), tier)
@@ -56,7 +56,7 @@ def add_list(parser: argparse.ArgumentParser) -> None:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    """Shows all keys: what they are for, and what they have used. A server writes usage down every few seconds.
+    """Lists all keys with their tiers, labels and usage. A server records usage every few seconds.
 
     examples:
       mlx-serve keys list
@@ -74,15 +74,15 @@ def run_list(args: argparse.Namespace) -> int:
 def add_revoke(parser: argparse.ArgumentParser) -> None:
     _add_id(parser)
     parser.add_argument(
-        "--purge", action="store_true", help="delete the prefixes on disk that this key alone could hit, too"
+        "--purge", action="store_true", help="also delete the prefixes on disk that only this key can hit"
     )
-    parser.add_argument("--kv-disk-dir", metavar="FOLDER", help="where they are; default: that of the configuration")
+    parser.add_argument("--kv-disk-dir", metavar="FOLDER", help="their folder; default: as configured")
     _add_key_flags(parser)
 
 
 def run_revoke(args: argparse.Namespace) -> int:
-    """Refuses a key for good, from a running server's next request on. Its record and usage stay in the list. To purge
-    what it has on disk, stop the server first.
+    """Revokes a key for good; running servers refuse it at once. Its record and usage stay in the list. To purge its
+    prefixes on disk, stop the server first.
 
     examples:
       mlx-serve keys revoke 3f9c0a1b2c4d
@@ -91,9 +91,9 @@ def run_revoke(args: argparse.Namespace) -> int:
     config = config_from(args)
     with _open_keys(config) as file:
         file.revoke(args.id)
-    print(f"The key {args.id} is refused from now on.")
+    print(f"The key {args.id} is revoked.")
     if args.purge:
-        print(f"{purge_key(config, args.id):,} blocks that only it could hit are deleted.")
+        print(f"{purge_key(config, args.id):,} blocks that only this key could hit are deleted.")
     return 0
 
 
@@ -103,8 +103,8 @@ def add_rotate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_rotate(args: argparse.Namespace) -> int:
-    """Gives a key a new secret and prints it, once. The old one is refused from a running server's next request on; the
-    key's id, tier, limits and usage stay.
+    """Gives a key a new secret and prints it, once. Running servers refuse the old one at once. The key's id, tier,
+    limits and usage stay.
 
     example:
       mlx-serve keys rotate 3f9c0a1b2c4d
@@ -120,15 +120,15 @@ def _add_id(parser: argparse.ArgumentParser) -> None:
 
 def _add_key_flags(parser: argparse.ArgumentParser) -> None:
     add_config_flag(parser)
-    parser.add_argument("--key-file", metavar="FILE", help="the file of keys; default: that of the configuration")
+    parser.add_argument("--key-file", metavar="FILE", help="the key file; default: as configured")
 
 
 @contextmanager
 def _open_keys(config: Config, *, creates: bool = False) -> Iterator[KeyFile]:
-    """The configured file; made if need be, when it `creates`. Raises `ServeError`."""
+    """Opens the configured key file, which is created if `creates`. Raises `ServeError`."""
     path = key_file_path(config.server)
     if not creates and not path.exists():
-        raise ServeError(f"There are no keys yet ({path} does not exist); `mlx-serve keys create` makes one.")
+        raise ServeError(f"There are no keys yet ({path} does not exist); `mlx-serve keys create` creates one.")
     try:
         with KeyFile.create(path) if creates else KeyFile(path) as file:
             yield file
@@ -137,8 +137,8 @@ def _open_keys(config: Config, *, creates: bool = False) -> Iterator[KeyFile]:
 
 
 def _print_key(key: KeyText, tier: str) -> None:
-    """The key alone on standard output, for a pipe; what a person should know beside it."""
-    print(f"Key {key.key_id} of the tier {tier}. It is shown only now, and kept nowhere: store it.", file=sys.stderr)
+    """Prints the key alone on standard output, so that it can be piped, and the rest on standard error."""
+    print(f"Key {key.key_id} of the tier {tier}. It is shown only now: store it.", file=sys.stderr)
     print(key.text)
 
 

@@ -1,5 +1,5 @@
-"""`mlx-serve launch`: starts a client that uses a running server. What each client needs for that (environment, files,
-arguments) stands below the command; docs/clients.md has the same by hand."""
+"""`mlx-serve launch`: starts a client that uses a running server. The settings of each client (environment, files,
+arguments) are below the command; docs/clients.md describes them for use by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HIDDEN = "..."
 _FOLDER = "{folder}"
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 _LAUNCH_KEY_VARIABLE = "MLX_SERVE_LAUNCH_KEY"
-"""Where clients that read their key from a variable of any name find it."""
+"""For clients that read their key from a variable of any name."""
 
 _FAR_OFF_MS = "3000000"
 _LEAST_OUTPUT = 4096
@@ -36,15 +36,15 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("client", choices=tuple(CLIENTS), help="which client")
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="the client's own arguments")
     add_remote_flags(parser)
-    parser.add_argument("--model", help="model that the client uses; default: the server's own")
-    parser.add_argument("--print", action="store_true", help="show what would be set and started, and start nothing")
+    parser.add_argument("--model", help="the client's model; default: the server's default model")
+    parser.add_argument("--print", action="store_true", help="show what would be set and started, without starting it")
 
 
 def run_launch(args: argparse.Namespace) -> int:
-    """Starts a coding agent or another client that uses a running server, with all it needs for that in its environment
-    and in files that are deleted afterwards. Your own settings of the client stay as they are.
+    """Starts a coding agent or another client that uses a running server. The client's settings for that are in its
+    environment and in temporary files; your own settings of the client stay as they are.
 
-    Its exit status is the client's. Ctrl-C goes to the client.
+    The exit status is the client's. Ctrl-C goes to the client.
 
     examples:
       mlx-serve launch claude
@@ -70,11 +70,9 @@ def run_launch(args: argparse.Namespace) -> int:
 
 
 def _target(url: str, model: str | None) -> Target:
-    """Asks the server for its models. Raises `ServeError` if it cannot be reached, or has no such model."""
+    """Asks the server for its models. Raises `ServeError` if it cannot be reached or does not have the model."""
     with contextlib.closing(RemoteServer(url)) as server:
-        cards: list[dict[str, Any]] = server.request("GET", "/v1/models")["data"]
-    if not cards:
-        raise ServeError(f"{server.url} has no model that may be asked.")
+        cards = server.model_cards()
     names = [str(card["id"]) for card in cards]
     chosen = names[0] if model is None else model
     if chosen not in names:
@@ -94,7 +92,7 @@ def _environment(changes: Mapping[str, str | None], folder: Path) -> dict[str, s
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:
-    """Runs the client to its end; its exit status, or what a shell makes of the signal that has ended it."""
+    """Runs the client. Returns its exit status, or the status that a shell gives for a signal."""
     with subprocess.Popen(command, env=environment) as process, _signals_to(process):
         status = process.wait()
     return status if status >= 0 else 128 - status
@@ -102,8 +100,8 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
 
 @contextlib.contextmanager
 def _signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """The terminal sends Ctrl-C to the client, too, and it is for the client to say what that means. What ends us is
-    passed on, so that the files are deleted after the client's end."""
+    """Leaves Ctrl-C to the client, which gets it from the terminal, too. Signals that end this process are passed on,
+    so that the files are deleted after the client has ended."""
 
     def forward(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -119,12 +117,12 @@ def _signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _shown(client: Client, target: Target, arguments: list[str]) -> str:
-    """A script for the shell that does the same, but for the key."""
+    """A shell script that does the same, without the key."""
     setup = client.setup(target if target.key == _NO_KEY else replace(target, key=_HIDDEN))
     lines = [f"unset {name}" for name, value in setup.environment.items() if value is None]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in setup.environment.items() if value is not None]
     for name, text in setup.files.items():
-        lines.append(f"# {_FOLDER}/{name}, in a folder that is deleted afterwards:")
+        lines.append(f"# {_FOLDER}/{name}, in a temporary folder:")
         lines += [f"#   {line}" for line in text.splitlines()]
     lines.append(shlex.join([client.program, *setup.arguments, *arguments]))
     return "\n".join(lines)
@@ -132,8 +130,8 @@ def _shown(client: Client, target: Target, arguments: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server and one of its models. `key` is what clients send, some text where the server asks for none;
-    `max_model_len` None is unknown, since the model is not loaded."""
+    """A server and one of its models. `key` is what the client sends: any text if the server does not require one.
+    `max_model_len` is None while the model is not loaded."""
 
     url: str
     model: str
@@ -143,8 +141,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What one start of a client gets. `environment` has None for variables that must not be set. `files` lie in a
-    folder of their own, whose path stands for `{folder}` in values and arguments."""
+    """The settings for one start of a client. `environment` has None for variables that must not be set. `files` are in
+    a temporary folder, for whose path `{folder}` stands in values and arguments."""
 
     environment: Mapping[str, str | None] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
@@ -153,7 +151,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client by the `program` that starts it; `install` is a command that installs it."""
+    """A client: the `program` that starts it, and a command that installs it."""
 
     program: str
     install: str
@@ -161,7 +159,7 @@ class Client:
 
 
 def _claude(target: Target) -> Setup:
-    """The settings file goes before the user's own, whose `env` would else win over the environment."""
+    """The settings file takes precedence over the user's own, whose `env` would otherwise override the environment."""
     models = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")))
     environment = {
         "ANTHROPIC_BASE_URL": target.url,
@@ -173,7 +171,7 @@ def _claude(target: Target) -> Setup:
     if target.max_model_len is not None:
         environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(target.max_model_len)
     return Setup(
-        {**environment, "ANTHROPIC_API_KEY": None},  # it would go before the token
+        {**environment, "ANTHROPIC_API_KEY": None},  # it would take precedence over the token
         {"settings.json": _json({"env": environment})},
         ("--settings", "{folder}/settings.json"),
     )
@@ -239,7 +237,7 @@ def _aider(target: Target) -> Setup:
 
 
 def _output_limit(max_model_len: int) -> int:
-    """What clients set aside of the context for an answer."""
+    """The part of the context that clients reserve for an answer."""
     return min(max(max_model_len // 4, _LEAST_OUTPUT), max_model_len)
 
 
@@ -253,4 +251,4 @@ CLIENTS: Mapping[str, Client] = {
     "opencode": Client("opencode", "npm install -g opencode-ai", _opencode),
     "aider": Client("aider", "uv tool install aider-chat", _aider),
 }
-"""By the names in which `mlx-serve launch` knows them."""
+"""By their names in `mlx-serve launch`."""

@@ -1,7 +1,7 @@
-"""`mlx-serve`: the tree of commands, how a command line walks down it, and every error of a user in one line.
+"""`mlx-serve`: the tree of commands, how a command line is resolved, and errors in one line.
 
-A module of commands offers `add_VERB(parser)` and `run_VERB(args) -> int`, the exit status, for each of its verbs. It
-is imported when one is called, so `mlx-serve --help` and a mistyped command answer at once.
+A module of commands has `add_VERB(parser)` and `run_VERB(args) -> int`, the exit status, for each verb. It is imported
+when one of its commands is called, so that `mlx-serve --help` and a mistyped command answer at once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class UsageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command: `add_VERB` and `run_VERB` of a module, whose docstring is the description. Without a verb the module
-    has this one command only: `add_arguments`, `run`, and the description is its own docstring."""
+    """A command: `add_VERB` and `run_VERB` of a module; the docstring of `run_VERB` is the description. Without a verb,
+    the module is one command: it has `add_arguments` and `run`, and its docstring is the description."""
 
     module: str
     summary: str
@@ -49,7 +49,7 @@ class Command:
 
     @property
     def act(self) -> Callable[[argparse.Namespace], int]:
-        """Runs the command; the exit status."""
+        """Runs the command. Returns the exit status."""
         run: Callable[[argparse.Namespace], int] = self._offers("run", f"run_{self.verb}")
         return run
 
@@ -65,16 +65,16 @@ class Group:
     commands: Mapping[str, Command | Group]
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Adds the names of its commands to the help."""
+        """Adds the list of commands to the help."""
         width = max(map(len, self.commands), default=0)
         lines = [f"  {name:<{width}}  {node.summary}" for name, node in self.commands.items()]
-        title = f"{self.summary}\n\ncommands (`{parser.prog} COMMAND --help` tells more):\n"
+        title = f"{self.summary}\n\ncommands (`{parser.prog} COMMAND --help` describes one):\n"
         parser.usage = f"{parser.prog} COMMAND [options]"
         parser.description = title + "\n".join(lines)
         parser.add_argument("--version", action="version", version=f"mlx-serve {version()}")
 
     def add_tree_to(self, parser: argparse.ArgumentParser) -> None:
-        """Adds also all that is below its commands, from all modules."""
+        """Adds the whole tree below, from all modules."""
         self.add_to(parser)
         below = parser.add_subparsers(prog=parser.prog)
         for name, node in self.commands.items():
@@ -86,14 +86,14 @@ class Group:
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes no abbreviations, and raises `UsageError`."""
+    """Does not accept abbreviations, and raises `UsageError`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Words behind `--` all go to the last positional, if that takes any number. (argparse itself refuses them
-        behind an option, and drops the next `--` among them.)"""
+        """All words after `--` go to the last positional argument, if it takes any number. (argparse refuses them after
+        an option, and drops the next `--` among them.)"""
         words = sys.argv[1:] if args is None else list(args)
         takers = [action for action in self._actions if not action.option_strings and action.nargs == "*"]
         if "--" not in words or not takers:
@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def commands() -> Group:
-    """The whole tree."""
+    """The tree of all commands."""
     return Group(
         "a local OpenAI-compatible LLM server on MLX",
         {
@@ -118,43 +118,43 @@ def commands() -> Group:
             "pull": Command("mlx_server.cli.models", "fetch a model without serving it", "pull"),
             "models": _noun(
                 "mlx_server.cli.models",
-                "models on this machine, and those of a running server",
+                "models on this machine, and in a running server",
                 ls="list what is on this machine",
                 pull="fetch a model",
                 rm="delete pulled models",
-                ps="show what a server's models are doing",
-                load="have a server load a model",
-                unload="have a server unload a model",
+                ps="show the models of a running server",
+                load="load a model in a running server",
+                unload="unload a model in a running server",
             ),
             "config": _noun(
                 "mlx_server.cli.config",
-                "look at settings",
-                check="show the settings that result, or what is wrong",
+                "show settings and check them",
+                check="show the effective settings, or what is wrong",
                 default="print a file with every setting",
             ),
             "keys": _noun(
                 "mlx_server.cli.keys",
-                "API keys: who may use the server, and in which tier",
-                create="make a key, shown once",
-                list="show all keys and what they have used",
-                revoke="refuse a key from now on",
+                "API keys and their tiers",
+                create="create a key, shown once",
+                list="list keys with their usage",
+                revoke="revoke a key",
                 rotate="give a key a new secret",
             ),
             "cache": _noun(
                 "mlx_server.cli.cache",
-                "prefixes, in memory and on disk (`serve --kv-disk`)",
-                ls="list those on disk by model and caller",
-                stats="show how much there is, and how much may be written today",
-                purge="delete them, or those of a model or a key",
-                warm="have a running server compute some ahead of their use",
+                "cached prefixes, on disk (`serve --kv-disk`) and in memory",
+                ls="list prefixes on disk, by model and caller",
+                stats="show the size on disk, and how much may be written today",
+                purge="delete prefixes on disk: all, or those of a model or a key",
+                warm="have a running server compute prefixes in advance",
             ),
             "service": _noun(
                 "mlx_server.cli.serve",
-                "let macOS start the server and keep it running",
+                "run the server as a macOS service",
                 install="start the server now and at every login",
-                uninstall="stop it, and start it no more",
+                uninstall="stop the server and remove the service",
             ),
-            "doctor": Command("mlx_server.cli.doctor", "show what this machine offers"),
+            "doctor": Command("mlx_server.cli.doctor", "show what this machine has: memory, MLX, backends, models"),
             "completion": Command("mlx_server.cli.main", "complete commands and options in your shell", "completion"),
             "bench": _benchmarks(),
         },
@@ -162,33 +162,30 @@ def commands() -> Group:
 
 
 def _noun(module: str, summary: str, **verbs: str) -> Group:
-    """The commands of one module, each with its summary."""
+    """The commands of one module, by verb, with their summaries."""
     return Group(summary, {verb: Command(module, about, verb) for verb, about in verbs.items()})
 
 
 def _benchmarks() -> Group:
     modules = {
-        "throughput": ("throughput", "offline: this engine beside mlx-lm's own, on the same prompts"),
+        "throughput": ("throughput", "offline: this engine and mlx-lm's own, on the same prompts"),
         "serve": ("serve.command", "over HTTP: latencies and throughput of any OpenAI-compatible server"),
-        "compare": ("compare", "over HTTP: several servers side by side, in turns"),
-        "peers": ("peers", "install the servers of others that run here, and compare with them"),
+        "compare": ("compare", "over HTTP: several servers, in turns"),
+        "peers": ("peers", "install other servers that run here, and compare with them"),
         "invariance": ("lab.invariance", "over HTTP: whether answers have the same bits alone and in batches"),
-        "kernels": ("lab.kernels", "the attention kernels alone, each beside MLX's own"),
-        "kv-bits": ("lab.kv_bits", "what K/V in fewer bits cost a model, on a text"),
-        "kv-disk": ("lab.kv_disk", "prefixes on disk: streams beside saving and loading"),
-        "simulate": ("lab.simulator.command", "the scheduler alone, on recorded or made-up traffic"),
-        "fleet": ("lab.simulator.fleet", "many simulated servers behind a router, by how it places requests"),
-        "host-cost": ("lab.host_cost", "what scheduling a step costs the host"),
+        "kernels": ("lab.kernels", "attention and matrix products alone, compared with MLX's own"),
+        "simulate": ("lab.simulator.command", "the scheduler alone, on recorded or generated traffic"),
+        "host-cost": ("lab.host_cost", "host time to schedule a step"),
         "random-folder": ("random_folder", "write a random model that any mlx-lm server can load"),
     }
     return Group(
-        "measure speed; every figure of BENCHMARKS.md is one of these commands",
+        "measure speed and compare servers",
         {name: Command(f"mlx_server.bench.{module}", summary) for name, (module, summary) in modules.items()},
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 2 for a wrong command line or setting, 1 for any other error."""
+    """The exit status: 0, 2 for a wrong command line or setting, or 1 for another error."""
     quiet_libraries()
     try:
         status = run(commands(), sys.argv[1:] if argv is None else argv)
@@ -201,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has left, as `head` does. Nothing more can be written, at exit neither.
+        # The reader has left, as `head` does. Nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
 
@@ -212,9 +209,9 @@ def _fail(error: Exception, status: int) -> int:
 
 
 def run(tree: Group, argv: Sequence[str], prog: str = "mlx-serve") -> int:
-    """Runs the command that `argv` names in the tree. `--help` and `--version` raise `SystemExit`, as argparse does.
+    """Runs the command that `argv` names. `--help` and `--version` raise `SystemExit`, as argparse does.
 
-    Raises `UsageError`, and whatever the command raises.
+    Raises `UsageError`, and what the command raises.
     """
     prog, node, words = find(prog, tree, argv)
     parser = Parser(prog=prog)
@@ -233,7 +230,7 @@ def run(tree: Group, argv: Sequence[str], prog: str = "mlx-serve") -> int:
 
 
 def find(prog: str, node: Command | Group, argv: Sequence[str]) -> tuple[str, Command | Group, Sequence[str]]:
-    """What `argv` names below `node`: its name, itself, and the words that are left for it. Raises `UsageError`."""
+    """What `argv` names below `node`: its full name, the node, and the remaining words. Raises `UsageError`."""
     if isinstance(node, Command) or not argv or argv[0].startswith("-"):
         return prog, node, argv
     name = argv[0]
@@ -264,7 +261,7 @@ def run_completion(args: argparse.Namespace) -> int:
 
 
 def _offer_files(parser: argparse.ArgumentParser, files: Any) -> None:
-    """For values that are neither numbers nor one of a few, at the parser and all below."""
+    """Completes file names for values that are not numbers or choices, in the parser and all below."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for child in action.choices.values():
@@ -274,7 +271,7 @@ def _offer_files(parser: argparse.ArgumentParser, files: Any) -> None:
 
 
 def _short_usage(parser: argparse.ArgumentParser) -> str | None:
-    """A line instead of the screen that many options would fill; None where they fit."""
+    """One line, instead of a screen full of options; None if they fit."""
     if len(parser.format_usage()) < _MAX_USAGE_CHARS:
         return None
     positionals = [action for action in parser._actions if not action.option_strings]

@@ -22,19 +22,19 @@ def add_ls(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    """Lists the models on this machine: pulled ones in the home folder, and those in the Hugging Face hub's cache. With
-    the bits of their weights, their context in tokens, what loading them takes of memory, and whether there is as much.
+    """Lists the models on this machine: pulled ones in the home folder, and those in the cache of the Hugging Face hub.
+    Shows the bits of their weights, their context in tokens, the memory they need, and whether it is available.
 
     examples:
       mlx-serve models ls
       mlx-serve models ls --json
     """
-    from mlx_server.engine.models.facts import fits_of  # the engine's libraries, which asking a server does not need
+    from mlx_server.engine.models.facts import fits_of  # imports the engine, which other commands do not need
     from mlx_server.engine.models.store import stored_models
 
     models = stored_models()
     if not models and not args.json:
-        print("None yet; `mlx-serve models pull` fetches the bundled one.")
+        print("There are no models yet; `mlx-serve pull` fetches the bundled one.")
         return 0
     fits = list(fits_of(models, load_config()))
     if args.json:
@@ -71,7 +71,7 @@ def add_pull(parser: argparse.ArgumentParser) -> None:
 
 
 def run_pull(args: argparse.Namespace) -> int:
-    """Fetches a model, so that it can be served without a network, and prints the folder that it is in.
+    """Fetches a model, so that it can be served without a network, and prints its folder.
 
     examples:
       mlx-serve pull smollm2
@@ -90,7 +90,7 @@ def add_rm(parser: argparse.ArgumentParser) -> None:
 
 
 def run_rm(args: argparse.Namespace) -> int:
-    """Deletes pulled models from this machine. A server that has one loaded keeps it until it unloads it.
+    """Deletes pulled models from this machine. A server that has loaded one keeps it until it unloads it.
 
     examples:
       mlx-serve models rm smollm2
@@ -104,8 +104,8 @@ def run_rm(args: argparse.Namespace) -> int:
         except OSError as error:
             raise ServeError(f"{name} cannot be deleted: {error.filename}: {error.strerror}.") from error
         if num_bytes == 0:
-            raise ServeError(f"There is no pulled model {name}; `mlx-serve models ls` lists what there is.")
-        print(f"{name}: {size(num_bytes)} are free again")
+            raise ServeError(f"There is no pulled model {name}; `mlx-serve models ls` lists all.")
+        print(f"{name}: {size(num_bytes)} freed")
     return 0
 
 
@@ -115,7 +115,7 @@ def add_ps(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ps(args: argparse.Namespace) -> int:
-    """Shows what the models of a running server are doing, and the memory they share.
+    """Shows the models of a running server: their state, requests and memory.
 
     examples:
       mlx-serve models ps
@@ -127,17 +127,17 @@ def run_ps(args: argparse.Namespace) -> int:
         return 0
     _show(answer["models"])
     held, limit, free = (_mib(answer["memory"][name]) for name in ("held_bytes", "limit_bytes", "free_bytes"))
-    print(f"\n{held} of {limit} held, {free} may be taken")
+    print(f"\n{held} of {limit} in use, {free} available")
     return 0
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="name, alias or folder's name, as the server's clients write it")
+    parser.add_argument("model", help="the model's name or alias, as clients use it")
     add_remote_flags(parser)
 
 
 def run_load(args: argparse.Namespace) -> int:
-    """Has a running server load a model, and waits until it is ready.
+    """Loads a model in a running server, and waits until it is ready.
 
     example:
       mlx-serve models load coder
@@ -152,8 +152,7 @@ def add_unload(parser: argparse.ArgumentParser) -> None:
 
 
 def run_unload(args: argparse.Namespace) -> int:
-    """Has a running server unload a model: its open requests finish, then its memory is free. The next request for the
-    model loads it again.
+    """Unloads a model in a running server, after its open requests. The next request for the model loads it again.
 
     examples:
       mlx-serve models unload coder
@@ -171,12 +170,12 @@ def _ask(url: str, method: str, path: str, body: dict[str, Any] | None = None) -
 
 
 def _show(models: list[dict[str, Any]]) -> None:
-    """A table of models as the server describes them."""
+    """Prints a table of models."""
     print(table([_HEADER, *map(_row, models)], right={2, 3, 4, 5}))
 
 
 def _state(model: dict[str, Any]) -> str:
-    """With how far it is: of its weights in memory, or before that of a folder that is made."""
+    """The state, with the progress of loading the weights or preparing the folder."""
     progress, preparing = model["load_progress"], model.get("preparing")
     if preparing is not None and preparing["total_bytes"]:
         share = f"{preparing['stage']} {preparing['done_bytes'] / preparing['total_bytes']:.0%}"

@@ -1,4 +1,4 @@
-"""A running server, as commands that talk to one see it: its address, the key, its errors in one line. And tables."""
+"""A client for commands that talk to a running server, and the tables that commands print."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _TIMEOUT = httpx.Timeout(None, connect=10.0)
 
 
 class RemoteError(ServeError):
-    """The server cannot be reached, or has refused."""
+    """The server cannot be reached, or has refused a request."""
 
 
 def add_remote_flags(parser: argparse.ArgumentParser) -> None:
-    """`--url`. The key comes from the environment only: a command line is for everyone on the machine to read."""
+    """Adds `--url`. The key comes only from the environment, since every user of a machine can read command lines."""
     defaults = ServerConfig()
     url = os.environ.get(URL_VARIABLE, f"http://{defaults.host}:{defaults.port}")
     parser.add_argument(
-        "--url", default=url, help=f"the server; {url} if left out ({URL_VARIABLE}). Its key: {KEY_VARIABLE}"
+        "--url", default=url, help=f"the server; default: {url}, or {URL_VARIABLE}. {KEY_VARIABLE} is its key"
     )
 
 
 class RemoteServer:
-    """One server over HTTP, at an address with or without `http://`. Every method raises `RemoteError`."""
+    """A server, at an address with or without `http://`. Every method raises `RemoteError`."""
 
-    def __init__(self, url: str, api_key: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(self, url: str, transport: httpx.BaseTransport | None = None) -> None:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
-        key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
+        key = os.environ.get(KEY_VARIABLE)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, transport=transport)
 
@@ -55,11 +55,18 @@ class RemoteServer:
             return response.json() if response.content else None
         except ValueError as error:
             kind = response.headers.get("content-type", "something else")
-            message = f"{self.url} answers with {kind}, not with JSON; is it the address of an mlx-serve server?"
+            message = f"{self.url} answers with {kind} instead of JSON; is it an mlx-serve server?"
             raise RemoteError(message) from error
 
+    def model_cards(self) -> list[dict[str, Any]]:
+        """The models that the server lists, the default one first; at least one."""
+        cards: list[dict[str, Any]] = self.request("GET", "/v1/models")["data"]
+        if not cards:
+            raise RemoteError(f"{self.url} has no model that this key may use.")
+        return cards
+
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a streamed answer, until its `[DONE]`."""
+        """The events of a streamed answer, until `[DONE]`."""
         try:
             with self._client.stream("POST", self.url + path, json=body) as response:
                 if response.is_error:
@@ -93,14 +100,14 @@ class RemoteServer:
 
 
 def _message(body: Any) -> str | None:
-    """The text of an error in OpenAI's or Anthropic's shape."""
+    """The message of an error in OpenAI's or Anthropic's format."""
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     return message if isinstance(message, str) else None
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
-    """Aligned columns; those of the indices in `right`, numbers say, flush right."""
+    """Aligned columns; the columns in `right`, like numbers, are flush right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
         "  ".join(
@@ -117,7 +124,7 @@ def size(num_bytes: float) -> str:
 
 
 def ago(seconds: float) -> str:
-    """`5 min ago`: how long something is past."""
+    """`5 min ago`."""
     if seconds < 60:
         return "just now"
     if seconds < 3600:

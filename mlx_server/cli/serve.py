@@ -1,4 +1,4 @@
-"""`mlx-serve serve`, and `mlx-serve service`: the launchd agent of this user, which starts the server and keeps it
+"""`mlx-serve serve`, and `mlx-serve service`: a launchd agent of the user that starts the server and keeps it
 running."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_server.api.http.listener import listen_all
 from mlx_server.cli.config import add_setting_flags, config_from
@@ -20,6 +20,9 @@ from mlx_server.cli.main import Parser
 from mlx_server.config import Config, home, settings
 from mlx_server.errors import ServeError
 from mlx_server.observability.logs import leave, survive_lost_streams
+
+if TYPE_CHECKING:
+    from mlx_server.pool.model_pool import ModelPool
 
 LABEL = "io.mlx-serve.server"
 
@@ -36,7 +39,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Serves a model over HTTP. Without options: the bundled model, on http://127.0.0.1:8000.
+    """Serves a model over HTTP; without options, the bundled model on http://127.0.0.1:8000.
 
     examples:
       mlx-serve serve
@@ -48,7 +51,7 @@ def run_serve(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None:
             flag = "--" + name.replace("_", "-")
             print(
-                f"mlx-serve: warning: everyone on this machine can read {flag} in the list of processes; use "
+                f"mlx-serve: warning: every user of this machine can see {flag} in the process list; use "
                 f"{flag}-file or MLX_SERVE_SERVER_{name.upper()} instead.",
                 file=sys.stderr,
             )
@@ -65,27 +68,34 @@ def run_serve(args: argparse.Namespace) -> int:
         return follow(config)
     with contextlib.ExitStack() as listening:
         listeners = [listening.enter_context(listener) for listener in listen_all(config.server)]
-        from mlx_server.runtime.kernels.cpu import native
+        from mlx_server.api.server import serve  # after the port is taken: it imports uvicorn and FastAPI
 
-        native.prepare()  # a first start compiles while the rest is imported
-        from mlx_server.api.server import serve  # takes seconds: whoever connects meanwhile waits
-
-        status = serve(config, listeners)
+        status = serve(config, listeners, _make_pool)
     if size > 1 and status:
-        leave(status)  # MLX may wait for a rank that is gone, and Python for MLX
+        leave(status)  # MLX may wait for a rank that is gone, and Python waits for MLX
     return status
 
 
+def _make_pool(config: Config) -> ModelPool:
+    """Imports MLX and transformers, which takes seconds. Any thread."""
+    from mlx_server.runtime.kernels.cpu import native
+
+    native.prepare()  # a first start compiles while the rest is imported
+    from mlx_server.pool.model_pool import build_pool
+
+    return build_pool(config)
+
+
 def add_install(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, help="write the agent to this file, and start nothing")
+    parser.add_argument("--output", type=Path, help="write the agent to this file, without starting it")
     parser.add_argument("serve_options", nargs="*", metavar="-- OPTION", help="options of `mlx-serve serve`")
 
 
 def run_install(args: argparse.Namespace) -> int:
-    """Installs a launchd agent: macOS then starts the server at login, and again whenever it fails.
+    """Installs a launchd agent: macOS starts the server now and at every login, and again whenever it fails.
 
-    Options after `--` are those of `mlx-serve serve`; they are checked now, not at the next login. A key does not
-    belong there, where everyone can read it: put it into a file with `[server] api_key`, and give that as --config.
+    Options after `--` are those of `mlx-serve serve`; they are checked now. Do not put a key there, where every user
+    can read it: put it into a --config file, as `api_key` in [server].
 
     examples:
       mlx-serve service install
@@ -101,7 +111,7 @@ def run_install(args: argparse.Namespace) -> int:
     path.write_bytes(plistlib.dumps(agent))
     print(f"{path} is written.")
     if args.output is None:
-        end_agent()  # one that is there already
+        end_agent()  # a previous installation
         if subprocess.run(launchctl("bootstrap"), check=False).returncode:
             raise ServeError(f"launchctl did not accept {path}; see above.")
         print(f"The server starts, on {config.server.host}:{config.server.port}. Its log: {agent['StandardErrorPath']}")
@@ -109,11 +119,11 @@ def run_install(args: argparse.Namespace) -> int:
 
 
 def add_uninstall(parser: argparse.ArgumentParser) -> None:
-    """Takes none."""
+    """No arguments."""
 
 
 def run_uninstall(args: argparse.Namespace) -> int:
-    """Ends the launchd agent that `mlx-serve service install` has made, and removes its file."""
+    """Stops the launchd agent that `mlx-serve service install` has installed, and removes its file."""
     path = agent_path()
     if not path.exists():
         raise ServeError(f"There is no agent at {path}.")
@@ -129,15 +139,14 @@ def agent_path() -> Path:
 
 
 def launchctl(action: str) -> list[str]:
-    """The command that starts (`bootstrap`), ends (`bootout`) or shows (`print`) the agent in the user's own
-    session."""
+    """The command that starts (`bootstrap`), stops (`bootout`) or shows (`print`) the agent in the user's session."""
     domain = f"gui/{os.getuid()}"
     return ["launchctl", action, *([domain, str(agent_path())] if action == "bootstrap" else [f"{domain}/{LABEL}"])]
 
 
 def end_agent() -> None:
-    """Ends the agent where it runs. launchd only asks it to, and takes no new one until the old one has drained its
-    streams, so this waits for that."""
+    """Stops the agent if it is running. launchd only asks it to stop, and starts no new one until the old one has
+    ended, so this waits for that."""
     subprocess.run(launchctl("bootout"), check=False, capture_output=True)
     deadline = time.monotonic() + _END_TIMEOUT_S
     while _is_known() and time.monotonic() < deadline:
@@ -149,18 +158,18 @@ def _is_known() -> bool:
 
 
 def launch_agent(serve_options: Sequence[str], config: Config, log_folder: Path) -> dict[str, Any]:
-    """The property list, as `man launchd.plist` describes it. `config` is what `serve_options` amount to here."""
+    """The property list, see `man launchd.plist`. `config` is the configuration that `serve_options` give."""
     log = str(log_folder / "mlx-serve.log")
     return {
         "Label": LABEL,
         "ProgramArguments": [sys.executable, "-P", "-m", "mlx_server", "serve", *serve_options],
         "EnvironmentVariables": _environment(),
-        "WorkingDirectory": os.getcwd(),  # relative paths mean what they mean now
+        "WorkingDirectory": os.getcwd(),  # relative paths keep their meaning
         "RunAtLoad": True,
-        # The server exits with 0 when it was asked to stop, and with another status when its engine has died.
+        # The server exits with 0 after a signal, and with another status when its engine has died.
         "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": _RESTART_PAUSE_S,
-        # SIGTERM drains open streams; launchd's own patience ends after 20 s.
+        # SIGTERM drains open streams; by default, launchd kills after 20 s.
         "ExitTimeOut": int(config.server.drain_timeout_s) + _FLUSH_S,
         "ProcessType": "Interactive",
         "StandardOutPath": log,
@@ -169,12 +178,12 @@ def launch_agent(serve_options: Sequence[str], config: Config, log_folder: Path)
 
 
 def _environment() -> dict[str, str]:
-    """What the server would be given by this shell: its settings, where models are, and where programs are. Raises
-    `ServeError` for keys, which everyone could read in the agent's file."""
+    """The environment for the server: the settings in this shell, and where models and programs are. Raises
+    `ServeError` for keys, which every user could read in the agent's file."""
     secret = next((s.env for s in settings() if s.is_secret and os.environ.get(s.env)), None)
     if secret is not None:
         raise ServeError(
-            f"{secret} is set here, and would be readable for everyone in the agent's file; put the key into a "
+            f"{secret} is set, and every user could read it in the agent's file; put the key into a "
             "--config file, and unset the variable."
         )
     names = [*(setting.env for setting in settings()), *_HUB_VARIABLES]
@@ -183,7 +192,7 @@ def _environment() -> dict[str, str]:
 
 
 def _checked(serve_options: Sequence[str]) -> Config:
-    """The settings that these options amount to. Raises `UsageError` and `ServeError`."""
+    """The configuration that these options give. Raises `UsageError` and `ServeError`."""
     parser = Parser(prog="mlx-serve serve")
     add_serve(parser)
     args, extra = parser.parse_known_args(serve_options)
@@ -191,5 +200,5 @@ def _checked(serve_options: Sequence[str]) -> Config:
         raise ServeError(f"`mlx-serve serve` has no option {extra[0]}.")
     secret = next((s.flag for s in settings() if s.is_secret and getattr(args, s.name) is not None), None)
     if secret is not None:
-        raise ServeError(f"{secret} would be readable for everyone in the agent's file; put it into a --config file.")
+        raise ServeError(f"Every user could read {secret} in the agent's file; put it into a --config file.")
     return config_from(args)

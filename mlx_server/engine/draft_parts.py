@@ -1,5 +1,5 @@
-"""What drafts for an engine's model. Of a draft model, or of the model's own head: whether it may, how it is loaded,
-and what it takes."""
+"""Draft models, and a model's own multi-token-prediction heads: whether they can draft for a model, how they are
+loaded, and what memory they use."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 InPieces = Callable[[Pieces[Any]], Awaitable[Any]]
-"""Does work on the MLX thread, with other models' steps in between; its result."""
+"""Does work on the MLX thread, with other models' steps in between, and returns its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftParts:
-    """Of a draft model that is loaded. `runner` runs the model's steps, too. `state_bytes` are those of hidden states
-    that are kept for a head."""
+    """The parts of a loaded draft model. `runner` also runs the target model's steps. `state_bytes` is the size of the
+    hidden states that are kept for a head."""
 
     loaded: LoadedModel
     runner: DraftingRunner
@@ -56,15 +56,15 @@ class DraftParts:
 
 
 class _SpareKvMemory(KvMemory):
-    """Grows a pool only while there is plenty: drafts can wait, and the model's own pool cannot."""
+    """Grows a pool only while there is plenty of memory, since the model's own pool comes first."""
 
     def take(self, least: int, most: int, *, is_needed: bool) -> int:
         return super().take(least, most, is_needed=False)
 
 
 async def load_draft_model(config: Config, target: LoadedModel, tokenizer: Tokenizer | None, run: InPieces) -> Any:
-    """The weights of the draft model, whose settings are `config`, for `target` with its `tokenizer`. Raises
-    `ModelLoadError`, before it reads weights, unless both have one vocabulary."""
+    """Loads the draft model of `config` for `target` with its `tokenizer`. Raises `ModelLoadError` before it reads
+    weights if their vocabularies differ."""
     settings = config.model
     folder = await asyncio.to_thread(find_folder, settings.model, settings.dtype, settings.quantize)
     if folder is not None and tokenizer is not None:
@@ -74,18 +74,18 @@ async def load_draft_model(config: Config, target: LoadedModel, tokenizer: Token
             raise _refused(settings.model, target, f"their vocabularies differ: {difference}")
     elif folder is not None or tokenizer is not None:
         without = target.name if tokenizer is None else settings.model
-        raise _refused(settings.model, target, f"{without} has no tokenizer to compare the other's vocabulary with")
+        raise _refused(settings.model, target, f"{without} has no tokenizer, so the vocabularies cannot be compared")
     return await run(
         load_in_pieces(settings.model, folder, settings.dtype, trust_remote_code=settings.trust_remote_code)
     )
 
 
 async def load_model_head(config: Config, target: LoadedModel, share: MemoryShare, run: InPieces) -> Any:
-    """The multi-token-prediction head of `target`, from its folder or fetched. If it is not needed: None where there is
-    none, where it would take more than half of what `share` has for K/V, and where it cannot be loaded, which the log
-    says. Else raises `ModelLoadError`, and `DownloadError`."""
+    """Loads the multi-token-prediction head of `target`, from its folder or fetched. Raises `ModelLoadError` or
+    `DownloadError` if the configuration requires a head. Otherwise returns None if there is none; and also, with a line
+    in the log, if it cannot be loaded or would take more than half of the room that `share` has for K/V."""
     settings, folder = config.model, target.folder
-    if settings.quantize != WHOLE_WEIGHTS:  # leaves out heads that are among the model's weights
+    if settings.quantize != WHOLE_WEIGHTS:  # the quantized folder lacks heads that are among the model's weights
         folder = await asyncio.to_thread(find_folder, settings.model, settings.dtype)
     try:
         files = await asyncio.to_thread(find_heads, folder, target.name, settings.mtp_from)
@@ -93,7 +93,7 @@ async def load_model_head(config: Config, target: LoadedModel, share: MemoryShar
         if config.needs_heads or settings.mtp_from is not None:
             raise
         if not isinstance(error, NoHeadsError):
-            _tell_left_out(target, str(error))
+            _log_left_out(target, str(error))
         return None
     if config.needs_heads:
         return await run(load_head(files, target, settings.dtype))
@@ -102,20 +102,20 @@ async def load_model_head(config: Config, target: LoadedModel, share: MemoryShar
         need = await asyncio.to_thread(estimate_heads, config, files, folder)
         if 2 * need.total_bytes <= share.kv_room_bytes and share.join(need):  # the other half is for the model's K/V
             return await run(load_head(files, target, settings.dtype))
-        reason = "There is no room for them beside its K/V."
-    except Exception as error:  # of files that are not what they seem, of MLX, or of the model's code
-        share.need, reason = without, str(error)  # the error's frames hold what was loaded
-    _tell_left_out(target, reason)
+        reason = "There is no room for them besides its K/V."
+    except Exception as error:  # invalid files, MLX, or the model's code
+        share.need, reason = without, str(error)  # keep only the text: the error's frames hold what was loaded
+    _log_left_out(target, reason)
     return None
 
 
-def _tell_left_out(target: LoadedModel, reason: str) -> None:
+def _log_left_out(target: LoadedModel, reason: str) -> None:
     logger.warning("The multi-token-prediction heads of %s do not draft. %s", target.name, reason)
 
 
 def vocabulary_difference(target: Tokenizer, draft: Tokenizer) -> str | None:
-    """Where the vocabularies differ; None if they are one. Tokens that were added to the text's, as most special ones
-    are, may differ: models of one family do, and such a draft is wrong at worst."""
+    """Says how the vocabularies differ; None if they are equal. Added tokens, such as most special ones, may differ:
+    they do within model families, and at worst a draft is wrong."""
     added = {*target.added_tokens.values(), *draft.added_tokens.values()}
     tokens, others = (
         {token_id: token for token, token_id in tokenizer.hf.get_vocab().items() if token_id not in added}
@@ -127,9 +127,7 @@ def vocabulary_difference(target: Tokenizer, draft: Tokenizer) -> str | None:
         token_id for token_id in tokens.keys() | others.keys() if tokens.get(token_id) != others.get(token_id)
     )
     ours, theirs = (repr(found.get(wrong[0])) if wrong[0] in found else "nothing" for found in (tokens, others))
-    return (
-        f"token {wrong[0]} is {ours} of the model's and {theirs} of the draft model's, and so on for {len(wrong)} ids"
-    )
+    return f"token {wrong[0]} is {ours} in the model's and {theirs} in the draft model's; {len(wrong)} ids differ"
 
 
 def _refused(name: str, target: LoadedModel, reason: str) -> ModelLoadError:
@@ -149,12 +147,12 @@ async def make_draft(
     largest_chunk: int,
     run: InPieces,
 ) -> DraftParts:
-    """The runner and the policy of a draft model that is `loaded`. Its pool is never larger than `max_num_tokens` need,
-    and it computes `largest_chunk` tokens of a prompt at most at a time. Raises as `make_runner` does, and
-    `ModelLoadError` for a model with recurrent state."""
+    """Makes the runner and the scheduler's side of a `loaded` draft model. Its pool holds up to `max_num_tokens`, and
+    it computes up to `largest_chunk` tokens of a prompt at a time. Raises as `make_runner` does, and `ModelLoadError`
+    for a draft model with recurrent state."""
     has_text, head = loaded.folder is not None, loaded.model if isinstance(loaded.model, HeadModel) else None
     if not has_text and loaded.vocab_size != target.vocab_size:
-        sizes = f"it has {loaded.vocab_size} token ids, and the model {target.vocab_size}"
+        sizes = f"it has {loaded.vocab_size} token ids, but the model has {target.vocab_size}"
         raise _refused(loaded.name, target, sizes)
     runner, info = await run(
         make_runner(
@@ -205,7 +203,7 @@ async def make_draft(
 
 
 def make_speculation(config: Config, info: RunnerInfo, draft: DraftParts | None) -> Speculation | None:
-    """What drafts for a model: lookups, its draft model, or both; None if nothing does."""
+    """How to draft for a model: by lookups, its draft model, or both; None if not at all."""
     settings, num_spares = config.scheduler, info.num_spares if info.is_recurrent else None
     if draft is not None:
         drafter = NgramDrafter() if config.looks_up else NoLookup()
@@ -216,13 +214,15 @@ def make_speculation(config: Config, info: RunnerInfo, draft: DraftParts | None)
 
 
 def _fault(info: RunnerInfo, target: ModelRunner, *, is_head: bool) -> str | None:
-    """Why a model that runs does not draft."""
+    """Why a model that can run cannot draft; None if it can."""
     if info.is_recurrent:
-        return "it keeps recurrent state, which cannot go back to where drafts were right"
+        return "it has recurrent state, which cannot be reset to the last correct draft"
     if is_head and info.level.startswith(Scope.MODEL):
         return "mlx-lm's code for it does not run in a paged batch"
     if is_head and not target.forward.can_select_rows:
-        return "mlx-lm's code for the model has no part before its output matrix, whose hidden states a head reads"
+        return (
+            "a head reads the hidden states before the output matrix, which mlx-lm's code for the model does not give"
+        )
     return None
 
 

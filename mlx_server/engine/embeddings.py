@@ -1,5 +1,4 @@
-"""Vectors and scores in place of text, or beside it: what a model that pools reads of an input, and what becomes of its
-result.
+"""Vectors and scores instead of text: how inputs become token ids, and how pooled results become embeddings and scores.
 
 text -> Embedder.token_ids() -> a request with Embedder.params -> Vector -> Embedder.vector()
 pairs -> Scorer.plan() -> inputs, each a request with Scorer.params -> results -> ScorePlan.scores()
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ContextLengthError, InvalidRequestError, ModelLoadError, did_you_mean
 from mlx_server.request import PoolingParams, Vector
-from mlx_server.runtime.models.embedder import PoolingSpec
+from mlx_server.runtime.pooling import PoolingSpec
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -29,20 +28,20 @@ _ROLES = {
     "search_document": "document",
     "passage": "document",
 }
-"""What hosted services call both sides of a search, by the names that most folders give their prompts."""
+"""The input types of hosted services, and the names that most folders give the matching prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputTruncation:
-    """How a long input is to be cut: to `num_tokens`, with what the tokenizer adds (-1 is the most that the model
-    takes, None not at all), losing the side `side`."""
+    """How to cut a long input: to `num_tokens`, including what the tokenizer adds (-1: to the model's limit; None: not
+    at all), by removing tokens from `side`."""
 
     num_tokens: int | None = None
     side: Literal["left", "right"] = "right"
 
 
 class InputReader:
-    """Makes token ids of texts, bounded by what a model takes. Any thread."""
+    """Converts inputs to token ids, within the model's limit. Any thread."""
 
     def __init__(self, tokenizer: Tokenizer | None, model_name: str, max_tokens: int, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -60,8 +59,8 @@ class InputReader:
     def of_text(
         self, text: str, truncation: InputTruncation, what: str, *, num_taken: int = 0, add_special_tokens: bool = True
     ) -> list[int]:
-        """The ids of `text`, for which `num_taken` of the model's tokens are not there. `what` names it in errors:
-        `ContextLengthError` for one that is too long and not to be cut."""
+        """The ids of `text`. `num_taken` tokens of the limit are used by other text. `what` names the input in errors.
+        Raises `ContextLengthError` if the text is too long and must not be cut."""
         tokenizer, keep = self.tokenizer, self._num_kept(truncation, num_taken)
         limit = self.max_tokens - num_taken
         part = tokenizer.part_of(text, limit if keep is None else keep, is_end=truncation.side == "left")
@@ -72,7 +71,7 @@ class InputReader:
         return token_ids
 
     def of_ids(self, token_ids: Sequence[int], truncation: InputTruncation, what: str) -> list[int]:
-        """Ids as a client gives them, checked and cut. Raises `InvalidRequestError`."""
+        """Checks and cuts a client's token ids. Raises `InvalidRequestError`."""
         for extreme in (min(token_ids), max(token_ids)) if token_ids else ():
             if not 0 <= extreme < self._vocab_size:
                 raise InvalidRequestError(
@@ -91,7 +90,7 @@ class InputReader:
         keep = (self.max_tokens if wanted == -1 else min(wanted, self.max_tokens)) - num_taken
         if keep < 1:
             raise InvalidRequestError(
-                f"truncate_prompt_tokens is {wanted}, which leaves no token of an input; it must be above {num_taken}.",
+                f"truncate_prompt_tokens is {wanted}, which leaves no token of input; it must be above {num_taken}.",
                 "truncate_prompt_tokens",
             )
         return keep
@@ -110,17 +109,17 @@ class InputReader:
     def _cut(
         self, text: str, token_ids: list[int], keep: int, truncation: InputTruncation, has_special_tokens: bool
     ) -> list[int]:
-        """Cuts the text's own tokens; those that the tokenizer puts around it stay, as the last one is what many models
-        pool."""
+        """Cuts the text's own tokens, and keeps those that the tokenizer puts around them: many models pool the last
+        one."""
         plain = self.tokenizer.encode(text, add_special_tokens=False) if has_special_tokens else token_ids
         num_added = len(token_ids) - len(plain)
         places = range(num_added + 1)
         first = next((at for at in places if token_ids[at : at + len(plain)] == plain), None)
-        if first is None:  # the text's own tokens are others beside the special ones: there is no telling them apart
+        if first is None:  # special tokens change how the text is tokenized, so they cannot be told apart
             plain, num_added, first = token_ids, 0, 0
         if keep <= num_added:
             raise InvalidRequestError(
-                f"truncate_prompt_tokens leaves {keep} tokens, and the tokenizer adds {num_added} to each text.",
+                f"truncate_prompt_tokens leaves {keep} tokens, but the tokenizer adds {num_added} to each text.",
                 "truncate_prompt_tokens",
             )
         kept = plain[: keep - num_added] if truncation.side == "right" else plain[num_added - keep :]
@@ -131,7 +130,7 @@ class Embedder:
     """One model that gives vectors. Any thread."""
 
     def __init__(self, spec: PoolingSpec, reader: InputReader, num_dimensions: int | None) -> None:
-        """`num_dimensions` are those of its vectors, if that can be told."""
+        """`num_dimensions` is the length of its vectors, if known."""
         self.reader = reader
         self.params = PoolingParams(spec.method, is_whole=spec.is_bidirectional)
         self._spec = spec
@@ -139,7 +138,7 @@ class Embedder:
 
     @property
     def prompt_names(self) -> frozenset[str]:
-        """Of the texts that the model's folder has to go before inputs."""
+        """The names of the model's own prompts, which may precede inputs."""
         return frozenset(self._spec.prompts)
 
     def token_ids(
@@ -151,8 +150,8 @@ class Embedder:
         *,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Those of a text with the prompt `before` it, or of an input that is ids already. Raises `InvalidRequestError`
-        with `what` for one that is empty or too long."""
+        """The ids of a text with the prompt `before`, or of an input that is ids already. Raises `InvalidRequestError`,
+        which names `what`, if the input is empty or too long."""
         if not isinstance(item, str):
             return self.reader.of_ids(item, truncation, what)
         if not item:
@@ -160,9 +159,9 @@ class Embedder:
         return self.reader.of_text(before + item, truncation, what, add_special_tokens=add_special_tokens)
 
     def prompt(self, prompt_name: str | None, input_type: str | None = None) -> str:
-        """What goes before each text: the folder's prompt of that name, or for what hosted services call the input's
-        type. For a query or a document without a prompt that is nothing. Raises `InvalidRequestError` for names that
-        mean nothing to the model."""
+        """The text that precedes each input: the folder's prompt with that name, or the one for a hosted service's
+        `input_type`. It is empty for a query or document if the folder has no prompt for these. Raises
+        `InvalidRequestError` for unknown names."""
         known = self._spec.prompts
         if prompt_name is not None:
             return self._prompt_named(prompt_name, prompt_name, "prompt_name")
@@ -181,7 +180,8 @@ class Embedder:
         return known[name]
 
     def check_dimensions(self, dimensions: int | None) -> None:
-        """Raises `InvalidRequestError` for more than the vectors have, or others than the model was trained for."""
+        """Raises `InvalidRequestError` for more dimensions than the vectors have, or a number that the model was not
+        trained for."""
         if dimensions is None:
             return
         trained = self._spec.matryoshka_dimensions
@@ -197,8 +197,8 @@ class Embedder:
             )
 
     def vector(self, result: Vector, dimensions: int | None = None) -> FloatArray:
-        """The embedding: the first `dimensions` numbers of a request's result, of length 1 if the model's vectors are
-        (Matryoshka: cut first, then normalised)."""
+        """The embedding: the first `dimensions` numbers of a request's result, then normalised to length 1 if the
+        model's vectors are (Matryoshka)."""
         numbers = np.frombuffer(result, np.float32)[:dimensions]
         if not self._spec.normalizes:
             return numbers
@@ -206,22 +206,21 @@ class Embedder:
 
 
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""Qwen3-Reranker's own, for requests that give none."""
+"""Qwen3-Reranker's default."""
 
 _BEGINNING = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 _END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""What Qwen3-Reranker was trained to be asked, around instruction, query and document."""
-
+"""Qwen3-Reranker's prompt before and after instruction, query and document."""
 
 _SIDES = ("query", "document")
-"""Prompts that folders have for both texts of a pair."""
+"""The names of prompts for the two texts of a pair."""
 
 
 def pair_up(firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str]) -> list[tuple[str, str]]:
-    """One first text goes with each second one; several go with one each. `names` are their fields. Raises
+    """Pairs a single first text with each second text, or several with one each. `names` are their fields. Raises
     `InvalidRequestError`."""
     if len(firsts) == 1:
         firsts = [*firsts] * len(seconds)
@@ -235,7 +234,7 @@ def pair_up(firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str
 
 @dataclass(frozen=True, slots=True)
 class ScorePlan:
-    """What is computed for some pairs, and how its results become a score of each pair."""
+    """The inputs to compute for some pairs, and a function from their results to each pair's score."""
 
     inputs: list[list[int]]
     scores: Callable[[Sequence[Vector]], list[float]]
@@ -253,14 +252,14 @@ class Scorer(Protocol):
         truncation: InputTruncation,
         instruction: str | None = None,
     ) -> ScorePlan:
-        """`names` are the fields of both texts, for errors, which add the number of the pair. Raises
+        """`names` are the fields of both texts, for error messages, which add the pair's index. Raises
         `InvalidRequestError`."""
         ...
 
 
 class YesNoScorer:
-    """Asks a model whether a document fits a query, as Qwen3-Reranker was trained: the score is the softmax of the
-    logits of "yes" and "no" at "yes", 0 to 1."""
+    """Asks a model whether a document fits a query, as Qwen3-Reranker was trained: the score is the probability of
+    "yes" in the softmax of the logits of "yes" and "no"."""
 
     def __init__(self, reader: InputReader) -> None:
         """Raises `ModelLoadError` for a tokenizer without these words."""
@@ -282,7 +281,7 @@ class YesNoScorer:
         truncation: InputTruncation,
         instruction: str | None = None,
     ) -> ScorePlan:
-        """What is cut of a long pair is the end of the document, or the beginning of the query."""
+        """A long pair loses the end of its document, or the beginning of its query."""
         asked = f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: "
         inputs = []
         for index, (query, document) in enumerate(pairs):
@@ -299,8 +298,8 @@ def _softmax_of_yes(logits: Vector) -> float:
 
 
 class CosineScorer:
-    """The cosine of both texts' vectors, each text computed once. They get the folder's prompts for queries and
-    documents, where it has both."""
+    """Scores by the cosine of both texts' vectors; each distinct text is computed once. Uses the folder's prompts for
+    queries and documents if it has both."""
 
     def __init__(self, embedder: Embedder) -> None:
         self._embedder = embedder
@@ -341,7 +340,7 @@ class CosineScorer:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """What a model gives beside text, or instead of it. `embedder` is None if it only ranks."""
+    """A model's vectors and scores. `embedder` is None if the model only ranks."""
 
     embedder: Embedder | None
     scorer: Scorer
@@ -357,7 +356,8 @@ class Pooling:
 
 
 def capabilities(spec: PoolingSpec | None, *, sees: bool = False) -> list[str]:
-    """What a model does, in Ollama's and llama.cpp's words; None is one that pools nothing. `sees` images."""
+    """A model's capabilities, in Ollama's and llama.cpp's words. `spec` is None for a model that does not pool; `sees`
+    says whether it reads images."""
     if spec is None:
         return ["completion", *(["vision"] if sees else [])]
     kinds = {"completion": not spec.is_embedder_only, "embedding": not spec.is_reranker, "rerank": True}
@@ -365,11 +365,11 @@ def capabilities(spec: PoolingSpec | None, *, sees: bool = False) -> list[str]:
 
 
 def check_generates(pooling: Pooling | None, model_name: str) -> None:
-    """Raises `InvalidRequestError` for a model that gives no text."""
+    """Raises `InvalidRequestError` for a model that generates no text."""
     if pooling is not None and pooling.spec.is_embedder_only:
         raise InvalidRequestError(
-            f"{model_name} is an embedding model: it gives vectors at /v1/embeddings, and no text. Send chats and "
-            "completions to another model; GET /v1/models lists them.",
+            f"{model_name} is an embedding model: it gives vectors at /v1/embeddings, and generates no text. Send "
+            "chats and completions to another model; GET /v1/models lists them.",
             "model",
         )
 
@@ -378,18 +378,18 @@ def embedder_of(pooling: Pooling | None, model_name: str) -> Embedder:
     """Raises `InvalidRequestError` for a model that gives no vectors."""
     if pooling is None or pooling.embedder is None:
         raise InvalidRequestError(
-            f"{model_name} is no embedding model: its folder has none of sentence-transformers' files (modules.json). "
-            "Name one that is, or start this one with --pooling last for its last token's hidden state as a vector.",
+            f"{model_name} is no embedding model: its folder has no files of sentence-transformers (modules.json). "
+            "Name an embedding model, or start this one with --pooling last to use its last token's hidden state.",
             "model",
         )
     return pooling.embedder
 
 
 def scorer_of(pooling: Pooling | None, model_name: str) -> Scorer:
-    """Raises `InvalidRequestError` for a model that scores nothing."""
+    """Raises `InvalidRequestError` for a model that gives no scores."""
     if pooling is None:
         raise InvalidRequestError(
-            f"{model_name} ranks nothing: it is neither Qwen3-Reranker nor an embedding model. Name one that is, or "
+            f"{model_name} cannot rank: it is neither Qwen3-Reranker nor an embedding model. Name such a model, or "
             "start this one with --pooling rank if it was trained to answer with yes or no.",
             "model",
         )

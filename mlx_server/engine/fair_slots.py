@@ -1,5 +1,5 @@
-"""Work that many ask for at once: slots that it is done in, given to better tiers first and to the keys of a tier in
-turn; threads of its own, which keep no process from ending; and how much processor time such a thread has used."""
+"""Slots for work that many clients ask for at once, given to better tiers first and to the keys of a tier in turn. Also
+daemon threads for such work, and a clock of the processor time that a thread has used."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mlx_server.errors import QuotaExceededError
 from mlx_server.request import Priority
 
 _SHARE = 8
-"""Of so many slots that are given while a worse tier waits, it gets one."""
+"""A worse tier that waits gets one of so many slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Whose work it is. Keys of one priority take turns."""
+    """The client whose work it is. Keys of one priority take turns."""
 
     key: str = ""
     priority: Priority = Priority.NORMAL
@@ -33,29 +33,29 @@ ANYONE = Asker()
 
 
 class Slot:
-    """A slot that was given. `release` it on every path."""
+    """A slot in use. Call `release` on every path."""
 
     def __init__(self, slots: FairSlots, priority: Priority) -> None:
         self._slots: FairSlots | None = slots
         self._priority = priority
 
     def release(self) -> None:
-        """Gives the slot to whoever is next. Idempotent."""
+        """Passes the slot to the next in line. Idempotent."""
         slots, self._slots = self._slots, None
         if slots is not None:
             slots.take_back(self._priority)
 
 
 class FairSlots:
-    """A bounded number of slots. Event-loop thread only.
+    """A limited number of slots. Event-loop thread only.
 
-    One slot is out of reach of normal priority and worse, and two of low priority, as far as there are so many, so
-    that work which cannot be interrupted never holds all of them against a better tier. Beside that a better tier is
-    first, but for a share.
+    Normal priority cannot use one of the slots, and low priority cannot use two, if there are that many, so that work
+    which cannot be interrupted never keeps all slots from a better tier. Otherwise better tiers come first, except for
+    the share of worse ones.
     """
 
     def __init__(self, num_slots: int, max_num_waiting: int | None = None) -> None:
-        """`max_num_waiting` bounds the new work of one key that waits; None is no bound."""
+        """`max_num_waiting` limits the new work of one key that may wait; None means no limit."""
         self.num_slots = num_slots
         self.max_num_waiting = max_num_waiting
         self._held: Counter[Priority] = Counter()
@@ -73,14 +73,14 @@ class FairSlots:
         return sum(len(queue) for keys in self._waiting.values() for queue in keys.values())
 
     def try_acquire(self, asker: Asker) -> Slot | None:
-        """A slot, if one is free and nobody of this priority waits for it."""
+        """Returns a slot if one is free and no other work of this priority waits."""
         if self._waiting[asker.priority] or not self._has_room(asker.priority):
             return None
         return self._give(asker.priority)
 
     async def acquire(self, asker: Asker, *, is_later: bool = False) -> Slot:
         """Waits for a slot. Raises `QuotaExceededError` if too much of the key's work waits already, unless this
-        `is_later` work of one that had a slot before: what was done for it would be lost."""
+        `is_later` work of a request that has had a slot before: the work done for it would be lost."""
         slot = self.try_acquire(asker)
         if slot is not None:
             return slot
@@ -102,7 +102,7 @@ class FairSlots:
             raise
 
     def take_back(self, priority: Priority) -> None:
-        """For `Slot.release`."""
+        """For `Slot.release` only."""
         self._held[priority] -= 1
         while (following := self._next_priority()) is not None:
             keys = self._waiting[following]
@@ -124,7 +124,7 @@ class FairSlots:
         return num_held < max(1, self.num_slots - priority) and self.num_held < self.num_slots
 
     def _next_priority(self) -> Priority | None:
-        """Who gets the next slot: the best who wait, or the worst who have been passed over often enough."""
+        """Who gets the next slot: the best waiting priority, or the worst one that was passed over often enough."""
         able = [priority for priority in Priority if self._waiting[priority] and self._has_room(priority)]
         if not able:
             return None
@@ -145,14 +145,14 @@ class FairSlots:
 
 _THREAD_BASIC_INFO = 3
 _NUM_INFO_WORDS = 10
-"""Of `struct thread_basic_info` (mach/thread_info.h): seconds and microseconds in user and in system mode, and six
-more that are not looked at."""
+"""Of `struct thread_basic_info` (mach/thread_info.h): seconds and microseconds in user and in system mode, and six more
+that are not used."""
 
 
 def own_clock() -> Callable[[], float]:
-    """A clock of the calling thread's processor time in seconds, which any thread may read while this one lives. Once
-    it has ended, the clock's reading means nothing; it may raise `OSError`."""
-    clock_of = getattr(time, "pthread_getcpuclockid", None)  # macOS has none
+    """A clock of the calling thread's processor time in seconds. Any thread may read it while the calling thread lives;
+    after that, its reading is meaningless, or it raises `OSError`."""
+    clock_of = getattr(time, "pthread_getcpuclockid", None)  # missing on macOS
     return _mach_clock() if clock_of is None else partial(time.clock_gettime, clock_of(threading.get_ident()))
 
 
@@ -177,8 +177,8 @@ T = TypeVar("T")
 
 
 async def in_daemon_thread(function: Callable[[], T], *, stack_bytes: int = 0) -> T:
-    """Like `asyncio.to_thread`, but a cancelled caller leaves nothing that keeps the process from ending. The thread's
-    stack may grow to `stack_bytes`; 0 is as large as usual."""
+    """Like `asyncio.to_thread`, but the thread does not keep the process from ending. Its stack may grow to
+    `stack_bytes`; 0 means the default size."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -193,7 +193,8 @@ async def in_daemon_thread(function: Callable[[], T], *, stack_bytes: int = 0) -
 
 
 def _start(thread: threading.Thread, stack_bytes: int) -> None:
-    """Python has one size for all threads: others that start just now get it, too, which costs address space only."""
+    """Python has one stack size for all threads. Others that start at the same time get it, too, which only takes
+    address space."""
     usual_bytes = threading.stack_size(stack_bytes)
     try:
         thread.start()

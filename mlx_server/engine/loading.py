@@ -1,5 +1,5 @@
-"""A model's names, its weights and its runner, by the settings of a configuration: the same on all ranks that share a
-model."""
+"""Loads a model's weights and makes its runner, as a configuration says, and names the model: the same on all ranks
+that share a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_server.runtime.models.resolve import find_folder
 
 @dataclass(frozen=True, slots=True)
 class PoolRoom:
-    """What `make_runner` is told of the memory: its own words."""
+    """The memory limits of `make_runner`."""
 
     max_num_tokens: int
     kv_limit_bytes: int
@@ -25,12 +25,12 @@ class PoolRoom:
 
 
 def find_model(settings: ModelConfig) -> Path | None:
-    """The folder of a model, which is fetched or converted first if need be; None for random weights. Any thread."""
+    """The folder of a model, which is fetched or converted first if necessary; None for random weights. Any thread."""
     return find_folder(settings.model, settings.dtype, settings.quantize, trust_remote_code=settings.trust_remote_code)
 
 
 def read_model(settings: ModelConfig, folder: Path | None, group: Group | None = None) -> Pieces[LoadedModel]:
-    """`load_in_pieces`."""
+    """`load_in_pieces` with the model's settings."""
     return load_in_pieces(
         settings.model,
         folder,
@@ -44,7 +44,7 @@ def read_model(settings: ModelConfig, folder: Path | None, group: Group | None =
 
 
 def make_model_runner(config: Config, loaded: LoadedModel, room: PoolRoom) -> Pieces[tuple[ModelRunner, RunnerInfo]]:
-    """`make_runner`."""
+    """`make_runner` with the configuration's settings."""
     return make_runner(
         loaded,
         backend=config.model.attention_backend,
@@ -60,8 +60,8 @@ def make_model_runner(config: Config, loaded: LoadedModel, room: PoolRoom) -> Pi
 
 @dataclass(frozen=True, slots=True)
 class ServedNames:
-    """`base` is what the model is called without adapters. `merged` names the adapter that it has for all requests,
-    if that cannot differ by request; else each may name one of `adapters`, or none."""
+    """`base` is the model's name without adapters. `merged` is the adapter that all requests use, if there is one;
+    otherwise each request may name one of `adapters`, or none."""
 
     base: str
     merged: str | None
@@ -69,25 +69,25 @@ class ServedNames:
 
     @property
     def model(self) -> str:
-        """What the model is called that answers requests which name no adapter."""
+        """The name of the model for requests without an adapter."""
         return self.base if self.merged is None else f"{self.base}:{self.merged}"
 
     @property
     def all(self) -> tuple[str, ...]:
-        """The model's, and with each of its adapters."""
+        """The model's name, and its names with each adapter."""
         return self.model, *map(self.with_adapter, self.adapters)
 
     def check(self, adapter: str | None) -> None:
-        """Raises `ModelNotFoundError` for an adapter that the model does not have."""
+        """Raises `ModelNotFoundError` for an unknown adapter."""
         if adapter is not None and adapter not in self.adapters:
-            raise ModelNotFoundError(f"{self.base}:{adapter}", f"What there is of it: {', '.join(self.all)}.")
+            raise ModelNotFoundError(f"{self.base}:{adapter}", f"Available: {', '.join(self.all)}.")
 
     def with_adapter(self, adapter: str | None) -> str:
         return self.model if adapter is None else f"{self.base}:{adapter}"
 
 
 def served_names(settings: ModelConfig, loaded: LoadedModel | None = None) -> ServedNames:
-    """Of the model that is `loaded` already, or of the one to be loaded: reads what an only adapter says of itself."""
+    """The names of a `loaded` model, or of one to be loaded; then this reads the settings of a single adapter."""
     if loaded is not None:
         return ServedNames(settings.name, None, loaded.adapters.names)
     merged = merged_adapter(settings.adapters)

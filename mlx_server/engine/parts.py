@@ -1,4 +1,4 @@
-"""What an engine is made of once its model is loaded."""
+"""The parts of an engine with a loaded model, and how they are loaded and unloaded."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ from mlx_server.kv_disk.disk import KvDisk
 from mlx_server.runtime.executor import MLXExecutor, MLXThread
 from mlx_server.runtime.layers.sharding import Group
 from mlx_server.runtime.model_runner import ModelRunner
-from mlx_server.runtime.models.embedder import read_pooling
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, RunnerInfo, is_gpu, release
+from mlx_server.runtime.pooling import read_pooling
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _CHEAP_ROWS = {True: 32, False: 128}
-"""By whether there is a GPU: rows from which on a product's time grows with their number. Below, a GPU waits for the
-weights, and OpenBLAS for their packing."""
+"""By whether there is a GPU: the number of rows above which the time of a matrix product grows with it. Below that, the
+time goes into reading the weights on a GPU, and into packing them in OpenBLAS."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """Of a model that is loaded. `own_share` is what is booked for it in a budget of its own, if it has one."""
+    """The parts for a loaded model. `own_share` is its share of a memory budget of its own, if it has one."""
 
     loaded: LoadedModel
     runner: ModelRunner
@@ -77,17 +77,17 @@ class EngineParts:
 
     @property
     def guards(self) -> list[MemoryGuard]:
-        """Of each pool."""
+        """The memory guards of all pools."""
         return [self.guard] if self.draft is None else [self.guard, self.draft.guard]
 
     @property
     def kv_bytes(self) -> int:
-        """What all pools take now, recurrent states included."""
+        """The bytes of all pools now, including recurrent states."""
         own_bytes = self.scheduler.blocks.num_blocks * self.info.block_bytes + self.info.state_bytes
         return own_bytes if self.draft is None else own_bytes + self.draft.kv_bytes
 
     async def give_memory(self, num_bytes: int, timeout_s: float) -> int:
-        """As `MemoryGuard` does it, of all pools, the draft model's first."""
+        """As `MemoryGuard.give_memory`, for all pools, the draft model's first."""
         given_bytes = 0
         for guard in reversed(self.guards):
             if given_bytes < num_bytes:
@@ -95,8 +95,8 @@ class EngineParts:
         return given_bytes
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets prefixes cached in memory, not on disk; False, and nothing done, while requests hold blocks.
-        Who holds none of the model holds none of its draft model."""
+        """Forgets the prefixes cached in memory, but not on disk. Returns False, and does nothing, while requests hold
+        blocks. (A request that holds no blocks of the model holds none of its draft model.)"""
         is_reset = self.scheduler.blocks.reset_prefix_cache()
         if is_reset and self.scheduler.disk is not None:
             self.scheduler.disk.saves.forget()
@@ -107,10 +107,10 @@ class EngineParts:
 class Surroundings:
     """What an engine shares with the other engines of the process.
 
-    `is_shared` says whether requests of others run on the device; `on_progress` gets the part of the weights that has
-    been read. `share` is what is booked for the model in the common budget; without one, the engine has all that its
+    `is_shared` says whether other engines' requests run on the device; `on_progress` gets the fraction of the weights
+    that has been read. `share` is the model's share of the common budget; without one, the engine may use all that its
     configuration allows. `watch` watches the memory for all engines; without one, the engine has its own. `ranks` are
-    the machines that its model is spread over.
+    the machines on which the model runs.
     """
 
     thread: MLXThread
@@ -124,12 +124,12 @@ class Surroundings:
 
     @classmethod
     def alone(cls, settings: MemoryConfig) -> Surroundings:
-        """Of an engine that shares nothing: with a new MLX thread, and prefixes on disk if there are to be some. The
-        caller closes them."""
+        """For an engine that shares nothing: a new MLX thread, and the disk tier if it is configured. The caller closes
+        them."""
         return cls(MLXThread(wire_memory=settings.wire_memory), disk=open_configured(settings))
 
     def close(self) -> None:
-        """Ends the MLX thread after all that it was given, other ranks, and the threads of disk and KV events."""
+        """Ends the MLX thread after its pending work, then the other ranks and the threads of disk and KV events."""
         self.thread.stop()
         self.ranks.close()
         if self.events is not None:
@@ -140,7 +140,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class GivenModels:
-    """What is loaded already. A draft model is given with its model only."""
+    """Models that are loaded already. A draft model is only given together with its model."""
 
     model: LoadedModel | None = None
     draft_model: LoadedModel | None = None
@@ -149,10 +149,10 @@ class GivenModels:
 async def load_parts(
     config: Config, around: Surroundings, *, given: GivenModels, max_chunk_tokens: int | None = None
 ) -> EngineParts:
-    """Loads the model of `config` and its draft model, as far as they are not `given`. On the event loop's thread,
-    which it does not block; other models' steps go on meanwhile. Raises `ServeError`, and holds nothing then."""
+    """Loads the model of `config` and its draft model, unless they are `given`. Event-loop thread, without blocking it;
+    other models' steps continue meanwhile. Raises `ServeError`, after it has freed everything."""
     max_seqs, max_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
-    if max_tokens < max_seqs:  # or it would only be found after loading
+    if max_tokens < max_seqs:  # checked before loading
         raise ConfigError(f"--max-num-batched-tokens is {max_tokens}; it must be at least --max-num-seqs, {max_seqs}.")
     share = around.share or await _own_share(config, given)
     try:
@@ -162,15 +162,15 @@ async def load_parts(
             share.release()
         around.ranks.unload()
         trace = error.__traceback__
-        inner = None if trace is None else trace.tb_next  # not this frame, nor those that await it
+        inner = None if trace is None else trace.tb_next  # without this frame and those that await it
         with contextlib.suppress(EngineDeadError):
             await asyncio.wrap_future(around.thread.call(partial(_free_failed_load, error, inner)))
         raise
 
 
 async def unload_parts(parts: EngineParts, thread: MLXThread) -> None:
-    """Frees everything loaded, the last references on the MLX thread, which then clears MLX's cache. The caller has
-    dropped its own."""
+    """Frees everything loaded. The last references are dropped on the MLX thread, which then clears MLX's cache. The
+    caller has dropped its references."""
     parts.executor.close()
     parts.ranks.unload()
     if parts.own_share is not None:
@@ -195,7 +195,7 @@ async def _load_parts(
     loaded = await ranks.load(share.limit_bytes, _load_model(settings, given.model, run, ranks.group))
     limit = settings.max_model_len or loaded.max_model_len
     if limit > loaded.max_model_len:
-        raise ConfigError(f"--max-model-len is {limit}; the model was made for {loaded.max_model_len} tokens.")
+        raise ConfigError(f"--max-model-len is {limit}; the model's limit is {loaded.max_model_len} tokens.")
     text = None
     if loaded.folder is not None:
         text = await asyncio.to_thread(TextTools.load, loaded.folder, loaded.vocab_size, settings)
@@ -207,12 +207,12 @@ async def _load_parts(
         loaded_draft = await load_model_head(config, loaded, share, run)
     room = PoolRoom(config.scheduler.max_num_seqs * limit, share.kv_limit_bytes, share.kv_room_bytes)
     runner, info = await ranks.make_runner(room, run(make_model_runner(config, loaded, room)))
-    weight_bytes = loaded.weight_bytes  # adds up all arrays of the model
+    weight_bytes = loaded.weight_bytes  # once: it adds up all arrays of the model
     kv_bytes = info.num_blocks * info.block_bytes + info.state_bytes
     limits, draft = _limits(config, info, max_chunk_tokens), None
     why_not = None
     if loaded_draft is not None and info.is_recurrent and info.num_spares == 0:
-        why_not = "No memory is left for states behind drafts."
+        why_not = "No memory is left for the recurrent states after drafts."
     elif draft_config is not None and loaded_draft is not None:
         most_tokens = min(config.scheduler.max_num_seqs * limit, info.max_blocks * BLOCK_SIZE)
         try:
@@ -266,7 +266,7 @@ async def _load_parts(
 async def _load_model(
     settings: ModelConfig, given: LoadedModel | None, run: InPieces, group: Group | None
 ) -> LoadedModel:
-    """The model's weights, unless they are given, and what it pools by."""
+    """The model: loaded unless it is given, with its pooling method."""
     if given is None:
         folder = await asyncio.to_thread(find_model, settings)
         loaded: LoadedModel = await run(read_model(settings, folder, group))
@@ -277,7 +277,7 @@ async def _load_model(
 
 
 def _within_pool(limit: int, most_tokens: int) -> int:
-    """The context length: what is wanted, or what the pool can hold."""
+    """The context length: `limit`, or less if the pool cannot hold that."""
     if most_tokens < limit:
         logger.warning(
             "The KV pool can hold %d tokens, so the context is limited to that instead of %d; "
@@ -291,7 +291,7 @@ def _within_pool(limit: int, most_tokens: int) -> int:
 def _pooling(
     loaded: LoadedModel, text: TextTools | None, runner: ModelRunner, max_model_len: int, max_chunk_tokens: int
 ) -> Pooling | None:
-    """What the model gives beside text. An input whose positions see each other must fit one step."""
+    """The model's vectors and scores, if it has them. With bidirectional attention, an input must fit into one step."""
     spec = loaded.pooling
     if spec is None:
         return None
@@ -302,7 +302,8 @@ def _pooling(
 
 
 async def _own_share(config: Config, given: GivenModels) -> MemoryShare:
-    """All of what the configuration allows. Raises `InsufficientMemoryError` if the model does not fit it."""
+    """A share of a budget of its own, with all that the configuration allows. Raises `InsufficientMemoryError` if the
+    model does not fit."""
     if given.model is None:
         need = await asyncio.to_thread(estimate_need, config)
     else:
@@ -311,12 +312,12 @@ async def _own_share(config: Config, given: GivenModels) -> MemoryShare:
 
 
 async def _in_pieces(around: Surroundings, work: Pieces[T]) -> T:
-    """Does `work` on the MLX thread, a call a piece, so that steps of other models come in between."""
+    """Does `work` on the MLX thread, one call for each piece, so that other models' steps run in between."""
 
     def advance() -> float | StopIteration:
         try:
             return next(work)
-        except StopIteration as end:  # no future can carry it as an exception
+        except StopIteration as end:  # futures cannot hold this exception
             return end
 
     try:
@@ -330,7 +331,7 @@ async def _in_pieces(around: Surroundings, work: Pieces[T]) -> T:
 
 
 def _free_failed_load(error: BaseException, inner: TracebackType | None) -> None:
-    """Frees what the load had got so far, which the frames of its tracebacks still hold. MLX thread."""
+    """Frees what was loaded so far, which the frames of the tracebacks still hold. MLX thread."""
     traceback.clear_frames(inner)
     chain = error.__cause__ or error.__context__
     while chain is not None:
@@ -368,7 +369,7 @@ def _make_scheduler(
         store=None if disk is None else disk.records,
     )
     if disk is not None:
-        disk.tell(scheduler.wake)
+        disk.on_change(scheduler.wake)
     if (first := info.first_steps) is not None:
         scheduler.learn(first.num_prompt_tokens, first.prompt_s, first.decode_s)
     return scheduler
@@ -386,7 +387,7 @@ def _limits(config: Config, info: RunnerInfo, max_chunk_tokens: int | None) -> S
         cheap_rows=_CHEAP_ROWS[is_gpu()],
         max_step_s=settings.max_step_ms / 1000.0,
         context_doubling_tokens=info.context_doubling_tokens,
-        # Whoever waits for another's blocks finds no state at the place where the prompts part.
+        # A recurrent model has no state at the place where two prompts part, so waiting for blocks does not help.
         deduplicate_prefixes=not info.is_recurrent,
         queue=QueueLimits(max_num_waiting=settings.max_num_waiting, max_queued_tokens=settings.max_queued_tokens),
         tiers=_tier_limits(config),
@@ -395,7 +396,7 @@ def _limits(config: Config, info: RunnerInfo, max_chunk_tokens: int | None) -> S
 
 
 def _tier_limits(config: Config) -> dict[str, QueueLimits]:
-    """Of the tiers that have bounds of their own; where one has only one of both, the other is the server's."""
+    """The limits of tiers that have their own. If a tier sets only one of the two, the other is the server's."""
     return {
         tier.name: QueueLimits(
             max_num_waiting=tier.max_num_waiting or config.scheduler.max_num_waiting,

@@ -1,4 +1,4 @@
-"""How much may be written a day, so that the SSD lasts."""
+"""How much may be written to the SSD each day."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _SAVE_SHARE = 64
 
 
 class WriteBudget:
-    """A bucket that holds the bytes of one day, and fills up within one. It goes on where the last server left it: what
-    is left is written down at every 64th part, and at the end.
+    """A token bucket that holds one day's bytes and refills within a day. It continues where the last server left off:
+    the state is written after every 64th part of a day's bytes, and at the end.
 
-    64 GB a day: after 64 GB of writes nothing is written until some time has passed; an hour later there are 2.7 GB.
+    With 64 GB a day: after writing 64 GB, nothing is written for a while; an hour later 2.7 GB may be written.
 
-    One thread at a time, but for `write`. A clock that is put back fills nothing, and one that is put forward fills the
-    bucket at most.
+    One thread at a time, except for `write`. If the clock is set back, nothing refills; if it is set forward, the
+    bucket becomes at most full.
     """
 
     def __init__(self, files: Files, bytes_per_day: int, clock: Callable[[], float] = time.time) -> None:
-        """`clock` counts seconds since the epoch. Raises `OSError`."""
+        """`clock` gives the seconds since the epoch. Raises `OSError`."""
         self._files = files
         self._most = float(bytes_per_day)
         self._clock = clock
@@ -41,22 +41,22 @@ class WriteBudget:
         return int(self._left)
 
     def spend(self, num_bytes: int) -> bytes | None:
-        """So much is written. What `write` is to write down of it, if it is time to."""
+        """Books `num_bytes` as written. Returns the state for `write` if it is time to save it."""
         self._left -= num_bytes
         self._unsaved += num_bytes
         return self.state() if self._unsaved >= self._most / _SAVE_SHARE else None
 
     def state(self) -> bytes:
-        """What is left, for `write`."""
+        """The state of the bucket, for `write`."""
         self._unsaved = 0.0
         return json.dumps({"left": self.left, "at_s": self._at_s}).encode()
 
     def write(self, state: bytes) -> None:
-        """Writes a state down. Waits for the disk; raises `OSError`."""
+        """Saves a state. Waits for the disk; raises `OSError`."""
         self._files.replace(_NAME, state)
 
     def _read(self) -> None:
-        """Nothing is known of the last server if its file is gone or broken."""
+        """Continues from the saved state, unless its file is missing or broken."""
         try:
             (text,) = self._files.read(_NAME, [0], 4096)
             saved = json.loads(text)

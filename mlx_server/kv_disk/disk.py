@@ -1,4 +1,4 @@
-"""The tier of one process: threads that read and write records, what bounds them, and what turns them off."""
+"""The disk tier of one process: the threads that read and write records, their limits, and what turns the tier off."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ LOCK = "lock"
 
 _NUM_READERS = 4
 _AUTO_SHARE = 0.1
-"""Of what is free on the disk, or taken by the tier already."""
+"""Share of the bytes that are free on the disk or already used by the tier."""
 
 _LOCK_TIMEOUT_S = 2.0
-"""A server that is restarted may meet the end of the one before."""
+"""When a server is restarted, the old process may not have ended yet."""
 
 _END_TIMEOUT_S = 2.0
-"""For a read or a write that is under way: a disk that hangs does not keep a server from ending."""
+"""How long to wait for a read or a write in progress: a hanging disk does not keep the server from ending."""
 
 MOST_WAITING_BYTES = 128 * 2**20
-"""Of blocks that wait to be written. Others are not saved."""
+"""The most bytes of blocks that wait to be written. Further blocks are not saved."""
 
 BUSY_BYTES_PER_S = 128 * 10**6
-"""The fastest that is written while somebody's answer is computed."""
+"""The most that is written in a second while answers are computed."""
 
 
 @dataclass(slots=True)
 class DiskCounters:
-    """Totals since start, of contents. `num_errors` are the disk's: after the first the tier is off."""
+    """Totals since start, in bytes of content. After the first of `num_errors` errors of the disk the tier is off."""
 
     num_bytes_read: int = 0
     num_bytes_written: int = 0
@@ -54,7 +54,9 @@ class DiskCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class _Write:
+class Write:
+    """A block to be written, rounded if it has a `rounding`. `on_done` is called on the writer's thread in any case."""
+
     space: Space
     digest: bytes
     parent: bytes
@@ -66,25 +68,25 @@ class _Write:
 
 @dataclass(slots=True)
 class _Waiting:
-    """What the writer has to do; with `condition`."""
+    """What the threads have to do; read and changed with `condition` held."""
 
     condition: threading.Condition = field(default_factory=threading.Condition)
-    writes: deque[_Write] = field(default_factory=deque)
-    contents: dict[bytes, memoryview] = field(default_factory=dict)  # by digest, as they were given
+    writes: deque[Write] = field(default_factory=deque)
+    contents: dict[bytes, memoryview] = field(default_factory=dict)  # by digest, as given to `write`
     num_bytes: int = 0
     num_reads: int = 0
     is_closing: bool = False
 
 
 class KvDisk:
-    """Records on disk for all models of a process. Any thread, but for `close`.
+    """Records on disk for all models of a process. Any thread, except for `close`.
 
-    Reads come before writes. The first error that the disk raises turns the tier off for good: from then on nothing is
-    found, read or written, and one line of the log says why.
+    Reads go before writes. The first error of the disk turns the tier off for good: from then on nothing is found, read
+    or written, and one log line says why.
     """
 
     def __init__(self, files: Files, limit_bytes: int, bytes_per_day: int, lock: int | None = None) -> None:
-        """The caller has the folder's lock; `lock` is its descriptor, which `close` closes. Raises `OSError`."""
+        """The caller holds the folder's lock; `close` closes its descriptor `lock`. Raises `OSError`."""
         self.files = files
         self._lock = lock
         self.store = RecordStore(files, limit_bytes)
@@ -109,11 +111,11 @@ class KvDisk:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing waits to be read or written, the scan at the start included."""
+        """Whether nothing waits to be read or written, and the scan at the start is over."""
         return not self._waiting.num_reads and not self._waiting.contents
 
     def has(self, digest: bytes) -> bool:
-        """Whether a block can be read: it is there, or waits to be written."""
+        """Whether a block can be read: it is on the disk or waits to be written."""
         return self.is_on and (digest in self.store or digest in self._waiting.contents)
 
     def is_stored(self, digest: bytes) -> bool:
@@ -127,47 +129,38 @@ class KvDisk:
         is_wanted: Callable[[], bool] = lambda: True,
         rounding: Rounding | None = None,
     ) -> None:
-        """Reads a block, which may be stored with a `rounding`; its content, or None if it cannot be had or is not
-        wanted when its turn comes, comes on a thread of the tier. What waits to be written comes as it was given."""
+        """Reads a block, which may be stored with a `rounding`. `on_done` gets the content on a thread of the tier, or
+        None if it cannot be read or is not wanted when its turn comes. A block that waits to be written is returned as
+        it was given."""
         with self._waiting.condition:
             self._waiting.num_reads += 1
         self._reads.put(lambda: self._read(digest, on_done, is_wanted, rounding))
 
     def room(self, largest: int = 0) -> int:
-        """How many bytes may be given to write now. The `largest` content has room once nothing waits."""
+        """How many bytes `write` takes now. A content as large as `largest` is taken at least when nothing waits."""
         with self._waiting.condition:
             left = min(max(MOST_WAITING_BYTES, largest), self._budget.left) - self._waiting.num_bytes
         return max(0, left) if self.is_on else 0
 
     def set_busy(self, space: Space, is_busy: bool) -> None:
-        """Whether answers of a model are computed just now: then little is written at a time."""
+        """Says whether answers of a model are being computed: then less is written in a second."""
         (self._busy.add if is_busy else self._busy.discard)(space)
 
-    def write(
-        self,
-        space: Space,
-        digest: bytes,
-        parent: bytes,
-        owner: bytes,
-        content: memoryview,
-        on_done: Callable[[], None],
-        rounding: Rounding | None = None,
-    ) -> None:
-        """Lets a block be written, rounded if so, if the budget allows; `on_done` is called on the writer's
-        thread in any case."""
+    def write(self, write: Write) -> None:
+        """Queues a block, which is written if the budget allows."""
         with self._waiting.condition:
-            self._waiting.writes.append(_Write(space, digest, parent, owner, content, on_done, rounding))
-            self._waiting.contents[digest] = content
-            self._waiting.num_bytes += len(content)
+            self._waiting.writes.append(write)
+            self._waiting.contents[write.digest] = write.content
+            self._waiting.num_bytes += len(write.content)
             self._waiting.condition.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until all that was given is written; whether it is."""
+        """Waits until everything that was given is written; whether it is."""
         with self._waiting.condition:
             return self._waiting.condition.wait_for(lambda: not self._waiting.contents or not self.is_on, timeout_s)
 
     def close(self) -> None:
-        """Ends the threads, after the reads and writes that are under way; what waits is not written."""
+        """Ends the threads after the reads and writes in progress; what waits is not written."""
         with self._waiting.condition:
             self._waiting.is_closing = True
             self._waiting.condition.notify_all()
@@ -183,7 +176,7 @@ class KvDisk:
     # --- threads --------------------------------------------------------------------------------------------
 
     def _scan(self) -> None:
-        """Nothing is written meanwhile: it might be there."""
+        """Finds the stored records. Nothing is written meanwhile, since it might exist already."""
         self._tried(self.store.scan)
         with self._waiting.condition:
             self._waiting.num_reads -= 1
@@ -230,13 +223,13 @@ class KvDisk:
                 pause_s = len(write.content) / BUSY_BYTES_PER_S - (time.monotonic() - began_s)
                 time.sleep(max(0.0, pause_s))
 
-    def _next_write(self) -> _Write | None:
+    def _next_write(self) -> Write | None:
         waiting = self._waiting
         with waiting.condition:
             waiting.condition.wait_for(lambda: waiting.is_closing or (waiting.writes and not waiting.num_reads))
             return None if waiting.is_closing else waiting.writes.popleft()
 
-    def _write(self, write: _Write) -> None:
+    def _write(self, write: Write) -> None:
         content = write.content if write.rounding is None else write.rounding.pack(write.content)
         num_bytes = 0 if content is None else len(content)
         with self._waiting.condition:
@@ -246,14 +239,14 @@ class KvDisk:
             with self._waiting.condition:
                 self.counters.num_bytes_written += num_bytes
                 state = self._budget.spend(num_bytes)
-            if state is not None:  # without the lock, which the event loop takes
+            if state is not None:  # without the lock, which the event loop needs
                 self._budget.write(state)
 
     def _tried(self, action: Callable[[], T]) -> T | None:
-        """What `action` gives; None, and the tier is off, if the disk fails."""
+        """The result of `action`; None if the disk fails, which turns the tier off."""
         try:
             return action()
-        except Exception as error:  # whatever it is, who waits for the result must get one
+        except Exception as error:  # any error: a result is waited for
             self.counters.num_errors += 1
             if self.error is None:
                 self.error = str(error)
@@ -263,8 +256,8 @@ class KvDisk:
 
 @dataclass(slots=True)
 class ModelRecords:
-    """What the scheduler of one model sees of the tier: blocks in one space, rounded if so, and in another the
-    recurrent states if it keeps some. `notify` is called on a thread of the tier whenever a read or a write is over."""
+    """What the scheduler of one model sees of the tier: blocks in one space, possibly rounded, and recurrent states, if
+    the model has some, in another. `notify` is called on a thread of the tier after each read and write."""
 
     disk: KvDisk
     space: Space
@@ -274,12 +267,12 @@ class ModelRecords:
 
     @property
     def block_bytes(self) -> int:
-        """In the pool."""
+        """The size of a block in the pool."""
         return self.space.content_bytes if self.rounding is None else self.rounding.num_bytes
 
     @property
     def state_bytes(self) -> int:
-        """0 for a model that keeps none."""
+        """The size of a recurrent state; 0 for a model without them."""
         return 0 if self.states is None else self.states.content_bytes
 
     @property
@@ -293,7 +286,7 @@ class ModelRecords:
         return self.disk.is_quiet
 
     def has(self, digest: bytes) -> bool:
-        """Whether a block can be read, and need not be written."""
+        """Whether a block can be read and need not be written again."""
         return self.disk.has(digest)
 
     def is_stored(self, digest: bytes) -> bool:
@@ -308,7 +301,7 @@ class ModelRecords:
         *,
         is_state: bool = False,
     ) -> None:
-        """Reads a block or a state, if it is wanted still; its content, or None, comes on another thread."""
+        """Reads a block or a state, if it is still wanted; its content, or None, comes on another thread."""
 
         def done(content: memoryview | None) -> None:
             on_done(content)
@@ -317,23 +310,23 @@ class ModelRecords:
         self.disk.read(digest, done, is_wanted, None if is_state else self.rounding)
 
     def room(self) -> int:
-        """How many bytes may be given to write now."""
+        """How many bytes `write` takes now."""
         return self.disk.room(max(self.block_bytes, self.state_bytes))
 
     def write(self, digest: bytes, parent: bytes, owner: bytes, content: memoryview, *, is_state: bool = False) -> None:
-        """Lets a block or a state be written."""
+        """Queues a block or a state to be written."""
         space, rounding = (self.states, None) if is_state else (self.space, self.rounding)
-        assert space is not None, "states have a space where there are some"
-        self.disk.write(space, digest, parent, owner, content, lambda: self.notify(), rounding)
+        assert space is not None, "a model with states has a space for them"
+        self.disk.write(Write(space, digest, parent, owner, content, lambda: self.notify(), rounding))
 
     def set_busy(self, is_busy: bool) -> None:
-        """Whether answers are computed just now."""
+        """Says whether answers are being computed."""
         self.disk.set_busy(self.space, is_busy)
 
 
 def open_disk(folder: Path, size: str, bytes_per_day: int) -> KvDisk | None:
-    """The tier in `folder`, of `size` bytes as a setting has them. None, and a warning, if another server has the
-    folder or if it cannot be used: a server runs without it."""
+    """The tier in `folder`, of `size` bytes as a setting says it. None, and a warning, if another server uses the
+    folder or it cannot be used: a server runs without the tier."""
     lock = None
     try:
         files = Files(folder)

@@ -1,4 +1,4 @@
-"""What the store does to the disk, in one place: tests stand here to tear, flip, refuse and end."""
+"""All access to the disk, in one place: tests replace it to tear writes, flip bits, refuse, and stop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODE = 0o600
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file of the folder. `used_s` is when it was last written or touched, since the epoch."""
+    """A file of the folder; `used_s` is when it was last written or touched, since the epoch."""
 
     name: str
     num_bytes: int
@@ -24,10 +24,11 @@ class FileEntry:
 
 
 class Files:
-    """The files of one folder, which only this user can read. All methods raise `OSError`; any thread."""
+    """The files of one folder that only this user can read. All methods raise `OSError`; any thread."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes the folder. One that is there must be this user's alone already: it may be shared on purpose."""
+        """Creates the folder. An existing folder must already belong to this user alone: it may be shared on purpose,
+        so its mode is not changed."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         stat = folder.stat()
         if stat.st_uid != os.getuid():
@@ -37,7 +38,7 @@ class Files:
         self.folder = folder
 
     def entries(self, suffix: str) -> list[FileEntry]:
-        """Regular files whose names end so, the longest unused first."""
+        """Regular files whose names end in `suffix`, the longest unused first."""
         found = []
         with os.scandir(self.folder) as scan:
             for entry in scan:
@@ -47,17 +48,17 @@ class Files:
         return sorted(found, key=lambda entry: (entry.used_s, entry.name))
 
     def read(self, name: str, offsets: Sequence[int], num_bytes: int) -> list[bytes]:
-        """So many bytes at each offset, fewer where the file ends."""
+        """`num_bytes` bytes at each offset, fewer at the end of the file."""
         with self._opened(name, os.O_RDONLY) as descriptor:
             return [os.pread(descriptor, num_bytes, offset) for offset in offsets]
 
     def create(self, name: str, content: bytes) -> None:
-        """Makes a file, which must not be there."""
+        """Creates a file, which must not exist."""
         os.close(os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, _MODE))
         self.write(name, 0, content)
 
     def write(self, name: str, offset: int, content: bytes | memoryview) -> None:
-        """Writes all of it into a file that is there."""
+        """Writes all of the content into an existing file."""
         left = memoryview(content)
         with self._opened(name, os.O_WRONLY) as descriptor:
             while left:
@@ -65,28 +66,28 @@ class Files:
                 offset, left = offset + num_written, left[num_written:]
 
     def remove(self, name: str) -> None:
-        """Does nothing if the file is gone already."""
+        """Removes a file if it exists."""
         (self.folder / name).unlink(missing_ok=True)
 
     def touch(self, name: str) -> None:
-        """The file counts as used now."""
+        """Marks a file as used now."""
         os.utime(self.folder / name)
 
     def free_bytes(self) -> int:
-        """What this user may still write on the disk."""
+        """Bytes that this user may still write on the disk."""
         stat = os.statvfs(self.folder)
         return stat.f_bavail * stat.f_frsize
 
     def replace(self, name: str, content: bytes) -> None:
-        """Writes a small file whole, or leaves the one there."""
+        """Writes a small file as a whole; if that fails, the old one stays."""
         temporary = f"{name}.new"
         self.remove(temporary)
         self.create(temporary, content)
         os.replace(self.folder / temporary, self.folder / name)
 
     def lock(self, name: str, timeout_s: float = 0.0) -> int | None:
-        """A descriptor that holds the lock of that name until it is closed or the process ends; None if another has it
-        for longer than `timeout_s`."""
+        """A descriptor that holds the lock of that name until it is closed or the process ends; None if another process
+        still has it after `timeout_s`."""
         descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | _FLAGS, _MODE)
         end_s = time.monotonic() + timeout_s
         while True:

@@ -1,4 +1,4 @@
-"""What a model's K/V depend on, as a few bytes: the root of all digests of its blocks."""
+"""What a model's K/V depend on, as a short text: the root of all digests of its blocks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _CHUNK_BYTES = 16 * 2**20
 _PATTERNS = ("*.safetensors", "config.json", "adapter_config.json", "*.py")
 
 
-def fingerprint(folder: Path, files: Files | None = None) -> str:
-    """Of all that a folder says of a model or an adapter: names and contents of its weights, its configuration and its
-    code, but not where it lies. Equal for equal files, and else not.
+def fingerprint(folder: Path, files: Files) -> str:
+    """A digest of the names and contents of a model's or adapter's weights, configuration and code; not of their place.
+    Equal for equal files only.
 
-    All of it is read once: at an SSD's speed, before the weights are loaded, which then come out of the page cache.
-    What a file had is remembered in `files` by its path, size, time and inode. Any thread; raises `OSError`.
+    All files are read once, at an SSD's speed, before the weights are loaded, which then come from the page cache. The
+    digest of a file is remembered in `files` by its path, size, time and inode. Any thread; raises `OSError`.
     """
     known = _remembered(files)
     digest = xxhash.xxh3_128()
@@ -33,14 +33,14 @@ def fingerprint(folder: Path, files: Files | None = None) -> str:
         key = json.dumps([os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino])
         seen[key] = known.get(key) or _content_digest(path)
         digest.update(f"{path.name}\0{seen[key]}\0".encode())
-    if files is not None and not seen.keys() <= known.keys():
+    if not seen.keys() <= known.keys():
         kept = list({**known, **seen}.items())[-_MOST_REMEMBERED:]
         files.replace(_NAME, json.dumps(dict(kept)).encode())
     return digest.hexdigest()
 
 
 def root_key(parts: Iterable[str]) -> str:
-    """One text for several, which none of them can imitate."""
+    """Several texts as one, which no other texts can produce."""
     return json.dumps(list(parts))
 
 
@@ -52,9 +52,7 @@ def _content_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _remembered(files: Files | None) -> dict[str, str]:
-    if files is None:
-        return {}
+def _remembered(files: Files) -> dict[str, str]:
     try:
         (text,) = files.read(_NAME, [0], _MOST_BYTES)
         known = json.loads(text)

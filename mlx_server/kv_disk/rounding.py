@@ -1,4 +1,4 @@
-"""Numbers in 8 bits on disk, where the pool has more."""
+"""Contents stored in 8 bits a number, although the pool has more."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Contents of `num_bytes`, numbers of `dtype` (`float32`, `float16` or `bfloat16`), as one byte each and a float32
-    scale for every 32 of them: 36 bytes instead of 64 or 128. Any thread.
+    """Stores contents of `num_bytes` with numbers of `dtype` (`float32`, `float16` or `bfloat16`) as one byte for each
+    number and one float32 scale for every 32 numbers: 36 bytes instead of 64 or 128. Any thread.
 
-    Of 32 numbers up to 12.7 the scale is 0.1: 3.14159 is stored as 31 and comes back as 3.1.
+    Example: if the largest of 32 numbers is 12.7, the scale is 0.1; 3.14159 is stored as 31 and read as 3.1.
     """
 
     dtype: str
@@ -29,20 +29,20 @@ class Rounding:
         return num_numbers + num_numbers // _GROUP * 4
 
     def pack(self, content: memoryview) -> memoryview | None:
-        """None for a content with numbers that are not finite."""
+        """The stored form of a content; None if it has numbers that are not finite."""
         numbers = self._floats(content).reshape(-1, _GROUP)
         scales = np.abs(numbers).max(axis=1, keepdims=True) / np.float32(_MOST)
         if not np.isfinite(scales).all():
             return None
         codes = np.rint(numbers / np.where(scales == 0.0, np.float32(1.0), scales))
-        codes = codes.clip(-_MOST, _MOST).astype(np.int8)  # scales of the smallest numbers are rounded, too
+        codes = codes.clip(-_MOST, _MOST).astype(np.int8)  # the scale of denormal numbers is rounded, too
         packed = np.empty(self.packed_bytes, np.uint8)
         packed[: codes.size] = codes.reshape(-1).view(np.uint8)
         packed[codes.size :] = scales.reshape(-1).view(np.uint8)
         return packed.data
 
     def unpack(self, packed: memoryview) -> memoryview:
-        """What `pack` has made, as a content."""
+        """The content of a stored form."""
         data = np.frombuffer(packed, np.uint8)
         num_numbers = data.size * _GROUP // (_GROUP + 4)
         numbers = data[:num_numbers].view(np.int8).reshape(-1, _GROUP).astype(np.float32)

@@ -3,9 +3,10 @@
     slab     | header, 4096 bytes | record 0 | record 1 | ...
     record   | header, 128 bytes  | content  | up to the next multiple of 4096
 
-Everything is little endian. A header ends with the CRC-32 of what is before it, and a record's has the XXH3-128 of its
-content: so a torn, flipped or foreign record is none. The digest says what the record holds, down to the weights that
-computed it (`join_disk` makes their root), so nothing on disk is ever wrong, it can only be of no use any more.
+All numbers are little endian. A header ends with the CRC-32 of the bytes before it, and a record's header has the
+XXH3-128 of the content, so a torn, flipped or foreign record is recognised. The digest says what a record holds,
+including the weights that computed it (`join_disk` makes their root). So nothing on disk can be wrong for a model; it
+can only be of no use to any model.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _CRC = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What the records of a slab have in common: the model that they are of, by what its digests are rooted in and by
-    the name that it is served under, and the size of their contents."""
+    """What the records of a slab have in common: the root of their model's digests, the name under which the model is
+    served, and the size of a content."""
 
     root: bytes
     label: str
@@ -40,13 +41,13 @@ class Space:
 
     @property
     def stride(self) -> int:
-        """Bytes from a record to the next."""
+        """Bytes from the start of one record to the next."""
         return -(-(RECORD_HEADER_BYTES + self.content_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class SlabHeader:
-    """`num_slots` records have room."""
+    """The header of a slab with room for `num_slots` records."""
 
     space: Space
     num_slots: int
@@ -55,7 +56,7 @@ class SlabHeader:
         return SLAB_HEADER_BYTES + slot * self.space.stride
 
     def pack(self) -> bytes:
-        """A header's bytes. A label is cut to what has room."""
+        """The header as bytes; a long label is cut to 256 bytes."""
         label = self.space.label.encode()[:256]
         packed = _SLAB.pack(
             _SLAB_MAGIC, FORMAT_VERSION, self.num_slots, self.space.content_bytes, self.space.root, label
@@ -64,7 +65,7 @@ class SlabHeader:
 
     @classmethod
     def unpack(cls, packed: bytes) -> SlabHeader | None:
-        """None for what is no header of this version."""
+        """The header; None if the bytes are not one of this version."""
         if not _is_whole(packed, _SLAB):
             return None
         magic, version, num_slots, content_bytes, root, label = _SLAB.unpack_from(packed)
@@ -75,8 +76,8 @@ class SlabHeader:
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """`digest` is the chained hash of the block and `parent` that of the one before; `owner` stands for who may hit it,
-    if not everyone; `checksum` is the content's."""
+    """`digest` is the block's chained hash, `parent` that of the block before it, `owner` stands for the callers who
+    may hit it (zeros for everyone), and `checksum` is that of the content."""
 
     digest: bytes
     parent: bytes
@@ -99,7 +100,7 @@ class RecordHeader:
 
     @classmethod
     def unpack(cls, packed: bytes | memoryview) -> RecordHeader | None:
-        """None for what is no header of this version."""
+        """The header; None if the bytes are not one of this version."""
         if not _is_whole(packed, _RECORD):
             return None
         magic, version, _, content_bytes, digest, parent, owner, checksum = _RECORD.unpack_from(packed)
@@ -109,7 +110,7 @@ class RecordHeader:
 
 
 def checksum(content: memoryview) -> bytes:
-    """XXH3-128: 16 bytes."""
+    """XXH3-128, as 16 bytes."""
     return xxhash.xxh3_128_digest(content)
 
 

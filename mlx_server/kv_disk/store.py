@@ -1,4 +1,4 @@
-"""All records of one folder: which there are, where the next one goes, and what goes for it."""
+"""All records of one folder: which there are, where the next one goes, and which are evicted for it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mlx_server.kv_disk.files import Files
@@ -23,7 +22,7 @@ from mlx_server.kv_disk.slab import (
 
 MOST_SLAB_BYTES = 256 * 2**20
 _FEWEST_SLABS = 8
-"""The limit is cut into so many slabs at least: one slab is what is given up at a time."""
+"""The limit is divided into at least this many slabs, since a slab is evicted as a whole."""
 
 _TOUCH_S = 60.0
 _HEADERS_AT_A_TIME = 256
@@ -31,7 +30,7 @@ _HEADERS_AT_A_TIME = 256
 
 @dataclass(slots=True, eq=False)
 class _Slab:
-    """`num_bytes` are those of the file, a record that is being written included. `header` is None until it has been
+    """`num_bytes` is the size of the file, including records that are being written. `header` is None until it has been
     read. A slab with users, who read or write it, is not removed."""
 
     name: str
@@ -52,22 +51,22 @@ class _Place:
 
 
 class RecordStore:
-    """Records by digest, in slabs of one folder, which take `limit_bytes` at most at every moment: before a file grows,
-    the slab that was unused for longest goes. Any thread.
+    """Records by digest, in slabs of one folder. All slabs together never take more than `limit_bytes`: before a file
+    grows, the slab that was unused for longest is removed. Any thread.
 
-    What is there when the store is opened is found by `scan`, which may run beside everything else. Nothing needs a
-    clean end: a record that was not written to its end has no valid checksum, its slot is free, and no file is written
-    that says where records are.
+    `scan` finds the records that exist when the store is opened; it may run beside everything else. The store needs no
+    clean shutdown: a record that was not completely written has no valid checksum, so its slot is free, and no index is
+    written.
 
-    Example: 8 MiB, contents of 100,000 bytes: slabs of 1 MiB, each 10 records of 102,400 bytes behind 4,096. The 80th
-    record fills the eighth slab; the 81st would bring the files to 8,302,592 bytes, so the first slab goes, with the
-    ten records in it.
+    Example: 8 MiB, contents of 100,000 bytes: slabs of 1 MiB, each with 10 records of 102,400 bytes after 4,096 bytes
+    of header. The 80th record fills the eighth slab. The 81st would bring the files to 8,302,592 bytes, so the first
+    slab is removed with its ten records.
 
-    Methods raise `OSError` where the disk does, but for a slab that somebody else has removed: its records are gone.
+    Methods raise `OSError` if the disk does. If something else has removed a slab, its records are simply gone.
     """
 
     def __init__(self, files: Files, limit_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """The caller has the folder's lock."""
+        """The caller holds the folder's lock."""
         self.limit_bytes = limit_bytes
         self._files = files
         self._clock = clock
@@ -79,7 +78,8 @@ class RecordStore:
         self._num_bytes = sum(slab.num_bytes for slab in self._slabs.values())
         self.num_evicted = 0
         self.num_bad = 0
-        self.on_change: Callable[[bytes, bool], None] = lambda digest, is_there: None  # with the lock, on any thread
+        # Called with the lock held, on any thread.
+        self.on_change: Callable[[bytes, bool], None] = lambda digest, is_there: None
         with self._lock:
             self._make_room(0)
 
@@ -91,11 +91,11 @@ class RecordStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of all slabs."""
+        """Bytes of all slabs."""
         return self._num_bytes
 
     def entries(self) -> list[tuple[Space, RecordHeader]]:
-        """Every record, as headers tell; those of a slab follow each other. For a store that nobody writes."""
+        """All records by their headers, slab by slab. Nothing may write meanwhile."""
         found = []
         for slab in self._slabs.values():
             header = slab.header
@@ -107,7 +107,8 @@ class RecordStore:
         return found
 
     def delete(self, is_wanted: Callable[[Space, RecordHeader], bool]) -> int:
-        """Deletes records, overwriting their headers; whole slabs go with their last. How many went."""
+        """Deletes the records for which `is_wanted` is true, and overwrites them; empty slabs are removed. Returns how
+        many were deleted."""
         num_deleted = 0
         for slab in list(self._slabs.values()):
             header = slab.header
@@ -127,20 +128,26 @@ class RecordStore:
         return num_deleted
 
     def scan(self, *, removes_broken: bool = True) -> None:
-        """Finds the records of the slabs that were there at the start, the last used slab first. Files that are no
-        slabs of this version go."""
+        """Finds the records of the slabs that existed at the start, the last used slab first. Files that are not slabs
+        of this version are removed."""
         with self._lock:
             unknown = [slab for slab in reversed(self._slabs.values()) if slab.header is None]
         for slab in unknown:
-            with self._used(slab) as is_there:
-                if is_there:
-                    self._scan(slab)
+            with self._lock:
+                if slab.name not in self._slabs:
+                    continue
+                slab.num_users += 1
+            try:
+                self._scan(slab)
+            finally:
+                with self._lock:
+                    slab.num_users -= 1
             with self._lock:
                 if removes_broken and slab.header is None and slab.name in self._slabs:
                     self._remove(slab)
 
     def put(self, space: Space, digest: bytes, parent: bytes, owner: bytes, content: memoryview) -> bool:
-        """Writes a record; False if it is there already, or if there is no room for it even when others go."""
+        """Writes a record; False if it exists already, or if there is no room even after evictions."""
         assert len(content) == space.content_bytes, "records of a space have one size"
         with self._lock:
             place = None if digest in self._index else self._place(space)
@@ -170,8 +177,8 @@ class RecordStore:
         return True
 
     def get(self, digest: bytes) -> memoryview | None:
-        """The content of a record, checked; None if there is none, or if it is not as it was written: then it is gone.
-        Its slab counts as used."""
+        """The checked content of a record; None if it does not exist, or was damaged, which removes it. Its slab counts
+        as used."""
         with self._lock:
             place = self._index.get(digest)
             if place is None:
@@ -198,16 +205,16 @@ class RecordStore:
             self._drop(place, digest)
         return None
 
-    # --- inside; with the lock ------------------------------------------------------------------------------
+    # --- with the lock held ---------------------------------------------------------------------------------
 
     def _place(self, space: Space) -> _Place | None:
-        """A slot for a record, whose bytes count from now on; None if there is no room."""
+        """A slot for a record, whose bytes are booked at once; None if there is no room."""
         slab = next((slab for slab in reversed(self._slabs.values()) if _has_room(slab, space)), None)
         if slab is None:
             slab = self._new_slab(space)
             if slab is None:
                 return None
-        slab.num_users += 1  # it does not go for its own growth
+        slab.num_users += 1  # so that it is not removed for its own growth
         slot = slab.free.pop() if slab.free else slab.num_slots_used
         assert slab.header is not None
         growth = max(0, slab.header.offset(slot + 1) - slab.num_bytes)
@@ -234,7 +241,7 @@ class RecordStore:
         return slab
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Whether the files may grow by so much, after the longest unused ones have gone."""
+        """Whether the files may grow by `num_bytes`, after the longest unused slabs are removed."""
         for slab in list(self._slabs.values()):
             if self._num_bytes + num_bytes <= self.limit_bytes:
                 break
@@ -251,7 +258,7 @@ class RecordStore:
             self._drop(_Place(slab, slot), digest)
 
     def _drop(self, place: _Place, digest: bytes) -> None:
-        """A record is none any more; its slot is free."""
+        """Forgets a record; its slot is free."""
         if self._index.get(digest) == place:
             del self._index[digest]
             self.on_change(digest, False)
@@ -260,28 +267,16 @@ class RecordStore:
             place.slab.free.append(place.slot)
             self.num_bad += place.slab.name in self._slabs
 
-    # --- inside; without it ---------------------------------------------------------------------------------
+    # --- without the lock -----------------------------------------------------------------------------------
 
     def _forget(self, slab: _Slab) -> None:
-        """Somebody has removed the file."""
+        """Something else has removed the file of a slab."""
         with self._lock:
             if slab.name in self._slabs:
                 self._remove(slab)
 
-    @contextmanager
-    def _used(self, slab: _Slab) -> Iterator[bool]:
-        """Keeps a slab that is still there."""
-        with self._lock:
-            is_there = slab.name in self._slabs
-            slab.num_users += is_there
-        try:
-            yield is_there
-        finally:
-            with self._lock:
-                slab.num_users -= is_there
-
     def _scan(self, slab: _Slab) -> None:
-        """Reads the headers of a slab. Without a header of its own, it stays without."""
+        """Reads the headers of a slab. If the file has no valid header, `slab.header` stays None."""
         try:
             (packed,) = self._files.read(slab.name, [0], SLAB_HEADER_BYTES)
             header = SlabHeader.unpack(packed)
@@ -307,7 +302,7 @@ class RecordStore:
             slab.header = header
 
     def _touch(self, slab: _Slab) -> None:
-        """Files are removed in the order of their times after a restart."""
+        """Notes the use in the file's time: after a restart, files are evicted in that order."""
         now = self._clock()
         if now - slab.touched_s >= _TOUCH_S:
             slab.touched_s = now

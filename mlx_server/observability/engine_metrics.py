@@ -1,4 +1,4 @@
-"""What one model's engine counts as it serves, beside the totals of `EngineStats`."""
+"""The histograms and counts of one model's engine, beside the totals of `EngineStats`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import accumulate
 from mlx_server.outputs import EngineStats, ModelRunnerOutput, SchedulerOutput, StepKind
 from mlx_server.request import FinishReason, Priority, Request
 
-# Bounds as vLLM has them, so that its dashboards' quantiles mean the same here.
+# vLLM's bounds, so that the quantiles of its dashboards mean the same here.
 _TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
@@ -35,7 +35,8 @@ _RESIDENCY_S = (
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A histogram's help at /metrics, and its buckets' upper ends; None are lengths, up to the model's context."""
+    """The help of a histogram at /metrics, and the upper ends of its buckets; None for lengths, up to the model's
+    context."""
 
     help: str
     bounds: Sequence[float] | None = None
@@ -59,34 +60,34 @@ HISTOGRAMS = {
     "request_num_preemptions": Shown("Preemptions, by request.", _PREEMPTIONS),
     "iteration_tokens_total": Shown("Tokens computed, by step.", _STEP_TOKENS),
 }
-"""vLLM's histograms that every engine has, by their names without prefix."""
+"""vLLM's histograms that every engine has, without the prefix `vllm:`."""
 
 KV_BLOCK_HISTOGRAMS = {
     "kv_block_lifetime_seconds": "From a KV block's first token to its eviction; of a sample of the blocks.",
     "kv_block_idle_before_evict_seconds": "From its last use to its eviction.",
     "kv_block_reuse_gap_seconds": "Between two uses of what is in it.",
 }
-"""Those of what blocks hold, with their help."""
+"""vLLM's histograms of KV blocks, with their help."""
 
 _NUM_RECENT = 20
 _DECODE_GAIN = 0.1
-"""Weight of the newest step in the average of decode-only steps: it remembers about ten."""
+"""Weight of the newest step in the average of decode-only steps, which so covers about ten steps."""
 
 
 class Histogram:
-    """Counts observations by bucket, as Prometheus does, without its labels and locks: an observation costs next to
-    nothing. Event-loop thread only."""
+    """Counts observations by bucket as Prometheus does, without its labels and locks, so that an observation costs next
+    to nothing. Event-loop thread only."""
 
     __slots__ = ("_counts", "bounds", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds` are the buckets' upper ends, inclusive, ascending; one without an end is added."""
+        """`bounds` are the upper ends of the buckets, inclusive and ascending; a bucket without an end is added."""
         self.bounds = tuple(bounds)
         self.total = 0.0
         self._counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float, num_times: int = 1) -> None:
-        """Counts `value`, or as many observations that all have it."""
+        """Counts `value`, `num_times` times."""
         self._counts[bisect_left(self.bounds, value)] += num_times
         self.total += value * num_times
 
@@ -95,15 +96,15 @@ class Histogram:
         return sum(self._counts)
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Prometheus' buckets: (`le`, observations up to it), the last one being `+Inf`."""
+        """Prometheus' buckets: (`le`, observations up to it); the last one is `+Inf`."""
         names = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
         return list(zip(names, map(float, accumulate(self._counts)), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """Durations are seconds; None for a stage that was never reached. `tpot_s` is the mean over the tokens
-    after the first."""
+    """A finished request. Durations are seconds; None for a stage that was not reached. `tpot_s` is the mean time per
+    token after the first."""
 
     request_id: str
     tier: str
@@ -144,12 +145,11 @@ class _Stay:
 
 
 class KVBlockResidency:
-    """vLLM's three histograms of a block's content: from its first token to its eviction, from its last use to that,
-    and between two uses. Of the blocks that are taken, a share is followed. Event-loop thread only.
-    """
+    """vLLM's three histograms of KV blocks: from a block's first token to its eviction, from its last use to its
+    eviction, and between two uses. A sample of the blocks is followed. Event-loop thread only."""
 
     def __init__(self, share: float, clock: Callable[[], float], seed: int | None = None) -> None:
-        """`share` of the blocks, 0 to 1; times are on `clock`."""
+        """Follows the `share` of the blocks, 0 to 1. `clock` gives the times."""
         self.by_name = {name: Histogram(_RESIDENCY_S) for name in KV_BLOCK_HISTOGRAMS}
         self._share = share
         self._clock = clock
@@ -157,14 +157,14 @@ class KVBlockResidency:
         self._stays: dict[Hashable, _Stay] = {}
 
     def on_taken(self, block: Hashable) -> None:
-        """A request got the block for tokens of its own; what was in it is gone."""
+        """A request took the block for its own tokens; the old content is gone."""
         self.on_evicted(block)
         if self._draw() < self._share:
             now = self._clock()
             self._stays[block] = _Stay(now, now)
 
     def on_hit(self, block: Hashable) -> None:
-        """A request shares what is in the block."""
+        """A request shares the content of the block."""
         stay = self._stays.get(block)
         if stay is not None:
             now = self._clock()
@@ -172,13 +172,13 @@ class KVBlockResidency:
             stay.last_used_s = now
 
     def on_freed(self, block: Hashable) -> None:
-        """No request holds the block any more; its content may be hit until it is evicted."""
+        """No request holds the block any more; its content can be hit until it is evicted."""
         stay = self._stays.get(block)
         if stay is not None:
             stay.last_used_s = self._clock()
 
     def on_evicted(self, block: Hashable) -> None:
-        """What is in the block is lost."""
+        """The content of the block is lost."""
         stay = self._stays.pop(block, None)
         if stay is not None:
             now = self._clock()
@@ -186,22 +186,20 @@ class KVBlockResidency:
             self.by_name["kv_block_idle_before_evict_seconds"].observe(now - stay.last_used_s)
 
     def forget(self) -> None:
-        """The pool is a new one: the blocks that were followed are gone without an eviction."""
+        """The pool is a new one: the followed blocks are gone without an eviction."""
         self._stays.clear()
 
 
 class EngineMetrics:
-    """Histograms and counts over requests, tokens and steps of one model. Event-loop thread only.
+    """Histograms and counts over the requests, tokens and steps of one model. Event-loop thread only.
 
-    They outlive the engine that feeds them: one that loads the model again goes on with the same object, so that
-    counters never fall. `past` are the totals of earlier loads.
-
-    All times are on the scheduler's clock. `by_name` maps vLLM's names, without prefix, to histograms. `rejected`
-    counts refusals by (tier, reason).
+    They outlive the engine: when the model is loaded again, its new engine goes on with the same object, so that
+    counters never fall. `past` has the totals of earlier loads. Times are on the scheduler's clock. `by_name` maps
+    vLLM's names, without prefix, to histograms. `rejected` counts refusals by (tier, reason).
     """
 
     def __init__(self, max_model_len: int, aging_rate: float = 0.0) -> None:
-        """`aging_rate` is the scheduler's, in priority levels a second."""
+        """`aging_rate` is the scheduler's, in priority levels per second."""
         lengths = _one_two_five(max_model_len)
         self.by_name = {
             name: Histogram(lengths if shown.bounds is None else shown.bounds) for name, shown in HISTOGRAMS.items()
@@ -223,11 +221,12 @@ class EngineMetrics:
 
     @property
     def tiers(self) -> list[str]:
-        """Tiers of which a request has run or was refused."""
+        """Tiers with a request that has run or was refused."""
         return sorted({*self.queue_time_by_tier, *(tier for tier, _ in self.rejected)})
 
     def follow_kv_blocks(self, share: float, clock: Callable[[], float]) -> KVBlockResidency:
-        """Follows a share of the KV blocks: its histograms are in `by_name` from now on. Tell the result of blocks."""
+        """Follows a share of the KV blocks; the histograms are in `by_name` from now on. Report blocks to the
+        result."""
         if self.kv_blocks is None:
             self.kv_blocks = KVBlockResidency(share, clock)
             self.by_name |= self.kv_blocks.by_name
@@ -276,7 +275,7 @@ class EngineMetrics:
     # --- requests -------------------------------------------------------------------------------------------
 
     def on_submitted(self, num_samples: int) -> None:
-        """A client's prompt waits now, to be answered that many times."""
+        """A client's prompt was queued, to be answered `num_samples` times."""
         self._observe("request_params_n", num_samples)
 
     def on_rejected(self, tier: str, reason: str) -> None:
@@ -284,7 +283,7 @@ class EngineMetrics:
         self.rejected[tier, reason] += 1
 
     def on_finished(self, request: Request, reason: FinishReason, now: float) -> RequestSummary:
-        """The request has ended, in any way and at any stage; its summary."""
+        """The request has ended, for any reason and at any stage. Returns its summary."""
         summary = summarize(request, reason, now)
         self.finished[reason] += 1
         self._observe_request(request, summary, now)

@@ -1,5 +1,5 @@
-"""What the server writes to standard error: lines for people, or JSON for machines, of every logger alike. Standard
-streams that go away (a pipe whose reader has left, a closed terminal, a full disk) do not end the server."""
+"""Logs on standard error: text lines, or JSON, for all loggers. A standard stream that goes away (a pipe whose reader
+has left, a closed terminal, a full disk) does not end the server."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _FIELDS = "fields"
 
 
 def set_up_logging(level: str, form: str) -> None:
-    """Makes every record of `level` and above a line on standard error: `text`, or `json`. Once a process."""
+    """Writes every record of `level` and above to standard error, as `text` or `json`. Call it once per process."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter(_TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def log_event(logger: logging.Logger, event: str, fields: Mapping[str, Any]) -> None:
-    """A record with `fields` of its own: members of the JSON object, or `name=value` after the text."""
+    """Logs an event with `fields`: members of the JSON object, or `name=value` after the text."""
     logger.info(event, extra={_FIELDS: fields})
 
 
@@ -39,8 +39,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: `time` (UTC), `level`, `logger`, `message`, the record's own fields, and the traceback as
-    `exception` where there is one."""
+    """One object per line: `time` (UTC), `level`, `logger`, `message`, the record's fields, and `exception` with the
+    traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -63,20 +63,20 @@ def _shown(value: Any) -> str:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process at once, without waiting for its threads."""
+    """Ends the process at once, without waiting for threads."""
     logging.shutdown()
     os._exit(status)
 
 
 def survive_lost_streams() -> None:
-    """From now on nothing that is written to `sys.stdout` or `sys.stderr` fails: a server does not end because nobody
-    reads its log. Closed descriptors 0 to 2 are opened to nowhere, so that no socket gets their numbers and with them
-    what libraries print. Once, at the start of a process."""
+    """From now on, writing to `sys.stdout` or `sys.stderr` never fails: a server does not end because nobody reads its
+    log. If descriptors 0 to 2 are closed, they are opened to nowhere, so that no socket gets their numbers and receives
+    what libraries print. Call it once, at the start of a process."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number, which is this one
     sys.stdout = _surviving(sys.stdout, 1)
     sys.stderr = _surviving(sys.stderr, 2)
 

@@ -1,6 +1,7 @@
-"""What Prometheus scrapes, as one table: vLLM's series for every dashboard and router, and ours.
+"""What `/metrics` shows, as one table: vLLM's series, so that its dashboards and routers work, and our own.
 
-What this server cannot do stands at zero (external caches, media caches), so that expressions about it have data.
+Series of what this server does not have (external caches, media caches) are zero, so that expressions with them have
+data.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, core, generate_latest
 from prometheus_client.registry import Collector
@@ -24,10 +26,10 @@ from mlx_server.request import FinishReason
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 _ENGINE = "0"
-"""vLLM numbers the data-parallel engines of a model; here each model has one."""
+"""vLLM's label for the number of a data-parallel engine; here each model has one engine."""
 
 _CACHES = ("device", "host", "p2p", "disk", "external_unspecified")
-"""Where vLLM finds cached blocks; ours are on the device, or on disk."""
+"""vLLM's places of cached blocks; ours are on the device or on disk."""
 
 _QUEUE_LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")
 
@@ -38,19 +40,12 @@ _REASONS = (
     QueueTimeoutError.reason,
     ContextLengthError.reason,
 )
-"""Why requests are refused before they run: the server's queue, a tier's limit, time, size."""
-
-_METRICS: Mapping[str, Any] = {
-    "gauge": core.GaugeMetricFamily,
-    "counter": core.CounterMetricFamily,
-    "histogram": core.HistogramMetricFamily,
-    "summary": core.SummaryMetricFamily,
-}
+"""Why requests are refused before they run: limits of the server's queue or of a tier, a timeout, or their length."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """One model at the moment of a scrape. One that has been unloaded keeps its counters."""
+    """One model at the time of a scrape. An unloaded model keeps its counters."""
 
     model_name: str
     stats: EngineStats
@@ -63,30 +58,28 @@ Readings = Sequence[EngineReading]
 Labels = tuple[str, ...]
 Value = float | Histogram
 Found = Value | Mapping[str, float] | Mapping[str, Histogram] | Mapping[Labels, float]
-Source = TypeVar("Source")
 
 
 @dataclass(frozen=True, slots=True)
-class Family(Generic[Source]):
-    """A family of series.
+class Family:
+    """A metric, which may have several series.
 
-    `name` may end with its own labels in braces; a counter's is without the `_total` that its series have.
-    `read` is what to read of a source: a path of attributes, or a function. It gives one value, or with labels a
-    mapping from each label's value, from a tuple of values where there are several labels. A histogram is shown as
-    one, or as a summary.
+    `name` may end with the metric's own labels in braces; a counter's is without the `_total` of its series. `read`
+    reads a source: a path of attributes, or a function. It gives one value, or for a metric with labels a mapping from
+    label values (a tuple if there are several labels) to values. A `Histogram` is shown as a histogram or as a summary.
     """
 
-    kind: Literal["gauge", "counter", "histogram", "summary"]
+    kind: Callable[..., core.Metric]
     name: str
     help: str
-    read: str | Callable[[Source], Found]
+    read: str | Callable[[Any], Found]
 
-    def metric(self, sources: Mapping[Labels, Source], source_labels: Labels = ()) -> core.Metric:
-        """All of its series, of `sources` by their values of `source_labels`."""
+    def metric(self, sources: Mapping[Labels, Any], source_labels: Labels = ()) -> core.Metric:
+        """All series of the metric; `sources` are keyed by their values of `source_labels`."""
         name, _, own_labels = self.name.rstrip("}").partition("{")
         labels = (*source_labels, *filter(None, own_labels.split(",")))
         read = attrgetter(self.read) if isinstance(self.read, str) else self.read
-        metric: core.Metric = _METRICS[self.kind](name, self.help, labels=labels)
+        metric = self.kind(name, self.help, labels=labels)
         for source_values, source in sources.items():
             for own_values, value in _by_labels(read(source)):
                 self._add(metric, (*source_values, *own_values), value)
@@ -95,7 +88,7 @@ class Family(Generic[Source]):
     def _add(self, metric: Any, values: Labels, value: Value) -> None:
         if not isinstance(value, Histogram):
             metric.add_metric(values, value)
-        elif self.kind == "summary":
+        elif self.kind is core.SummaryMetricFamily:
             metric.add_metric(values, value.count, value.total)
         else:
             metric.add_metric(values, value.cumulative(), value.total)
@@ -110,8 +103,8 @@ def _by_labels(found: Found) -> Iterator[tuple[Labels, Value]]:
 
 
 def render(readings: Readings, others: Mapping[str, Any] = MappingProxyType({})) -> bytes:
-    """The exposition of all models, loaded ones first and else in the order given (routers that read one number a
-    server take the first), then of `others`, from which `SERVER_SERIES` reads by these names; None is nothing."""
+    """The exposition of all models, loaded ones first (routers that read one number per server read the first), and
+    then of `others`, which `SERVER_SERIES` reads by name; None is skipped."""
     return generate_latest(_Scrape(sorted(readings, key=lambda reading: not reading.is_loaded), others))
 
 
@@ -145,7 +138,7 @@ def _queue_refusals(readings: Readings) -> dict[Labels, float]:
 
 
 def _adapters(readings: Readings) -> dict[Labels, float]:
-    """All adapters of all models in one series: a router that looks for one reads any."""
+    """All adapters of all models in one series, since routers look for one series only."""
     stats = [reading.stats for reading in readings]
     running = ",".join(name for stat in stats for name in stat.running_adapters)
     waiting = ",".join(name for stat in stats for name in stat.waiting_adapters)
@@ -153,7 +146,7 @@ def _adapters(readings: Readings) -> dict[Labels, float]:
 
 
 def _cache_config(reading: EngineReading) -> dict[Labels, float]:
-    """vLLM's labels, and the model's name: with several models there is a series for each."""
+    """vLLM's labels."""
     num_blocks = reading.stats.max_tokens // BLOCK_SIZE
     return {(str(BLOCK_SIZE), str(num_blocks), str(reading.is_prefix_caching)): 1.0}
 
@@ -164,9 +157,15 @@ def _blocks_by_state(reading: EngineReading) -> dict[str, float]:
     return {"used": used, "free": stats.num_free_blocks, "cached": stats.num_cached_blocks}
 
 
-def _vllm_histogram(name: str, help: str) -> Family[EngineReading]:
-    """vLLM's histogram of this name."""
-    return Family("histogram", f"vllm:{name}", help, lambda reading: reading.metrics.by_name[name])
+def _vllm_histogram(name: str, help: str) -> Family:
+    """vLLM's histogram with this name."""
+    return histogram(f"vllm:{name}", help, lambda reading: reading.metrics.by_name[name])
+
+
+gauge = partial(Family, core.GaugeMetricFamily)
+counter = partial(Family, core.CounterMetricFamily)
+histogram = partial(Family, core.HistogramMetricFamily)
+summary = partial(Family, core.SummaryMetricFamily)
 
 
 def _zero(reading: EngineReading) -> float:
@@ -181,37 +180,32 @@ def _loads(models: Iterable[Any]) -> dict[Labels, float]:
     return {(model.name, result): number for model in models for result, number in model.loads.items()}
 
 
-VLLM_SERIES: tuple[Family[EngineReading], ...] = (
-    Family("gauge", "vllm:num_requests_running", "Requests in the running batch.", "stats.num_running"),
-    Family("gauge", "vllm:num_requests_waiting", "Requests that wait for a place in the batch.", "stats.num_waiting"),
-    Family(
-        "gauge",
+VLLM_SERIES: tuple[Family, ...] = (
+    gauge("vllm:num_requests_running", "Requests in the running batch.", "stats.num_running"),
+    gauge("vllm:num_requests_waiting", "Requests waiting to run.", "stats.num_waiting"),
+    gauge(
         "vllm:num_requests_waiting_by_reason{reason}",
-        "Waiting requests: for room, or for a prefix that another request is computing.",
+        "Waiting requests: for room (capacity), or for a prefix that another request computes (deferred).",
         lambda r: {"capacity": r.stats.num_waiting - r.stats.num_deferred, "deferred": r.stats.num_deferred},
     ),
-    Family(
-        "gauge",
+    gauge(
         "vllm:kv_cache_usage_perc",
-        "Share of the KV blocks that requests hold, 0 to 1; cached ones that no request holds count as free.",
+        "Share of the KV blocks that requests hold, 0 to 1; idle cached blocks count as free.",
         "stats.kv_usage",
     ),
-    Family(
-        "gauge",
+    gauge(
         "vllm:engine_sleep_state{sleep_state}",
-        "1 for the state that the model is in; one that was unloaded has discarded all.",
+        "1 for the state of the model; an unloaded model is in discard_all.",
         lambda r: {"awake": r.is_loaded, "weights_offloaded": 0, "discard_all": not r.is_loaded},
     ),
-    Family(
-        "gauge",
+    gauge(
         "vllm:cache_config_info{block_size,num_gpu_blocks,enable_prefix_caching}",
         "Shape of a model's KV pool.",
         _cache_config,
     ),
-    Family("counter", "vllm:prompt_tokens", "Prompt tokens received.", "stats.num_prompt_tokens"),
-    Family("counter", "vllm:generation_tokens", "Tokens generated.", "stats.num_generated_tokens"),
-    Family(
-        "counter",
+    counter("vllm:prompt_tokens", "Prompt tokens received.", "stats.num_prompt_tokens"),
+    counter("vllm:generation_tokens", "Tokens generated.", "stats.num_generated_tokens"),
+    counter(
         "vllm:prompt_tokens_by_source{source}",
         "Prompt tokens, by where their K/V came from.",
         lambda r: {
@@ -220,37 +214,34 @@ VLLM_SERIES: tuple[Family[EngineReading], ...] = (
             "external_kv_transfer": 0,
         },
     ),
-    Family("counter", "vllm:prompt_tokens_cached", "Prompt tokens from the cache.", "stats.num_prompt_tokens_cached"),
-    Family(
-        "counter",
+    counter("vllm:prompt_tokens_cached", "Prompt tokens from the cache.", "stats.num_prompt_tokens_cached"),
+    counter(
         "vllm:prompt_tokens_cached_by_source{source}",
-        "Prompt tokens that the prefix cache served, by where their blocks were.",
+        "Prompt tokens from the prefix cache, by where their blocks were.",
         lambda r: {
             **dict.fromkeys(_CACHES, 0),
             "device": r.stats.num_prompt_tokens_cached - r.stats.num_prompt_tokens_from_disk,
             "disk": r.stats.num_prompt_tokens_from_disk,
         },
     ),
-    Family("counter", "vllm:prefix_cache_queries", "Tokens looked up in the cache.", "stats.num_prefix_query_tokens"),
-    Family("counter", "vllm:prefix_cache_hits", "Tokens found in the cache.", "stats.num_prefix_hit_tokens"),
-    Family("counter", "vllm:external_prefix_cache_queries", "Lookups in other servers' caches; none here.", _zero),
-    Family("counter", "vllm:external_prefix_cache_hits", "Hits in other servers' caches; none here.", _zero),
-    Family("counter", "vllm:mm_cache_queries", "Lookups in a cache of media; none here.", _zero),
-    Family("counter", "vllm:mm_cache_hits", "Hits in a cache of media; none here.", _zero),
-    Family("counter", "vllm:num_preemptions", "Preemptions.", "stats.num_preemptions"),
-    Family(
-        "counter",
+    counter("vllm:prefix_cache_queries", "Tokens looked up in the cache.", "stats.num_prefix_query_tokens"),
+    counter("vllm:prefix_cache_hits", "Tokens found in the cache.", "stats.num_prefix_hit_tokens"),
+    counter("vllm:external_prefix_cache_queries", "Lookups in other servers' caches; none here.", _zero),
+    counter("vllm:external_prefix_cache_hits", "Hits in other servers' caches; none here.", _zero),
+    counter("vllm:mm_cache_queries", "Lookups in a cache of media; none here.", _zero),
+    counter("vllm:mm_cache_hits", "Hits in a cache of media; none here.", _zero),
+    counter("vllm:num_preemptions", "Preemptions.", "stats.num_preemptions"),
+    counter(
         "vllm:request_success{finished_reason}",
-        "Requests that have ended, by reason.",
+        "Finished requests, by reason.",
         lambda r: {**{reason.value: r.metrics.finished[reason] for reason in FinishReason}, "repetition": 0},
     ),
-    Family("counter", "vllm:spec_decode_num_drafts", "Steps of a request that carried drafts.", "stats.num_drafts"),
-    Family("counter", "vllm:spec_decode_num_draft_tokens", "Tokens drafted.", "stats.num_draft_tokens"),
-    Family("counter", "vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.", "stats.num_accepted_tokens"),
-    Family(
-        "counter",
+    counter("vllm:spec_decode_num_drafts", "Steps of a request with drafts.", "stats.num_drafts"),
+    counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", "stats.num_draft_tokens"),
+    counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.", "stats.num_accepted_tokens"),
+    counter(
         "vllm:spec_decode_num_accepted_tokens_per_pos{position}",
-        "Drafted tokens accepted, by their place in the draft.",
+        "Drafted tokens accepted, by position in the draft.",
         lambda r: {"0": 0} | {str(place): count for place, count in r.stats.num_accepted_by_place.items()},
     ),
     *(_vllm_histogram(name, shown.help) for name, shown in HISTOGRAMS.items()),
@@ -258,92 +249,60 @@ VLLM_SERIES: tuple[Family[EngineReading], ...] = (
 
 VLLM_KV_BLOCK_SERIES = tuple(_vllm_histogram(name, help) for name, help in KV_BLOCK_HISTOGRAMS.items())
 
-OWN_SERIES: tuple[Family[EngineReading], ...] = (
-    Family(
-        "histogram",
+OWN_SERIES: tuple[Family, ...] = (
+    histogram(
         "mlx_serve:queue_time_seconds{tier}",
-        "Wait for the first step, by tier.",
+        "Time until the first step, by tier.",
         "metrics.queue_time_by_tier",
     ),
-    Family(
-        "counter",
+    counter(
         "mlx_serve:preemptions{tier}",
         "Preemptions, by tier.",
         lambda r: {**dict.fromkeys(r.metrics.tiers, 0), **r.stats.preemptions_by_tier},
     ),
-    Family(
-        "counter",
+    counter(
         "mlx_serve:aging_promotions{tier}",
-        "Requests that had waited long enough to rank with a better tier's when they first ran.",
+        "Requests that had aged by at least one priority level when they first ran.",
         lambda r: {tier: r.metrics.promoted_by_tier[tier] for tier in r.metrics.tiers},
     ),
-    Family("counter", "mlx_serve:admission_rejections{tier,reason}", "Requests refused before they ran.", _refusals),
-    Family("counter", "mlx_serve:steps", "Steps scheduled.", "stats.num_steps"),
-    Family(
-        "counter",
-        "mlx_serve:recomputed_tokens",
-        "Tokens of prompts and outputs computed again after a preemption.",
-        "stats.num_tokens_recomputed",
-    ),
-    Family("counter", "mlx_serve:model_calls", "Calls of the model.", "stats.num_model_calls"),
-    Family("counter", "mlx_serve:images_encoded", "Calls of the vision encoder.", "stats.num_images_encoded"),
-    Family(
-        "histogram",
+    counter("mlx_serve:admission_rejections{tier,reason}", "Requests refused before they ran.", _refusals),
+    counter("mlx_serve:steps", "Steps scheduled.", "stats.num_steps"),
+    counter("mlx_serve:recomputed_tokens", "Tokens computed again after a preemption.", "stats.num_tokens_recomputed"),
+    counter("mlx_serve:model_calls", "Calls of the model.", "stats.num_model_calls"),
+    counter("mlx_serve:images_encoded", "Calls of the vision encoder.", "stats.num_images_encoded"),
+    histogram(
         "mlx_serve:step_time_seconds{kind}",
-        "Time of a step, by what it computes: outputs (decode), prompts (prefill) or both (mixed).",
+        "Step time, by what the step computes: decode, prefill or both (mixed).",
         lambda r: {kind.value: times for kind, times in r.metrics.step_time_by_kind.items()},
     ),
-    Family(
-        "counter",
+    counter(
         "mlx_serve:prefill_stall_seconds",
-        "Time that prompts added to steps that also decode, over the average step that only decodes.",
+        "Time of mixed steps beyond that of an average decode-only step.",
         "metrics.prefill_stall_s",
     ),
-    Family("counter", "mlx_serve:busy_seconds", "Time in steps.", "stats.busy_time_s"),
-    Family(
-        "counter",
-        "mlx_serve:idle_seconds",
-        "Time between steps while a running request waited: divided by busy and idle time, the device's idle share.",
-        "stats.idle_time_s",
-    ),
-    Family(
-        "gauge",
+    counter("mlx_serve:busy_seconds", "Time in steps.", "stats.busy_time_s"),
+    counter("mlx_serve:idle_seconds", "Time between steps while requests were running.", "stats.idle_time_s"),
+    gauge(
         "mlx_serve:model_memory_bytes{use}",
         "Memory of a model, by use.",
         lambda r: {"weights": r.stats.weight_bytes, "kv_pool": r.stats.kv_pool_bytes},
     ),
-    Family("gauge", "mlx_serve:kv_pool_blocks", "Blocks of the KV pool.", "stats.num_blocks"),
-    Family("gauge", "mlx_serve:kv_pool_max_blocks", "Blocks that the KV pool may grow to.", "stats.max_num_blocks"),
-    Family(
-        "gauge",
+    gauge("mlx_serve:kv_pool_blocks", "Blocks of the KV pool.", "stats.num_blocks"),
+    gauge("mlx_serve:kv_pool_max_blocks", "Blocks that the KV pool may grow to.", "stats.max_num_blocks"),
+    gauge(
         "mlx_serve:memory_pressure_level",
-        "Percentage of full memory that is answered now: 85 gives idle blocks back, 92 holds admission, 97 preempts.",
+        "Threshold of memory use that is exceeded: 85 frees idle blocks, 92 holds admission, 97 preempts.",
         "stats.pressure_level",
     ),
-    Family(
-        "gauge", "mlx_serve:kv_blocks{state}", "KV blocks, by state; unused cached ones are free.", _blocks_by_state
-    ),
-    Family(
-        "gauge", "mlx_serve:state_checkpoints", "Recurrent states kept for prefixes.", "stats.num_state_checkpoints"
-    ),
-    Family(
-        "counter",
-        "mlx_serve:prefix_cache_evictions",
-        "Cached blocks taken for new content.",
-        "stats.num_block_evictions",
-    ),
-    Family("counter", "mlx_serve:draft_errors", "Failures that ended drafting by a model.", "stats.num_draft_errors"),
-    Family("counter", "mlx_serve:kv_disk_loads", "Prefixes that began to be loaded from disk.", "stats.num_disk_loads"),
-    Family(
-        "counter",
-        "mlx_serve:kv_disk_load_seconds",
-        "Time that prefixes took from disk into the pool.",
-        "stats.disk_load_time_s",
-    ),
-    Family(
-        "counter",
+    gauge("mlx_serve:kv_blocks{state}", "KV blocks, by state; cached ones are free, too.", _blocks_by_state),
+    gauge("mlx_serve:state_checkpoints", "Recurrent states kept for prefixes.", "stats.num_state_checkpoints"),
+    counter("mlx_serve:prefix_cache_evictions", "Cached blocks reused.", "stats.num_block_evictions"),
+    counter("mlx_serve:draft_errors", "Failures of draft models.", "stats.num_draft_errors"),
+    counter("mlx_serve:kv_disk_loads", "Loads of prefixes from disk.", "stats.num_disk_loads"),
+    counter("mlx_serve:kv_disk_load_seconds", "Time of loads from disk.", "stats.disk_load_time_s"),
+    counter(
         "mlx_serve:kv_disk_blocks{result}",
-        "KV blocks between pool and disk: loaded, given up and computed, saved, or lost since more came than may wait.",
+        "KV blocks between pool and disk: loaded, computed instead, saved, or dropped since the queue was full.",
         lambda r: {
             "loaded": r.stats.num_blocks_loaded,
             "not_loaded": r.stats.num_blocks_not_loaded,
@@ -351,13 +310,12 @@ OWN_SERIES: tuple[Family[EngineReading], ...] = (
             "not_saved": r.stats.num_blocks_not_saved,
         },
     ),
-    Family("counter", "mlx_serve:kv_pool_growths", "Times the KV pool grew.", "stats.num_pool_growths"),
-    Family("counter", "mlx_serve:kv_pool_cuts", "Times the KV pool was cut.", "stats.num_pool_cuts"),
-    Family("counter", "mlx_serve:kv_blocks_moved", "Blocks moved to cut the pool.", "stats.num_blocks_moved"),
-    Family(
-        "counter",
+    counter("mlx_serve:kv_pool_growths", "Times the KV pool grew.", "stats.num_pool_growths"),
+    counter("mlx_serve:kv_pool_cuts", "Times the KV pool was cut.", "stats.num_pool_cuts"),
+    counter("mlx_serve:kv_blocks_moved", "Blocks moved to cut the pool.", "stats.num_blocks_moved"),
+    counter(
         "mlx_serve:memory_pressure_actions{action}",
-        "What was done because memory ran short: pools cut, admission held, requests preempted.",
+        "Actions under memory pressure: pools cut, admission held, requests preempted.",
         lambda r: {
             "cut": r.stats.num_pressure_cuts,
             "hold": r.stats.num_pressure_holds,
@@ -366,85 +324,75 @@ OWN_SERIES: tuple[Family[EngineReading], ...] = (
     ),
 )
 
-ALL_MODELS_SERIES: tuple[Family[Readings], ...] = (
-    Family(
-        "gauge",
+ALL_MODELS_SERIES: tuple[Family, ...] = (
+    gauge(
         "vllm:lora_requests_info{max_lora,running_lora_adapters,waiting_lora_adapters}",
-        "Adapters in use and waited for, by the names that clients use. The value is the time.",
+        "Adapters of running and waiting requests, as clients name them. The value is the time.",
         _adapters,
     ),
-    Family(
-        "counter",
+    counter(
         "vllm:admission_rejections{model_name,reason}",
         "Requests refused at a limit of the server's queue.",
         _queue_refusals,
     ),
 )
 
-SERVER_SERIES: Mapping[str, tuple[Family[Any], ...]] = {
+SERVER_SERIES: Mapping[str, tuple[Family, ...]] = {
     "models": (
-        Family("gauge", "mlx_serve:model_state{model_name,state}", "1 for the model's state.", _states),
-        Family("counter", "mlx_serve:model_loads{model_name,result}", "Loads that have ended, by result.", _loads),
+        gauge("mlx_serve:model_state{model_name,state}", "1 for the model's state.", _states),
+        counter("mlx_serve:model_loads{model_name,result}", "Finished loads, by result.", _loads),
     ),
     "kv_disk": (
-        Family("gauge", "mlx_serve:kv_disk_on", "1 while prefixes are kept on disk, 0 after an error.", "is_on"),
-        Family("gauge", "mlx_serve:kv_disk_bytes", "Bytes of the files of prefixes.", "store.num_bytes"),
-        Family("gauge", "mlx_serve:kv_disk_limit_bytes", "The most that they may have.", "store.limit_bytes"),
-        Family("gauge", "mlx_serve:kv_disk_records", "KV blocks on disk.", lambda disk: len(disk.store)),
-        Family(
-            "counter",
+        gauge("mlx_serve:kv_disk_on", "1 while prefixes are kept on disk, 0 after an error.", "is_on"),
+        gauge("mlx_serve:kv_disk_bytes", "Bytes of the files of prefixes.", "store.num_bytes"),
+        gauge("mlx_serve:kv_disk_limit_bytes", "Limit of these bytes.", "store.limit_bytes"),
+        gauge("mlx_serve:kv_disk_records", "KV blocks on disk.", lambda disk: len(disk.store)),
+        counter(
             "mlx_serve:kv_disk_transferred_bytes{direction}",
             "Bytes of KV blocks read and written.",
             lambda disk: {"read": disk.counters.num_bytes_read, "write": disk.counters.num_bytes_written},
         ),
-        Family(
-            "counter",
+        counter(
             "mlx_serve:kv_disk_lost_records{reason}",
-            "KV blocks on disk that made room for others, or were not as they were written.",
+            "KV blocks on disk that were evicted, or found damaged.",
             lambda disk: {"evicted": disk.store.num_evicted, "damaged": disk.store.num_bad},
         ),
-        Family("counter", "mlx_serve:kv_disk_errors", "Errors of the disk.", "counters.num_errors"),
+        counter("mlx_serve:kv_disk_errors", "Errors of the disk.", "counters.num_errors"),
     ),
     "sleep": (
-        Family(
-            "histogram",
+        histogram(
             "vllm:sleep_mode_operation_duration_seconds{operation}",
-            "Time that going to sleep or waking took, failed ones included.",
+            "Duration of sleeps and wakes, failed ones included.",
             "durations",
         ),
-        Family("gauge", "vllm:sleep_mode_operations_in_flight{operation}", "Sleeps and wakes under way.", "in_flight"),
+        gauge("vllm:sleep_mode_operations_in_flight{operation}", "Sleeps and wakes in progress.", "in_flight"),
     ),
     "http": (
-        Family("counter", "http_requests{handler,method,status}", "HTTP requests, by route and status.", "counts"),
-        Family(
-            "histogram",
+        counter("http_requests{handler,method,status}", "HTTP requests, by route and status.", "counts"),
+        histogram(
             "http_request_duration_seconds{handler,method}",
-            "From the request's head to the answer's last byte, by route.",
+            "Time from the request's head to the answer's last byte, by route.",
             "durations",
         ),
-        Family("histogram", "http_request_duration_highr_seconds", "All routes, in finer steps.", "fine_durations"),
-        Family("summary", "http_request_size_bytes{handler}", "Bytes read of requests' bodies, by route.", "received"),
-        Family("summary", "http_response_size_bytes{handler}", "Bytes written of answers' bodies, by route.", "sent"),
+        histogram("http_request_duration_highr_seconds", "All routes together, in finer buckets.", "fine_durations"),
+        summary("http_request_size_bytes{handler}", "Size of request bodies, by route.", "received"),
+        summary("http_response_size_bytes{handler}", "Size of answer bodies, by route.", "sent"),
     ),
-    "quota_refusals": (Family("counter", "mlx_serve:quota_refusals{tier}", "Requests answered 429, by tier.", dict),),
+    "quota_refusals": (counter("mlx_serve:quota_refusals{tier}", "Requests answered 429, by tier.", dict),),
     "shared_store": (
-        Family("gauge", "mlx_serve:shared_store_up", "1 while the fleet's shared store answers.", "is_here"),
-        Family("counter", "mlx_serve:shared_store_failures", "Calls of it that failed.", "num_failures"),
+        gauge("mlx_serve:shared_store_up", "1 while the fleet's shared store answers.", "is_here"),
+        counter("mlx_serve:shared_store_failures", "Failed calls of the shared store.", "num_failures"),
     ),
     "kv_events": (
-        Family("counter", "mlx_serve:kv_event_batches{topic}", "Batches of KV events published.", "num_sent"),
-        Family("counter", "mlx_serve:kv_events_lost{topic}", "Changes not told, but to forget all.", "num_lost"),
+        counter("mlx_serve:kv_event_batches{topic}", "Batches of KV events published.", "num_sent"),
+        counter("mlx_serve:kv_events_lost{topic}", "Changes replaced by an event that clears the cache.", "num_lost"),
     ),
     "process": (
-        Family(
-            "gauge", "process_resident_memory_bytes", "Physical memory of the process.", lambda p: p.memory_info().rss
-        ),
-        Family("gauge", "process_virtual_memory_bytes", "Address space of the process.", lambda p: p.memory_info().vms),
-        Family(
-            "gauge", "process_start_time_seconds", "Start of the process, since the epoch.", lambda p: p.create_time()
-        ),
-        Family("gauge", "process_open_fds", "Open file descriptors.", lambda p: p.num_fds()),
-        Family("gauge", "process_threads", "Threads of the process.", lambda p: p.num_threads()),
-        Family("counter", "process_cpu_seconds", "CPU time, user and system.", lambda p: sum(p.cpu_times()[:2])),
+        gauge("process_resident_memory_bytes", "Physical memory of the process.", lambda p: p.memory_info().rss),
+        gauge("process_virtual_memory_bytes", "Address space of the process.", lambda p: p.memory_info().vms),
+        gauge("process_start_time_seconds", "Start of the process, since the epoch.", lambda p: p.create_time()),
+        gauge("process_open_fds", "Open file descriptors.", lambda p: p.num_fds()),
+        gauge("process_threads", "Threads of the process.", lambda p: p.num_threads()),
+        counter("process_cpu_seconds", "CPU time, user and system.", lambda p: sum(p.cpu_times()[:2])),
     ),
 }

@@ -1,4 +1,4 @@
-"""What the server counts for /metrics alone: HTTP exchanges, and sleep."""
+"""Counts of the whole server, for /metrics: HTTP requests, and sleep."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _OPERATION_S = (0.01, 0.1, 1, 10, 30, 60, 120, 300, 600)
 
 
 class HttpMetrics:
-    """Counts, durations and sizes under the names of the usual FastAPI instrumentation. Event-loop thread only.
+    """Counts, durations and sizes of HTTP requests, with the names of the usual FastAPI instrumentation. Event-loop
+    thread only.
 
-    `handler` is the route's pattern, so that ids in paths make no series of their own; `none` for paths that no
-    route has. `status` is the class of status codes, like `2xx`. Sizes need no buckets.
+    `handler` is the route's pattern, since paths contain ids; `none` for unknown paths. `status` is a class like `2xx`.
     """
 
     def __init__(self) -> None:
@@ -32,20 +32,19 @@ class HttpMetrics:
         self.received: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(()))
         self.sent: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(()))
 
-    def on_exchange(self, handler: str, method: str, status: int, duration_s: float) -> None:
-        """An exchange has ended, its last byte sent."""
+    def on_exchange(
+        self, handler: str, method: str, status: int, duration_s: float, num_received: int, num_sent: int
+    ) -> None:
+        """A request has ended: its answer is sent. The last two are the bytes of its bodies."""
         self.counts[handler, method, f"{status // 100}xx"] += 1
         self.durations[handler, method].observe(duration_s)
         self.fine_durations.observe(duration_s)
-
-    def on_bodies(self, handler: str, num_received: int, num_sent: int) -> None:
-        """What of its bodies, in bytes, was read and written."""
         self.received[handler].observe(num_received)
         self.sent[handler].observe(num_sent)
 
 
 class SleepOperation(StrEnum):
-    """What vLLM tells apart. It can give up the KV cache alone; here no route does, and its series stay at zero."""
+    """vLLM's operations. No route releases the KV cache alone, so its series stay at zero."""
 
     SLEEP = "sleep"
     RELEASE_KV_CACHE = "release_kv_cache_memory"
@@ -53,8 +52,8 @@ class SleepOperation(StrEnum):
 
 
 class SleepMetrics:
-    """Durations of putting the server to sleep and waking it, of attempts that failed too, and how many are under way.
-    They are of the whole server, so that no model is among the labels. Event-loop thread only."""
+    """Durations of sleeps and wakes, including those that failed, and how many are in progress. They concern the whole
+    server, so the model is not a label. Event-loop thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -63,7 +62,7 @@ class SleepMetrics:
 
     @contextmanager
     def measured(self, operation: SleepOperation) -> Iterator[None]:
-        """The operation is under way inside the block."""
+        """Measures the operation inside the block."""
         started_s = self._clock()
         self.in_flight[operation] += 1
         try:

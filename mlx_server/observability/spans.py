@@ -1,4 +1,4 @@
-"""Spans by logfire and OpenTelemetry: one a request, one a sampled step. No account is needed, nothing is sent to one.
+"""Spans, by logfire and OpenTelemetry: one per request, one per sampled step. Nothing is sent to a logfire account.
 
 span "request"   arrival ............................................ end
 events             admitted, prefill chunk (each), first token, preempted, resumed, finished
@@ -38,7 +38,7 @@ _ENDPOINT_VARIABLES = (
 _UNTRACED_URLS = r"/(metrics|health|ping|version|load|dashboard.*)$"
 _CLOSE_MS = 5000
 _MESSAGE = "logfire.msg"
-"""What logfire's console shows of a span."""
+"""The text of a span in logfire's console."""
 
 _PROCESS_METRICS: Any = {"process.cpu.utilization": None, "process.memory.usage": None, "process.thread.count": None}
 
@@ -46,7 +46,7 @@ Attributes = Mapping[str, str | int | float | Sequence[str]]
 
 
 class SpanTracing(Tracing):
-    """Tracing by logfire, with a configuration of its own beside whatever else uses logfire."""
+    """Tracing by logfire, with a configuration that is separate from other uses of logfire."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class SpanTracing(Tracing):
         processors: Sequence[SpanProcessor] = (),
         readers: Sequence[MetricReader] = (),
     ) -> None:
-        """`processors` get every span, and `readers` every metric, beside where `settings` send them."""
+        """`processors` and `readers` get all spans and metrics, in addition to the destination in `settings`."""
         self._settings = settings
         self._instruments = ExitStack()
         if settings.tracing == "otlp" and not any(os.environ.get(name) for name in _ENDPOINT_VARIABLES):
-            # logfire sends to the endpoint that the environment names; without one, to a collector on this machine.
+            # logfire sends to the endpoint in the environment; without one, send to a collector on this machine.
             processors = [*processors, BatchSpanProcessor(OTLPSpanExporter())]
             readers = [*readers, PeriodicExportingMetricReader(OTLPMetricExporter())]
         self._logfire = logfire.configure(
@@ -84,7 +84,7 @@ class SpanTracing(Tracing):
         )
 
     def instrument(self, app: Any) -> None:
-        # Arguments of endpoints are bodies, and those are prompts.
+        # The arguments of endpoints are bodies, which contain prompts.
         traced = self._logfire.instrument_fastapi(
             app, excluded_urls=_UNTRACED_URLS, request_attributes_mapper=lambda request, arguments: None
         )
@@ -106,7 +106,7 @@ class _Event:
 
 @dataclass(slots=True)
 class _Trace:
-    """What is kept of a request until its span is made."""
+    """What is recorded of a request until its span is made."""
 
     request: Request
     parent: otel_context.Context
@@ -115,10 +115,10 @@ class _Trace:
 
 
 class SpanTracer(EngineTracer):
-    """Makes a span of each request when it has ended, from what it has seen of it."""
+    """Makes a span of each request when it has ended."""
 
     def __init__(self, tracer: Tracer, model_name: str, clock: Clock, decode: Decode | None, every_steps: int) -> None:
-        """`decode` None keeps text out. Of `every_steps` steps one gets a span; 0 is none."""
+        """`decode` None leaves text out. One of `every_steps` steps gets a span; 0 is none."""
         self._tracer = tracer
         self._model_name = model_name
         self._clock = clock
@@ -160,7 +160,7 @@ class SpanTracer(EngineTracer):
             "prompt_tokens": step.num_prompt_tokens,
             "idle_s": result.idle_time_s,
         }
-        # A step serves many requests, so it belongs to no request's trace.
+        # A step serves many requests, so it is not part of a request's trace.
         self._span("step", now - result.step_time_s, now, attributes, otel_context.Context(), ())
 
     def on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
@@ -195,7 +195,7 @@ class SpanTracer(EngineTracer):
         self._span("request", request.arrival_s, now, attributes, trace.parent, events)
 
     def _add_chunks(self, step: SchedulerOutput, now: float) -> None:
-        """The parts of prompts that the step computes; those computed again after a preemption, too."""
+        """Adds an event for each prompt chunk in the step, including those computed again after a preemption."""
         for chunk in step.chunks:
             trace = self._traces.get(chunk.request_id)
             if trace is not None and chunk.start < trace.request.num_prompt_tokens:

@@ -1,1 +1,1 @@
-"""All models of a server: which are loaded, and which makes room for another."""
+"""All models of a server: which are loaded, and which are unloaded to make room."""

@@ -1,4 +1,4 @@
-"""Which models may be asked for, and by which names."""
+"""Which models clients may ask for, and by which names."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mlx_server.model_entries import ModelEntry
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model that may be asked for, alone or with an adapter. `aliases` are other names of its base. `idle_ttl_s` None
-    is never."""
+    """A model that clients may ask for, alone or with an adapter. `aliases` are other names of its base. `idle_ttl_s`
+    None means that it is never unloaded for being idle."""
 
     names: ServedNames
     config: Config
@@ -28,74 +28,65 @@ class ModelSpec:
 
     @property
     def name(self) -> str:
-        """The one that it is listed under."""
+        """The name in lists of models."""
         return self.names.model
 
     @property
     def root(self) -> str:
-        """The model as it was configured: a folder, a hub id, or `smollm2`."""
+        """The model as configured: a folder, a hub id, or `smollm2`."""
         return self.config.model.model
 
     def offers(self) -> Iterator[Offer]:
-        """What clients may ask for by it: the model, then with each of its adapters."""
+        """The model alone, then with each of its adapters."""
         for adapter in (None, *self.names.adapters):
             yield Offer(self, adapter)
-
-    def offers_by_name(self) -> Iterator[tuple[str, Offer]]:
-        """The same, by every name."""
-        for base in (self.names.base, *self.aliases):
-            names = replace(self.names, base=base)
-            for offer in self.offers():
-                yield names.with_adapter(offer.adapter), offer
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a client asks for by one name: a model with one of its adapters, or without."""
+    """What one name stands for: a model, alone or with one of its adapters."""
 
     spec: ModelSpec
     adapter: str | None = None
 
     @property
     def name(self) -> str:
-        """The one that it is listed under."""
+        """The name in lists of models."""
         return self.spec.names.with_adapter(self.adapter)
 
     @property
     def parent(self) -> str | None:
-        """The name of the model without the adapter."""
+        """The name of the model without the adapter; None if there is no adapter."""
         return None if self.adapter is None else self.spec.name
 
     @property
     def root(self) -> str:
-        """As it was configured: the adapter's folder, or the model."""
+        """As configured: the folder of the adapter, or the model."""
         folders = dict(self.spec.config.model.adapters)
         return self.spec.root if self.adapter is None else folders[self.adapter]
 
 
 class Catalog:
-    """The models of a configuration, and those that lie where clients may look for them.
+    """The configured models, and those in folders where clients may look for models.
 
-    A name that a client sends is only ever compared with names that are there: it is never taken for a path.
+    A client's name is only compared with existing names, and never used as a path.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._specs = {spec.name: spec for spec in _configured(config)}
+        self.configured = tuple({spec.name: spec for spec in _configured(config)}.values())
+        """The configured models, the default one first."""
         self._by_name: dict[str, Offer] = {offer.name: offer for spec in self.configured for offer in spec.offers()}
         for spec in self.configured:
-            for name, offer in spec.offers_by_name():
-                # The same folder may be served under two ids: its own name is the first one's.
-                self._by_name.setdefault(name, offer)
-
-    @property
-    def configured(self) -> tuple[ModelSpec, ...]:
-        """In their order, the default one first."""
-        return tuple(self._specs.values())
+            for base in (spec.names.base, *spec.aliases):
+                names = replace(spec.names, base=base)
+                for offer in spec.offers():
+                    # Two ids may serve one folder: the folder's own name belongs to the first.
+                    self._by_name.setdefault(names.with_adapter(offer.adapter), offer)
 
     def offer(self, name: str | None) -> Offer:
-        """What that name stands for; the default model for None or an empty name. Looks at the disk for names that are
-        not configured. Raises `ModelNotFoundError`, which tells of the nearest one."""
+        """What a name stands for; the default model for None or an empty name. Looks on disk for names that are not
+        configured. Raises `ModelNotFoundError`, which suggests the nearest name."""
         if not name:
             return Offer(self.configured[0])
         found = self.look_up(name)
@@ -105,7 +96,7 @@ class Catalog:
         return found
 
     def look_up(self, name: str) -> Offer | None:
-        """The same for a name that may stand for nothing."""
+        """Like `offer`, but None for an unknown name."""
         known = self._by_name.get(name)
         if known is not None:
             return known
@@ -113,7 +104,7 @@ class Catalog:
         return None if folder is None else Offer(self._spec_of(name, str(folder)))
 
     def offered(self) -> Iterator[Offer]:
-        """Everything that may be asked for: what is configured, then what lies in the folders."""
+        """All offers: the configured models, then those in folders."""
         for spec in self.configured:
             yield from spec.offers()
         pool = self._config.pool
@@ -125,7 +116,7 @@ class Catalog:
                 yield Offer(self._spec_of(name, name))
 
     def _check_adapter(self, name: str) -> None:
-        """Raises `ModelNotFoundError` that tells what there is, if the name is a model's but for its adapter."""
+        """Raises `ModelNotFoundError` that lists the offers of a model, if only the adapter in the name is unknown."""
         base = name.rpartition(":")[0] or name
         for spec in self.configured:
             if base in (spec.names.base, *spec.aliases):
@@ -144,8 +135,8 @@ class Catalog:
 
 
 def model_not_found(name: str, served: Collection[str]) -> ModelNotFoundError:
-    """The refusal of a name that is none of `served`, with the nearest of those. Makers of models, sizes and case are
-    often written differently."""
+    """The error for a name that is not in `served`, with the most similar one that is. Owners, sizes and case are often
+    written differently."""
     by_key = {_comparable(known): known for known in sorted(served, reverse=True)}
     close = difflib.get_close_matches(_comparable(name), by_key, n=1, cutoff=0.5)
     return ModelNotFoundError(name, f"Did you mean `{by_key[close[0]]}`?") if close else ModelNotFoundError(name)
@@ -160,7 +151,7 @@ def _folders(pool: PoolConfig) -> list[Path]:
 
 
 def _configured(config: Config) -> Iterator[ModelSpec]:
-    """Of `[[models]]`; without any, the one model of `[model]`, which is pinned."""
+    """The models of `[[models]]`; without any, the model of `[model]`, which is pinned."""
     for entry in config.models:
         ttl = config.pool.idle_ttl_s if entry.idle_ttl_s is None else entry.idle_ttl_s
         idle_ttl_s = None if entry.pinned else ttl or None
@@ -169,5 +160,5 @@ def _configured(config: Config) -> Iterator[ModelSpec]:
         yield ModelSpec(served_names(own.model), own, aliases, entry.pinned, idle_ttl_s)
     if not config.models:
         model, names = config.model.model, served_names(config.model)
-        # Clients that name the model as it was configured find it under its served name, too.
+        # Clients may also use the name under which the model is configured.
         yield ModelSpec(names, config, () if model == names.base else (model,), is_pinned=True)

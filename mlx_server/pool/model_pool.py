@@ -1,13 +1,12 @@
-"""The models behind one port, inside one memory budget: loaded when they are asked for, and unloaded for others."""
+"""The models of one server, within one memory budget: loaded on demand, and unloaded to make room for others."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from types import TracebackType
 
 from mlx_server.config import Config, PoolConfig
 from mlx_server.engine.engine import AsyncEngine, EngineState
@@ -17,11 +16,19 @@ from mlx_server.engine.memory.guard import MemoryWatch
 from mlx_server.engine.memory.need import MemoryNeed, estimate_need
 from mlx_server.engine.parts import Surroundings
 from mlx_server.engine.prefixes.kv_events import KvEvents, open_events
-from mlx_server.errors import EngineDeadError, InsufficientMemoryError, OverloadedError, ServeError
+from mlx_server.errors import (
+    EngineDeadError,
+    InsufficientMemoryError,
+    ModelNotFoundError,
+    OverloadedError,
+    PermissionDeniedError,
+    ServeError,
+)
 from mlx_server.kv_disk.disk import KvDisk
-from mlx_server.pool.catalog import Catalog, Offer
+from mlx_server.pool.catalog import Catalog, Offer, model_not_found
 from mlx_server.pool.pooled_model import LoadResult, ModelState, PooledModel
 from mlx_server.pool.room import Changes, RoomMaker
+from mlx_server.tiers import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +37,7 @@ _SWEEP_S = 1.0
 
 
 class Lease:
-    """The use of a model: it is not unloaded for another before the lease ends. A context manager that gives the
+    """The use of a model: the model is not unloaded for another until the lease ends. A context manager that gives the
     engine."""
 
     def __init__(self, model: PooledModel, on_end: Callable[[PooledModel], None]) -> None:
@@ -43,13 +50,11 @@ class Lease:
         assert self._model.engine is not None, "a model in use has an engine"
         return self._model.engine
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()
 
     def end(self) -> None:
-        """Ending it again does nothing."""
+        """Idempotent."""
         if self._model is not None:
             model, self._model = self._model, None
             model.num_users -= 1
@@ -57,7 +62,7 @@ class Lease:
 
 
 class ModelPool:
-    """Finds, loads and unloads models. All methods run on the event loop's thread."""
+    """Finds, loads and unloads models. Event-loop thread only."""
 
     def __init__(
         self,
@@ -70,8 +75,8 @@ class ModelPool:
         estimate: Callable[[Config], MemoryNeed] = estimate_need,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """All engines share the thread and the disk of `around`, which the pool closes. `estimate` says what a model
-        will take; it runs in a worker thread."""
+        """All engines share the thread and the disk of `around`, which the pool closes. `estimate` says how much memory
+        a model will need; it runs in a worker thread."""
         self.budget = budget
         self._catalog = catalog
         self._settings = settings
@@ -91,55 +96,55 @@ class ModelPool:
         self.is_starting = True
         self._is_stopping = False
 
-    # --- what there is --------------------------------------------------------------------------------------
+    # --- models and engines ---------------------------------------------------------------------------------
 
     def models(self) -> tuple[PooledModel, ...]:
-        """All that are configured, the default one first, and all others that have been asked for."""
+        """All configured models, the default one first, then others that have been asked for."""
         return tuple(self._models.values())
 
     def engines(self) -> tuple[AsyncEngine, ...]:
-        """Of the models that are loaded, in the same order."""
+        """The engines of loaded models, in the same order."""
         return tuple(model.engine for model in self._loaded() if model.engine is not None)
 
     def counted_engines(self) -> tuple[AsyncEngine, ...]:
-        """Of the models that are or were loaded: the last engine of each, which has the counts of all of them."""
+        """The last engine of each model that is or was loaded; it has the counts of earlier ones."""
         engines = (model.engine if model.is_loaded else model.past for model in self._models.values())
         return tuple(engine for engine in engines if engine is not None)
 
     def find(self, name: str | None) -> PooledModel:
-        """The model of that name or alias, in whatever state; the default one for None or an empty name. Raises
+        """The model with this name or alias, in any state; the default one for None or an empty name. Raises
         `ModelNotFoundError`."""
         spec = self.offer(name).spec
         return self._models.get(spec.name) or self._models.setdefault(spec.name, PooledModel(spec))
 
     def offer(self, name: str | None) -> Offer:
-        """What a name stands for: a model, or a model with one of its adapters. Raises `ModelNotFoundError`."""
+        """What a name stands for: a model, alone or with one of its adapters. Raises `ModelNotFoundError`."""
         return self._held(name) or self._catalog.offer(name)
 
     def look_up(self, name: str) -> Offer | None:
-        """The same for a name that may stand for nothing."""
+        """Like `offer`, but None for an unknown name."""
         return self._held(name) or self._catalog.look_up(name)
 
     def offered(self) -> Iterator[Offer]:
-        """Everything that clients may ask for. Looks at the disk."""
+        """All offers. Looks on disk."""
         return self._catalog.offered()
 
     @property
     def disk(self) -> KvDisk | None:
-        """Where prefixes of all models are kept on disk, if they are."""
+        """Where prefixes are kept on disk; None if they are not."""
         return self._around.disk
 
     @property
     def events(self) -> KvEvents | None:
-        """What tells routers of all models' prefixes, if something does."""
+        """What publishes KV events to routers; None if nothing does."""
         return self._around.events
 
     def is_configured(self, offer: Offer) -> bool:
-        """Whether a model is declared, rather than found in a folder."""
+        """Whether the model is configured, as opposed to found in a folder."""
         return any(spec.name == offer.spec.name for spec in self._catalog.configured)
 
     def death(self) -> str | None:
-        """Why nothing can be generated any more, until the process restarts; None as long as it can."""
+        """Why nothing can be generated until the process restarts; None while all is well."""
         for model in self._loaded():
             if model.engine is not None and model.engine.state is EngineState.DEAD:
                 return f"The engine of {model.name} has died: {model.engine.error or 'unknown reason'}."
@@ -148,20 +153,21 @@ class ModelPool:
     # --- use ------------------------------------------------------------------------------------------------
 
     async def acquire(self, name: str | None) -> Lease:
-        """The use of a model, which is loaded first if need be. Whoever asks for it meanwhile waits for that one
-        load. Raises `ModelNotFoundError`; `OverloadedError` if it cannot be loaded now, `InsufficientMemoryError`
-        if never; `EngineDeadError`."""
+        """The use of a model, which is loaded first if necessary; requests for a model that is loading wait for that
+        one load. Raises `ModelNotFoundError`, `OverloadedError` if the model cannot be loaded now,
+        `InsufficientMemoryError` if it never can, and `EngineDeadError`."""
         model = self.find(name)
         while True:
             self._check_alive()
-            if model.is_taking_requests:
+            if model.is_ready and not model.is_yielding:
                 return Lease(model, self._on_used)
             if model.is_loaded:
-                await self._changes.next()
+                await self._changes.wait()
                 continue
             if model.failure is not None and self._clock() < model.retry_s:
                 raise self._refusal(model, model.failure)
-            # Counted while it waits: what it has loaded is not to be unloaded for the next one in the queue.
+            # Counted while it waits, so that the model is not unloaded for the next one before this request has used
+            # it.
             lease = Lease(model, self._on_used)
             try:
                 await self._wait_for_load(model)
@@ -173,7 +179,7 @@ class ModelPool:
             lease.end()
 
     async def load(self, name: str | None) -> PooledModel:
-        """Loads a model, even one that has just failed. Raises like `acquire`."""
+        """Loads a model, even if a load of it has just failed. Raises like `acquire`."""
         model = self.find(name)
         self._check_alive()
         if model.state is ModelState.FAILED:
@@ -182,8 +188,8 @@ class ModelPool:
         return model
 
     async def unload(self, name: str | None, drain_timeout_s: float) -> PooledModel:
-        """Unloads a model, after its open requests; those still open after `drain_timeout_s` fail. A load under way
-        is given up. Does nothing to a model that is not loaded."""
+        """Unloads a model when its open requests have ended; those still open after `drain_timeout_s` fail. A load in
+        progress is cancelled. Does nothing if the model is not loaded."""
         model = self.find(name)
         if model.state is ModelState.LOADING:
             await self._give_up(model)
@@ -192,14 +198,14 @@ class ModelPool:
         return model
 
     def keep_alive(self, name: str | None, idle_s: float) -> None:
-        """Until the model is unloaded, or another asks otherwise, it may be idle for so long: infinity is for ever, and
-        after 0 even a pinned model goes. Does nothing to a model that is not loaded. Raises `ModelNotFoundError`."""
+        """Sets how long a loaded model may be idle, until it is unloaded or this is called again: infinity is forever,
+        and 0 unloads even a pinned model. Does nothing if the model is not loaded. Raises `ModelNotFoundError`."""
         model = self.find(name)
         if model.engine is not None:
             model.keep_alive_s = idle_s
 
     async def expire_idle(self) -> None:
-        """Unloads the models that have been idle for as long as they may."""
+        """Unloads models that have been idle for too long."""
         for model in self.models():
             ttl_s = model.idle_ttl_s
             if ttl_s is not None and model.is_idle and self._clock() - model.last_used_s >= ttl_s:
@@ -209,7 +215,7 @@ class ModelPool:
     # --- life -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Loads the pinned models, one after another. Raises what keeps one from being loaded, and has logged it."""
+        """Loads the pinned models, one after another. Raises (and logs) the reason if one cannot be loaded."""
         for model in self.models():
             if model.spec.is_pinned:
                 try:
@@ -220,9 +226,9 @@ class ModelPool:
         self._sweeper = asyncio.create_task(self._sweep(), name="idle models")
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Drains and unloads all models at once; what is unfinished after `drain_timeout_s` is aborted."""
+        """Drains and unloads all models at once; requests unfinished after `drain_timeout_s` are aborted."""
         self._is_stopping = True
-        self._changes.tell()
+        self._changes.notify()
         if self._sweeper is not None:
             self._sweeper.cancel()
         await asyncio.gather(*(self._give_up(model) for model in self.models()))
@@ -232,7 +238,7 @@ class ModelPool:
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _held(self, name: str | None) -> Offer | None:
-        """A model that has an engine is there as long as it has, even if its folder has gone."""
+        """A model that has an engine can be found even if its folder is gone."""
         model = self._models.get(name or "")
         return None if model is None or model.engine is None else Offer(model.spec)
 
@@ -249,10 +255,10 @@ class ModelPool:
     def _on_used(self, model: PooledModel) -> None:
         model.last_used_s = self._clock()
         if model.num_users == 0:
-            self._changes.tell()
+            self._changes.notify()
 
     async def _wait_for_load(self, model: PooledModel) -> None:
-        """Until the one load of the model is over; raises what it ended with."""
+        """Waits for the load of the model, which is started if there is none. Raises the reason if it fails."""
         task = self._loads.get(model.name)
         if task is None:
             model.begin_load()
@@ -263,8 +269,8 @@ class ModelPool:
             raise self._refusal(model, failure)
 
     async def _load(self, model: PooledModel) -> Exception | None:
-        """From LOADING to READY, FAILED or, if it was given up or there was no room, UNLOADED. Why it did not
-        become ready."""
+        """Loads the model: from LOADING to READY, FAILED, or UNLOADED if the load was cancelled or there was no room.
+        Returns why the model is not ready; None if it is."""
         logger.info("Loading %s", model.name)
         try:
             need = await in_daemon_thread(lambda: self._estimate(model.spec.config))
@@ -273,7 +279,7 @@ class ModelPool:
                 await self._start_engine(model)
         except asyncio.CancelledError:
             model.give_up_load(LoadResult.GIVEN_UP)
-            return OverloadedError(f"Loading the model `{model.name}` was given up; try again.", _SHUTDOWN_RETRY_S)
+            return OverloadedError(f"Loading the model `{model.name}` was cancelled; try again.", _SHUTDOWN_RETRY_S)
         except OverloadedError as error:
             logger.warning("The model %s cannot be loaded now: %s", model.name, error)
             model.give_up_load(LoadResult.NO_ROOM)
@@ -289,12 +295,12 @@ class ModelPool:
             return error
         finally:
             del self._loads[model.name]
-            self._changes.tell()
+            self._changes.notify()
         return None
 
     async def _take_room(self, model: PooledModel, need: MemoryNeed) -> None:
-        """Books the model's memory. Those that must wait for models in use do so one after another; others do not
-        wait for them."""
+        """Books the model's memory. Models that must wait for models in use do so one after another; others do not wait
+        for them."""
         if await self._room.make_at_once(model.name, need):
             model.share = self.budget.take(model.name, need)
             return
@@ -322,26 +328,26 @@ class ModelPool:
         logger.info("%s is ready, %.0f MiB", model.name, model.held_bytes / 2**20)
 
     def _others_work(self, model: PooledModel) -> bool:
-        """Asked more than once a step."""
+        """Called more than once a step."""
         others = self._models.values()
         return any(other.engine.num_streams for other in others if other is not model and other.engine is not None)
 
     async def _give_up(self, model: PooledModel) -> None:
         task = self._loads.get(model.name)
         if task is not None:
-            await asyncio.sleep(0)  # cancelled before it has begun, it would run none of its code
+            await asyncio.sleep(0)  # a task that is cancelled before it starts would run none of its code
             task.cancel()
             await asyncio.wait((task,))
 
     async def _unload(self, model: PooledModel, drain_timeout_s: float = 0.0) -> None:
-        """Returns when the model is unloaded. A caller that is cancelled does not stop that."""
+        """Returns when the model is unloaded. Cancelling the caller does not stop the unload."""
         if model.state is ModelState.READY:
             model.begin_drain()
             task = asyncio.create_task(self._stop_engine(model, drain_timeout_s), name=f"unload {model.name}")
             self._unloads.add(task)
             task.add_done_callback(self._unloads.discard)
         while model.state is ModelState.DRAINING:
-            await self._changes.next()
+            await self._changes.wait()
 
     async def _stop_engine(self, model: PooledModel, drain_timeout_s: float) -> None:
         assert model.engine is not None, "a model that is drained has an engine"
@@ -350,7 +356,7 @@ class ModelPool:
         finally:
             model.become_unloaded()
             logger.info("%s is unloaded", model.name)
-            self._changes.tell()
+            self._changes.notify()
 
     async def _sweep(self) -> None:
         while True:
@@ -358,7 +364,7 @@ class ModelPool:
             await self.expire_idle()
 
     def _refusal(self, model: PooledModel, failure: Exception) -> ServeError:
-        """What to tell those who asked for a model that could not be loaded; new for each of them."""
+        """The error for requests when a load has failed; a new one for each request."""
         if isinstance(failure, InsufficientMemoryError):
             return InsufficientMemoryError(failure.message)
         if isinstance(failure, OverloadedError):
@@ -371,7 +377,7 @@ class ModelPool:
 
 
 def build_pool(config: Config) -> ModelPool:
-    """The pool that `config` describes, nothing loaded yet. Raises `ConfigError` for what makes no sense."""
+    """The pool that `config` describes, with nothing loaded. Raises `ConfigError`."""
     catalog, events = Catalog(config), open_events(config)
     around = replace(Surroundings.alone(config.memory), events=events)
     if config.fleet.tensor_parallel_size > 1:
@@ -382,3 +388,30 @@ def build_pool(config: Config) -> ModelPool:
     if around.disk is not None and events is not None:
         around.disk.store.on_change = events.on_disk_change
     return ModelPool(catalog, budget, config.pool, around)
+
+
+def may_use(pool: ModelPool, tier: Tier, model: str | None) -> bool:
+    """Whether the tier may use the model, by any of its names. A model with an adapter counts as a model of its own.
+    Raises `ModelNotFoundError`."""
+    return tier.models is None or pool.offer(model).name in _allowed_names(pool, tier.models)
+
+
+def check_model_access(pool: ModelPool, tier: Tier, model: str | None) -> None:
+    """Raises `PermissionDeniedError` for a model that the tier may not use, and `ModelNotFoundError`, whose suggestion
+    is a model that the tier may use."""
+    try:
+        is_allowed = may_use(pool, tier, model)
+    except ModelNotFoundError as error:
+        if tier.models is None:
+            raise
+        raise model_not_found(error.model, _allowed_names(pool, tier.models)) from None
+    if not is_allowed:
+        raise PermissionDeniedError(
+            f"Keys of the tier {tier.name} may not use the model `{pool.offer(model).name}`; they may use "
+            f"{', '.join(tier.models or ())}."
+        )
+
+
+def _allowed_names(pool: ModelPool, names: Iterable[str]) -> list[str]:
+    """The listed names of the models in a tier's list that are served."""
+    return [offer.name for offer in map(pool.look_up, names) if offer is not None]

@@ -1,4 +1,4 @@
-"""One model of the pool: where it is between the disk and serving, and who is using it."""
+"""One model of the pool: its state and its users."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_server.pool.catalog import ModelSpec
 
 
 class ModelState(enum.StrEnum):
-    """What a model is doing.
+    """The state of a model.
 
     UNLOADED --begin_load--> LOADING --become_ready--> READY --begin_drain--> DRAINING --become_unloaded--> UNLOADED
                                | ^                                                ^
@@ -41,13 +41,12 @@ class LoadResult(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class PooledModel:
-    """A model and its engine, which it has while LOADING, READY or DRAINING. The pool is the only one to change it.
+    """A model and its engine, which it has while LOADING, READY or DRAINING. Only the pool changes it.
 
-    `past` is the engine of an earlier load, for what it has counted. `num_users` are requests that have been given
-    the engine, or wait for it to be loaded, and are not answered yet. `is_yielding`: new requests wait, so that it
-    becomes idle and can make room for another. `retry_s` is when a failed load may be tried again by whoever asks;
-    `failure` why it failed. `keep_alive_s` is how long a client wants it to stay when idle, until it is unloaded:
-    infinity is for ever, None as the specification says.
+    `past` is the engine of an earlier load, for its counts. `num_users` counts requests that use the engine or wait for
+    it to load. While `is_yielding`, new requests wait, so that the model becomes idle and can make room for another.
+    After `retry_s`, a load that failed with `failure` may be tried again. `keep_alive_s` is the idle time that a client
+    asked for, until the model is unloaded: infinity is forever, None means what the specification says.
     """
 
     spec: ModelSpec
@@ -72,7 +71,7 @@ class PooledModel:
 
     @property
     def num_loads(self) -> int:
-        """Those that it became ready by."""
+        """Successful loads."""
         return self.loads[LoadResult.READY]
 
     @property
@@ -81,26 +80,18 @@ class PooledModel:
 
     @property
     def is_loaded(self) -> bool:
-        """Ready, or on its way out."""
+        """Ready or draining."""
         return self.state in (ModelState.READY, ModelState.DRAINING)
 
     @property
-    def is_taking_requests(self) -> bool:
-        return self.is_ready and not self.is_yielding
-
-    @property
     def is_idle(self) -> bool:
-        """Loaded, and of no use to anyone just now."""
+        """Ready and unused."""
         return self.is_ready and self.num_users == 0
 
     @property
-    def is_evictable(self) -> bool:
-        return self.is_idle and not self.spec.is_pinned
-
-    @property
     def idle_ttl_s(self) -> float | None:
-        """How long it may be idle before it is unloaded; None is for ever. A pinned model goes only when a client wants
-        it to go at once."""
+        """How long the model may be idle before it is unloaded; None is forever. A pinned model is unloaded only if a
+        client asked for 0."""
         asked = self.keep_alive_s
         if asked is None or (self.spec.is_pinned and asked > 0):
             return self.spec.idle_ttl_s

@@ -1,4 +1,4 @@
-"""Room for a model that is to be loaded: which models are unloaded for it, and who waits."""
+"""Makes room for a model to be loaded: which models are unloaded for it, and in which order requests wait."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _BUSY_RETRY_S = 5.0
 
 
 class Changes:
-    """Wakes everyone who waits for something about the pool's models to change."""
+    """Wakes tasks that wait for a change of the pool's models."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         event, self._event = self._event, asyncio.Event()
         event.set()
 
-    async def next(self, timeout_s: float | None = None) -> None:
+    async def wait(self, timeout_s: float | None = None) -> None:
         """Returns at the next change, or after the timeout."""
         with contextlib.suppress(TimeoutError):
             # Not `wait_for`: in Python 3.11 it loses a cancellation that comes together with the event.
@@ -34,18 +34,17 @@ class Changes:
 
 
 class RoomMaker:
-    """Makes room within the budget: by cutting KV blocks that nobody uses, or else by unloading models that nobody
-    uses, least recently used first.
+    """Makes room within the budget: cuts unused KV blocks, or else unloads idle models, least recently used first.
 
-    Models in use are never unloaded for another. With `when_full = wait`, a model that has been used for
-    `residency_s` since it was loaded yields, the one loaded first before others: its open requests go on, its new
-    ones wait until it has been unloaded and it is its turn to be loaded again. So with any load on any number of
-    models, every request is served.
+    Models in use are never unloaded for another. With `when_full = wait`, a model that has been ready for `residency_s`
+    yields, the one that was loaded first before others: its open requests go on, and its new ones wait until it has
+    been unloaded and its turn to be loaded comes again. So every request is served, under any load on any number of
+    models.
 
-    A model for which nobody in use has to go does not wait behind one that searches (`make_at_once`). Those that
-    yield stay for the one they yield to, and those that have gone for it wait until it has its room: so what goes
-    ahead of a search delays it by so many turns at most as there are models. Event-loop thread only; one call of
-    `make` at a time.
+    A model that fits without a model in use being unloaded does not wait for another that is making room
+    (`make_at_once`). Models that yield stay reserved for the one they yield to, and models that were unloaded for it
+    wait until it has its room: so at most as many loads as there are models can overtake it. Event-loop thread only;
+    one call of `make` at a time.
     """
 
     def __init__(
@@ -66,18 +65,18 @@ class RoomMaker:
         self._gave_way: set[str] = set()
 
     async def make_at_once(self, name: str, need: MemoryNeed) -> bool:
-        """Makes room without waiting for models in use; whether `need` fits now."""
+        """Makes room without waiting for models in use. Returns whether `need` fits now."""
         while name not in self._gave_way and self._budget.missing_bytes(need):
             if await self._cut_pools(need):
                 continue
-            idle = [model for model in self._idle() if not model.is_yielding]  # now: requests may have come meanwhile
+            idle = [model for model in self._idle() if not model.is_yielding]  # read again: a cut takes time
             if not idle or not self._is_enough(idle, need):
                 return False
             await self._unload(min(idle, key=lambda model: model.last_used_s))
         return name not in self._gave_way
 
     async def make(self, name: str, need: MemoryNeed) -> None:
-        """Returns when `need` fits, or when no waiting would make it fit: the budget then says why not. Raises
+        """Returns when `need` fits, or when waiting cannot make it fit: the budget then says why. Raises
         `OverloadedError` when the models in use leave no room, at once or after `room_timeout_s`."""
         deadline_s = self._clock() + self._settings.room_timeout_s
         try:
@@ -95,16 +94,16 @@ class RoomMaker:
                 now = self._clock()
                 if self._settings.when_full == "fail" or now >= deadline_s:
                     raise OverloadedError(self._refusal(name, need), _BUSY_RETRY_S)
-                await self._changes.next(self._next_turn_s(now, deadline_s) - now)
+                await self._changes.wait(self._next_turn_s(now, deadline_s) - now)
         finally:
             self._gave_way.clear()
             for model in self._loaded():
                 model.is_yielding = False
-            self._changes.tell()
+            self._changes.notify()
 
     async def _cut_pools(self, need: MemoryNeed) -> bool:
-        """Takes idle blocks, if they are enough: else a model has to go, and the others keep their cached prefixes.
-        Whether anything was given back."""
+        """Cuts idle blocks if they are enough. Otherwise a model must be unloaded, and the others keep their cached
+        prefixes. Returns whether memory was freed."""
         if sum(map(_idle_kv_bytes, self._loaded())) < self._budget.missing_bytes(need):
             return False
         given_bytes = 0
@@ -115,7 +114,7 @@ class RoomMaker:
         return given_bytes > 0
 
     def _is_enough(self, idle: Collection[PooledModel], need: MemoryNeed) -> bool:
-        """Whether `need` fits when these models are unloaded and the others' idle blocks are cut."""
+        """Whether `need` fits once these models are unloaded and the idle blocks of the others are cut."""
         others = [model for model in self._loaded() if model not in idle]
         gain = sum(model.held_bytes for model in idle) + sum(map(_idle_kv_bytes, others))
         return gain >= self._budget.missing_bytes(need)
@@ -124,10 +123,10 @@ class RoomMaker:
         return [model for model in self._models() if model.is_loaded]
 
     def _idle(self) -> list[PooledModel]:
-        return [model for model in self._loaded() if model.is_evictable]
+        return [model for model in self._loaded() if model.is_idle and not model.spec.is_pinned]
 
     def _in_use(self) -> list[PooledModel]:
-        """Models that may become evictable, those included that are being loaded."""
+        """Models in use that may become idle, including those that are loading."""
         holders = (model for model in self._models() if model.share is not None)
         return [model for model in holders if not model.spec.is_pinned and not model.is_idle]
 
@@ -137,7 +136,7 @@ class RoomMaker:
         return need.total_bytes + pinned_bytes <= self._budget.limit_bytes
 
     def _next_turn_s(self, now: float, deadline_s: float) -> float:
-        """Lets a model yield whose time is over, if none does; when to look again."""
+        """Makes a model yield once its time is over, if none yields yet. Returns when to check again."""
         in_use = [model for model in self._in_use() if model.is_ready]
         if not in_use or any(model.is_yielding for model in in_use):
             return deadline_s

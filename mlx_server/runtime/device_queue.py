@@ -1,5 +1,4 @@
-"""The steps that the device has been given and that are not settled yet, of all models together, and whose turn is
-next on a device that several models share."""
+"""The launched steps of all models that have not been settled, and the order in which models share the device."""
 
 from __future__ import annotations
 
@@ -11,25 +10,25 @@ from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 _MAX_STEPS = 2
-"""One that runs and one behind it, so that the device does not wait for the host."""
+"""One that runs and one that waits, so that the device does not wait for the host."""
 
 
 class StepOwner(Protocol):
     """One model's launched steps, oldest first. Called on the MLX thread."""
 
     def settle(self, step_time_s: float, idle_time_s: float) -> None:
-        """The oldest is over."""
+        """The oldest step has ended."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """The oldest has failed."""
+        """The oldest step has failed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """A step on the device. `is_awaited`: a request has waited for it, so idle time before it counts. `is_nearly_over`:
-    its launch has computed most of it."""
+    """A step on the device. `is_awaited`: a request was waiting for it, so idle time before it counts.
+    `is_nearly_over`: its launch has already computed most of it."""
 
     owner: StepOwner
     started_s: float
@@ -38,15 +37,15 @@ class DeviceStep:
 
 
 class DeviceQueue:
-    """The device runs steps in the order of launch, so they are settled in that order, of all models and after
-    failures, too: each model then pays for its own time.
+    """Settles the steps of all models in the order of launch, in which the device runs them, also after failures. So
+    each model is charged for its own time.
 
-    A GPU does not report when it has finished. So a thread of the queue's own waits for each step and notes the time,
-    and the MLX thread is free meanwhile. Everything else is for the MLX thread only.
+    A GPU does not report when it has finished. So a thread of the queue waits for each step and records the time, and
+    the MLX thread is free meanwhile. Everything else is for the MLX thread only.
     """
 
     def __init__(self, clock: Callable[[], float], notify: Callable[[], None]) -> None:
-        """`notify` is called on the queue's thread when a step is over."""
+        """`notify` is called on the queue's thread when a step has ended."""
         self._clock = clock
         self._notify = notify
         self._steps: deque[DeviceStep] = deque()
@@ -61,8 +60,8 @@ class DeviceQueue:
 
     @property
     def has_room(self) -> bool:
-        """Whether the device may be given another step now. Behind one that is nearly over it may not: the launch would
-        compute the other one before the result of this one is handed out."""
+        """Whether another step may be launched now. Not after one that is nearly over, because the launch would compute
+        the next step before the result of this one is delivered."""
         return len(self._steps) < _MAX_STEPS and not (self._steps and self._steps[-1].is_nearly_over)
 
     @property
@@ -74,21 +73,21 @@ class DeviceQueue:
         return not self._outcomes.empty()
 
     def push(self, step: DeviceStep, wait: Callable[[], None]) -> None:
-        """The step is launched. `wait`, which returns when it is over, is called on the queue's thread."""
+        """Call when the step is launched. The queue's thread calls `wait`, which returns when the step has ended."""
         self._steps.append(step)
         self._unwatched.put(wait)
 
     def settle_oldest(self) -> None:
-        """Waits for it if it is not over."""
+        """Waits for the oldest step and settles it."""
         self._book(self._steps.popleft(), self._outcomes.get())
 
     def stop(self) -> None:
-        """Ends the queue's thread behind the steps that it has, and waits for it."""
+        """Ends the queue's thread after the steps that it has, and waits for it."""
         self._unwatched.put(None)
         self._thread.join()
 
     def _book(self, step: DeviceStep, outcome: float | BaseException) -> None:
-        """`outcome` is when it was over, or what it failed with."""
+        """`outcome` is the time when the step ended, or its error."""
         if isinstance(outcome, BaseException):
             step.owner.fail(outcome)
             return
@@ -101,15 +100,15 @@ class DeviceQueue:
         try:
             wait()
             return self._clock()
-        except BaseException as error:  # the owner handles every kind
+        except BaseException as error:  # the owner handles all of them
             return error
 
     def _watch(self) -> None:
         while (wait := self._unwatched.get()) is not None:
             outcome = self._outcome(wait)
-            del wait  # it refers to a model, which may be unloaded as soon as the end is known
+            del wait  # it refers to a model, which may be unloaded once the outcome is known
             self._outcomes.put(outcome)
-            del outcome  # as does the traceback of an error
+            del outcome  # the traceback of an error refers to it, too
             self._notify()
 
 
@@ -124,18 +123,18 @@ class _Account:
 
 
 class FairShare(Generic[T]):
-    """Weighted fair queueing: of the members that have work, the one that has used the device least goes next.
+    """Weighted fair queueing: among the members with work, the one that has used the device least is next.
 
-    Beside a member with steps of 200 ms, one with steps of 10 ms runs twenty for each of those. A member that returns
-    after a pause starts level with the others: unused time is not saved up. Not thread-safe.
+    For each step of 200 ms of one member, a member with steps of 10 ms runs twenty. A member that returns after a pause
+    starts level with the others: unused time is not saved. Not thread-safe.
     """
 
     def __init__(self) -> None:
-        self._accounts: dict[T, _Account] = {}  # the one served longest ago first: equals take turns
+        self._accounts: dict[T, _Account] = {}  # the one served longest ago comes first, so equals take turns
         self._now_s = 0.0
 
     def add(self, member: T, weight: float = 1.0) -> None:
-        """`weight` is the member's share relative to the others'."""
+        """`weight` is the member's share relative to the others."""
         assert weight > 0.0, "a member without a share would never be served"
         self._accounts[member] = _Account(weight, self._now_s)
 
@@ -147,7 +146,7 @@ class FairShare(Generic[T]):
         return iter(self._accounts)
 
     def next(self, has_work: Callable[[T], bool]) -> T | None:
-        """The member that goes next; None if none has work."""
+        """The next member; None if none has work."""
         ready = [member for member in self._accounts if has_work(member)]
         if not ready:
             return None
@@ -159,7 +158,7 @@ class FairShare(Generic[T]):
         return chosen
 
     def charge(self, member: T, seconds: float) -> None:
-        """The member has used the device for `seconds`. One that was removed is not charged."""
+        """Records that the member has used the device for `seconds`. Removed members are ignored."""
         account = self._accounts.get(member)
         if account is not None:
             account.spent_s += seconds / account.weight

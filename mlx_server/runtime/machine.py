@@ -1,5 +1,5 @@
-"""What this machine offers: devices and their speed for people to read, the memory limit of a container or a systemd
-unit, and the limit of open files, which mlx-lm must not change."""
+"""This machine: its devices and their speed for people to read, the memory limit of a container or systemd unit, and
+the limit of open files, which mlx-lm must not change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIZE = 512
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`matmul_gflops`: billions of float32 operations a second in products of 512 x 512, on the default device."""
+    """`matmul_gflops`: billions of float32 operations per second in products of 512 x 512, on the default device."""
 
     chip: str
     devices: tuple[str, ...]
@@ -29,7 +29,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """Takes well under a second. Any thread may call it."""
+    """Takes well under a second. Any thread."""
     gflops = _matmul_gflops()  # first: it makes MLX load its BLAS
     openblas = _loaded_openblas()
     is_reference = platform.system() == "Linux" and openblas is None
@@ -49,7 +49,7 @@ def _devices() -> tuple[str, ...]:
 
 
 def _matmul_gflops() -> float:
-    """The best of a few tries, since threads and clock frequencies wake up in the first."""
+    """The best of a few tries, because threads start and clock frequencies rise during the first."""
     left, right = mx.random.normal((_SIZE, _SIZE)), mx.random.normal((_SIZE, _SIZE))
     mx.eval(left, right)
     best_s = min(_timed_product(left, right) for _ in range(3))
@@ -77,7 +77,7 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """A control group's limit, and what its processes hold of it that cannot be dropped at once."""
+    """A control group's memory limit, and the memory that its processes use, without caches that can be dropped."""
 
     limit_bytes: int
     used_bytes: int
@@ -88,8 +88,8 @@ class GroupMemory:
 
 
 def read_group_memory(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> GroupMemory | None:
-    """Of the groups that this process is in, the one with the least memory left; None where no limit is set, as on a
-    Mac. Cheap enough for every second. Any thread. Reads both versions of control groups (cgroups(7))."""
+    """The control group of this process with the least memory left; None if no limit is set, as on a Mac. Cheap enough
+    to call every second. Any thread. Reads both versions of control groups (cgroups(7))."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -99,7 +99,7 @@ def read_group_memory(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> G
 
 
 def _readings(line: str, mount: Path) -> Iterator[GroupMemory]:
-    """Of the group that a line of `/proc/self/cgroup` names, and of its parents."""
+    """The group in a line of `/proc/self/cgroup`, and its parents."""
     _, controllers, path = line.split(":", 2)
     if controllers not in ("", "memory"):
         return
@@ -118,7 +118,7 @@ def _readings(line: str, mount: Path) -> Iterator[GroupMemory]:
 
 def _reading(group: Path, limit: str, usage: str, droppable: str) -> GroupMemory | None:
     try:
-        limit_bytes = int((group / limit).read_text())  # `max` is no number: no limit
+        limit_bytes = int((group / limit).read_text())  # `max` raises ValueError: no limit
         used_bytes = int((group / usage).read_text())
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return GroupMemory(limit_bytes, max(0, used_bytes - int(statistics.get(droppable, 0))))
@@ -134,10 +134,10 @@ def _set_limit_for_others(kind: int, limits: tuple[int, int], /) -> None:
         _set_limit(kind, limits)
 
 
-def keep_limit() -> None:
-    """Makes `setrlimit` do nothing for mlx-lm; call it before mlx-lm is imported.
+def keep_file_limit() -> None:
+    """Makes `setrlimit` do nothing when mlx-lm calls it; call this before mlx-lm is imported.
 
-    The import lowers the limit of open files to 2,048, and the hard limit to 4,096 for good, for the conversion of
-    models, which we do not use; where the hard limit is lower already, the import fails.
+    mlx-lm's import lowers the limit of open files to 2,048 and the hard limit to 4,096 permanently, for its conversion
+    of models, which is not used here. If the hard limit is already lower, the import would fail.
     """
     resource.setrlimit = _set_limit_for_others

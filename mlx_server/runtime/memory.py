@@ -1,9 +1,8 @@
-"""The memory that models live in: a reading of it, MLX's limits, the share that KV blocks get, and the size of Metal's
-command buffers.
+"""The memory for models: readings, MLX's limits, the share for KV blocks, and the size of Metal's command buffers.
 
 MLX keeps the arrays that an operation reads until the operation's command buffer has ended, and lets the host run 10
-buffers ahead. So long ones cost memory, at worst 12 times what one uses, and short ones leave the host less time to
-prepare the next step. MLX ends one after a number of operations or of elements of its arrays (which it names MB).
+buffers ahead. So long buffers cost memory, at worst 12 times the memory of one, and short ones leave the host less time
+to prepare the next step. MLX ends a buffer after a number of operations or of array elements (which it calls MB).
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _MAX_SPARES = 8
 _GPU_SHARE = 0.9
 _CPU_SHARE = 0.25
 _CACHE_LIMIT_BYTES = 2**30
-"""Of freed buffers that MLX keeps for reuse. While prompts are computed, a later command buffer takes most of them at
-once. Mapping others anew takes less than a tenth of a chunk's time, now and then; steps of many shapes would fill a
-larger cache with buffers of sizes that never come again."""
+"""Limit for freed buffers that MLX keeps for reuse. While prompts are computed, a later command buffer reuses most of
+them at once. Mapping new ones sometimes takes up to a tenth of a chunk's time; steps of many shapes would fill a larger
+cache with buffers of sizes that are never needed again."""
 
 _FIRST_BLOCKS = 64
 MIN_BLOCKS = 8
@@ -41,11 +40,11 @@ MIN_BLOCKS = 8
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """The memory that models live in: the machine's, or a container's share of it, or a discrete GPU's own.
+    """The memory for models: the machine's, or a container's share of it, or a discrete GPU's own.
 
-    total_bytes, available_bytes     of that memory: all, and what may be taken without paging
-    device_bytes, device_used_bytes  what the GPU should hold at most, and what MLX holds of it now
-    active_bytes                     what MLX's arrays take now; None where models have other memory as well
+    total_bytes, available_bytes     all of it, and what can be allocated without paging
+    device_bytes, device_used_bytes  the recommended maximum for the GPU, and what MLX uses of it now
+    active_bytes                     what MLX's arrays use now; None if models use other memory as well
     """
 
     total_bytes: int
@@ -55,10 +54,10 @@ class MemoryReading:
     active_bytes: int | None = None
 
     def with_steps(self, kept_bytes: int, step_bytes: int) -> MemoryReading:
-        """The reading as if a step were running that takes all of the `step_bytes` reserved for it, beside `kept_bytes`
-        that stay. So a reading between steps equals one within a step, and the reserve counts as used.
+        """The reading as if a running step used all of the `step_bytes` reserved for it, besides `kept_bytes` that
+        stay. So readings between steps and within a step are equal, and the reserve counts as used.
 
-        Of 10 GiB active, 8 are kept and 3 are reserved for a step: the step has taken 2, so 1 more counts as used.
+        Example: of 10 GiB active, 8 are kept and 3 are reserved for a step: the step uses 2, so 1 more counts as used.
         """
         if self.active_bytes is None:
             return self
@@ -72,20 +71,20 @@ class MemoryReading:
 
     @property
     def pressure(self) -> float:
-        """Share of the memory that all processes use, or of the device's if that is more; 0 to 1."""
+        """The share of the memory that all processes use, or of the device's memory if that is more; 0 to 1."""
         return max(1 - self.available_bytes / self.total_bytes, self.device_used_bytes / self.device_bytes)
 
     def room_below(self, pressure: float) -> int:
-        """How many bytes may be taken before the pressure is that."""
+        """How many bytes can be allocated before the pressure reaches this value."""
         of_system = self.available_bytes - (1 - pressure) * self.total_bytes
         of_device = pressure * self.device_bytes - self.device_used_bytes
         return max(0, int(min(of_system, of_device)))
 
 
 def read_memory() -> MemoryReading:
-    """Asks the system and MLX; cheap enough for every second. Any thread.
+    """Asks the system and MLX; cheap enough to call every second. Any thread.
 
-    What MLX keeps for reuse counts as available: it gives that back when it needs it.
+    Buffers that MLX keeps for reuse count as available, because MLX frees them when it needs memory.
     """
     memory = psutil.virtual_memory()
     info = mx.device_info() if mx.default_device() != mx.cpu else {}
@@ -107,11 +106,11 @@ def read_memory() -> MemoryReading:
 
 
 class _Limit:
-    """One of MLX's limits, which are the process's. While several hold it, it is the highest of their values; the last
-    one to leave restores what was there before. Any thread."""
+    """One of MLX's limits, which apply to the process. While several callers hold it, it is the highest of their
+    values; the last one restores the previous limit. Any thread."""
 
     def __init__(self, change: Callable[[int], int | None]) -> None:
-        """`change` sets it, and returns what it was, or None where it cannot be set."""
+        """`change` sets the limit and returns the previous one, or None if it cannot be set."""
         self._change = change
         self._lock = threading.Lock()
         self._wanted: list[int] = []
@@ -135,8 +134,8 @@ class _Limit:
 
 @contextmanager
 def bounded_memory(num_bytes: int) -> Iterator[None]:
-    """On a GPU, while it is entered: MLX waits for running work rather than take more than `num_bytes`, and keeps no
-    freed buffers beyond that. The last of several restores MLX's own limit. Any thread."""
+    """On a GPU, while it is entered: before MLX allocates more than `num_bytes`, it waits for running work and frees
+    buffers that it keeps for reuse. The last of several callers restores MLX's own limit. Any thread."""
     if mx.default_device() == mx.cpu:
         yield
         return
@@ -146,11 +145,11 @@ def bounded_memory(num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def resident_memory(*, wire: bool) -> Iterator[None]:
-    """On Metal, while it is entered: bounds the buffers that MLX keeps for reuse, which ragged steps would otherwise
-    collect without end; and with `wire` only, keeps weights and KV pools resident, which macOS unwires when idle. The
-    last of several restores both limits. MLX thread.
+    """On Metal, while it is entered: limits the buffers that MLX keeps for reuse, which would otherwise grow without
+    end with ragged steps; and with `wire`, keeps weights and KV pools resident, which macOS unwires when idle. The last
+    of several callers restores both limits. MLX thread.
 
-    A wired working set under concurrent requests has reproduced kernel panics of macOS (mlx#3186).
+    A wired working set under concurrent requests reproducibly caused kernel panics of macOS (mlx#3186).
     """
     if not mx.metal.is_available():
         yield
@@ -163,11 +162,11 @@ def resident_memory(*, wire: bool) -> Iterator[None]:
 
 
 def _set_wired_limit(num_bytes: int) -> int | None:
-    """The limit before; None where the system has none to set, or allows less."""
+    """The previous limit; None if the system does not support it, or allows less."""
     try:
         return int(mx.set_wired_limit(num_bytes))
     except (RuntimeError, ValueError) as error:
-        logger.warning("Memory is not kept resident, so pauses may follow idle times: %s", error)
+        logger.warning("Memory cannot be kept resident, so there may be pauses after idle times: %s", error)
         return None
 
 
@@ -177,20 +176,20 @@ _WIRED = _Limit(_set_wired_limit)
 
 
 def first_kv_blocks(max_blocks: int) -> int:
-    """Blocks that a pool starts with when it may grow to `max_blocks`."""
+    """The initial number of blocks of a pool that may grow to `max_blocks`."""
     return min(max_blocks, _FIRST_BLOCKS)
 
 
 def state_slots(slot_bytes: int, wanted: int, free_bytes: int) -> int:
-    """For how many requests at a time there is room for recurrent state: `wanted`, or as many as fit into a fifth of
-    what is free. Raises `InsufficientMemoryError` if that is none."""
+    """The number of requests with room for their recurrent state: `wanted`, or as many as fit into a fifth of the free
+    memory. Raises `InsufficientMemoryError` if there is room for none."""
     if not slot_bytes:
         return wanted
     num_slots = min(wanted, int(free_bytes * _STATE_SHARE) // slot_bytes)
     if num_slots < 1:
         raise InsufficientMemoryError(
             f"The recurrent state of one request takes {slot_bytes / 2**20:.0f} MiB, and {free_bytes / 2**20:.0f} MiB "
-            "are free beside the model. Close other programs, or take a smaller model."
+            "are free beside the model. Close other programs, or use a smaller model."
         )
     if num_slots < wanted:
         logger.warning(
@@ -203,9 +202,9 @@ def state_slots(slot_bytes: int, wanted: int, free_bytes: int) -> int:
 
 
 def kept_slots(slot_bytes: int, num_slots: int, free_bytes: int, *, drafts: bool, prefixes: bool) -> tuple[int, int]:
-    """How many recurrent states are kept beside those of running requests, in a fifth of what is free: of requests
-    whose step carries drafts, up to eight but a quarter of what fits; and at block boundaries, up to four for each
-    running request. With 1 MiB a state, 64 requests and 100 MiB free, 20 fit: 5 and 15."""
+    """How many recurrent states are kept besides those of running requests, in a fifth of the free memory: behind
+    drafts, up to eight but at most a quarter of what fits; and at block boundaries, up to four for each running
+    request. Example: with 1 MiB for each state, 64 requests and 100 MiB free, 20 fit: 5 and 15."""
     if not slot_bytes:
         return 0, 0
     room = int(free_bytes * _STATE_SHARE) // slot_bytes
@@ -214,11 +213,11 @@ def kept_slots(slot_bytes: int, num_slots: int, free_bytes: int, *, drafts: bool
 
 
 def max_kv_blocks(setting: str, num_blocks: int | None, block_bytes: int, useful_blocks: int, free_bytes: int) -> int:
-    """Blocks, of 32 tokens in all layers, that the pool may grow to: exactly `num_blocks` if given, else what `setting`
-    bytes hold (`auto`: 90 % of what is free beside the model, 25 % on a CPU), but at most `useful_blocks`.
+    """The blocks, of 32 tokens in all layers, that the pool may grow to: `num_blocks` if given, otherwise what fits
+    into `setting` bytes (`auto`: 90 % of the memory that is free beside the model, 25 % on a CPU), at most
+    `useful_blocks`.
 
-    Raises `InsufficientMemoryError`, with the numbers, for a pool
-    that does not fit or holds too few tokens.
+    Raises `InsufficientMemoryError` with the numbers for a pool that does not fit or has too few tokens.
     """
     if num_blocks is None:
         auto = int(free_bytes * (_CPU_SHARE if mx.default_device() == mx.cpu else _GPU_SHARE))
@@ -232,31 +231,32 @@ def max_kv_blocks(setting: str, num_blocks: int | None, block_bytes: int, useful
         )
     if num_blocks < MIN_BLOCKS:
         raise InsufficientMemoryError(
-            f"There is room for only {num_blocks * BLOCK_SIZE} tokens of KV cache; the least is "
+            f"There is room for only {num_blocks * BLOCK_SIZE} tokens of KV cache; the minimum is "
             f"{MIN_BLOCKS * BLOCK_SIZE}, {MIN_BLOCKS * block_bytes / 2**20:.1f} MiB. Raise --kv-cache-memory, "
-            "free memory, or take a smaller model."
+            "free memory, or use a smaller model."
         )
     return num_blocks
 
 
 MAX_IN_FLIGHT = 12
-"""Command buffers whose arrays are kept at a time: those that MLX lets run, the one that ends and the next."""
+"""Number of command buffers whose arrays are kept at a time: those that MLX lets run, the one that ends and the
+next."""
 
 _OPS, _ELEMENTS = "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"
 _MAX_OPS = 1000
-"""More than most models' steps have: the elements decide."""
+"""More than the steps of most models have, so the number of elements decides."""
 
 _MILLIONS_PER_GIB = 6
 _FEWEST_MILLIONS, _MOST_MILLIONS = 40, 400
-"""MLX's own number, and one at which the largest models' decode steps are some ten command buffers."""
+"""MLX's own number, and one with which decode steps of the largest models have about ten command buffers."""
 
 
 def set_limits(machine_bytes: int, *, is_metal: bool) -> None:
-    """Sets what MLX reads when it is loaded, unless the user has set it.
+    """Sets the environment variables that MLX reads when it is loaded, unless the user has set them.
 
-    On a Mac with 16 GiB, 96 x 2^20 elements, with 32 GiB twice as many, and 400 x 2^20 from 67 GiB on: all buffers in
-    flight keep at most a seventh of the memory, at 16 bits an element. CUDA ends graphs by the same numbers, and each
-    operation on a KV pool would end one, so only the number of operations ends them there.
+    96 x 2^20 elements on a Mac with 16 GiB, twice as many with 32 GiB, and 400 x 2^20 from 67 GiB on: all buffers in
+    flight keep at most a seventh of the memory, at 16 bits per element. CUDA ends graphs by the same numbers. Each
+    operation on a KV pool would end one, so there only the number of operations counts.
     """
     millions = 1_000_000
     if is_metal:
@@ -266,5 +266,5 @@ def set_limits(machine_bytes: int, *, is_metal: bool) -> None:
 
 
 def max_elements() -> int:
-    """Elements at which a command buffer ends, as far as they matter for memory."""
+    """The number of elements at which a command buffer ends, limited to values that matter for memory."""
     return min(_MOST_MILLIONS, int(os.environ[_ELEMENTS])) << 20

@@ -1,5 +1,5 @@
-"""Images in a ragged batch: their embeddings, made by the model's vision encoder once an image, stand in the rows of
-their placeholders, and rows have positions in three axes where the model has them."""
+"""Images in a ragged batch: the vision encoder makes the embeddings of each image once; they replace the embeddings of
+its placeholders, and rows get positions in three axes if the model has them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mlx_server.runtime.attention.interface import IntArray
 logger = logging.getLogger(__name__)
 
 IMAGE_SHARE = 1 / 32
-"""Of the memory for K/V, what embeddings of images may take."""
+"""The share of the memory for K/V that embeddings of images may use."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """What a model makes of an image: `[n, D]` in the place of its placeholders' embeddings, and `[n, D]` for each of
-    the first layers whose output it is added to (Qwen3-VL's deepstack)."""
+    """An encoded image: embeddings `[n, D]` for its placeholders, and `[n, D]` for each of the first layers to add to
+    their output (Qwen3-VL's deepstack)."""
 
     embeddings: mx.array
     deepstack: tuple[mx.array, ...]
@@ -40,10 +40,9 @@ class EncodedImage:
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """The part of a step that images change: rows `[n]` of the batch, counted over all its tokens, which get the
-    embeddings of `images`, one after the other; the positions `[3, T]` of all rows, None where the model has one
-    for each, or all are text's; and `spans` `[S, 2]`, the first and last rows (exclusive) of images in which each row
-    sees the others both ways."""
+    """What images change in a step: the rows `[n]` of the batch, counted over all its tokens, which get the embeddings
+    of `images` in sequence; the positions `[3, T]` of all rows, None if they are those of text; and `spans` `[S, 2]`,
+    the first and last rows (exclusive) of images whose rows see each other both ways."""
 
     rows: IntArray
     images: EncodedImage | None
@@ -51,7 +50,7 @@ class ImageRows:
     spans: IntArray = field(default_factory=lambda: np.zeros((0, 2), np.int32))
 
     def cut(self, first: int, last: int) -> ImageRows:
-        """Of the step's rows [first, last), counted from `first`."""
+        """The same for the step's rows [first, last), counted from `first`."""
         start, stop = np.searchsorted(self.rows, (first, last)).tolist()
         return ImageRows(
             self.rows[start:stop] - first,
@@ -60,7 +59,7 @@ class ImageRows:
         )
 
     def arguments(self, model: Any, ids: mx.array) -> dict[str, Any]:
-        """What mlx-vlm's language part is called with, beside ids `[B, L]` and caches."""
+        """The arguments for mlx-vlm's language part besides ids `[B, L]` and caches."""
         more: dict[str, Any] = {}
         if self.positions is not None:
             more["position_ids"] = mx.array(self.positions).reshape(3, *ids.shape)
@@ -73,18 +72,17 @@ class ImageRows:
         return more
 
     def _put(self, image_rows: mx.array, others: mx.array) -> mx.array:
-        """`others` `[B, L, D]` with `image_rows` `[n, D]` in the places of images."""
+        """`others` `[B, L, D]` with `image_rows` `[n, D]` at the placeholders."""
         flat = others.reshape(-1, others.shape[-1])
         flat[mx.array(self.rows)] = image_rows.astype(flat.dtype)
         return flat.reshape(others.shape)
 
 
 def mrope_positions(images: Sequence[PromptImage], num_tokens: int, merge: int) -> IntArray:
-    """Positions `[3, num_tokens]` of a prompt in time, height and width, as Qwen2-VL defines them: text counts on in
-    all three, an image stands at one time and spans its height and width, and what follows it counts on behind its
-    longest side.
+    """Positions `[3, num_tokens]` of a prompt in time, height and width, as Qwen2-VL defines them: text advances in all
+    three; an image has one time and spans its height and width; what follows continues after its longest side.
 
-    Two tokens of text, an image of 2 x 3 (six placeholders), two tokens of text:
+    Example: two text tokens, an image of 2 x 3 (six placeholders), two text tokens:
 
         time    0 1  2 2 2 2 2 2  5 6
         height  0 1  2 2 2 3 3 3  5 6
@@ -109,7 +107,7 @@ def _grid(image: PromptImage, merge: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class ImageNews:
-    """How often the encoder has run, and by request why it has failed."""
+    """How often the encoder has run, and its errors by request."""
 
     num_encoded: int = 0
     errors: Mapping[str, str] = field(default_factory=dict)
@@ -120,9 +118,8 @@ NO_NEWS = ImageNews()
 
 @dataclass(slots=True)
 class _Seen:
-    """A running request with images: its prompt's ids and images, the positions `[3, P]` of its prompt, None where
-    they are those of its tokens, and how many of its tokens have been computed. One that `has_failed` waits for its
-    end."""
+    """A running request with images: the ids, images and positions `[3, P]` of its prompt (None if they are those of
+    text), and how many of its tokens have been computed. One that `has_failed` is about to end."""
 
     token_ids: tuple[int, ...]
     images: tuple[PromptImage, ...]
@@ -131,29 +128,30 @@ class _Seen:
     has_failed: bool = False
 
     def positions_of(self, start: int, stop: int) -> IntArray | None:
-        """Of tokens [start, stop), `[3, stop - start]`; those behind the prompt count on from its largest. A request
-        that was preempted may have both in one chunk."""
+        """The positions of tokens [start, stop), `[3, stop - start]`. Those after the prompt continue from its largest
+        position. A request that was preempted may have both in one chunk."""
         if self.positions is None:
             return None
         num_prompt = self.positions.shape[1]
         first = int(self.positions[:, -1].max()) + 1 + max(start - num_prompt, 0)
-        behind = np.arange(first, first + stop - max(start, num_prompt), dtype=np.int32)
-        return np.concatenate([self.positions[:, start:stop], np.tile(behind, (3, 1))], axis=1)
+        rest = np.arange(first, first + stop - max(start, num_prompt), dtype=np.int32)
+        return np.concatenate([self.positions[:, start:stop], np.tile(rest, (3, 1))], axis=1)
 
     @property
     def begun(self) -> list[PromptImage]:
-        """Images of which some placeholders are computed, and others are not."""
+        """Images with some computed and some other placeholders."""
         return [image for image in self.images if image.start < self.num_computed < image.end]
 
 
 class ImageEncoder:
-    """The vision encoder of a model, and what it has made of images. MLX thread only.
+    """The vision encoder of a model, and a cache of encoded images. MLX thread only.
 
-    An image is encoded in the step that computes the first of its placeholders; none is whose placeholders are all in
-    cached prefixes. What was made is kept within `max_bytes`: first goes what no running request is in the middle of,
-    the least recently used before others. One that is in the middle of its image goes on with it, whatever it takes.
+    An image is encoded in the step that computes the first of its placeholders, and not at all if all its placeholders
+    are in cached prefixes. The cache is limited to `max_bytes`: images that no running request has partly computed are
+    evicted first, the least recently used before others. The last used image stays while
+    a running request has partly computed it.
 
-    A request whose image the encoder fails at goes through the step without it, and the step's news name it.
+    If encoding fails, the request goes through the step without its image, and the step's news has the error.
     """
 
     def __init__(self, model: Any, max_bytes: int) -> None:
@@ -167,22 +165,22 @@ class ImageEncoder:
 
     @property
     def num_bytes(self) -> int:
-        """What is kept of images."""
+        """The size of the cached images."""
         return sum(image.num_bytes for image in self._encoded.values())
 
     @property
     def num_requests(self) -> int:
-        """Running requests with images."""
+        """The number of running requests with images."""
         return len(self._requests)
 
     def take_news(self) -> ImageNews:
-        """What has happened since it was asked last."""
+        """What has happened since the last call."""
         news = ImageNews(self._num_encoded, self._errors) if self._num_encoded else NO_NEWS
         self._num_encoded, self._errors = 0, {}
         return news
 
     def add(self, data: NewRequestData) -> None:
-        """A request starts; one without images is ignored."""
+        """Adds a request that starts; ignored if it has no images."""
         if not data.images:
             return
         positions = None
@@ -191,18 +189,13 @@ class ImageEncoder:
         self._requests[data.request_id] = _Seen(data.prompt_token_ids, data.images, positions)
 
     def drop(self, request_id: str) -> None:
-        """A request has ended or waits again."""
+        """Call when a request has ended or was preempted."""
         if self._requests.pop(request_id, None) is not None:
             self._shrink()
 
-    def forget(self) -> None:
-        """Drops everything."""
-        self._requests.clear()
-        self._encoded.clear()
-
     def rows(self, chunks: Sequence[ScheduledChunk], positions: IntArray) -> ImageRows | None:
-        """What images change in a step whose rows are at `positions` `[T]` of their requests; encodes what is new.
-        None if nothing is changed."""
+        """What images change in a step whose rows have `positions` `[T]` in their requests; encodes new images. None if
+        nothing changes."""
         if not self._requests:
             return None
         rows: list[IntArray] = []
@@ -236,7 +229,7 @@ class ImageEncoder:
         return ImageRows(places, _joined(parts), moved, np.array(spans, np.int32).reshape(-1, 2))
 
     def _encode(self, image: PromptImage, request_id: str) -> EncodedImage | None:
-        """None if that cannot be done. What the device itself fails at later is the step's fault."""
+        """The encoded image, None on an error. An error of the device comes later, as the error of the step."""
         encoded = self._encoded.get(image.digest)
         if encoded is None:
             self._num_encoded += 1
@@ -252,7 +245,7 @@ class ImageEncoder:
         return encoded
 
     def _shrink(self) -> None:
-        """Drops what is beyond the limit, but for the image used last, if a running request has computed a part."""
+        """Evicts images beyond the limit, except the last used one if a running request has partly computed it."""
         num_bytes = self.num_bytes
         if num_bytes <= self.max_bytes:
             return
@@ -267,8 +260,8 @@ class ImageEncoder:
 
 
 def encode(model: Any, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> EncodedImage:
-    """What `model`, one of mlx-vlm's, makes of an image whose placeholders are `token_ids`. Submitted, not waited for.
-    Raises whatever its code raises."""
+    """Encodes an image with `model`, one of mlx-vlm's; `token_ids` are its placeholders. Submits the work and does not
+    wait. Raises whatever the model's code raises."""
     arrays = {name: mx.array(value) for name, value in inputs.items()}
     ids = mx.array([list(token_ids)])
     made = model.get_input_embeddings(ids, arrays.pop("pixel_values"), mask=mx.ones_like(ids), **arrays)
@@ -279,7 +272,7 @@ def encode(model: Any, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> E
 
 
 def merge_of(model: Any) -> int:
-    """How many patches of an image are one placeholder, along a side."""
+    """How many patches form one placeholder along each side."""
     return int(model.config.vision_config.spatial_merge_size)
 
 

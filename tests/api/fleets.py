@@ -101,7 +101,7 @@ class Fleet:
             quotas = server.context.quotas
             assert isinstance(quotas, fleet_quotas.FleetQuotas)
             shares = quotas._shares.values()
-            await until(lambda shares=shares: not any(share.has_news(self.now_s) for share in shares))
+            await until(lambda shares=shares: not any(share.has_unreported(self.now_s) for share in shares))
 
     async def stop(self) -> None:
         await self._stack.aclose()

@@ -11,6 +11,7 @@ from typing import Any
 from mlx_server.api.http.listener import listen
 from mlx_server.api.server import serve
 from mlx_server.config import load_config
+from mlx_server.pool.model_pool import build_pool
 from mlx_server.runtime.model_runner import ModelRunner
 
 
@@ -31,7 +32,7 @@ def main() -> int:
     signal.signal(signal.SIGUSR1, break_down)
     config = load_config(Path(sys.argv[1]), environ={})
     with listen(config.server) as listener:
-        return serve(config, [listener])
+        return serve(config, [listener], build_pool)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ async def test_the_first_key_closes_the_routes_for_admins(world: World, tmp_path
 @pytest.mark.parametrize(
     ("settings", "tiers", "expected"),
     [
-        ({}, (), "open to every program on this machine, until there is a key."),
+        ({}, (), "open to all programs on this machine, until there is a key."),
         ({"admin_key": "master"}, (), "open to the admin key."),
         ({"api_key": "sesame"}, (), "open to nobody: set MLX_SERVE_SERVER_ADMIN_KEY, or declare"),
         ({"api_key": "sesame"}, (Tier(name="staff", admin=True),), "open to keys of the tier staff."),

@@ -175,5 +175,5 @@ async def test_the_discovery_key_is_good_for_nothing_else(discovered: World, met
 
 async def test_the_discovery_key_is_no_other_key():
     config = Config(server=ServerConfig(api_key="same"), fleet=FleetConfig(discovery_key="same"))
-    with pytest.raises(ConfigError, match="one of its own"):
+    with pytest.raises(ConfigError, match="discovery_key equals api_key or admin_key"):
         KeyRing(config)

@@ -89,26 +89,26 @@ async def test_a_request_is_seen_while_it_runs_and_when_it_has_ended(served: Sit
     prompt = list(range(1, 101))
     running = asyncio.create_task(complete(served.http, prompt=prompt, max_tokens=250))
     async with asyncio.timeout(30):
-        while not (model := await snapshot(served.http))["requests"] or model["requests"][0]["output_tokens"] == 0:
+        while not (model := await snapshot(served.http))["requests"] or model["requests"][0]["num_output_tokens"] == 0:
             pass
     (request,) = model["requests"]
-    assert (request["tier"], request["state"], request["prompt_tokens"]) == ("default", "decode", 100)
-    assert request["computed_tokens"] == 100
+    assert (request["tier"], request["state"], request["num_prompt_tokens"]) == ("default", "decode", 100)
+    assert request["num_computed_tokens"] == 100
     assert request["effective_priority"] == pytest.approx(1.0 - 0.1 * request["age_s"], abs=0.01)
     assert model["tiers"] == [{"name": "default", "running": 1, "waiting": 0}]
-    assert model["stats"]["running"] == 1
+    assert model["stats"]["num_running"] == 1
     states = model["stats"]["block_map"]
     assert len(states) == BLOCKS
-    assert states.count("2") == BLOCKS - model["stats"]["free_blocks"] >= 4
+    assert states.count("2") == BLOCKS - model["stats"]["num_free_blocks"] >= 4
     await running
     after = await snapshot(served.http)
     assert after["requests"] == []
-    assert (after["recent"][0]["finish_reason"], after["recent"][0]["output_tokens"]) == ("length", 250)
+    assert (after["recent"][0]["finish_reason"], after["recent"][0]["num_output_tokens"]) == ("length", 250)
     assert after["recent"][0]["ttft_s"] > 0 < after["recent"][0]["tpot_s"]
-    gained = after["stats"]["generated_tokens"] - before["stats"]["generated_tokens"]
+    gained = after["stats"]["num_generated_tokens"] - before["stats"]["num_generated_tokens"]
     assert gained == 250
     assert "2" not in after["stats"]["block_map"]
-    assert after["stats"]["block_map"].count("1") == after["stats"]["cached_blocks"] == 349 // 32
+    assert after["stats"]["block_map"].count("1") == after["stats"]["num_cached_blocks"] == 349 // 32
 
 
 async def test_blocks_of_a_common_prefix_are_shown_as_shared(served: Site) -> None:
@@ -118,7 +118,7 @@ async def test_blocks_of_a_common_prefix_are_shown_as_shared(served: Site) -> No
         asyncio.create_task(complete(served.http, prompt=[*prompt, last], max_tokens=200, seed=last)) for last in (5, 6)
     ]
     async with asyncio.timeout(30):
-        while (model := await snapshot(served.http))["stats"]["running"] < 2:
+        while (model := await snapshot(served.http))["stats"]["num_running"] < 2:
             pass
     assert model["stats"]["block_map"].count("3") == 3
     await asyncio.gather(*pair)

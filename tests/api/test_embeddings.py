@@ -240,7 +240,7 @@ async def test_models_say_what_they_do(world: PoolingWorld):
         ({"input": ""}, "input", "is an empty text"),
         ({"input": []}, "input", "must be a string, a list of strings"),
         ({"input": ["a", ""]}, "input[1]", "is an empty text"),
-        ({"input": ["a", 5]}, "input", "inputs of one kind"),
+        ({"input": ["a", 5]}, "input", "must be a string, a list of strings"),
         ({"input": [[]]}, "input", "has no tokens"),
         ({"input": [[99999]]}, "input", "ids are 0 to 319"),
         ({"input": ["a"] * (MAX_INPUTS + 1)}, "input", "at most 2048"),
@@ -278,7 +278,7 @@ async def test_unknown_models_are_a_404(world: PoolingWorld):
 async def test_a_model_that_only_embeds_writes_no_text(world: PoolingWorld, path: str, body: dict[str, Any]):
     param, message = await world.error(path, **body)
     assert param == "model"
-    assert "gives vectors at /v1/embeddings, and no text" in message
+    assert "gives vectors at /v1/embeddings, and generates no text" in message
 
 
 # --- many inputs ------------------------------------------------------------------------------------------------------

@@ -93,5 +93,5 @@ async def test_what_browsers_send_without_asking_is_not_read_as_json(world: Worl
 
 @pytest.mark.parametrize("text", ["http://mac.local", "mac.local:8000", "a b", "*"])
 async def test_what_is_no_name_of_a_host_is_refused_at_start(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"allowed_hosts is .*; {re.escape(text)} is no name of a host"):
+    with pytest.raises(ConfigError, match=f"allowed_hosts is .*; {re.escape(text)} is not a host name"):
         load_config(flags={"allowed_hosts": text}, environ={})

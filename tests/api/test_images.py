@@ -249,7 +249,7 @@ REFUSED = {
     "file": ("file:///etc/passwd", "start the server with --allowed-media-path"),
     "other scheme": ("ftp://example.org/cat.png", "is neither a URL nor base64"),
     "no base64": ("data:image/png,abc", "is a data URL without base64"),
-    "no image": ("data:image/png;base64,JVBERg==", "cannot be decoded (4 bytes; PNG, JPEG, WEBP, GIF are read)"),
+    "no image": ("data:image/png;base64,JVBERg==", "cannot be decoded (4 bytes; PNG, JPEG, WEBP, GIF are supported)"),
     "words": ("a cat", "is neither a URL nor base64: it begins with 'a cat'"),
     "narrow": (
         data_url(encoded(picture(size=(1, 300)))),
@@ -286,7 +286,7 @@ async def test_images_are_bounded_in_bytes(seer: World, monkeypatch: pytest.Monk
     monkeypatch.setattr(decoding, "MAX_BYTES", 100)
     response = await seer.chat(messages=user([CAT_PART] * 2))
     assert response.status_code == 400
-    assert "files of 100 bytes are read at most. Send it smaller" in response.json()["error"]["message"]
+    assert "a file may have 100 bytes. Send a smaller one" in response.json()["error"]["message"]
     monkeypatch.undo()
     monkeypatch.setattr(images, "MAX_PREPARED_BYTES", 200_000)
     response = await seer.chat(messages=user([CAT_PART] * 2))
@@ -439,7 +439,7 @@ async def test_a_name_must_not_lead_into_the_private_network(
     port = gallery.rpartition(":")[2]
     response = await seer.chat(messages=user([part(f"http://cats.example:{port}/cat.png")]))
     assert response.status_code == 400
-    assert f"is at cats.example, which is {address}: names that lead" in response.json()["error"]["message"]
+    assert f"is at cats.example, which is {address}: names with private" in response.json()["error"]["message"]
 
 
 async def test_a_name_is_looked_up_once_and_asked_for_by_name(seer: World, monkeypatch: pytest.MonkeyPatch):

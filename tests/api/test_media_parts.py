@@ -20,8 +20,8 @@ from tests.runtime.test_vision_models import make_vision_folder
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
-REASON = "which this model is not given here"
-REMEDY = "Leave the part out, or send what it says as a part of type text."
+REASON = "which this model cannot read"
+REMEDY = "Leave the part out, or send its content as a part of type text."
 TEXT = {"type": "text", "text": "What is this?"}
 
 CHAT: dict[str, dict[str, Any]] = {

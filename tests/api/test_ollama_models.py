@@ -284,7 +284,7 @@ async def test_pulls_that_lead_nowhere_are_refused(world: World, stored: Path):
     assert "--pulled-models" in (await post(world, "/api/pull", 403, model="owner/new"))["error"]
     serve_pulled(world)
     assert "hub id" in (await post(world, "/api/pull", 404, model="llama3"))["error"]
-    assert "model is required" in (await post(world, "/api/pull", 400))["error"]
+    assert "model: Field required" in (await post(world, "/api/pull", 400))["error"]
 
 
 async def test_pulled_models_can_be_deleted(world: World, stored: Path):

@@ -297,7 +297,7 @@ async def test_an_answer_that_is_the_last_message_is_gone_on_with(world: World):
         ("/api/chat", {"messages": user("Hi"), "stream": "yes"}, "stream"),
         ("/api/chat", {"messages": [{"content": "Hi"}]}, "role"),
         ("/api/chat", {"messages": user("word " * 600)}, "too long"),
-        ("/api/show", {}, "model is required"),
+        ("/api/show", {}, "model: Field required"),
     ],
     ids=str,
 )

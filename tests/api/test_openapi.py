@@ -37,10 +37,15 @@ def document() -> dict[str, Any]:
 
 
 def fields(path: str) -> dict[str, dict[str, Any]]:
-    """The properties of the body of POST `path`; of those that may be null, what they are otherwise."""
+    """The properties of the body of POST `path`; of those of one type that may be null, what they are otherwise."""
     reference = document()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     properties = document()["components"]["schemas"][reference.rpartition("/")[2]]["properties"]
-    return {name: {**schema.get("anyOf", [{}])[0], **schema} for name, schema in properties.items()}
+    return {name: {**_type_or_null(schema), **schema} for name, schema in properties.items()}
+
+
+def _type_or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    types: list[dict[str, Any]] = schema.get("anyOf", [])
+    return types[0] if len(types) == 2 else {}
 
 
 def edges(schema: dict[str, Any]) -> Iterator[tuple[float, float]]:

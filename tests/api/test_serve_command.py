@@ -30,7 +30,7 @@ SLOW_IMPORTS = """
     class Gate:
         # Stands for libraries that take long to import.
         def find_spec(self, name, path=None, target=None):
-            if name == "uvicorn":
+            if name in ("mlx", "transformers"):
                 print("importing", flush=True)
                 sys.stdin.readline()
 
@@ -59,16 +59,20 @@ async def line_of(process: Process) -> str:
     return (await process.stdout.readline()).decode().strip()
 
 
-async def test_the_port_is_taken_before_what_takes_long_is_imported(tmp_path: Path):
-    """Clients that come meanwhile are answered later; a second server is told at once."""
+async def test_probes_are_answered_before_what_takes_long_is_imported(tmp_path: Path):
+    """Other requests wait until they can be served; a second server fails at once."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     program = textwrap.dedent(SLOW_IMPORTS)
     arguments = ("-c", program, "serve", *MODEL, "--port", port)
     async with python(tmp_path, *arguments, stdin=PIPE) as process:
         assert await line_of(process) == "importing"
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
-            asking = asyncio.create_task(http.get("/health"))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600) as http:
+            for path in ("/health", "/ping"):
+                health = await http.get(path)
+                assert (health.status_code, health.json()) == (503, {"status": "loading"})
+                assert health.headers["retry-after"] == "1"
+            asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 2}))
             async with python(tmp_path, *arguments) as second:
                 out, errors = await second.communicate()
             assert (second.returncode, out) == (1, b"")
@@ -78,11 +82,21 @@ async def test_the_port_is_taken_before_what_takes_long_is_imported(tmp_path: Pa
             assert b"Traceback" not in errors
             assert not asking.done()
             assert process.stdin is not None
-            process.stdin.write(b"\n")
-            assert (await asking).status_code in (200, 503)
+            process.stdin.write(b"\n\n")
+            assert (await asking).status_code == 200
+            assert (await http.get("/health")).status_code == 200
         process.send_signal(signal.SIGTERM)
         await process.communicate()
         assert process.returncode == 0
+
+
+async def test_a_signal_ends_a_server_that_is_still_importing(tmp_path: Path):
+    arguments = ("-c", textwrap.dedent(SLOW_IMPORTS), "serve", *MODEL, "--port", "0")
+    async with python(tmp_path, *arguments, stdin=PIPE) as process:
+        assert await line_of(process) == "importing"
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
 
 
 async def test_a_wrong_setting_has_the_status_of_one_whenever_it_is_found(tmp_path: Path):

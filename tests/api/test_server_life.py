@@ -144,7 +144,7 @@ async def test_streams_that_take_too_long_get_an_error_event():
             assert (await whole).status_code == 503
         code, errors = await running.ended()
         assert code == 0
-        assert "2 requests are cut off after 0.1 s" in errors
+        assert "2 requests are aborted after 0.1 s" in errors
 
 
 async def test_a_server_without_time_to_drain_and_without_requests_cuts_none_off():
@@ -153,7 +153,7 @@ async def test_a_server_without_time_to_drain_and_without_requests_cuts_none_off
         running.signal(signal.SIGTERM)
         code, errors = await running.ended()
     assert code == 0
-    assert "cut off" not in errors
+    assert "aborted" not in errors
 
 
 async def test_a_second_signal_exits_at_once():

@@ -107,7 +107,7 @@ async def test_what_cannot_be_used_is_named(make: Callable[..., Files], files: F
     assert refusal(files.cert, None) == "tls_cert is set and tls_key is not; give both, or neither for plain HTTP."
     assert refusal(None, files.key) == "tls_key is set and tls_cert is not; give both, or neither for plain HTTP."
     assert refusal(files.cert, "nowhere.pem") == "tls_key: nowhere.pem cannot be read: No such file or directory."
-    assert "the key is not that of the certificate" in refusal(files.cert, other.key)
+    assert "the key does not belong to the certificate" in refusal(files.cert, other.key)
     assert "cannot be used" in refusal(str(junk), files.key)
     assert "tls_key is encrypted" in refusal(locked.cert, locked.key)
     check_tls(ServerConfig())

@@ -79,6 +79,16 @@ def test_right_drafts_are_put_out_in_one_step() -> None:
     assert speculation.counters.num_accepted_tokens == speculation.counters.num_draft_tokens == 16
 
 
+def test_drafts_count_in_a_step_that_is_full() -> None:
+    """A token, its 7 drafts, and of 31 known tokens of another as many as the step has left."""
+    world = drafting_world(0.0, max_num_batched_tokens=34)
+    world.add(make_request("drafting", 8, max_tokens=20))
+    forced = FakeConstraint(60, forced={1: tuple(range(500, 530))})
+    world.add_unchecked(make_request("forced", 8, max_tokens=60, constraint=forced, speculate=False))
+    world.step()
+    assert chunks(world.step()) == {"drafting": (8, 8), "forced": (8, 26)}
+
+
 def test_wrong_drafts_cost_rows_and_nothing_else() -> None:
     world = drafting_world(1.0)
     world.add(make_request("r", 8, max_tokens=20))

@@ -102,7 +102,7 @@ def test_a_request_that_forbids_what_its_grammar_allows_is_told_so(more: dict[st
     (failed,) = [output for output in world.outputs if output.finish_reason is FinishReason.ERROR]
     assert isinstance(failed.error, InvalidRequestError)
     assert failed.error.param == param
-    assert "behind 1 tokens" in failed.error.message
+    assert "after 1 tokens" in failed.error.message
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -37,7 +37,7 @@ def test_it_fills_what_decodes_leave_of_the_target() -> None:
     assert budget.num_tokens(0, 0, 0.2) == 192  # 200 lies between two multiples of 16
     budget.observe(shape(budget, 8, 0), 0.05)
     assert budget.num_tokens(0, 8, 0.2) == 152
-    budget.observe(shape(budget, 8, 100), 0.15)  # as foretold: nothing changes
+    budget.observe(shape(budget, 8, 100), 0.15)  # as expected: nothing changes
     assert budget.num_tokens(0, 8, 0.2) == 152
 
 

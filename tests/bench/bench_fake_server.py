@@ -1,7 +1,7 @@
 """A tiny OpenAI-compatible server over HTTP, to be started as a command: PORT [MS A TOKEN] [PID FILE].
 
 It writes its own process id and that of a child, which ignores SIGTERM, into the file. It names its models by
-the variable FAKE_MODELS, fails to start with FAKE_START=broken, and answers 500 at /health with FAKE_START=slow.
+the variable FAKE_MODELS, fails to start with FAKE_START=broken, and answers 500 to every GET with FAKE_START=slow.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ TOKEN_S = float(sys.argv[2]) / 1e3 if len(sys.argv) > 2 else 0.0
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        if self.path == "/health" and os.environ.get("FAKE_START") == "slow":
+        if os.environ.get("FAKE_START") == "slow":
             self._answer(b"", 500)
-        elif self.path == "/ready" or self.path == "/health":
+        elif self.path == "/health":
             self._answer(b"{}")
         else:
             models = os.environ.get("FAKE_MODELS", "fake").split(",")

@@ -172,19 +172,19 @@ def test_a_command_that_does_not_exist_is_named(tmp_path):
 
 def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path):
     noted = tmp_path / "pids"
-    slow = Server(name="x", command=f"env FAKE_START=slow {COMMAND} 0 {noted}", ready_paths=("/health",))
+    slow = Server(name="x", command=f"env FAKE_START=slow {COMMAND} 0 {noted}")
     with (
-        pytest.raises(ServeError, match=r"did not answer 200 at /health within 1 s"),
+        pytest.raises(ServeError, match=r"did not answer 200 at /health or /v1/models within 1 s"),
         slow.session(model=None, log_path=tmp_path / "log", start_timeout_s=1),
     ):
         pass
     wait_until(lambda: not any(map(is_running, noted_pids(noted))), "it still runs")
 
 
-def test_a_server_is_ready_where_its_path_says(tmp_path):
-    slow = Server(name="x", command=f"env FAKE_START=slow {COMMAND}", ready_paths=("/ready",))
-    with slow.session(model=None, log_path=tmp_path / "log", start_timeout_s=20) as url:
-        given = Server(name="y", url=url, ready_paths=("/ready",))
+def test_a_running_server_is_used_at_its_url(tmp_path):
+    started = Server(name="x", command=COMMAND)
+    with started.session(model=None, log_path=tmp_path / "log", start_timeout_s=20) as url:
+        given = Server(name="y", url=url)
         with given.session(model=None, log_path=tmp_path / "log", start_timeout_s=20) as same:
             assert same == url
 
@@ -250,8 +250,8 @@ def test_each_server_is_asked_for_the_model_under_its_own_name(tmp_path, monkeyp
     [
         ([], "0 server to compare"),
         (["--server", "a=x {port}"], "1 server to compare"),
-        (["--server", "a=x {port}", "--url", "a=http://h"], "one name"),
-        (["--server", "a=x", "--url", "b=http://h"], "does not say {port}"),
+        (["--server", "a=x {port}", "--url", "a=http://h"], "the same name"),
+        (["--server", "a=x", "--url", "b=http://h"], "has no {port}"),
         (["--server", "a=x {port} {model}", "--url", "b=http://h"], "name it with --model"),
         (["--server", "x {port}"], "write NAME="),
     ],

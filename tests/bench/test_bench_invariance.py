@@ -28,7 +28,7 @@ def equal(answer: Callable[[int, int], float], **choice: object) -> int:
 
     async def ask() -> int:
         async with httpx.AsyncClient(base_url="http://test", transport=httpx.MockTransport(handle)) as http:
-            return await count_equal(http, "m", REQUESTS, max_batch=30, seed=0, most_delay_s=0.0)
+            return await count_equal(http, "m", REQUESTS, max_batch=30, seed=0, max_delay_s=0.0)
 
     return asyncio.run(ask())
 

@@ -414,7 +414,7 @@ def test_quantised_rows_are_measured_beside_whole_ones(
         (["--heads", "4x2"], "'4x2' is not 3 positive whole numbers"),
         (["--prefill", "1x64"], "a chunk of 1 is not 2 to 64 tokens"),
         (["--prefill", "65x64"], "a chunk of 65 is not 2 to 64 tokens"),
-        (["--batch", "0"], "0 is no whole number of at least 1"),
+        (["--batch", "0"], "0 is not a whole number of at least 1"),
         (["--products", "64x65"], "'64x65': K must be a multiple of 64, and N x K at least 512"),
         (["--json", "/nonexistent/out.json"], "cannot write /nonexistent/out.json"),
         (["--heads", "4x2x80", "--kv-bits", "8"], "--kv-bits needs head dimensions that are multiples of 32"),

@@ -48,7 +48,7 @@ def index(tmp_path, monkeypatch) -> Path:
 
 
 def fake(program: str = "fake-peer serve", requirement: str = "fake-peer") -> Peer:
-    return Peer(requirement, program, "{port}", needs_mlx=False)
+    return Peer(requirement, program, "{port}")
 
 
 def parsed(*argv: str) -> argparse.Namespace:

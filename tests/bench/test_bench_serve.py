@@ -16,7 +16,6 @@ from scripted_servers import ScriptedServer, TimedEvents, evenly
 from virtual_time import run_virtually
 
 from mlx_server.bench.serve import command
-from mlx_server.bench.serve.charts import render_page
 from mlx_server.bench.serve.client import CHAT, RequestRecord, StreamClient, Target, Tier
 from mlx_server.bench.serve.report import ARRAYS, render, render_summary, summarise
 from mlx_server.bench.serve.run import Arrivals, Intruder, Load, describe_intrusion, measure, send_all
@@ -240,7 +239,7 @@ def test_drafts_of_the_run_alone_have_vllms_keys_and_a_table():
     told = render(result)
     assert "70.0 %" in told
     assert "90.0 %, 60.0 %, 60.0 %" in told
-    assert "<td>spec_decode_acceptance_length</td><td>3.10</td>" in render_page(result)
+    assert "3.10" in told
 
 
 def test_tokens_a_model_call_are_those_of_the_run_alone():
@@ -275,7 +274,6 @@ def test_a_server_without_drafts_has_no_figures_of_them(scrapes):
     assert result["completed"] == 2
     assert not any("spec_decode" in name for name in result)
     assert "speculative" not in render(result)
-    assert "spec_decode" not in render_page(result)
 
 
 def test_concurrency_is_bounded():
@@ -499,14 +497,13 @@ def test_requests_arrive_at_the_rate_that_the_flags_say(on_scripted, tmp_path):
 
 
 def test_a_trace_is_replayed_as_the_flags_say_and_charted(on_scripted, tmp_path):
-    page, picture = tmp_path / "out.html", tmp_path / "out.png"
+    picture = tmp_path / "out.png"
     trace = ["--dataset", str(Path(__file__).parent / "bench_data" / "burstgpt.csv"), "--trace-speed", "10"]
-    assert command.run(parsed(*trace, "--trace-shrink", "4", "--html", str(page), "--plot", str(picture))) == 0
+    assert command.run(parsed(*trace, "--trace-shrink", "4", "--plot", str(picture))) == 0
     first, second = on_scripted.measured
     assert second.arrived_s - first.arrived_s == pytest.approx(11.3)
     assert [len(asked.prompt.split()) for asked in (first, second)] == [118, 104]
     assert [asked.num_tokens for asked in (first, second)] == [4, 69]
-    assert "burstgpt.csv" in page.read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -562,8 +559,8 @@ def test_a_server_that_is_not_there_is_named(unused_tcp_port):
     ("argv", "message"),
     [
         (["--goodput", "speed:9"], "NAME:MS"),
-        (["--burstiness", "2"], "give --request-rate"),
-        (["--tier", "a=k", "--tier", "a=l"], "names one tier twice"),
+        (["--burstiness", "2"], "needs --request-rate"),
+        (["--tier", "a=k", "--tier", "a=l"], "names a tier twice"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_sent(argv, message):
@@ -574,16 +571,16 @@ def test_wrong_options_are_refused_before_anything_is_sent(argv, message):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--request-rate", "0"], "0 is no number above 0"),
-        (["--request-rate", "x"], "x is no number above 0"),
-        (["--input-len", "9-3"], "goes down"),
+        (["--request-rate", "0"], "0 is not a number above 0"),
+        (["--request-rate", "x"], "x is not a number above 0"),
+        (["--input-len", "9-3"], "is not a range"),
         (["--tier", "nokey"], "NAME=KEY"),
-        (["--extra-body", "[1]"], "is no JSON object"),
-        (["--extra-body", "{"], "is no JSON: "),
-        (["--num-prompts", "0"], "0 is no whole number of at least 1"),
-        (["--num-prompts", "1.5"], "1.5 is no whole number of at least 1"),
-        (["--json", "/nonexistent/x.json"], "cannot write /nonexistent/x.json: there is no such folder"),
-        (["--html", "/"], "/ is a folder"),
+        (["--extra-body", "[1]"], "is not a JSON object"),
+        (["--extra-body", "{"], "is not JSON: "),
+        (["--num-prompts", "0"], "0 is not a whole number of at least 1"),
+        (["--num-prompts", "1.5"], "1.5 is not a whole number of at least 1"),
+        (["--json", "/nonexistent/x.json"], "cannot write /nonexistent/x.json: its folder does not exist"),
+        (["--plot", "/"], "/ is a folder"),
     ],
 )
 def test_values_out_of_bounds_are_refused_by_the_parser(argv, message, capsys):

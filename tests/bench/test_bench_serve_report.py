@@ -1,18 +1,16 @@
-"""The charts of a run, its HTML page and its picture."""
+"""The charts of a run."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import random
 import re
-from xml.etree import ElementTree
 
 import pytest
 from matplotlib.axes import Axes
 
 from mlx_server.bench.serve import command
-from mlx_server.bench.serve.charts import TITLES, draw, render_page, write_charts
+from mlx_server.bench.serve.charts import TITLES, draw, write_charts
 from mlx_server.bench.serve.client import RequestRecord
 from mlx_server.bench.serve.report import describe_requests, summarise
 from mlx_server.errors import ConfigError
@@ -54,43 +52,21 @@ def test_charts_are_of_the_complete_requests(result):
     assert [dots.get_offsets().round(6).tolist() for dots in by_length.collections] == [[[200, 400]], [[300, 200]]]
 
 
-def test_a_page_of_many_gaps_stays_small(result):
-    rng = random.Random(0)
-    gaps = [[rng.expovariate(50.0) for _ in range(100_000)], [0.1], []]
-    assert len(render_page({**result, "itls": gaps})) < 1_000_000
-
-
 def test_a_run_without_a_complete_request_has_empty_charts():
     records = [record("all", 1.0, [], error="HTTP 503")]
     head = {"model_id": "$m", "workload": "$x"}
     assert [len(chart.lines) for chart in draw({**head, **describe_requests(records)}).axes] == [0] * 6
 
 
-def test_the_page_stands_alone_and_escapes_what_others_named(result):
-    page = render_page(result)
-    assert page.count("<svg") == 1
-    assert set(TITLES) <= set(re.findall(r"<text[^>]*>([^<]*)</text>", page))
-    assert not re.search(r"""src=|href="[^#]|url\([^#]|@import|<script""", page)
-    assert "<busy>" not in page
-    assert "free <b>" not in page
-    assert "1 x HTTP 503: &lt;busy&gt;" in page
-    assert "m&amp;m: random" in page
-    assert page.count("<h2>Latencies") == 3
-    assert "<td>request_goodput</td><td>0.33</td><td>0.33</td><td>0.00</td>" in page
-    assert "TPOT   (E2EL - TTFT) / (output tokens - 1)" in page
-    ElementTree.fromstring(page.partition("</head>")[2].rpartition("</html>")[0])  # well formed
-
-
 def test_the_picture_is_a_picture(result, tmp_path):
-    write_charts(result, tmp_path / "out.png", "png")
+    write_charts(result, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("option", ["--html", "--plot"])
-def test_without_matplotlib_the_remedy_is_named_before_anything_is_sent(monkeypatch, tmp_path, option):
+def test_without_matplotlib_the_remedy_is_named_before_anything_is_sent(monkeypatch, tmp_path):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     with pytest.raises(ConfigError, match=re.escape("pip install 'mlx-server[bench]'")):
-        command.run(parser.parse_args([option, str(tmp_path / "out")]))
+        command.run(parser.parse_args(["--plot", str(tmp_path / "out.png")]))

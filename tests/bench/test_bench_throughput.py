@@ -9,7 +9,6 @@ import pytest
 from tiny_models import VOCAB_SIZE, byte_tokenizer, reference_generate, save_model_folder, tiny_model
 
 from mlx_server.bench import throughput
-from mlx_server.bench.instruments import count_model_calls
 from mlx_server.bench.systems import (
     CHAT_WORKLOADS,
     WORKLOADS,
@@ -24,7 +23,7 @@ from mlx_server.bench.systems import (
     make_workload,
 )
 from mlx_server.bench.tables import format_bytes, format_rate, render_table
-from mlx_server.bench.throughput import Row, Turn, compare, take_turn
+from mlx_server.bench.throughput import Row, Turn, compare, count_model_calls, take_turn
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.errors import ConfigError, ModelLoadError, ServeError
 from mlx_server.runtime.models.loader import LoadedModel
@@ -417,7 +416,7 @@ def test_an_unknown_model_is_refused():
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
-    with pytest.raises(argparse.ArgumentError, match=r"cannot write .*: there is no such folder"):
+    with pytest.raises(argparse.ArgumentError, match=r"cannot write .*: its folder does not exist"):
         parse("--model", "random:huge", "--json", str(tmp_path / "missing" / "out.json"))
 
 

@@ -1,4 +1,4 @@
-"""llama.cpp as a peer: how its server is found or built, and GGUF files with the weights of a folder."""
+"""llama.cpp as a peer: how its server is found or built, and GGUF files of the bundled model."""
 
 from __future__ import annotations
 
@@ -10,20 +10,15 @@ from pathlib import Path
 
 import gguf
 import mlx.core as mx
-import numpy as np
 import pytest
 from gguf_files import write_gguf
 from mlx.utils import tree_flatten
 
 from mlx_server.bench import llama_cpp
-from mlx_server.bench.random_folder import word_tokenizer
 from mlx_server.bench.servers import Unavailable
 from mlx_server.runtime.models.bundled import SMOLLM2
 from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf
 from mlx_server.runtime.models.loader import load
-from mlx_server.runtime.models.random_models import build_random, config_of
-
-SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 
 
 @pytest.fixture
@@ -70,7 +65,7 @@ def test_a_server_on_the_path_is_taken(program_folder, tmp_path):
 
 
 def test_without_server_and_cmake_it_cannot_be_had(program_folder, tmp_path):
-    with pytest.raises(Unavailable, match="no llama-server on the path, and no cmake"):
+    with pytest.raises(Unavailable, match="no llama-server on the PATH, and no cmake"):
         llama_cpp.find_server(tmp_path / "none")
 
 
@@ -100,55 +95,9 @@ def test_a_build_that_fails_is_told_and_tried_again(program_folder, tmp_path, mo
             llama_cpp.find_server(tmp_path / "llama.cpp")
 
 
-def random_folder(folder: Path, **changes: object) -> Path:
-    config = {**config_of("random:mini"), **SHAPE, "intermediate_size": 64, "vocab_size": 40, "eos_token_id": 1}
-    folder.mkdir()
-    weights = dict(tree_flatten(build_random(config, 7).parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(config | changes))
-    word_tokenizer(40).save_pretrained(folder)
-    return folder
-
-
-def test_a_random_folder_keeps_its_weights_shape_and_words(tmp_path):
-    model = random_folder(tmp_path / "model")
-    file = llama_cpp.gguf_of(model, tmp_path / "made")
-    reader = gguf.GGUFReader(file)
-    facts = {name: field.contents() for name, field in reader.fields.items()}
-    assert facts["general.architecture"] == "qwen3"
-    shape = (
-        "embedding_length",
-        "block_count",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-    )
-    assert [facts[f"qwen3.{name}"] for name in shape] == [32, 2, 2, 1, 16]
-    words = facts["tokenizer.ggml.tokens"]
-    assert words == [word_tokenizer(40).convert_ids_to_tokens(number) for number in range(40)]
-    assert (words[facts["tokenizer.ggml.unknown_token_id"]], words[facts["tokenizer.ggml.eos_token_id"]]) == (
-        "<unk>",
-        "<eos>",
-    )
-    assert facts["tokenizer.ggml.add_space_prefix"]
-    assert not facts["tokenizer.ggml.add_eos_token"]
-    found = {tensor.name: tensor.data for tensor in reader.tensors}
-    weights = mx.load(str(model / "model.safetensors"))
-    assert len(found) == len(weights)
-    for theirs, ours in (
-        ("token_embd", "model.embed_tokens"),
-        ("output", "lm_head"),
-        ("blk.1.attn_q_norm", "model.layers.1.self_attn.q_norm"),
-        ("blk.0.ffn_down", "model.layers.0.mlp.down_proj"),
-    ):
-        assert np.array_equal(found[f"{theirs}.weight"], np.array(weights[f"{ours}.weight"]))
-    made = file.stat().st_mtime_ns
-    assert llama_cpp.gguf_of(model, tmp_path / "made").stat().st_mtime_ns == made
-
-
-def test_other_models_are_refused(tmp_path):
-    with pytest.raises(Unavailable, match="neither the bundled model nor a random one"):
-        llama_cpp.gguf_of(random_folder(tmp_path / "packed", quantization={"bits": 4}), tmp_path)
+def test_other_models_are_refused_with_a_remedy(tmp_path):
+    with pytest.raises(Unavailable, match="is not the bundled model; use --model smollm2-packed"):
+        llama_cpp.gguf_of(tmp_path, tmp_path)
 
 
 @pytest.fixture

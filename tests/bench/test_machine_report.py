@@ -53,19 +53,20 @@ def test_a_report_has_everything_but_what_is_the_users_own(tmp_path: Path, capsy
         assert word in text
     assert '"max_num_seqs": 17' in text
     assert "mlx_server.pool.model_pool: Loading" in text, "the log of the server"
-    assert "answers that were those given alone" in text
+    assert "answers equal to those given alone" in text
     for secret in ("sesame-42", str(tmp_path), str(Path.home()), str(Path.cwd())):
         assert secret not in text
 
 
-@pytest.mark.usefixtures("small")
 def test_a_stage_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(num_bytes: int) -> None:
         raise ZeroDivisionError("no bytes | none")
 
     monkeypatch.setattr(machine_report, "measure_copy", fail)
+    for stage in ("_chat", "_soak"):
+        monkeypatch.setattr(machine_report, stage, lambda *_: machine_report.Finding("as it should be"))
     path = tmp_path / "report.md"
-    assert main(["doctor", "--report", str(path), "--seconds", "0.2"]) == 1
+    assert main(["doctor", "--report", str(path)]) == 1
     sections, results = written(path)
     assert sections == SECTIONS
     assert results.pop("Timings of attention") == "ZeroDivisionError: no bytes / none"
@@ -142,9 +143,9 @@ def forget_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     ("fault", "words"),
     [
         (leak, "MLX's memory has grown by"),
-        (move, "MLX has copied K/V pools 3 times"),
+        (move, "MLX has copied KV pools 3 times"),
         (hold, "2 blocks are held, 0 requests run and 0 wait"),
-        (forget_seeds, "4 of 4 requests that ran alone were answered otherwise afterwards"),
+        (forget_seeds, "4 of 4 requests that ran alone had another answer afterwards"),
     ],
 )
 @pytest.mark.usefixtures("short")
@@ -160,4 +161,4 @@ def test_the_bundled_model_is_reported_on(bundled_model: Path, tmp_path: Path) -
     assert main(["doctor", "--report", str(tmp_path / "report.md"), "--seconds", "5"]) == 0
     report = (tmp_path / "report.md").read_text()
     assert "What is 2 + 2?" in report
-    assert "the answer does not have the word" not in report
+    assert "the answer does not contain" not in report

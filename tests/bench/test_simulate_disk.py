@@ -11,7 +11,7 @@ import pytest
 from mlx_server.batching.limits import SchedulerLimits
 from mlx_server.bench.lab.simulator.disk import DiskCost, SimulatedDisk
 from mlx_server.bench.lab.simulator.engine import CostModel, Simulation, SimulationMetrics
-from mlx_server.bench.lab.simulator.traces import Chats, Mix, TracedRequest, Traffic, read_trace, write_trace
+from mlx_server.bench.lab.simulator.traces import Mix, TracedRequest, Traffic, read_trace, write_trace
 from mlx_server.cli.main import main
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.kv_disk.disk import BUSY_BYTES_PER_S, MOST_WAITING_BYTES
@@ -20,7 +20,7 @@ MIB = 2**20
 COST = CostModel(base_s=0.010, decode_s=0.001, prompt_s=0.001, context_doubling_tokens=1e12, host_s=0.002)
 DISK = DiskCost(num_records=10_000, block_bytes=MIB, read_bytes_per_s=1e9, write_bytes_per_s=5e8, bytes_per_day=10**12)
 CHATS = Traffic(Mix(own_tokens=64, output_tokens=8, spread=0.0, prefix_tokens=1024, tiers=(0, 1, 0)), seed=0).chats(
-    2.0, Chats(turns=4, pause_s=30.0), 120
+    2.0, turns=4, pause_s=30.0, num_requests=120
 )
 
 

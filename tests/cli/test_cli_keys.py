@@ -61,7 +61,7 @@ def id_of(text: str) -> str:
 def test_a_key_is_printed_once_and_alone(keys):
     text = keys.create("--tier", "free", "--label", "Ada's laptop")
     assert matches(keys, text)
-    assert keys.errors == (f"Key {id_of(text)} of the tier free. It is shown only now, and kept nowhere: store it.\n")
+    assert keys.errors == (f"Key {id_of(text)} of the tier free. It is shown only now: store it.\n")
     listed = keys.run("list")
     assert text not in listed
     assert text.split("_")[2] not in listed
@@ -74,7 +74,7 @@ def test_keys_are_of_the_tier_of_the_shared_one_unless_told(keys):
 def test_a_tier_that_is_not_declared_makes_no_key_and_no_file(keys):
     assert keys.run("create", "--tier", "fre", status=2) == ""
     assert keys.errors == (
-        "mlx-serve: error: --tier: fre is no tier of the configuration (--config FILE); did you mean free?\n"
+        "mlx-serve: error: --tier: there is no tier fre in the configuration (--config FILE); did you mean free?\n"
     )
     assert not keys.path.exists()
 
@@ -101,7 +101,7 @@ def test_the_list_tells_how_long_ago_a_key_was_used(keys, seconds, shown):
 
 def test_revoking_and_rotating(keys):
     first, second = keys.create(), keys.create()
-    assert keys.run("revoke", id_of(first)) == f"The key {id_of(first)} is refused from now on.\n"
+    assert keys.run("revoke", id_of(first)) == f"The key {id_of(first)} is revoked.\n"
     rotated = keys.run("rotate", id_of(second)).strip()
     assert id_of(rotated) == id_of(second)
     assert [matches(keys, text) for text in (first, second, rotated)] == [False, False, True]
@@ -120,10 +120,10 @@ def test_a_revoked_key_s_prefixes_on_disk_are_purged(keys: Keys, tmp_path: Path)
     more = "--purge", "--kv-disk-dir", str(files.folder)
     lock = files.lock(LOCK)
     assert lock is not None
-    assert "is refused" in keys.run("revoke", ids[0], *more, status=1)
+    assert "is revoked" in keys.run("revoke", ids[0], *more, status=1)
     assert "stop it first" in keys.errors
     os.close(lock)
-    assert keys.run("revoke", ids[1], *more).splitlines()[1] == "1 blocks that only it could hit are deleted."
+    assert keys.run("revoke", ids[1], *more).splitlines()[1] == "1 blocks that only this key could hit are deleted."
     left = RecordStore(files, 2**20)
     left.scan()
     assert len(left) == 2
@@ -141,7 +141,7 @@ def test_an_id_that_is_unknown_is_told(keys, command):
 def test_without_a_file_the_first_step_is_named(keys, arguments):
     keys.run(*arguments, status=1)
     assert "There are no keys yet" in keys.errors
-    assert "`mlx-serve keys create` makes one" in keys.errors
+    assert "`mlx-serve keys create` creates one" in keys.errors
     assert not keys.path.exists()
 
 
@@ -162,13 +162,13 @@ def test_the_file_is_at_home_unless_it_is_set(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])
 def test_a_key_on_the_command_line_is_warned_of_and_one_in_the_environment_is_not(monkeypatch, capsys, name):
     served = []
-    monkeypatch.setattr("mlx_server.api.server.serve", lambda config, listeners: served.append(config) or 0)
+    monkeypatch.setattr("mlx_server.api.server.serve", lambda config, listeners, make_pool: served.append(config) or 0)
     monkeypatch.setattr("mlx_server.cli.serve.listen_all", lambda server: [contextlib.nullcontext()])
     monkeypatch.setattr("mlx_server.cli.serve.survive_lost_streams", lambda: None)
     flag = "--" + name.replace("_", "-")
     assert main(["serve", flag, "sesame"]) == 0
     warning = capsys.readouterr().err
-    assert f"can read {flag} in the list of processes; use {flag}-file or MLX_SERVE_SERVER_{name.upper()}" in warning
+    assert f"can see {flag} in the process list; use {flag}-file or MLX_SERVE_SERVER_{name.upper()}" in warning
     assert "sesame" not in warning
     monkeypatch.setenv(f"MLX_SERVE_SERVER_{name.upper()}", "sesame")
     assert main(["serve"]) == 0

@@ -66,7 +66,7 @@ def put_hub_model(hub: Path, name: str) -> Path:
 
 def test_what_is_here_is_listed_and_deleted(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["models", "ls"]) == 0
-    assert "None yet" in capsys.readouterr().out
+    assert "There are no models yet" in capsys.readouterr().out
     mine = put_model(home / "models" / "mine", 20_000_000)
     bundled = put_model(home / "models" / "smollm2-float32", 10_000_000)
     (bundled / "origin.json").write_text("{}")
@@ -84,12 +84,12 @@ def test_what_is_here_is_listed_and_deleted(home: Path, tmp_path: Path, capsys: 
         ["smollm2", "0.01", "GB", "-", "-", "-", "no", str(bundled)],
     ]
     reasons = "\n".join(lines[4:])
-    assert f"mine: {mine} is no model in mlx-lm format; it lacks model_type in config.json" in reasons
+    assert f"mine: {mine} is not a complete model in mlx-lm format; it lacks model_type in config.json" in reasons
     assert "org/small: it is incomplete: `mlx-serve pull`" in reasons
     assert main(["models", "ls", "--json"]) == 0
     assert [model["num_bytes"] for model in json.loads(capsys.readouterr().out)] == [20_000_000, 1000, 10_000_002]
     assert main(["models", "rm", "mine", "smollm2", "org/small"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "mine: 0.02 GB are free again"
+    assert capsys.readouterr().out.splitlines()[0] == "mine: 0.02 GB freed"
     for path in (mine, bundled, download, repo):
         assert not path.exists()
     assert main(["models", "rm", "../hub"]) == 1
@@ -145,7 +145,7 @@ def test_a_servers_models_are_shown(server: list[Any], capsys: pytest.CaptureFix
         ["b", "loading", "25%", "-", "2", "7", "s", "3", "pinned"],
         ["c", "converting", "75%,", "1", "s", "left", "-", "2", "7", "s", "3", "pinned"],
         [],
-        ["512", "MiB", "of", "1024", "MiB", "held,", "256", "MiB", "may", "be", "taken"],
+        ["512", "MiB", "of", "1024", "MiB", "in", "use,", "256", "MiB", "available"],
     ]
     assert main(["models", "ps", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["models"] == [READY, LOADING, CONVERTING]

@@ -124,9 +124,9 @@ def test_a_conversation_remembers_and_forgets(server, monkeypatch, capsys) -> No
     two = ["one", "Hello.", "two"]
     assert asked == [["one"], two, two, ["three"]]
     shown = capsys.readouterr().out
-    assert shown.startswith(f"fake at {server.url}. /clear forgets the conversation")
-    assert shown.count("/retry asks again") == 3  # at first, for /help, and for what is no command
-    assert "/halp is no command" in shown
+    assert shown.startswith(f"fake at {server.url}. /clear starts again")
+    assert shown.count("/retry repeats the last question") == 3  # at first, for /help, and for what is no command
+    assert "Unknown command /halp" in shown
 
 
 def test_an_error_forgets_the_question_and_goes_on(server, monkeypatch, capsys) -> None:
@@ -208,7 +208,7 @@ def test_an_address_needs_no_scheme(server, monkeypatch) -> None:
 
 def test_a_page_instead_of_json_is_said_to_be_one() -> None:
     page = httpx.MockTransport(lambda request: httpx.Response(200, html="<html></html>"))
-    with pytest.raises(RemoteError, match=r"answers with text/html; charset=utf-8, not with JSON"):
+    with pytest.raises(RemoteError, match=r"answers with text/html; charset=utf-8 instead of JSON"):
         RemoteServer("http://host", transport=page).request("GET", "/v1/models")
 
 
@@ -278,7 +278,7 @@ def test_the_agents_file_starts_this_server_with_these_options(tmp_path, capsys)
     [
         (["--prot", "9000"], "no option --prot"),
         (["--port", "99999"], "less than or equal to 65535"),
-        (["--api-key", "secret"], "readable for everyone"),
+        (["--api-key", "secret"], "Every user could read --api-key"),
     ],
 )
 def test_wrong_options_are_refused_now(tmp_path, capsys, options, reason) -> None:
@@ -354,6 +354,6 @@ def test_a_key_of_this_shell_is_not_written_into_the_agent(monkeypatch, tmp_path
     monkeypatch.setenv("MLX_SERVE_SERVER_API_KEY", "sesame")
     assert main(["service", "install", "--output", str(tmp_path / "agent.plist")]) == 1
     error = capsys.readouterr().err
-    assert "MLX_SERVE_SERVER_API_KEY is set here" in error
+    assert "MLX_SERVE_SERVER_API_KEY is set, and every user" in error
     assert "sesame" not in error
     assert not (tmp_path / "agent.plist").exists()

@@ -1,4 +1,4 @@
-"""The text that MLX would hand to the Metal compiler."""
+"""The source text that MLX would pass to the Metal compiler."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import mlx.core as mx
 
 
 def capture_source(kernel: Callable[..., Any], inputs: list[mx.array], **call: Any) -> str:
-    """Source of one call of a `metal_kernel` object.
+    """The source for one call of a `metal_kernel` object.
 
-    MLX records such a call without Metal while it exports a function, and prints the source when asked to be
-    verbose. It prints from C++, so the process's own standard output is caught.
+    MLX can record such a call without Metal while it exports a function, and prints the source in verbose mode. It
+    prints from C++, so the standard output of the process is captured.
     """
 
     def call_kernel(*arrays: mx.array) -> Any:

@@ -1,4 +1,4 @@
-"""What the emulator says when a kernel is wrong."""
+"""The emulator's error for a faulty kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel objects that run on the emulated GPU, made by a function that stands in for `mx.fast.metal_kernel`."""
+"""Kernel objects that run on the emulated GPU, and a replacement of `mx.fast.metal_kernel` that makes them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ WRITTEN_INPUTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {**dict.fromkeys(("kv_write", "kv_write_quantized"), ("key_pool", "value_pool")), "row_write": ("pool",)}
 )
 POOLS = ("key_pool", "value_pool", "pool")
-"""Inputs that may be the first part of a buffer: a kernel reaches all of it, as on a GPU, and nothing beyond. They must
-lie as they are: a copy would be read, or written, in their place."""
+"""Inputs that may be the first part of a buffer. As on a GPU, a kernel can access the whole buffer and nothing beyond.
+They must not be copied, since the kernel would then read or write the copy."""
 
 _NUMPY_TYPES = {
     mx.float32: np.dtype(np.float32),
@@ -37,11 +37,11 @@ _NUMPY_TYPES = {
 
 
 class Emulator:
-    """Makes kernels; holds the seed of their thread orders and what they have built.
+    """Makes kernels, and holds the seed of their thread orders and their builds.
 
-    Each launch takes the next seed. `mutations` maps a kernel's name to (old, new) replacements in its body: the
-    faults that tests plant. `sources` collects every text that a Mac would have had to compile, and `loaded`, where
-    races are checked, the bytes that kernels have read by (kernel, buffer).
+    Each launch takes the next seed. `mutations` maps a kernel's name to (old, new) replacements in its body, the faults
+    that tests plant. `sources` collects all texts that a Mac would have to compile. If races are checked, `loaded` has
+    the bytes that kernels have read, by (kernel, buffer).
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Emulator:
 
 
 def text_name(kernel_name: str) -> str:
-    """What a kernel's text is called; its sizes follow in the kernel's name."""
+    """The name of a kernel's text, without the sizes that follow in the kernel's name."""
     return kernel_name.partition("__")[0]
 
 
 class EmulatedKernel:
-    """Called as a `metal_kernel` object is. Evaluates its inputs, runs, and returns evaluated arrays."""
+    """Is called like a `metal_kernel` object. Evaluates the inputs, runs the kernel, and returns evaluated arrays."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class EmulatedKernel:
         outputs = names[-len(output_shapes) :]
         types = dict(zip(outputs, (_NUMPY_TYPES[dtype] for dtype in output_dtypes)))
         for name, shape in zip(outputs, output_shapes):
-            given[name] = b"\xff" * (math.prod(shape) * types[name].itemsize)  # NaN where nothing is written
+            given[name] = b"\xff" * (math.prod(shape) * types[name].itemsize)  # NaN if it is not written
         emulator = self._emulator
         emulator.seed += 1
         results = built.launch([given[name] for name in names], grid, threadgroup, emulator.seed)
@@ -153,7 +153,7 @@ class EmulatedKernel:
         threadgroup: tuple[int, int, int],
         template: list[tuple[str, Any]],
     ) -> str:
-        """The generated source; it depends on dtypes, ranks, and on which inputs are small."""
+        """The generated source, which depends on dtypes, ranks, and on which inputs are small."""
         kinds = [(array.dtype, array.ndim, array.size < 8) for array in inputs]
         key = (str(kinds), str(output_dtypes), str(template))
         if key not in self._sources:
@@ -179,7 +179,7 @@ class EmulatedKernel:
     def _keep_writes(
         self, names: list[str], given: dict[str, bytes], views: dict[str, np.ndarray], results: list[bytes]
     ) -> None:
-        """Brings writes into inputs to MLX's own memory, where the kernel is one that may write them."""
+        """Copies writes to inputs into MLX's own memory, if the kernel may write them."""
         for name, after in zip(names, results):
             if name not in views or after == given[name]:
                 continue
@@ -193,7 +193,7 @@ def _check_grid(grid: tuple[int, int, int], threadgroup: tuple[int, int, int]) -
     if math.prod(threadgroup) > MAX_THREADS:
         raise EmulatorError("launch", f"a threadgroup of {threadgroup} threads; the bound here is {MAX_THREADS}")
     if any(total % part for total, part in zip(grid, threadgroup)):
-        raise EmulatorError("launch", f"grid {grid} is no multiple of threadgroup {threadgroup}: CUDA rounds it up")
+        raise EmulatorError("launch", f"grid {grid} is not a multiple of threadgroup {threadgroup}: CUDA rounds it up")
 
 
 def _view(array: mx.array) -> np.ndarray:
@@ -202,7 +202,7 @@ def _view(array: mx.array) -> np.ndarray:
 
 
 def _whole_buffer(view: np.ndarray) -> np.ndarray:
-    """All bytes of the memory that the view begins. MLX's host allocator keeps their number before them."""
+    """All bytes of the memory that begins with the view. MLX's host allocator stores their number in front of them."""
     allocated = view.ctypes.data - ctypes.sizeof(ctypes.c_size_t)
     size = ctypes.c_size_t.from_address(allocated).value
     assert view.nbytes <= size < _usable_size(allocated), "an input that does not begin its buffer"
@@ -210,7 +210,7 @@ def _whole_buffer(view: np.ndarray) -> np.ndarray:
 
 
 def _usable_size(address: int) -> int:
-    """What the C library gave there."""
+    """The size that the C library has allocated at this address."""
     return int(ctypes.CDLL(None).malloc_usable_size(ctypes.c_void_p(address)))
 
 

@@ -1,4 +1,4 @@
-"""Rules that the host compiler cannot check: Metal's own, and those of the dialect shared with CUDA."""
+"""Rules that the host compiler cannot check, of Metal and of the dialect shared with CUDA."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CAST_AWAY_CONST = re.compile(r"\(\s*device\s+\w+\s*\*\s*\)\s*(\w+)")
 
 
 def lint(source: str, written_inputs: tuple[str, ...] = ()) -> list[str]:
-    """What is wrong with a kernel's body, in words. `written_inputs` are the inputs it may cast from const."""
+    """The violations in a kernel's body, as texts. `written_inputs` are the inputs that it may cast from const."""
     code = re.sub(r"//[^\n]*|/\*.*?\*/", "", source, flags=re.DOTALL)
     findings = []
     for pattern, reason in _FORBIDDEN:

@@ -29,7 +29,7 @@ Size3 = tuple[int, int, int]
 
 
 class _Launch(ctypes.Structure):
-    """`Launch` of machine.cpp."""
+    """The struct `Launch` of machine.cpp."""
 
     _fields_ = (
         ("kernel", ctypes.c_void_p),
@@ -50,7 +50,7 @@ class _Launch(ctypes.Structure):
 
 
 class BuiltKernel:
-    """A kernel's shared library."""
+    """A kernel that is built as a shared library."""
 
     def __init__(self, toolchain: Toolchain, library: Path, names: Sequence[str], *, check_races: bool) -> None:
         self._toolchain = toolchain
@@ -71,10 +71,10 @@ class BuiltKernel:
         return int(self._code.kernel_threadgroup_bytes())
 
     def launch(self, buffers: list[bytes], grid: Size3, threadgroup: Size3, seed: int) -> list[bytes]:
-        """Runs every thread of the grid; every buffer's bytes afterwards. Raises `EmulatorError`.
+        """Runs every thread of the grid; returns the bytes of every buffer afterwards. Raises `EmulatorError`.
 
-        In a build that checks races, `loaded` then has the bytes that were read from each buffer.
-        Odd seeds put buffers right before an inaccessible page, even ones right behind one.
+        In a build that checks races, `loaded` then has the number of bytes that were read from each buffer. Odd seeds
+        put buffers directly before an inaccessible page, even ones directly after one.
         """
         assert len(buffers) == len(self._names), (len(buffers), self._names)
         guarded = [_GuardedBuffer(data, at_end=seed % 2 == 1) for data in buffers]
@@ -111,7 +111,7 @@ class BuiltKernel:
 
 
 class _GuardedBuffer:
-    """Bytes between two inaccessible pages, touching one of them."""
+    """A buffer between two inaccessible pages, adjacent to one of them."""
 
     def __init__(self, data: bytes, *, at_end: bool) -> None:
         self._size = len(data)
@@ -128,7 +128,7 @@ class _GuardedBuffer:
         ctypes.memmove(self.address, data, len(data))
 
     def read(self) -> bytes:
-        """The buffer's bytes; raises `EmulatorError` if those around it on its pages have changed."""
+        """The buffer's bytes; raises `EmulatorError` if the bytes around it have changed."""
         around = (
             ctypes.string_at(self._base + _PAGE, self._before),
             ctypes.string_at(self.address + self._size, self._after),

@@ -1,4 +1,4 @@
-"""The compiler that builds kernels for the host, and the cache of what it has built."""
+"""The compiler that builds kernels for the host, and the cache of its builds."""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ _ALIGNMENT = ("-fsanitize=alignment", "-fsanitize-trap=alignment")
 
 
 class Toolchain:
-    """Builds shared libraries into `folder` and keeps them there by the hash of their text.
-
-    Raises `LookupError` where no clang++ works, with what was tried.
-    """
+    """Builds shared libraries into `folder`, named by the hash of their text. Raises `LookupError` with what was tried
+    if no clang++ works."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -45,14 +43,12 @@ class Toolchain:
         self._sources = "".join(path.read_text() for path in sorted(NATIVE.rglob("*")) if path.is_file())
         self._compiler, machine = self._first_that_works()
         self._symbolizer = _find_symbolizer()
-        # Kernels find the machine's functions by name.
+        # Kernels look up the machine's functions by name.
         self.machine = ctypes.CDLL(str(machine), mode=ctypes.RTLD_GLOBAL)
 
     def build_kernel(self, text: str, name: str, *, check_races: bool) -> Path:
-        """A shared library of one translated kernel; raises `EmulatorError` of kind compile.
-
-        Checks address spaces, overflow and local bounds, or else data races and the alignment of vectors.
-        """
+        """The shared library of a translated kernel. It checks address spaces, overflow and local bounds, or else data
+        races and the alignment of vectors. Raises `EmulatorError` of kind compile."""
         checks = (*_RACES, *_ALIGNMENT) if check_races else _UNDEFINED_BEHAVIOUR
         include = ("-isystem", str(NATIVE / "include"), "-I", str(NATIVE))
         try:
@@ -61,7 +57,7 @@ class Toolchain:
             raise EmulatorError("compile", error.stderr) from None
 
     def with_lines(self, message: str, library: Path) -> str:
-        """`message` with its code offsets replaced by lines of the kernel, where a symbolizer is installed."""
+        """`message` with code offsets replaced by lines of the kernel, if a symbolizer is installed."""
         if self._symbolizer is None:
             return message
 
@@ -91,7 +87,7 @@ class Toolchain:
         stem = self._folder / f"{name}-{key}-{os.getpid()}"
         source, unlinked, linked = (stem.with_suffix(suffix) for suffix in (".cpp", ".o", ".tmp"))
         source.write_text(text)
-        # Two commands: linking with sanitizer flags would bring in a sanitizer's runtime.
+        # Two commands, because linking with sanitizer flags would add a sanitizer's runtime.
         for command in (
             [*compiler, *flags, "-c", str(source), "-o", str(unlinked)],
             [*compiler, "-shared", str(unlinked), "-o", str(linked)],

@@ -32,10 +32,10 @@ extern "C" void kernel_entry(void* const* buffers) {
 
 
 def translate(source: str, name: str) -> str:
-    """The unit's text. Errors and faults in the kernel's body carry lines of `<name>.msl`.
+    """The text of the unit. Errors and faults in the kernel's body have lines of `<name>.msl`.
 
-    Three edits: `static` for threadgroup arrays, line directives, and MLX's explicit instantiation replaced by a
-    call of it.
+    There are three edits: `static` for threadgroup arrays, line directives, and a call in place of MLX's explicit
+    instantiation.
     """
     signature = _SIGNATURE.search(source)
     instance = _INSTANCE.search(source)
@@ -48,7 +48,7 @@ def translate(source: str, name: str) -> str:
 
 
 def buffer_names(source: str) -> list[str]:
-    """Names of the kernel's buffers, in their order."""
+    """The names of the kernel's buffers, in order."""
     signature = _SIGNATURE.search(source)
     assert signature is not None, source
     found = [_BUFFER.search(parameter) for parameter in signature.group(2).split(",\n")]

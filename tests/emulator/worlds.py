@@ -1,4 +1,4 @@
-"""Small worlds for the GPU kernels: pools with known rows and NaN everywhere else, and the float64 answer."""
+"""Small worlds for the GPU kernels: pools with known rows and NaN elsewhere, and the answer in float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_BLOCK = 2**31 - 1
 
 
 def gpu() -> str | None:
-    """The GPU that MLX computes on here, `metal` or `cuda`; None where the emulator runs the kernels."""
+    """The GPU that MLX computes on, `metal` or `cuda`; None if the emulator runs the kernels."""
     if mx.default_device() == mx.cpu:
         return None
     return "cuda" if mx.cuda.is_available() else "metal"
@@ -39,9 +39,9 @@ def gpu() -> str | None:
 
 @functools.cache
 def toolchain() -> Toolchain:
-    """The session's compiler and what it has built. Skips the test where the emulator cannot run."""
+    """The session's compiler with its builds. Skips the test if the emulator cannot run."""
     if sys.platform != "linux" or gpu() is not None:
-        pytest.skip("the kernel emulator runs on Linux, where MLX computes on the CPU")
+        pytest.skip("the kernel emulator needs Linux and MLX on the CPU")
     folder = tempfile.mkdtemp(prefix="mlx-serve-emulator-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
@@ -51,7 +51,7 @@ def toolchain() -> Toolchain:
 
 
 def kernel_maker(seed: int = 0) -> MakeKernel:
-    """The compiler of the GPU that is here, or the emulator. CUDA gets the prelude, whoever asks."""
+    """Makes kernels for the GPU of this machine, or for the emulator. CUDA always gets the prelude."""
     if gpu() is None:
         return Emulator(toolchain(), seed=seed).metal_kernel
     if gpu() == "metal":
@@ -68,8 +68,8 @@ def make_backend(
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorld:
-    """Attention from the last tokens of several sequences whose K/V are all in the pool; `keys` and `values` are its
-    rows, in float64."""
+    """Attention of the last tokens of several sequences whose K/V are all in the pool. `keys` and `values` are the
+    pool's rows in float64."""
 
     shape: DecodeShape
     pool: GpuPool
@@ -89,9 +89,9 @@ def decode_world(
     counts: Sequence[int] = (),
     num_shared: Sequence[int] = (),
 ) -> DecodeWorld:
-    """Blocks in random order; NaN in every slot that no sequence owns, and no block id past a table's end. Each
-    sequence attends from its last token, or from so many as `counts` has for it, and shares as many leading blocks
-    with the one before it as `num_shared` has."""
+    """A world with blocks in random order, NaN in every slot that no sequence owns, and invalid block ids after the end
+    of a table. Each sequence attends from its last token, or its last `counts` tokens, and shares its first
+    `num_shared` blocks with the sequence before it."""
     rng = np.random.default_rng(seed)
     lengths = np.asarray(contexts, np.int32)
     sizes = -(-lengths // BLOCK_SIZE)
@@ -128,7 +128,7 @@ def decode_world(
 
 
 def _fill(pool: mx.array, rows: mx.array, bits: int | None) -> np.ndarray:
-    """Puts rows `[num_blocks, num_kv_heads, 32, dim]` into a pool of K or V; what it then has, in float64."""
+    """Writes rows `[num_blocks, num_kv_heads, 32, dim]` into a pool of K or V; returns its content in float64."""
     if bits is None:
         host_view(pool)[...] = host_view(rows)
         return _float64(rows)
@@ -140,14 +140,14 @@ def _fill(pool: mx.array, rows: mx.array, bits: int | None) -> np.ndarray:
 
 
 def quantised(rows: mx.array, bits: int) -> list[mx.array]:
-    """MLX's codes, scales and biases of rows; NaN scales where a row is NaN."""
+    """MLX's codes, scales and biases of rows, with NaN scales for NaN rows."""
     parts = mx.quantize(rows, group_size=group_size_of(rows.shape[-1]), bits=bits)
     is_nan = mx.isnan(rows[..., :1])
     return [parts[0], *(mx.where(is_nan, mx.array(mx.nan, part.dtype), part) for part in parts[1:])]
 
 
 def runs_of(packed: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-    """The words of each block and head: the codes of 32 rows, their scales, their biases."""
+    """The words of each block and head: the codes of 32 rows, then their scales, then their biases."""
     runs = [mx.contiguous(part.reshape(*part.shape[:2], -1)).view(mx.uint32) for part in (packed, scales, biases)]
     joined = mx.concatenate(runs, axis=-1)
     mx.eval(joined)
@@ -161,7 +161,7 @@ def check_decode(
     window: int | None = None,
     has_sinks: bool = False,
 ) -> None:
-    """Decodes and compares with the oracle within the dtype's tolerance."""
+    """Decodes, and compares with the float64 answer within the dtype's tolerance."""
     scale = world.shape.key_dim**-0.5
     sinks = world.sinks if has_sinks else None
     out = backend.attend(
@@ -180,7 +180,7 @@ def check_decode(
 
 
 def oracle(world: DecodeWorld, scale: float, window: int | None, sinks: mx.array | None) -> np.ndarray:
-    """Attention in float64, one row and head after the other."""
+    """Attention in float64, for one row and head at a time."""
     queries, keys, values = _float64(world.queries), world.keys, world.values
     group = world.shape.group_size
     out = np.zeros((*queries.shape[:3], world.shape.value_dim))
@@ -211,7 +211,7 @@ def _float64(array: mx.array) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one request runs in a step: `length` tokens from position `start`, its K/V in `blocks`."""
+    """The chunk of one request in a step: `length` tokens from position `start`, with K/V in `blocks`."""
 
     blocks: tuple[int, ...]
     start: int

@@ -83,7 +83,7 @@ def test_steps_of_more_rows_than_products_are_tried_with_change_no_bit(architect
 
 
 def test_a_model_that_cannot_keep_it_is_refused() -> None:
-    with pytest.raises(ModelLoadError, match=r"reference attention backend .* use --attention-backend auto"):
+    with pytest.raises(ModelLoadError, match=r"reference attention backend, .* use --attention-backend auto"):
         make_llm("llama", attention_backend="reference", batch_invariant=True)
 
 

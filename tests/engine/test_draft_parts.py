@@ -253,7 +253,7 @@ def test_another_vocabulary_is_refused_with_both_names(tmp_path: Path) -> None:
     text = tokenizer.read_text(encoding="utf-8").replace('"a": ', '"@@": ')
     tokenizer.write_text(text, encoding="utf-8")
     before = active_bytes()
-    with pytest.raises(ModelLoadError, match=r"other cannot draft for .*target: .*'a' of the model's and '@@' of the"):
+    with pytest.raises(ModelLoadError, match=r"other cannot draft for .*target: .*'a' in the model's and '@@' in the"):
         LLM(target, draft_model=str(draft))
     assert active_bytes() <= before
 
@@ -263,9 +263,9 @@ def test_a_model_that_cannot_draft_is_refused(tmp_path: Path) -> None:
     mamba = config_of("mamba2")
     recurrent = LoadedModel("mamba2", build_random({**mamba, "vocab_size": VOCAB_SIZE}, 0), mamba, None)
     narrow = LoadedModel("narrow", model, {**config, "vocab_size": 7}, None)
-    with pytest.raises(ModelLoadError, match="narrow cannot draft for llama: it has 7 token ids, and the model"):
+    with pytest.raises(ModelLoadError, match="narrow cannot draft for llama: it has 7 token ids, but the model has"):
         make_llm("llama", speculate="model", draft_model=narrow)
-    with pytest.raises(ModelLoadError, match="mamba2 cannot draft for llama: it keeps recurrent state"):
+    with pytest.raises(ModelLoadError, match="mamba2 cannot draft for llama: it has recurrent state"):
         make_llm("llama", speculate="model", draft_model=recurrent)
     with pytest.raises(ModelLoadError, match=r"random:mini cannot draft for .*: random:mini has no tokenizer"):
         LLM(_folder(tmp_path / "target"), draft_model="random:mini")

@@ -198,7 +198,7 @@ def test_any_causal_model_embeds_by_its_last_token_on_request(tmp_path: Path):
     prompt = list(range(1, 40))
     with open_llm(folder) as llm, pytest.raises(InvalidRequestError, match="start this one with --pooling last"):
         llm.embed([prompt])
-    with open_llm(folder) as llm, pytest.raises(InvalidRequestError, match="ranks nothing"):
+    with open_llm(folder) as llm, pytest.raises(InvalidRequestError, match="cannot rank"):
         llm.score("a", ["b"])
     with open_llm(folder, pooling="last") as llm:
         (found,) = llm.embed([prompt], use_tqdm=False)
@@ -211,7 +211,7 @@ def test_any_causal_model_embeds_by_its_last_token_on_request(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mode": "max_tokens"}, "asks for the pooling max_tokens"),
+        ({"mode": "max_tokens"}, "has the pooling max_tokens"),
         ({"modules": ["Transformer", "Pooling", "LSTM"]}, "has a module LSTM"),
         ({"dense": [Dense.random(64, 8, "torch.nn.SiLU", has_bias=False, seed=1)]}, "has the activation SiLU"),
     ],

@@ -342,6 +342,6 @@ def test_a_model_without_heads_is_refused_and_leaves_nothing(tmp_path: Path) -> 
     folder = head_folder(tmp_path / "model", "mimo")
     (tmp_path / "model" / "mtp.safetensors").unlink()
     before = active_bytes()
-    with pytest.raises(ModelLoadError, match="no multi-token-prediction heads: there are no weights of a head"):
+    with pytest.raises(ModelLoadError, match="no multi-token-prediction heads: its files have no weights of a head"):
         LLM(folder, speculate="mtp")
     assert active_bytes() <= before

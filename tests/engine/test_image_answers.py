@@ -259,8 +259,8 @@ async def test_what_cannot_be_is_refused_at_the_door():
     engine = AsyncEngine(settings, given=GivenModels(LoadedModel("text", model, dict(config), None)))
     await engine.start()
     try:
-        assert engine.info.no_vision == "it is a model of text"
-        with pytest.raises(InvalidRequestError, match="text takes no images: it is a model of text"):
+        assert engine.info.no_vision == "it is a text model"
+        with pytest.raises(InvalidRequestError, match="text takes no images: it is a text model"):
             engine.submit(ask("blind", (ids, (image,))))
     finally:
         await engine.stop()

@@ -45,7 +45,7 @@ async def test_a_request_whose_image_cannot_be_encoded_ends_alone(monkeypatch, c
         num_asked = fail_at(monkeypatch, bad, times=1)
         told = asyncio.create_task(answer(engine, "bad", failing))
         assert await answers(engine, others) == wanted
-        with pytest.raises(ServeError, match=r"encoder has failed at an image .* RuntimeError: \[metal::malloc\]"):
+        with pytest.raises(ServeError, match=r"encoder failed on an image .* RuntimeError: \[metal::malloc\]"):
             await told
         assert num_asked() == 1, "what is left of its chunks asks no more"
         assert engine.state is EngineState.READY

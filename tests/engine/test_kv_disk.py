@@ -321,13 +321,16 @@ def test_records_of_8_bits_are_hit_only_by_who_asks_for_them(tmp_path, caplog):
                 assert last.num_rounded_tokens == (num_cached * BLOCK_SIZE if settings else 0)
                 assert len(tokens) == 20
         num_kept = (NUM_TOKENS + 20 - 1) // BLOCK_SIZE
-        assert "take 28 % of the room on disk in 8 bits" in caplog.text
+        assert "take 28 % of the usual space on disk, in 8 bits" in caplog.text
         store = RecordStore(Files(disk), 2**30)
         store.scan()
         sizes = Counter(record.content_bytes for _, record in store.entries())
         assert sorted(sizes.values()) == [num_kept] * 2
         assert min(sizes) == max(sizes) * 36 // 128
-        for settings, reason in (({"kv_bits": "8"}, "its pool is not of"), ({"batch_invariant": True}, "--batch-inv")):
+        for settings, reason in (
+            ({"kv_bits": "8"}, "its pool has no"),
+            ({"batch_invariant": True}, "--batch-inv"),
+        ):
             async with serving(folder, disk, **asks, **settings) as engine:
                 await answer(engine, prompt)
             assert f"are not rounded on disk: {reason}" in caplog.text

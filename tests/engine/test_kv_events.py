@@ -406,7 +406,7 @@ def test_a_full_queue_tells_subscribers_to_forget(monkeypatch, caplog):
     [
         ({"kv_events_replay": "tcp://127.0.0.1:0"}, "there is nothing to replay"),
         ({"kv_events": "tcp://no.such.host.invalid:5557"}, "no known host"),
-        ({"kv_events": "tcp://127.0.0.1:0", "kv_events_topic": "mine", "model_folders": "x"}, "name the {model}"),
+        ({"kv_events": "tcp://127.0.0.1:0", "kv_events_topic": "mine", "model_folders": "x"}, "put {model} into it"),
     ],
 )
 def test_settings_that_cannot_be_are_told(settings, message):
@@ -437,7 +437,7 @@ def test_a_port_in_use_is_told():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match="cannot be listened at"):
+        with pytest.raises(ConfigError, match="cannot listen at"):
             KvEvents(FleetConfig(kv_events=endpoint))
 
 

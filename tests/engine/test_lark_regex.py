@@ -73,17 +73,17 @@ def test_what_lark_knows(grammar: str, good: list[str], bad: list[str]):
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [
-        ('start: "(" start ")" | "x"', "the rule start leads back to itself"),
-        ("start: a\na: b\nb: a", "the rule a leads back to itself"),
+        ('start: "(" start ")" | "x"', "the rule start is recursive"),
+        ("start: a\na: b\nb: a", "the rule a is recursive"),
         ("start: nothing", "there is no rule nothing"),
         ("other: /x/", "there is no rule start"),
         ("start: A\nA: /x/\n%ignore A", "it has %ignore"),
         ("%import python.NAME\nstart: NAME", "it has %import"),
-        ("%import common.NOTHING\nstart: NOTHING", "common.NOTHING is not known"),
+        ("%import common.NOTHING\nstart: NOTHING", "common.NOTHING is not supported"),
         ('start: ("a"', "a ( is not closed"),
-        ('start: "a")', "')' stands alone"),
-        ('start: "a', "'\"a' is not understood"),
-        ("start: *", "'*' cannot stand there"),
+        ('start: "a")', "')' is unexpected"),
+        ('start: "a', "'\"a' cannot be parsed"),
+        ("start: *", "'*' is not allowed there"),
         ("start: " + "a " * 3000 + "\na: " + '"x" ' * 500, "more than 8192 characters"),
     ],
 )

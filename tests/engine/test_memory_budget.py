@@ -103,7 +103,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers():
         budget.take("second", need(250, 20, 10))
     assert refusal.value.message.startswith(
         "The model second needs 280 MiB (weights 250 MiB, activations 20 MiB, first KV blocks 10 MiB), and 200 MiB "
-        "may be taken: the limit is 600 MiB, held are 400 MiB (first 400 MiB); 800 MiB are available on the system, "
+        "may be used: the limit is 600 MiB, held are 400 MiB (first 400 MiB); 800 MiB are available on the system, "
         "of which 100 MiB stay in reserve."
     )
     assert budget.missing_bytes(need(250, 20, 10)) == 80 * MIB
@@ -113,7 +113,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers():
 def test_the_systems_memory_bounds_what_may_be_taken_too():
     budget = MemoryBudget(900 * MIB, 100 * MIB, lambda: reading(250))
     assert budget.free_bytes == 150 * MIB
-    with pytest.raises(InsufficientMemoryError, match="150 MiB may be taken"):
+    with pytest.raises(InsufficientMemoryError, match="150 MiB may be used"):
         budget.take("model", need(151))
 
 
@@ -354,9 +354,9 @@ async def test_each_level_does_its_part_and_says_so(caplog):
     assert (counters.num_pressure_holds, counters.num_pressure_preemptions) == (1, 1)
     assert counters.num_pressure_cuts == world.scheduler.blocks.num_cuts == 3
     assert [record.message for record in caplog.records] == [
-        "Memory is 86 % full; the KV pools give idle and cached blocks back",
-        "Memory is 93 % full; no request starts beside those that run",
-        "Memory is 98 % full; requests of the lowest priority wait",
+        "Memory is 86 % full; the KV pools free idle and cached blocks",
+        "Memory is 93 % full; no new request starts",
+        "Memory is 98 % full; requests of the lowest priority are preempted",
         "Memory is 50 % full; back to normal",
     ]
 

@@ -61,7 +61,7 @@ def test_a_context_that_is_no_length_is_none(length: object, tmp_path: Path) -> 
 )
 def test_a_header_that_describes_no_tensors_is_a_broken_file(header: object, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "m", json.dumps(LLAMA), header)
-    with pytest.raises(ModelLoadError, match="no safetensors file, or a broken one"):
+    with pytest.raises(ModelLoadError, match="is not a safetensors file, or is broken"):
         read_headers(folder / "model.safetensors")
     facts = read_facts(str(folder))
     assert facts is not None

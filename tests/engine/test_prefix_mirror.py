@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 
 from mlx_server.batching.blocks.prefix_cache import most_hit
-from mlx_server.engine.prefixes.mirror import TELL_AGAIN_S, Announcement, PrefixMirror
+from mlx_server.engine.prefixes.mirror import ANNOUNCE_AGAIN_S, Announcement, PrefixMirror
 from mlx_server.request import FinishReason
 from tests.batching.worlds import ScriptedSupply, World, make_request, make_scheduler, prompt
 
@@ -135,7 +135,7 @@ def test_a_hit_is_told_again_after_a_minute_from_the_first_block_on():
     followed.add(prompt(100), 1)
     followed.world.finish()
     followed.mirror.take(0.0)
-    for now, num_told in ((1.0, 0), (TELL_AGAIN_S, 3), (TELL_AGAIN_S + 1, 0)):
+    for now, num_told in ((1.0, 0), (ANNOUNCE_AGAIN_S, 3), (ANNOUNCE_AGAIN_S + 1, 0)):
         followed.add(prompt(100), 1)
         followed.world.finish()
         again = followed.mirror.take(now)

@@ -14,8 +14,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerFast
 
 from mlx_server.engine.text.chat import ChatFormatter
-from mlx_server.engine.text.prompt_memory import PromptMemory
-from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.engine.text.tokenizer import PromptMemory, Tokenizer
 
 PIECES = [
     "<|im_start|>",

@@ -149,7 +149,7 @@ def test_answers_of_all_kinds_at_once_stay_what_they_are(
 ) -> None:
     """Grammars, stop strings, several answers, penalties, biases, log-probabilities, beside an adapter, with prefix
     hits; where blocks are few, with preemptions; with windows, recurrent state, and K/V in fewer bits."""
-    monkeypatch.setattr(kv_loss, "_MOST_DIVERGENCE", np.inf)  # weights at random lose more than a trained model's
+    monkeypatch.setattr(kv_loss, "_MAX_DIVERGENCE", np.inf)  # weights at random lose more than a trained model's
     wide = {"head_dim": 64} if "kv_bits" in settings else {}
     folder = write_model(architecture, tmp_path / "model", **wide)
     adapters = {} if "kv_bits" in settings else {"own": str(write_adapter(folder, tmp_path / "own"))}

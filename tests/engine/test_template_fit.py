@@ -12,7 +12,7 @@ import pytest
 
 from mlx_server.engine.text.chat import ChatFormatter, ChatOptions
 from mlx_server.engine.text.messages import normalise_messages
-from mlx_server.engine.text.template_fit import Repair, adapt
+from mlx_server.engine.text.template_fit import adapt, named_results, short_ids
 from mlx_server.errors import InvalidRequestError
 from tests.text_worlds import make_tokenizer
 
@@ -189,7 +189,7 @@ def test_results_are_named_by_their_call() -> None:
     chat = [ASKS, says("assistant", "", **calls("north", "south")), result("south"), result("north")]
     assert "<look_at>Seen south<look_at>Seen north" in formatter(NAMES).render(chat, [TOOL])
     own = {**result("north"), "name": "mine"}
-    (_, named), _ = adapt([chat[1], own], [TOOL], frozenset({Repair.NAMED_RESULTS}))
+    (_, named), _ = adapt([chat[1], own], [TOOL], frozenset({named_results}))
     assert named == own
 
 
@@ -222,7 +222,7 @@ def test_what_the_template_says_is_told_where_no_repair_helps() -> None:
 
 def test_ids_are_short_and_the_same_each_time() -> None:
     chat = [says("assistant", "", **calls("north")), result("north")]
-    (called, given), _ = adapt(chat, None, frozenset({Repair.SHORT_IDS}))
+    (called, given), _ = adapt(chat, None, frozenset({short_ids}))
     assert called["tool_calls"][0]["id"] == given["tool_call_id"]
     assert len(given["tool_call_id"]) == 9
     assert given["tool_call_id"].isalnum()

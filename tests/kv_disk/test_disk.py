@@ -217,7 +217,7 @@ def test_a_fingerprint_is_that_of_the_contents_wherever_they_lie(tmp_path):
         (folder / "model.safetensors").write_bytes(bytes(100_000))
         (folder / "config.json").write_text("{}")
         (folder / "README.md").write_text(name)
-        prints.add(fingerprint(folder))
+        prints.add(fingerprint(folder, Files(tmp_path / "disk")))
     assert len(prints) == 1
 
 

@@ -1,10 +1,10 @@
-"""What a Mac would do with our steps, told without one.
+"""Predicts what a Mac would do with our steps, without one.
 
-`record` builds steps of a real-size model with the product's own runner and Metal backend, and keeps the graph of
-operations instead of computing it. `metal` and `encoder` follow MLX's Metal backend over such a graph by its own rules
-(MLX 0.32): in which order it encodes, which buffers are new, shared or handed on, where it puts barriers, when it
-commits a command buffer and when the host waits. `order` asks whether every use of a pool that MLX cannot see is
-ordered. `python -m tests.replay` prints the figures.
+`record` builds steps of a model of real size with the product's own runner and Metal backend, and records the graph of
+operations instead of computing it. `metal` and `encoder` apply the rules of MLX's Metal backend (MLX 0.32) to the
+graph: the order of encoding, which buffers are new, shared or donated, where barriers are, when a command buffer is
+committed and when the host waits. `order` checks that every use of a pool that MLX cannot see is ordered. `python -m
+tests.replay` prints the figures.
 
 The rules, by the functions of MLX that they follow:
 
@@ -18,7 +18,7 @@ The rules, by the functions of MLX that they follow:
     attention without a      scaled_dot_product_attention.cpp: use_fallback
       fused kernel
 
-A command buffer is taken to end only when the host waits for it, which is the most memory that a step can take: a
-GPU that keeps up lets go earlier. Dispatches of matrix products that MLX splits along K are counted as one, functions
-of `mx.compile` as one each, and equal operations on equal inputs, which MLX merges when it exports a graph, once.
+A command buffer is assumed to end only when the host waits for it, which gives the largest memory that a step can take;
+a fast GPU releases memory earlier. Matrix products that MLX splits along K count as one dispatch, each function of
+`mx.compile` as one, and equal operations on equal inputs, which MLX merges when it exports a graph, once.
 """

@@ -1,4 +1,4 @@
-"""`python -m tests.replay MODEL STEP`: what one step after another takes on a Mac, as rows of a table."""
+"""`python -m tests.replay MODEL STEP`: the costs of successive steps on a Mac, as rows of a table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADER = (
 
 
 def row(model: str, step: str, limits: Limits, found: Replay) -> str:
-    """The last step's counts, the first one's stalls, the highest peak."""
+    """The counts of the last step, the stalls of the first, and the highest peak."""
     first, last = found.steps[0], found.steps[-1]
     cells = (
         model,

@@ -1,4 +1,4 @@
-"""MLX's command encoder: what a command buffer counts and holds, where barriers and fences are, when the host waits."""
+"""MLX's command encoder: the contents of command buffers, barriers and fences, and when the host waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_ACTIVE_TASKS = 10
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """Memory. It lives as long as arrays share it (`num_arrays`) or command buffers hold it (`num_holds`)."""
+    """Memory, which is live while arrays share it (`num_arrays`) or command buffers hold it (`num_holds`)."""
 
     num_bytes: int
     num_arrays: int = 0
@@ -27,8 +27,8 @@ class Buffer:
 
 @dataclass(eq=False, slots=True)
 class Array:
-    """An array that has its memory: `data_size` elements of `buffer`, seen with `strides`. `is_row` is row contiguous;
-    `is_whole` means that there are no gaps. `num_uses` are references that operations and Python still have to it."""
+    """An array with memory: `data_size` elements of `buffer`, viewed with `strides`. `is_row` means row contiguous,
+    `is_whole` without gaps. `num_uses` counts references of operations and Python."""
 
     name: str
     spec: Spec
@@ -46,9 +46,9 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When command buffers end and the host waits: as on a Mac with 16 GiB. `num_elements` is what MLX calls MB: 2^20
-    elements of every buffer that a command buffer uses, whatever their type. `splits`, asked after each operation, ends
-    one besides."""
+    """When command buffers end and the host waits, by default as on a Mac with 16 GiB. `num_elements` is what MLX calls
+    MB: units of 2^20 elements of all buffers that a command buffer uses, whatever their type. `splits` is called after
+    each operation, and ends a command buffer, too."""
 
     num_ops: int = 1000
     num_elements: int = 96
@@ -58,7 +58,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """A kernel's run: in which command encoder, after how many barriers there, over which buffers."""
+    """A run of a kernel: its command encoder, the number of barriers before it there, and its buffers."""
 
     op: str
     encoder: int
@@ -69,8 +69,9 @@ class Dispatch:
 
 @dataclass(slots=True)
 class Counts:
-    """What a step took. `peak_bytes` are temporaries, beside what was there before the first step. `lead` is the share
-    of its dispatches that may still be to do when the host has submitted all of it: its time for the next one."""
+    """The costs of a step. `peak_bytes` are temporaries, without what existed before the first step. `lead` is the
+    share of its dispatches that may be left when the host has submitted all of it, the host's time for the next
+    step."""
 
     num_ops: int = 0
     num_dispatches: int = 0
@@ -90,7 +91,8 @@ class _CommandBuffer:
 
 
 class Encoder:
-    """One stream's encoder, and the memory that its command buffers keep. None of these ends before the host waits."""
+    """The encoder of a stream, and the memory that its command buffers hold. None of them ends before the host
+    waits."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -121,7 +123,7 @@ class Encoder:
             self.live_bytes -= buffer.num_bytes
 
     def hold(self, buffers: set[Buffer]) -> None:
-        """The command buffer being encoded keeps them until it has ended."""
+        """The current command buffer holds them until it ends."""
         for buffer in buffers - self._held:
             buffer.num_holds += 1
         self._held |= buffers
@@ -172,19 +174,19 @@ class Encoder:
             self._commit(is_task=False)
             self.counts.num_stalls += 1
             self._wait_for_one()
-            while self._is_too_much and self._num_tasks:  # of the last one, it asks again and again
+            while self._is_too_much and self._num_tasks:  # for the last one, MLX checks repeatedly
                 while not self._end_first().is_task:
                     pass
 
     def finish_step(self) -> None:
-        """eval_impl: the stream is finalised."""
+        """eval_impl: the stream is finalized."""
         self._commit(is_task=False)
         flying = sum(buffer.num_ops for buffer in self._flying if buffer.step == self._step)
         self.counts.lead = flying / max(1, self.counts.num_dispatches)
         self._step += 1
 
     def wait_for_steps(self, num_steps: int) -> None:
-        """The host has seen the results of the first `num_steps`."""
+        """The host has received the results of the first `num_steps` steps."""
         while self._flying and self._flying[0].step < num_steps:
             self._end_first()
 

@@ -1,4 +1,4 @@
-"""A recorded run of steps: operations over named arrays, and what the host did between them."""
+"""A recorded run of steps: operations on named arrays, and what the host did between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """An array's shape, and how many bytes an element takes."""
+    """An array's shape, and the bytes of an element."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -25,7 +25,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A primitive; of a kernel, by the kernel's own name. `arguments` are the primitive's, as MLX exports them."""
+    """A primitive, or a kernel by its own name. `arguments` are the primitive's, as MLX exports them."""
 
     name: str
     inputs: tuple[str, ...]
@@ -35,7 +35,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A step given to MLX: the arrays asked for, and all that Python code still refers to at that moment."""
+    """A step that is submitted to MLX: the requested arrays, and all that Python refers to at that moment."""
 
     roots: tuple[str, ...]
     held: frozenset[str]
@@ -43,13 +43,13 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The host waits for everything that is submitted."""
+    """The host waits for everything submitted so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """`constants` are the arrays that were there before, by the address of their memory: a view has its pool's.
-    `pools` are those of them that the caches keep."""
+    """The recorded run. `constants` maps the arrays that existed before to the address of their memory; a view has the
+    address of its pool. `pools` are those of them that the caches hold."""
 
     ops: tuple[Op, ...]
     specs: dict[str, Spec]

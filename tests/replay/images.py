@@ -1,4 +1,4 @@
-"""Records steps over images, whose embeddings are there: what an encoder makes is the same to any step that uses it."""
+"""Records steps with images whose embeddings exist already, because a step does not depend on how they were made."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ SEEING: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
 _GRID = (1, 32, 32)
 _NUM_TOKENS = 256
 TRAFFIC = Traffic(decodes=(100,), prompts=((0, 300), (64, 300)), known=True)
-"""The prompt that begins has an image at tokens 20 to 275. The decode and the other prompt are of text."""
+"""The first prompt has an image at tokens 20 to 275. The decode and the other prompt are text."""
 
 
 def record_images(name: str, num_layers: int, num_steps: int = 3, *, traffic: Traffic = TRAFFIC) -> Graph:
-    """The graph of steps of which the first computes an image."""
+    """The graph of steps, the first of which computes an image."""
     config = {**SEEING[name], "text_config": {**SEEING[name]["text_config"], "num_hidden_layers": num_layers}}
     image = PromptImage(20, _NUM_TOKENS, b"image", {"image_grid_thw": _GRID}, config["model_type"] == "gemma3")
     with recording(lambda: models.build(config, sees=True), config["text_config"]["vocab_size"]) as recorder:
@@ -113,7 +113,7 @@ def record_images(name: str, num_layers: int, num_steps: int = 3, *, traffic: Tr
 
 
 class _Untrained:
-    """In the place of `mx.custom_function`, which adds no operation but to gradients."""
+    """Replaces `mx.custom_function`, which adds operations only to gradients."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -1,4 +1,4 @@
-"""MLX's Metal backend over a recorded graph: the order of operations, and how long their arrays live."""
+"""MLX's Metal backend on a recorded graph: the order of operations, and the lifetimes of arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_WIDTH = 20
 
 @dataclass(slots=True)
 class Replay:
-    """Steps as Metal would run them. `steps` are the counts of each."""
+    """Steps as Metal would run them. `steps` has the counts of each."""
 
     steps: list[Counts]
     encoder: Encoder
@@ -28,7 +28,7 @@ class Replay:
 
 
 def replay(graph: Graph, limits: Limits | None = None) -> Replay:
-    """Runs all steps of a graph one launched ahead: the results of a step are waited for when the next is submitted."""
+    """Runs all steps of a graph, each submitted before the host waits for the results of the one before."""
     metal = _Metal(graph, Encoder(limits or Limits()))
     pools = frozenset(metal.arrays[name].buffer for name in graph.pools)
     steps: list[Counts] = []
@@ -44,7 +44,7 @@ def replay(graph: Graph, limits: Limits | None = None) -> Replay:
 
 
 def tapes_of(graph: Graph) -> list[list[Op]]:
-    """The operations of each step, in the order in which they are encoded."""
+    """The operations of each step, in the order of encoding."""
     made: set[str] = set()
     tapes = []
     for event in graph.events:
@@ -55,7 +55,7 @@ def tapes_of(graph: Graph) -> list[list[Op]]:
 
 
 def tape(graph: Graph, roots: Sequence[str], is_done: Callable[[str], bool]) -> list[Op]:
-    """transforms.cpp: eval_impl, the operations that `roots` need and that are not done."""
+    """transforms.cpp: eval_impl. The operations that `roots` need and that have not run."""
     producers = {name: op for op in graph.ops for name in op.outputs}
 
     def missing(names: Sequence[str]) -> list[Op]:
@@ -91,7 +91,7 @@ def tape(graph: Graph, roots: Sequence[str], is_done: Callable[[str], bool]) -> 
 
 
 class _Metal:
-    """Arrays and their memory while a graph is run."""
+    """Arrays and their memory during the run of a graph."""
 
     def __init__(self, graph: Graph, encoder: Encoder) -> None:
         self.graph = graph
@@ -119,8 +119,8 @@ class _Metal:
         return counts
 
     def _count_uses(self, ops: Sequence[Op], held: frozenset[str]) -> None:
-        """What is referred to from now on: by this step's operations, and by Python. Constants that are no pools are
-        taken to be kept for ever."""
+        """Sets the references by this step's operations and by Python. Constants that are not pools are assumed to be
+        kept forever."""
         uses = Counter(name for op in ops for name in op.inputs)
         uses.update(held | (self.graph.constants.keys() - self.graph.pools))
         self._uses = uses

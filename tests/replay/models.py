@@ -1,4 +1,4 @@
-"""Models in their real sizes, quantised to 4 bits, whose weights take no memory."""
+"""Models of real sizes, quantized to 4 bits, whose weights take no memory."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ CONFIGS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
             "sliding_window": 1024,
             "vocab_size": 262208,
         },
-        "gemma-4-e2b": {  # the sizes that mlx-lm has as its defaults
+        "gemma-4-e2b": {  # mlx-lm's default sizes
             "model_type": "gemma4_text",
             "hidden_size": 1536,
             "num_hidden_layers": 35,
@@ -117,13 +117,13 @@ def config_of(name: str, num_layers: int | None = None) -> dict[str, Any]:
 
 
 def build(config: dict[str, Any], bits: int = 4, *, sees: bool = False) -> nn.Module:
-    """The model with `bits` a weight in groups of 64, its activations in bfloat16. Every weight is one evaluated zero
-    that only looks as large as it should. With its vision encoder if it `sees`."""
+    """The model with `bits` for each weight in groups of 64, and activations in bfloat16. Every weight is a single
+    evaluated zero that is broadcast to the right shape. With its vision encoder if it `sees`."""
     return _packed(build_blank(config, mx.bfloat16, sees=sees), bits)
 
 
 def build_head(config: dict[str, Any], model: nn.Module) -> HeadModel:
-    """As `build`, the multi-token-prediction head of `model`, which is that of `config`."""
+    """The multi-token-prediction head of `model`, built like `build(config)`."""
     files = HeadFiles(FAMILIES[config["model_type"]], config, {})
     template, owner = build_blank(files.one_layer, mx.bfloat16), _language_model(model)
     size, eps = owner.model.norm.weight.shape[0], owner.model.norm.eps
@@ -146,7 +146,7 @@ def _packed(model: Any, bits: int) -> Any:
 
 
 def zeros(shape: tuple[int, ...], dtype: mx.Dtype = mx.float32) -> mx.array:
-    """An evaluated array of one zero, a buffer of its own."""
+    """An evaluated array of one zero in its own buffer."""
     array = mx.broadcast_to(mx.array(0, dtype), shape)
     mx.eval(array)
     return array

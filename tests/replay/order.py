@@ -1,5 +1,5 @@
-"""Is every use of a pool ordered that MLX knows nothing of? Kernels write into pools through their inputs. And is no
-pool read before MLX itself writes a part of it, which then copies all of it?"""
+"""Checks that all uses of a pool are ordered although MLX does not know of them, since kernels write to pools through
+their inputs; and that no pool is read in a step before MLX itself updates a part of it, which would copy the pool."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _WRITERS = ("kernel kv_write", "kernel state_write", "kernel row_write")
 
 @dataclass(frozen=True, slots=True)
 class Unordered:
-    """Two operations that may use a pool at the same time, or the wrong way round, and one of them writes."""
+    """Two operations, at least one of which writes, that may use a pool at the same time or in the wrong order."""
 
     first: str
     second: str
 
 
 def unordered(replay: Replay) -> list[Unordered]:
-    """All pairs of uses of a pool, one of them a write, between which there is neither a barrier nor, over whatever
-    other command encoders, a fence. Nothing is taken to end by itself."""
+    """All pairs of uses of a pool, at least one of them a write, without a barrier between them or a fence (also
+    through other command encoders). No use is assumed to end by itself."""
     before = _encoders_before(replay.encoder.waits)
     return [
         Unordered(first.op, second.op)
@@ -35,8 +35,8 @@ def unordered(replay: Replay) -> list[Unordered]:
 
 
 def copied_updates(graph: Graph) -> list[Op]:
-    """Updates of parts of arrays of more than a MiB that another operation of the step uses, too: the command buffer
-    that it is in holds them, so MLX updates a copy."""
+    """Updates of parts of arrays of more than a MiB that another operation of the step uses, too: its command buffer
+    holds them, so MLX updates a copy."""
     return [
         op
         for ops in tapes_of(graph)
@@ -77,7 +77,7 @@ def _is_ordered(first: Dispatch, second: Dispatch, before: list[int]) -> bool:
 
 
 def _encoders_before(waits: list[set[int]]) -> list[int]:
-    """For each encoder, those that have ended when it starts, as bits: fences are waited for in turn."""
+    """For each encoder, the encoders that have ended when it starts, as bits; fences are followed transitively."""
     before: list[int] = []
     for mine in waits:
         bits = 0

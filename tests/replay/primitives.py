@@ -1,4 +1,4 @@
-"""What each operation does on Metal: which memory its outputs get, and what it gives to the encoder."""
+"""What each operation does on Metal: the memory of its outputs, and its dispatches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DONATION_EXTRA = 16384
 
 @dataclass(frozen=True, slots=True)
 class PoolCopy:
-    """An operation that updates a part of an array copied all of it first."""
+    """An operation that updates a part of an array and copied all of it first."""
 
     op: str
     num_bytes: int
@@ -29,7 +29,7 @@ def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Primitives:
-    """One operation: `run` gives its outputs with their memory, and has encoded what computes them."""
+    """One operation: `run` encodes it and returns its outputs with their memory."""
 
     def __init__(
         self, graph: Graph, encoder: Encoder, pool_copies: list[PoolCopy], op: Op, inputs: Sequence[Array]
@@ -83,7 +83,7 @@ class Primitives:
         return self._owned(Array(self._op.outputs[index], spec, source.buffer, strides, size, is_row, is_whole))
 
     def _temporary(self, spec: Spec) -> Array:
-        """Memory that the command buffer alone keeps."""
+        """Memory that only the command buffer holds."""
         array = dense("", spec, self._encoder.allocate(spec.num_bytes))
         self._encoder.hold({array.buffer})
         return array
@@ -103,7 +103,7 @@ class Primitives:
         self._encoder.dispatch(self._op.name, inputs, outputs, is_concurrent=is_concurrent)
 
     def _rows(self, array: Array, is_fine: bool) -> Array:
-        """`array`, or a row contiguous copy of it that the command buffer keeps."""
+        """`array`, or a row contiguous copy that the command buffer holds."""
         if is_fine:
             return array
         copy = self._temporary(array.spec)
@@ -125,7 +125,7 @@ class Primitives:
         return out
 
     def _elementwise(self) -> Array:
-        """binary.h, ternary.h and compiled.cpp: an input of the output's size and type may become it."""
+        """binary.h, ternary.h and compiled.cpp: an input of the output's size and type may be donated to it."""
         size = self._specs[0].size
         takers = (x for x in self._inputs if x.is_row and x.spec.size == size and self._can_take(x))
         taken = next(takers, None)
@@ -150,7 +150,7 @@ class Primitives:
         return out
 
     def _rotated(self) -> Array:
-        """hadamard.cpp, of a power of two: one kernel, in place where the input's memory can be taken."""
+        """hadamard.cpp for a power of two: one kernel, in place if the input can be donated."""
         source = self._inputs[0]
         if source.is_row:
             out = self._taken(source) if source.is_donatable else self._fresh()
@@ -337,7 +337,7 @@ def no_gaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def reshaped_strides(source: Array, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Those of a view of `source` in another shape; None if it must be copied."""
+    """The strides of a view of `source` in another shape; None if it must be copied."""
     if source.is_row:
         return dense_strides(shape)
     sizes: list[int] = []
@@ -367,7 +367,7 @@ def reshaped_strides(source: Array, shape: tuple[int, ...]) -> tuple[int, ...] |
 
 
 def _is_matrix(array: Array) -> bool:
-    """Whether the last two axes are those of a matrix or of its transpose, without gaps."""
+    """Whether the last two axes are a matrix or its transpose without gaps."""
     rows, columns = array.spec.shape[-2:]
     down, right = array.strides[-2:]
     return (right == 1 and (down == columns or rows == 1)) or (down == 1 and (right == rows or columns == 1))
@@ -436,4 +436,4 @@ _OTHERS: dict[str, Callable[[Primitives], Array]] = {
     "Copy": Primitives._same,
     "View": Primitives._viewed,
 }
-"""An operation that is not known here is a KeyError: its rules must be looked up first."""
+"""An unknown operation raises KeyError: its rules must be added first."""

@@ -1,4 +1,4 @@
-"""Records what the product's runner gives to MLX, without computing it."""
+"""Records what the product's runner submits to MLX, without computing it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from replay.traffic import Drafting, Traffic
 _NUM_CORES = 16
 _NUM_SLOTS = 64
 _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, str, bytes, int, float, np.ndarray, FrameType)
-"""What holds no arrays of a step, or does not hold them alive."""
+"""Types of objects that hold no arrays of a step, or do not keep them alive."""
 
 
 def record(
@@ -49,9 +49,9 @@ def record(
     num_blocks: int = 4096,
     kv_bits: int | None = None,
 ) -> Graph:
-    """The graph of `num_steps` steps, each launched before the one before is waited for, by a runner of its own with
-    the Metal backend for a GPU of 16 cores. It is told of `num_elements` a command buffer, in 2^20, and has pools of
-    `num_blocks`."""
+    """The graph of `num_steps` steps, each submitted before the host waits for the one before, by a new runner with the
+    Metal backend for a GPU of 16 cores. A command buffer has `num_elements` times 2^20 elements, a pool `num_blocks`
+    blocks."""
     with (
         patch.dict(os.environ, MLX_MAX_MB_PER_BUFFER=str(num_elements)),
         recording(lambda: models.build(config), config["vocab_size"], num_blocks, kv_bits) as recorder,
@@ -76,7 +76,7 @@ class Recorder:
 def recording(
     build: Callable[[], Any], vocab_size: int, num_blocks: int = 256, kv_bits: int | None = None
 ) -> Iterator[Recorder]:
-    """Builds a model and a runner of it."""
+    """Builds a model and its runner."""
     install_seam()
     with _kernel_names() as names:
         model = build()
@@ -92,8 +92,8 @@ def record_drafting(
     num_rounds: int = 2,
     num_blocks: int = 256,
 ) -> Graph:
-    """As `record`, of a model that a smaller one of `draft_config` drafts for, or without one its own head: in each
-    round a burst, and the step that checks what came of it."""
+    """Like `record`, for a model with a draft model of `draft_config`, or with its own head if there is none: in each
+    round a burst of drafts, and the step that checks them."""
     install_seam()
     with _kernel_names() as names:
         vocab_size = config["vocab_size"]
@@ -125,7 +125,7 @@ def _make_runner(model: Any, vocab_size: int, num_blocks: int, kv_bits: int | No
 
 @contextmanager
 def _untried() -> Iterator[None]:
-    """Pools and rows are made that take no memory, of kernels that cannot be tried here."""
+    """Makes pools and rows that take no memory, with kernels that cannot be tried here."""
     with (
         patch.object(mx, "zeros", models.zeros),
         patch.object(gpu_backend, "write_failure", lambda *_: None),
@@ -136,7 +136,7 @@ def _untried() -> Iterator[None]:
 
 @contextmanager
 def _kernel_names() -> Iterator[set[str]]:
-    """The names of all kernels that are made meanwhile; MLX adds to them."""
+    """The names of all kernels that are made within the block; MLX adds suffixes to them."""
     names: set[str] = set()
     make = mx.fast.metal_kernel
 
@@ -157,8 +157,8 @@ class _Submitted:
 
 @dataclass(slots=True)
 class _Trace:
-    """What happens in a traced call, and what MLX tells of it afterwards. An update of a part of an array makes the
-    same Python object another array, so copies of the objects are kept."""
+    """What happens in a traced call, and what MLX exports about it afterwards. An update of a part of an array makes
+    the same Python object refer to another array, so copies of the objects are kept."""
 
     pools: list[mx.array]
     weights: set[int]
@@ -166,17 +166,17 @@ class _Trace:
     exported: list[dict[str, Any]] = field(default_factory=list)
 
     def submit(self, *arrays: Any) -> None:
-        """Stands for `mx.async_eval`."""
+        """Replaces `mx.async_eval`."""
         roots = [copy(value) for _, value in tree_flatten(list(arrays))]
         held = _reachable(inspect.currentframe())
         self.events.append(_Submitted(roots, [copy(array) for array in held if id(array) not in self.weights]))
 
     def wait(self, *arrays: Any) -> None:
-        """Stands for `mx.eval`."""
+        """Replaces `mx.eval`."""
         self.events.append(Wait())
 
     def outputs(self) -> list[mx.array]:
-        """All arrays whose names we want to know."""
+        """All arrays whose names are needed."""
         found = list(self.pools)
         for event in self.events:
             if isinstance(event, _Submitted):
@@ -190,7 +190,7 @@ def _trace(
     kernel_names: set[str],
     whole: DraftingRunner | None = None,
 ) -> Graph:
-    """Of the first of `runners`, or of all as one `whole`."""
+    """The graph of the first of `runners`, or of all of them as one `whole`."""
     launch = runners[0].launch if whole is None else whole.launch
     pools = _arrays_in([(runner.cache, runner.hidden_states) for runner in runners])
     weights = {id(array) for array in _arrays_in([runner.forward for runner in runners])} - {id(pool) for pool in pools}
@@ -258,7 +258,7 @@ def _op(entry: dict[str, Any], kernel_names: set[str]) -> Op:
 
 
 def _reachable(frame: FrameType | None) -> list[mx.array]:
-    """The arrays that the callers of `frame`, up to the traced call, refer to."""
+    """The arrays that `frame` and its callers refer to, up to the traced call."""
     found: list[Any] = []
     frame = frame.f_back if frame is not None else None  # `submit` itself
     while frame is not None and frame.f_code.co_name != "run":

@@ -1,5 +1,5 @@
-"""On a CPU, MLX takes its fused operations apart before it records them; on Metal each is one operation. While these
-stand in, they are recorded as such."""
+"""Replacements for MLX's fused operations: on Metal each is recorded as one operation, but on a CPU MLX splits them
+before it records them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import gated_delta
 
 PREFIX = "mlx_"
-"""Of the names of kernels that stand for an operation of MLX's own."""
+"""Prefix of the names of kernels that stand for an operation of MLX."""
 
 _COMPILED = type(mx.compile(lambda x: x))
 _FUSED_PROMPT_DIMS = (64, 72, 80, 96, 128)
@@ -25,9 +25,9 @@ _MAX_DECODED = 8
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Until it is left, MLX and mlx-lm believe that they are on Metal, and nothing may be computed."""
+    """Within the block, MLX and mlx-lm act as on Metal, and nothing may be computed."""
     with ExitStack() as stack:
-        mx.disable_compile()  # compiled functions keep graphs, and stand-ins in them know no other shapes
+        mx.disable_compile()  # compiled functions keep graphs, in which stand-ins have fixed shapes
         stack.callback(mx.enable_compile)
         for target, name, value in (
             (mx.metal, "is_available", lambda: True),
@@ -48,7 +48,7 @@ def installed() -> Iterator[None]:
 def one_op(
     name: str, inputs: Sequence[mx.array], outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]]
 ) -> list[mx.array]:
-    """Arrays of these shapes and types that a single operation makes of `inputs`."""
+    """Arrays of these shapes and types, made of `inputs` by a single operation."""
     result: list[mx.array] = _kernel(name, len(inputs), len(outputs))(
         inputs=list(inputs),
         output_shapes=[shape for shape, _ in outputs],
@@ -106,7 +106,7 @@ def _rope(
 
 
 def _attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """One operation where MLX has a fused kernel and uses it, else what it computes instead."""
+    """One operation if MLX would use its fused kernel, else the operations that it uses instead."""
 
     def attention(
         q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, sinks: mx.array | None = None
@@ -120,7 +120,7 @@ def _attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def _is_fused(q: mx.array, k: mx.array, v: mx.array) -> bool:
-    """scaled_dot_product_attention.cpp: use_fallback, of a GPU without NAX."""
+    """scaled_dot_product_attention.cpp: use_fallback, for a GPU without NAX."""
     key_dim, value_dim, length = q.shape[-1], v.shape[-1], q.shape[2]
     if length > _MAX_DECODED:
         return key_dim == value_dim and key_dim in _FUSED_PROMPT_DIMS
@@ -129,18 +129,18 @@ def _is_fused(q: mx.array, k: mx.array, v: mx.array) -> bool:
 
 
 def _compiled_functions() -> Iterator[tuple[Any, str, Any]]:
-    """Those of `mx.compile` in the modules loaded. They are taken to be elementwise, and so one operation each."""
+    """Functions of `mx.compile` in loaded modules. They are assumed to be elementwise, and so one operation each."""
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith(("mlx_lm.models", "mlx_vlm.models", "mlx.nn", "mlx_server.runtime")):
             for name, value in list(vars(module).items()):
-                inner = getattr(value, "_mlx_server_original", value)  # ours asks for another way first
+                inner = getattr(value, "_mlx_server_original", value)  # ours may choose another way first
                 if isinstance(inner, _COMPILED):
                     yield module, name, _fused(name, inner)
 
 
 def _fused(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def fused(*args: Any, **options: Any) -> Any:
-        outputs = tree_flatten(function(*args, **options))  # for its shapes: nobody uses these
+        outputs = tree_flatten(function(*args, **options))  # only for its shapes
         inputs = [value for _, value in tree_flatten([args, options]) if isinstance(value, mx.array)]
         stand_ins = one_op(f"Compiled_{name}", inputs, [(value.shape, value.dtype) for _, value in outputs])
         return tree_unflatten([(key, value) for (key, _), value in zip(outputs, stand_ins, strict=True)])

@@ -1,4 +1,4 @@
-"""Steps as a scheduler would ask for them: requests that decode, and prompts that come in chunks."""
+"""Steps as a scheduler makes them: requests that decode, and prompts in chunks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mlx_server.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The first of some steps: requests that decode with so many tokens before them, and prompts of which so many
-    tokens come after so many. In each further step all of them go on; if their tokens are `known`, as forced ones
-    are, no step depends on the one before but through the pools."""
+    """The first of several steps: the context lengths of requests that decode, and the chunks of prompts with the
+    number of tokens before them. All requests continue in each further step. If their tokens are `known`, like forced
+    ones, a step depends on the one before only through the pools."""
 
     decodes: tuple[int, ...] = ()
     prompts: tuple[tuple[int, int], ...] = ()
     known: bool = False
 
     def step(self, index: int, num_groups: int) -> SchedulerOutput:
-        """Step `index`, each request with new blocks in every layer group."""
+        """Step number `index`; each request has new blocks in every layer group."""
         spans = [(start + index, 1) for start in self.decodes]
         spans += [(start + index * length, length) for start, length in self.prompts]
         chunks = []
@@ -30,7 +30,7 @@ class Traffic:
             total = -(-(start + length) // BLOCK_SIZE)
             known = -(-start // BLOCK_SIZE) if index else 0
             blocks = tuple(range(first_block + known, first_block + total))
-            first_block += -(-(start + (8 - index) * length) // BLOCK_SIZE) + 1  # as many as the request ever takes
+            first_block += -(-(start + (8 - index) * length) // BLOCK_SIZE) + 1  # the most that the request takes
             is_in_flight = index > 0 and request < len(self.decodes) and not self.known
             chunks.append(
                 ScheduledChunk(
@@ -53,8 +53,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Requests with so many tokens before them, for which `depth` tokens are drafted at a time, all of them right: a
-    step of one token each, and then rounds of a burst and of the step that checks it."""
+    """Requests with these context lengths, for which `depth` tokens are drafted at a time and all accepted: a step of
+    one token each, and then rounds of a burst and the step that checks it."""
 
     requests: tuple[int, ...] = (100, 700)
     depth: int = 4

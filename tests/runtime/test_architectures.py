@@ -213,7 +213,7 @@ class OneCache(nn.Module):
     ("cache", "reason"),
     [
         (ArraysCache(1), "Layer 0 keeps a recurrent state that grows after 9 tokens"),
-        (RotatingKVCache(64, keep=4), "Layer 0 keeps its first 4 tokens out of its sliding window"),
+        (RotatingKVCache(64, keep=4), "Layer 0 keeps its first 4 tokens outside its sliding window"),
         (CacheList(KVCache(), QuantizedKVCache()), "Layer 0 keeps its state in a QuantizedKVCache"),
         (KVCache(), "Layer 0 has a cache but stores nothing in it"),
     ],
@@ -227,7 +227,7 @@ def test_caches_that_cannot_be_paged_are_named(cache: Any, reason: str) -> None:
     ("is_installed", "remedy"),
     [
         (True, "Neither mlx-lm nor mlx-vlm knows it: update them, or convert the model"),
-        (False, "mlx-lm does not know it, and mlx-vlm, which may, is not installed: pip install"),
+        (False, "mlx-lm does not know it; mlx-vlm may, but is not installed: pip install"),
     ],
 )
 def test_an_unknown_type_is_refused_before_weights_are_read(

@@ -102,7 +102,7 @@ def test_the_tokenizer_merges_within_words_but_never_digits(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"architecture": "falcon"}, "'falcon'; converted here are llama, qwen2.*mlx-community"),
+        ({"architecture": "falcon"}, "'falcon'; supported are llama, qwen2.*mlx-community"),
         ({"architecture": "clip"}, r"the image part of a model \(mmproj\)"),
         ({"pre": "of another kind"}, "split by of another kind"),
         ({"extra": "blk.0.attn_q_norm.weight"}, "blk.0.attn_q_norm"),

@@ -15,7 +15,7 @@ from mlx_server.engine.vision import seeing
 from mlx_server.outputs import NewRequestData, ScheduledChunk
 from mlx_server.runtime.attention import regroup
 from mlx_server.runtime.attention.interface import ReferenceBackend, StepPlan
-from mlx_server.runtime.checks.image_probe import BIDIRECTIONAL, SAMPLES, find_fault
+from mlx_server.runtime.checks.image_probe import BIDIRECTIONAL, IMAGE_FAMILIES, find_image_fault
 from mlx_server.runtime.layers.adapters import AdapterRows
 from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.loader import RunnerInfo, exhaust, load, make_runner
@@ -124,7 +124,7 @@ def test_rows_one_by_one_do_not_see_both_ways(square_folder: Path, monkeypatch: 
     plan = ReferenceBackend.plan
     monkeypatch.setattr(ReferenceBackend, "plan", lambda backend, step: plan(backend, step.by_row()))
     fault = load_and_probe(square_folder, "reference")[1].no_vision
-    assert "tokens that see each other both ways cannot be one by one, as --batch-invariant has them" in fault
+    assert "tokens that see each other both ways cannot be computed one by one, as --batch-invariant requires" in fault
 
 
 def test_the_same_families_see_both_ways_for_the_scheduler_and_the_probe() -> None:
@@ -145,11 +145,11 @@ def test_families_that_are_not_served_are_named() -> None:
     model = build_random({"model_type": "qwen3_vl", **CONFIGS["qwen3_vl"]}, 1, sees=True)
     type(model).model_type = "of_tomorrow"
     try:
-        fault = find_fault(model, runner=None, vocab_size=320)  # type: ignore[arg-type]
+        fault = find_image_fault(model, runner=None, vocab_size=320)  # type: ignore[arg-type]
     finally:
         type(model).model_type = "qwen3_vl"
     assert "this one is of type of_tomorrow" in fault
-    assert all(name in fault for name in SAMPLES)
+    assert all(name in fault for name in IMAGE_FAMILIES)
 
 
 def test_adapters_of_the_encoder_leave_the_model_blind() -> None:
@@ -160,8 +160,8 @@ def test_adapters_of_the_encoder_leave_the_model_blind() -> None:
     inputs = merger.linear_fc1.weight.shape[1]
     part = LowRank(0, mx.zeros((inputs, 2)), mx.zeros((2, merger.linear_fc1.weight.shape[0])))
     merger.linear_fc1 = AdaptedLinear(merger.linear_fc1, [part], AdapterRows(("one",)))
-    fault = find_fault(model, runner=None, vocab_size=320)  # type: ignore[arg-type]
-    assert fault == "one of its adapters changes the vision encoder, whose results all requests share"
+    fault = find_image_fault(model, runner=None, vocab_size=320)  # type: ignore[arg-type]
+    assert fault == "one of its adapters changes the vision encoder, and all requests share the encoder's results"
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 30), (20, 50), (29, 33), (32, 50), (60, 61)])

@@ -37,7 +37,7 @@ KINDS = [
 @pytest.fixture(autouse=True)
 def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights at random lose more than a model's that has learnt something."""
-    monkeypatch.setattr(kv_loss, "_MOST_DIVERGENCE", np.inf)
+    monkeypatch.setattr(kv_loss, "_MAX_DIVERGENCE", np.inf)
 
 
 def wide(architecture: str) -> Subject:
@@ -146,7 +146,7 @@ def test_they_are_read_by_the_backend_that_reads_whole_ones(
     with caplog.at_level(logging.INFO), subject.make_llm(kv_bits=bits) as llm:
         assert llm.info.backend == name
     share = {"8": 31, "k8v4": 25, "4": 19}[bits]
-    assert f"K/V of {words} take {share} % of the memory and are read by the {name} backend" in caplog.text
+    assert f"K/V in {words} take {share} % of the memory and are read by the {name} backend" in caplog.text
     with subject.make_llm(kv_bits=bits, attention_backend="reference") as llm:
         assert llm.info.backend == "reference"
 
@@ -197,14 +197,16 @@ def test_what_loses_too_much_is_refused_and_what_loses_much_is_told(
     subject = wide("qwen3")
     with caplog.at_level(logging.INFO), subject.make_llm(kv_bits="8"):
         pass
-    assert re.search(r"On fixed tokens, with K/V of 8 bits its distributions are \S+ nats from those", caplog.text)
-    monkeypatch.setattr(kv_loss, "_TOLD_DIVERGENCE", 0.0)
+    assert re.search(r"On fixed tokens, with K/V in 8 bits the distributions are \S+ nats from those", caplog.text)
+    monkeypatch.setattr(kv_loss, "_WARNED_DIVERGENCE", 0.0)
     with caplog.at_level(logging.WARNING), subject.make_llm(kv_bits="8"):
         pass
-    assert "This model answers worse: with K/V of 8 bits" in caplog.text
+    assert "This model's answers get worse: with K/V in 8 bits" in caplog.text
     assert "Better: --kv-bits full." in caplog.text
-    monkeypatch.setattr(kv_loss, "_MOST_DIVERGENCE", 1e-9)
-    with pytest.raises(ModelLoadError, match=r"lose too much: with K/V of 4 bits .* with --kv-bits k8v4, 8 or full"):
+    monkeypatch.setattr(kv_loss, "_MAX_DIVERGENCE", 1e-9)
+    with pytest.raises(
+        ModelLoadError, match=r"lose too much with this model: with K/V in 4 bits .* with --kv-bits k8v4, 8 or full"
+    ):
         subject.make_llm(kv_bits="4")
 
 
@@ -227,15 +229,15 @@ def test_auto_takes_the_fewest_bits_that_lose_little(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(kv_loss, "_TOLD_DIVERGENCE", most)
+    monkeypatch.setattr(kv_loss, "_WARNED_DIVERGENCE", most)
     prompts = random_prompts((70, 33), seed=4)
     subject = wide("qwen3")
     with caplog.at_level(logging.INFO), subject.make_llm(kv_bits="auto") as llm:
         got, backend = [c.token_ids for c in answer(llm, prompts, [8, 8]).completions], llm.info.backend
-    measured = re.findall(r"On fixed tokens, with K/V of (.*?) its", caplog.text)
+    measured = re.findall(r"On fixed tokens, with K/V in (.*?) the", caplog.text)
     assert measured == (tried or ["4 bits", "8 and 4 bits", "8 bits"])
-    assert re.findall(r"K/V of (.*?) take", caplog.text) == ([chosen] if chosen else [])
-    assert ("K/V stay whole" in caplog.text) == (chosen is None)
+    assert re.findall(r"K/V in (.*?) take", caplog.text) == ([chosen] if chosen else [])
+    assert ("K/V stay unquantised" in caplog.text) == (chosen is None)
     with subject.make_llm(kv_bits=chosen.removesuffix(" bits") if chosen else "full") as llm:
         assert llm.info.backend == backend
         assert [c.token_ids for c in answer(llm, prompts, [8, 8]).completions] == got
@@ -244,7 +246,7 @@ def test_auto_takes_the_fewest_bits_that_lose_little(
 def test_auto_leaves_whole_what_cannot_be_quantised(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), Subject("llama").make_llm(kv_bits="auto") as llm:
         assert len(answer(llm, random_prompts((40,)), [4]).completions[0].token_ids) == 4
-    assert "K/V stay whole: --kv-bits needs head dimensions that are multiples of 32; one is 16." in caplog.text
+    assert "K/V stay unquantised: --kv-bits needs head dimensions that are multiples of 32; one is 16." in caplog.text
 
 
 def test_blocks_of_other_bits_are_other_blocks_on_disk() -> None:

@@ -380,7 +380,7 @@ def test_a_pool_may_grow_to_what_was_asked_for_but_not_more_than_is_of_use():
 def test_a_pool_that_cannot_be_had_is_refused_with_the_numbers():
     with pytest.raises(InsufficientMemoryError, match=r"of 2048 MiB does not fit: 1024 MiB are free"):
         memory.max_kv_blocks("2GiB", None, 2**20, 10**9, 2**30)
-    with pytest.raises(InsufficientMemoryError, match=r"only 128 tokens.*the least is 256"):
+    with pytest.raises(InsufficientMemoryError, match=r"only 128 tokens.*the minimum is 256"):
         memory.max_kv_blocks("4MiB", None, 2**20, 10**9, 2**30)
 
 

@@ -99,11 +99,11 @@ REFUSED = {
             sliding_window=32,
             num_nextn_predict_layers=0,
         ),
-        "keeps its state in a PoolingCache, which cannot be paged yet",
+        "keeps its state in a PoolingCache, which is not supported",
     ),
     "hy_v4": (
         _text("hy_v4", **_MLA, index_head_dim=16, index_n_heads=2, index_topk=64),
-        "keeps its state in a HyV4KVCache, which cannot be paged yet",
+        "keeps its state in a HyV4KVCache, which is not supported",
     ),
     "minimax_m3": (
         _text(
@@ -114,7 +114,7 @@ REFUSED = {
             num_experts_per_tok=2,
             moe_layer_freq=[0, 1, 1, 1],
         ),
-        "keeps its state in a MiniMaxM3KVCache, which cannot be paged yet",
+        "keeps its state in a MiniMaxM3KVCache, which is not supported",
     ),
     "paligemma": (
         _around("paligemma", _text("gemma"), projection_dim=64),

@@ -1,4 +1,4 @@
-"""Clients of all manners: polite ones, ones that leave, ones that read slowly, and ones that never finish a request."""
+"""Clients with different behaviour: polite, leaving early, reading slowly, never finishing a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.soak.requests import MESSAGES, RESPONSES, Ask, any_ask
 from tests.soak.worlds import Server
 
 HUNG_S = 60.0
-"""A request that has not ended by then hangs."""
+"""Seconds after which a request counts as hanging."""
 
 _LATER = (429, 503)
 _DOCUMENTED = {200, 400, 401, 403, 404, 408, 413, *_LATER}
@@ -27,7 +27,7 @@ _LAST = {MESSAGES: "event: message_stop", RESPONSES: "event: response."}
 
 @dataclass(slots=True)
 class Tally:
-    """What happened: answers by status, clients' manners by name, and what must not have happened."""
+    """What happened: answers by status, requests by behaviour, and failures."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     manners: Counter[str] = field(default_factory=Counter)
@@ -40,7 +40,7 @@ class Tally:
 
 
 class Clients:
-    """Sends requests to a server until `is_over`, and tallies what comes back."""
+    """Sends requests to a server until `is_over`, and counts the results."""
 
     def __init__(self, server: Server, http: httpx.AsyncClient, is_over: Callable[[], bool]) -> None:
         self._server = server
@@ -49,7 +49,7 @@ class Clients:
         self.tally = Tally()
 
     async def run(self, number: int) -> None:
-        """One client: one request after the other, each in a manner of its own."""
+        """One client: one request after another, each with another behaviour."""
         rng = random.Random(number)
         manners: list[Callable[[random.Random], Awaitable[None]]]
         manners = [self._polite] * 8 + [self._leaving] * 3 + [self._slow, self._half_open, self._reset, self._stranger]
@@ -58,7 +58,7 @@ class Clients:
             await self._bounded(manner, rng)
 
     async def bursts(self, number: int, size: int, pause_s: float) -> None:
-        """So many requests at once, now and then."""
+        """From time to time, so many requests at once."""
         rng = random.Random(number)
         while not self._is_over():
             await asyncio.gather(*(self._bounded(self._polite, random.Random(rng.random())) for _ in range(size)))
@@ -85,7 +85,7 @@ class Clients:
             await self._look_up(f"{RESPONSES}/{response.json()['id']}", key)
 
     async def _look_up(self, path: str, owner: str) -> None:
-        """A response that is kept, by its owner's key and by all others."""
+        """A stored response, requested with its owner's key and with all other keys."""
         for key in self._server.keys.values():
             response = await self._http.get(path, headers={"x-api-key": key})
             wanted = 200 if key == owner else 404
@@ -116,13 +116,13 @@ class Clients:
             self.tally.problems.append(f"a stream with an error: {ask.path} {ask.body}: {text[-500:]}")
 
     async def _leaving(self, rng: random.Random) -> None:
-        """Leaves at once, or after some bytes."""
+        """Closes the connection at once, or after some bytes."""
         async with self._sent(any_ask(rng), rng) as reader:
             for _ in range(rng.choice((0, 0, 1, 5))):
                 await reader.read(200)
 
     async def _slow(self, rng: random.Random) -> None:
-        """Takes few bytes at a time. The server may leave such a one."""
+        """Reads few bytes at a time. The server may close such a connection."""
         async with self._sent(any_ask(rng), rng, receive_bytes=2048) as reader:
             for _ in range(60):
                 if self._is_over() or not await reader.read(100):
@@ -130,7 +130,7 @@ class Clients:
                 await asyncio.sleep(0.05)
 
     async def _half_open(self, rng: random.Random) -> None:
-        """Sends a part of a request and then nothing; the server leaves."""
+        """Sends a part of a request and then nothing; the server closes the connection."""
         whole = self._bytes(any_ask(rng), rng)
         async with self._connected() as (reader, writer):
             writer.write(whole[: rng.randrange(1, len(whole) - 1)])
@@ -138,7 +138,7 @@ class Clients:
             await reader.read()
 
     async def _reset(self, rng: random.Random) -> None:
-        """Resets the connection in the midst of an answer, as a machine does that goes down."""
+        """Resets the connection in the middle of an answer, as when a machine goes down."""
         async with self._connected() as (reader, writer):
             writer.write(self._bytes(any_ask(rng), rng))
             await reader.read(50)

@@ -1,5 +1,5 @@
-"""What a mixed load asks for: each protocol, streamed and whole, with constraints, tools, logprobs and several samples,
-and requests that are wrong."""
+"""The requests of a mixed load: each protocol, streamed and not, with constraints, tools, logprobs and several samples,
+and invalid requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TOOL = {"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request. `wanted` is the status of its answer, unless it is refused for now (429, 503)."""
+    """A request. `wanted` is the expected status, unless it is refused temporarily (429, 503)."""
 
     path: str
     body: dict[str, Any] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Ask:
 
 
 def seeded(number: int) -> Ask:
-    """A text that is answered alike each time it is asked for alone."""
+    """A text that has the same answer each time it is requested alone."""
     rng = random.Random(number)
     length = rng.randrange(10, 200)
     body = {"prompt": _SHARED + _text(rng, length), "seed": number, "temperature": 0.8 * (number % 2)}

@@ -1,4 +1,4 @@
-"""Mixed load on a whole server, for seconds by default: afterwards everything is as it was before.
+"""Mixed load on a whole server, for seconds by default, after which its state must be the same as before.
 
 SOAK_MINUTES is how long `./scripts/test -m soak` takes (default 3).
 """
@@ -25,7 +25,8 @@ NUM_CLIENTS = 12
 BURST = 40
 NUM_SEEDED = 12
 MOST_GROWTH_BYTES = 48 * 2**20
-"""Of resident memory, between the second and the last quarter: the allocator's arenas, of a process of 350 MiB."""
+"""Allowed growth of resident memory from the second to the last quarter: the allocator's arenas in a process of 350
+MiB."""
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ async def test_a_server_under_mixed_load_stays_as_it_was(tmp_path: Path, seconds
 
 
 async def answers_alone(server: Server, http: httpx.AsyncClient) -> list[str]:
-    """Text and logprobs of the seeded requests, each computed from its first token on."""
+    """Text and logprobs of the seeded requests, each computed without cached prefixes."""
     found = []
     for ask in map(seeded, range(NUM_SEEDED)):
         await server.forget_prefixes(http)
@@ -96,14 +97,14 @@ async def under_load(server: Server, http: httpx.AsyncClient, seconds: float) ->
 
 
 def resident_bytes(states: Sequence[State]) -> tuple[float, float]:
-    """Medians of the second and of the last quarter of the time."""
+    """Medians of the second and of the last quarter of the samples."""
     quarter = max(1, len(states) // 4)
     early, late = states[quarter : 2 * quarter] or states, states[-quarter:]
     return statistics.median(s.resident_bytes for s in early), statistics.median(s.resident_bytes for s in late)
 
 
 async def few_descriptors(server: Server, wanted: int) -> State:
-    """The state once connections that end by themselves have ended."""
+    """The state after connections that end by themselves have ended."""
     for _ in range(100):
         if server.state().num_descriptors <= wanted:
             break

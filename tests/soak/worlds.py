@@ -1,4 +1,4 @@
-"""A whole server in a process of its own, with a tiny model, few KV blocks and keys of three tiers."""
+"""A whole server in its own process, with a tiny model, few KV blocks and keys of three tiers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ max_concurrent_requests = 3
 
 
 class ServerDied(Exception):
-    """It ended before it was ready: the exit code, and its log."""
+    """The server ended before it was ready: the exit code, and its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the process holds."""
+    """The resources that the process holds."""
 
     resident_bytes: int
     num_descriptors: int
@@ -45,7 +45,7 @@ class State:
 
 
 class Server:
-    """The process and its keys, by tier."""
+    """A running server process, and its keys by tier."""
 
     def __init__(self, process: Process, url: str, keys: Mapping[str, str], log: Path) -> None:
         self.process = process
@@ -69,7 +69,7 @@ class Server:
         assert response.status_code == 200, response.text
 
     async def settled(self, http: httpx.AsyncClient, timeout_s: float = 20.0) -> None:
-        """Waits until no block is used and nothing runs or waits."""
+        """Waits until no block is used and no request runs or waits."""
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while held := await self._held(http):
             assert asyncio.get_running_loop().time() < deadline_s, f"still held: {held}"
@@ -101,8 +101,8 @@ async def serving(
     keys: Mapping[str, str] | None = None,
     before: Callable[[], object] | None = None,
 ) -> AsyncIterator[Server]:
-    """The server, once it is ready, with new keys unless those of an earlier one in `folder` are given; killed at the
-    end if it has not ended by itself. Its process calls `before` first. Raises `ServerDied`."""
+    """Yields a server that is ready, with new keys unless the keys of an earlier one in `folder` are given. It is
+    killed at the end if it has not ended. Its process calls `before` first. Raises `ServerDied`."""
     keys = keys or make_keys(folder / "keys.sqlite")
     config = folder / "config.toml"
     config.write_text(
@@ -110,7 +110,7 @@ async def serving(
         f'key_file = "{folder / "keys.sqlite"}"\n'
         f'[model]\nmodel = "{make_folder(folder / "tiny")}"\nmax_model_len = {MAX_MODEL_LEN}\n'
         "[cache]\nnum_kv_blocks = 100\n"
-        # Prompts are cut by their lengths alone, so that who runs alone is computed alike each time.
+        # Prompts are cut by their lengths alone, so that a request alone is computed in the same way each time.
         "[scheduler]\nmax_num_seqs = 8\nmax_num_batched_tokens = 256\nmax_num_waiting = 64\n"
         f"target_step_ms = 3.6e6\nmax_step_ms = 3.6e6\n{_TIERS}"
     )

@@ -1,8 +1,8 @@
-"""A chat, whatever protocol it came by, made ready to generate: prompt, grammar, and the parser of the output.
+"""Makes a chat of any protocol ready to generate: prompt, grammar, and the parser of the output.
 
     ChatCall -> ChatPlanner.plan() -> ChatPlan -> GenerationJob
 
-All of it takes time in proportion to the prompt or the schema, so it runs in the request's turn, in threads.
+The work grows with the prompt and the schema, so it runs in the request's turn, in threads.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from mlx_server.api.answers.generation import OutputParser, Prompt, Truncation
 from mlx_server.api.answers.images import ImageLoader
 from mlx_server.api.http.text_turns import TextTurn
 from mlx_server.engine.engine import AsyncEngine
-from mlx_server.engine.grammar.constraints import CompiledGrammar, GrammarCompiler
+from mlx_server.engine.grammar.constraints import CompiledGrammar
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import LarkWriter, json_expression, json_options
 from mlx_server.engine.text.chat import ChatOptions
@@ -25,34 +25,29 @@ from mlx_server.engine.text.messages import UnseenPartError
 from mlx_server.engine.text.reasoning import (
     Dialect,
     ReasoningConstraint,
-    ReasoningMarkers,
     ReasoningSplitter,
     find_dialect,
 )
 from mlx_server.engine.text.tokenizer import Tokenizer
-from mlx_server.engine.tools.formats import Tool, ToolParser
+from mlx_server.engine.tools.formats import Tool
 from mlx_server.engine.tools.grammar import force_tool_calls
 from mlx_server.engine.tools.parser import ToolCallExtractor
-from mlx_server.engine.vision.parts import ImageParts
-from mlx_server.engine.vision.prompt import Pictures, cut_images
+from mlx_server.engine.vision.parts import ImageParts, Pictures, cut_images
 from mlx_server.errors import InvalidRequestError
 from mlx_server.request import TokenConstraint
-
-T = TypeVar("T")
 
 _TEXTS = ("content", "reasoning")
 
 
 class Turns:
-    """Messages put together from pieces: pieces of one role that follow each other become one message, texts joined by
-    line breaks.
+    """Messages built from pieces: consecutive pieces of one role become one message, with texts joined by line breaks.
 
-    For protocols whose messages hold less or more than a chat template's do: Anthropic's are lists of blocks, and the
-    Responses API has an item each for reasoning, text and calls of one turn. Templates want whole turns, one system
-    message, and no two turns of one role in a row."""
+    For protocols whose messages are not those of chat templates: Anthropic's are lists of blocks, and the Responses API
+    has an item each for reasoning, text and calls of one turn. Templates need whole turns, one system message, and no
+    two turns of one role in a row."""
 
     def __init__(self) -> None:
-        # Texts are lists of pieces here: thousands of them would be copied as often if each were joined as it comes.
+        # Texts are lists of pieces here: joining each piece at once would copy a long text thousands of times.
         self._messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
 
@@ -65,17 +60,16 @@ class Turns:
 
     @property
     def ends_with_answer(self) -> bool:
-        """Whether the last turn is the assistant's, so that the model goes on with it."""
+        """Whether the last turn is the assistant's, so that the model continues it."""
         return bool(self._messages) and self._messages[-1]["role"] == "assistant"
 
     @property
     def has_open_calls(self) -> bool:
-        """Whether the last turn is one of calls without results."""
+        """Whether the last turn has calls without results."""
         return self.ends_with_answer and "tool_calls" in self._messages[-1]
 
     def instruct(self, text: str) -> None:
-        """Instructions. Many templates refuse them anywhere but at the beginning, so later ones become a part of
-        the user's turn."""
+        """Instructions. Many templates refuse them after the beginning, so later ones go into the user's turn."""
         is_beginning = all(message["role"] == "system" for message in self._messages)
         self._append_text("system" if is_beginning else "user", text)
 
@@ -88,7 +82,7 @@ class Turns:
         self._append_text("assistant", text)
 
     def think(self, text: str) -> None:
-        """What the assistant thought; whether the model is shown it is for the template to say."""
+        """The assistant's reasoning; the template decides whether the model sees it."""
         _append(self._turn("assistant").setdefault("reasoning", []), text)
 
     def call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
@@ -98,7 +92,7 @@ class Turns:
         self._turn("assistant").setdefault("tool_calls", []).append(call)
 
     def result(self, call_id: str, text: str) -> None:
-        """What a tool returned. Some templates need the tool's name, too."""
+        """What a tool returned. Some templates also need the tool's name."""
         message = {"role": "tool", "tool_call_id": call_id, "content": [text]}
         if call_id in self._names:
             message["name"] = self._names[call_id]
@@ -120,9 +114,8 @@ def _append(pieces: list[str], text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """Which tools there are and what the model must do with them. `allowed` are the names of those that it may call,
-    None all. `patterns` are regexes for the texts that tools of one argument take; calls are held to them in every
-    mode."""
+    """Which tools there are and what the model must do with them. `allowed` has the names of tools that it may call
+    (None: all). `patterns` are regexes for the argument of tools that take one text; they hold in every mode."""
 
     tools: Sequence[Tool] = ()
     mode: Literal["none", "auto", "required"] = "auto"
@@ -131,14 +124,14 @@ class ToolUse:
     patterns: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def is_held(self) -> bool:
-        """Whether calls must be held to grammars even where the model is free to call."""
+    def has_patterns(self) -> bool:
+        """Whether some calls need a grammar even if the model may choose whether to call."""
         return any(tool["function"]["name"] in self.patterns for tool in self.may_be_called)
 
     @property
     def shown(self) -> Sequence[Tool] | None:
-        """What the prompt tells of: all tools where a grammar holds the model to those allowed, since prompts that
-        begin alike share their cache."""
+        """The tools in the prompt. If a grammar keeps the model to the allowed tools, the prompt has all of them, so
+        that prompts stay alike and share their cached prefix."""
         if self.mode == "none" or not self.tools:
             return None
         return self.tools if self.mode == "required" else self._allowed_tools()
@@ -155,9 +148,9 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """What a protocol's request says. `max_reasoning_tokens` None is no bound. Without `splits_reasoning` the
+    """What a request of any protocol says. `max_reasoning_tokens` None is no bound. Without `splits_reasoning` the
     reasoning stays in the content, markers included. With `has_open_schemas`, tools' schemas are not closed.
-    `prediction` is a text that much of the answer is expected to be."""
+    `prediction` is a text that the answer is expected to repeat in large part."""
 
     messages: Sequence[Mapping[str, Any]]
     tool_use: ToolUse = field(default_factory=ToolUse)
@@ -174,17 +167,17 @@ class ChatCall:
         """The field that asks for a grammar; None if none does."""
         if self.structured is not None:
             return self.structured.param
-        return "tools" if self.tool_use.mode == "required" or self.tool_use.is_held else None
+        return "tools" if self.tool_use.mode == "required" or self.tool_use.has_patterns else None
 
 
 Read = Callable[[ImageParts | None], ChatCall]
-"""Makes the call of a request. Images are added to the parts and marked in the messages, or without parts, where the
-model cannot see, refused or noted."""
+"""Makes the call of a request. Images are added to the parts and marked in the messages; without parts (the model takes
+no images), they are refused or replaced by a note."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPlan:
-    """What a `GenerationJob` needs to know of the chat."""
+    """What a `GenerationJob` needs of the chat."""
 
     prompt: Prompt
     new_parser: Callable[[], OutputParser]
@@ -194,11 +187,11 @@ class ChatPlan:
     can_reason: bool
     prediction_token_ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
-    """What schemas ask for and is not enforced."""
+    """Keywords of schemas that are not enforced."""
 
 
 class ChatPlanner:
-    """Plans chats for any engine. Remembers each model's dialect, which takes long to find in a big vocabulary."""
+    """Plans chats for any engine. Remembers each model's dialect, which is slow to find in a big vocabulary."""
 
     def __init__(self, images: ImageLoader) -> None:
         self._images = images
@@ -206,33 +199,36 @@ class ChatPlanner:
 
     async def plan(self, engine: AsyncEngine, read: Read, turn: TextTurn) -> ChatPlan:
         """`read` makes the call of the request, in a worker thread, since a chat may have thousands of messages. Raises
-        `InvalidRequestError` and `UnsupportedError`. What runs in the thread goes on when cancelled."""
-        model = _Model(engine.tokenizer, engine.grammars, await self._dialect(engine.tokenizer, turn))
-
-        def finish(written: _Written) -> _Written | ChatPlan:
-            return written if written.call.grammar_param is not None else _plan(model, written)
-
-        begun = await self._begin(engine, read, turn, finish)
+        `InvalidRequestError` and `UnsupportedError`. Work in the thread goes on when this is cancelled."""
+        dialect = await self._dialect(engine.tokenizer, turn)
+        begun = await self._write(engine, read, turn, dialect)
         if isinstance(begun, ChatPlan):
             return begun
         param = begun.call.grammar_param or ""
-        return await model.grammars.threads.run(lambda: _plan(model, begun), param, turn.asker)
+        return await engine.grammars.threads.run(lambda: _plan(engine, dialect, begun), param, turn.asker)
 
     async def render(self, engine: AsyncEngine, read: Read, turn: TextTurn) -> Prompt:
-        """The prompt alone; `read` and what is raised are those of `plan`."""
-        return await self._begin(engine, read, turn, lambda written: written.prompt)
+        """The prompt alone; `read` and what is raised are as for `plan`."""
+        return (await self._write(engine, read, turn)).prompt
 
-    async def _begin(self, engine: AsyncEngine, read: Read, turn: TextTurn, finish: Callable[[_Written], T]) -> T:
-        """What `finish` makes of the call and its prompt, in the thread in which they are made. The call's images are
-        prepared between the two, by other threads."""
-        seeing = engine.vision
+    async def _write(
+        self, engine: AsyncEngine, read: Read, turn: TextTurn, dialect: Dialect | None = None
+    ) -> _Written | ChatPlan:
+        """The call and its prompt; with a `dialect` and without a grammar, the whole plan. One turn in a thread makes
+        all of it, or two turns with the images prepared between them."""
+        seeing, owner = engine.vision, turn.asker.key
         parts = None if seeing is None else ImageParts()
-        write = _writing(engine, turn.asker.key)
 
-        def begin() -> T | ChatCall:
+        def write(call: ChatCall, pictures: Pictures | None) -> _Written | ChatPlan:
+            written = _written(engine, owner, call, pictures)
+            if dialect is None or call.grammar_param is not None:
+                return written
+            return _plan(engine, dialect, written)
+
+        def begin() -> ChatCall | _Written | ChatPlan:
             try:
                 call = read(parts)
-                return call if parts is not None and parts.found else finish(write(call, None))
+                return call if parts is not None and parts.found else write(call, None)
             except UnseenPartError as error:
                 raise UnseenPartError(error.kind, error.where, engine.info.no_vision) from error
 
@@ -242,7 +238,7 @@ class ChatPlanner:
         assert seeing is not None
         assert parts is not None
         call, pictures = begun, await self._images.prepare(seeing, parts, turn.asker, engine.max_model_len)
-        return await turn.in_thread(lambda: finish(write(call, pictures)))
+        return await turn.in_thread(lambda: write(call, pictures))
 
     async def _dialect(self, tokenizer: Tokenizer, turn: TextTurn) -> Dialect:
         known = self._dialects.get(tokenizer)
@@ -253,51 +249,46 @@ class ChatPlanner:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
+    """A call and its prompt, text included."""
+
     call: ChatCall
     prompt: Prompt
-    text: str
     prediction_token_ids: tuple[int, ...]
 
 
-def _writing(engine: AsyncEngine, owner: str) -> Callable[[ChatCall, Pictures | None], _Written]:
-    """Writes the prompt of an owner's call, in a worker thread. What is far too long for the context is not tokenized
-    as a whole."""
-    chat, tokenizer, max_model_len = engine.chat, engine.tokenizer, engine.max_model_len
-    looks_up = engine.config.looks_up
+def _written(engine: AsyncEngine, owner: str, call: ChatCall, pictures: Pictures | None) -> _Written:
+    """Writes the prompt of an owner's call. A text that is far too long for the context is tokenized in part only."""
+    tokenizer, max_model_len = engine.tokenizer, engine.max_model_len
 
-    def write(call: ChatCall, pictures: Pictures | None) -> _Written:
-        def cut(text: str) -> str:
-            return call.truncation.part(text, tokenizer, max_model_len)
+    def cut(text: str) -> str:
+        return call.truncation.part(text, tokenizer, max_model_len)
 
-        prompt = chat.format(call.messages, call.tool_use.shown, call.options, cut, owner, pictures)
-        token_ids = call.truncation.apply(prompt.token_ids, max_model_len)
-        if prompt.images and len(token_ids) < len(prompt.token_ids):
-            raise cut_images()
-        part = tokenizer.part_of(call.prediction, max_model_len) if looks_up else ""
-        predicted = tokenizer.encode(part, add_special_tokens=False)[:max_model_len] if part else ()
-        return _Written(call, Prompt(tuple(token_ids), prompt.text, prompt.images), prompt.text, tuple(predicted))
-
-    return write
+    prompt = engine.chat.format(call.messages, call.tool_use.shown, call.options, cut, owner, pictures)
+    token_ids = call.truncation.apply(prompt.token_ids, max_model_len)
+    if prompt.images and len(token_ids) < len(prompt.token_ids):
+        raise cut_images()
+    part = tokenizer.part_of(call.prediction, max_model_len) if engine.config.looks_up else ""
+    predicted = tokenizer.encode(part, add_special_tokens=False)[:max_model_len] if part else ()
+    return _Written(call, Prompt(tuple(token_ids), prompt.text, prompt.images), tuple(predicted))
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    tokenizer: Tokenizer
-    grammars: GrammarCompiler
-    dialect: Dialect
-
-
-def _plan(model: _Model, written: _Written) -> ChatPlan:
-    call, reasoning, tool_use = written.call, model.dialect.reasoning, written.call.tool_use
+def _plan(engine: AsyncEngine, dialect: Dialect, written: _Written) -> ChatPlan:
+    call, reasoning, tools = written.call, dialect.reasoning, written.call.tool_use.shown
     is_open = reasoning is not None and reasoning.is_open_after(
-        written.text, continues_message=call.options.continue_final_message
+        written.prompt.text or "", continues_message=call.options.continue_final_message
     )
-    target = _target(model, call)
+    target = _target(engine, dialect, call)
+
+    def new_parser() -> OutputParser:
+        splitter = ReasoningSplitter(reasoning, is_open) if reasoning is not None and call.splits_reasoning else None
+        extractor = None if tools is None else ToolCallExtractor(dialect.tool_parser, tools)
+        return OutputParser(splitter, extractor, call.tool_use.is_parallel)
+
     return ChatPlan(
         prompt=written.prompt,
-        new_parser=_parsers(reasoning if call.splits_reasoning else None, is_open, model.dialect.tool_parser, tool_use),
-        new_constraint=_constraints(model, target, is_open, call.max_reasoning_tokens),
-        kept_token_ids=model.dialect.kept_token_ids(model.tokenizer, with_tools=bool(tool_use.shown)),
+        new_parser=new_parser,
+        new_constraint=_constraints(engine, dialect, target, is_open, call.max_reasoning_tokens),
+        kept_token_ids=dialect.kept_token_ids(engine.tokenizer, with_tools=bool(tools)),
         continues_text=call.options.continue_final_message,
         can_reason=reasoning is not None,
         prediction_token_ids=written.prediction_token_ids,
@@ -307,20 +298,20 @@ def _plan(model: _Model, written: _Written) -> ChatPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What the output may be behind the reasoning. `is_opened`: the grammar has what stands between the two."""
+    """What the output after the reasoning may be. `is_opened`: the grammar includes the text between the two."""
 
     grammar: CompiledGrammar | None
     is_opened: bool = False
 
 
-def _target(model: _Model, call: ChatCall) -> _Target:
-    tool_use, structured, compile_ = call.tool_use, call.structured, model.grammars.compile
+def _target(engine: AsyncEngine, dialect: Dialect, call: ChatCall) -> _Target:
+    tool_use, structured, compile_ = call.tool_use, call.structured, engine.grammars.compile
     is_free = tool_use.mode == "auto" and structured is None
-    if tool_use.shown is None or (is_free and not tool_use.is_held):
+    if tool_use.shown is None or (is_free and not tool_use.has_patterns):
         return _Target(None if structured is None else compile_(structured))
     forced = force_tool_calls(
-        model.tokenizer,
-        model.dialect.tool_parser,
+        engine.tokenizer,
+        dialect.tool_parser,
         tool_use.may_be_called,
         is_parallel=tool_use.is_parallel,
         is_closed=not call.has_open_schemas,
@@ -329,16 +320,16 @@ def _target(model: _Model, call: ChatCall) -> _Target:
     )
     if tool_use.mode == "required" or structured is None:
         return _Target(compile_(forced.spec), forced.is_opened)
-    compile_(structured)  # refuses schemas alone that would pass, unknown keywords ignored, as a part of a grammar
-    reasoning = model.dialect.reasoning
+    compile_(structured)  # for its errors: as a part of a grammar, a schema's unknown keywords are ignored
+    reasoning = dialect.reasoning
     opening = reasoning.answer_start if reasoning is not None and forced.is_opened else ""
-    begin = LarkWriter(model.tokenizer.added_tokens).literal(opening)
+    begin = LarkWriter(engine.tokenizer.added_tokens).literal(opening)
     return _Target(compile_(_either(structured, forced.spec, begin)), forced.is_opened)
 
 
 def _either(answer: StructuredSpec, calls: StructuredSpec, begin: str) -> StructuredSpec:
-    """A grammar for an answer as asked behind `begin`, or calls instead: with `response_format` a model may still
-    call tools."""
+    """A grammar for `begin` and the answer, or for calls instead: with `response_format` a model may still call
+    tools."""
     if answer.kind not in (StructuredKind.JSON_SCHEMA, StructuredKind.JSON_OBJECT):
         raise InvalidRequestError(
             f"{answer.param} and tools exclude each other unless it is JSON; set tool_choice to none or required.",
@@ -354,31 +345,18 @@ def _either(answer: StructuredSpec, calls: StructuredSpec, begin: str) -> Struct
 
 
 def _constraints(
-    model: _Model, target: _Target, is_open: bool, max_reasoning_tokens: int | None
+    engine: AsyncEngine, dialect: Dialect, target: _Target, is_open: bool, max_reasoning_tokens: int | None
 ) -> Callable[[], TokenConstraint] | None:
     """Makes cursors over one output each; None when nothing is constrained."""
-    markers, grammar = model.dialect.reasoning, target.grammar
+    markers, grammar = dialect.reasoning, target.grammar
     if markers is None or (grammar is None and max_reasoning_tokens is None):
         return None if grammar is None else grammar.start
     return lambda: ReasoningConstraint(
-        model.tokenizer,
+        engine.tokenizer,
         markers,
-        model.grammars.vocab_size,
+        engine.grammars.vocab_size,
         is_open=is_open,
         answer=None if grammar is None else grammar.start(),
         is_answer_opened=target.is_opened,
         max_tokens=max_reasoning_tokens,
     )
-
-
-def _parsers(
-    reasoning: ReasoningMarkers | None, is_open: bool, tool_parser: ToolParser, tool_use: ToolUse
-) -> Callable[[], OutputParser]:
-    tools = tool_use.shown
-
-    def new_parser() -> OutputParser:
-        splitter = None if reasoning is None else ReasoningSplitter(reasoning, is_open)
-        extractor = None if tools is None else ToolCallExtractor(tool_parser, tools)
-        return OutputParser(splitter, extractor, tool_use.is_parallel)
-
-    return new_parser

@@ -1,12 +1,14 @@
-"""Whole answers and their usage, gathered from events; the same for every protocol."""
+"""Collects a whole answer and its usage from events, for every protocol."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_server.api.answers.generation import Finish, Generation, OutputEvent
+from mlx_server.engine.tools.parser import ToolCallDelta
 from mlx_server.outputs import PositionLogprobs, RequestTimings
 
 
@@ -18,9 +20,15 @@ class ToolCall:
     name: str
     arguments: str
 
+    @classmethod
+    def of(cls, pieces: Sequence[ToolCallDelta]) -> ToolCall:
+        """The call that has come in these pieces."""
+        first = next((piece for piece in pieces if piece.name), pieces[0])
+        return cls(first.id or "", first.name or "", "".join(piece.arguments_fragment for piece in pieces))
+
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object; an empty one if the output ended within them, which the stop reason tells."""
+    """A call's arguments as an object; empty if the output ended inside them."""
     try:
         parsed = json.loads(arguments)
     except ValueError:
@@ -44,8 +52,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a whole job. A prompt counts once, however many answers it gets. Rounded are those
-    whose K/V came from records of 8 bits, at the start or after a preemption."""
+    """Token counts of a whole job. A prompt counts once, even with several answers. Rounded tokens are those whose K/V
+    were loaded from disk in 8 bits, at the start or after a preemption."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -57,7 +65,7 @@ class Usage:
 
 
 class UsageMeter:
-    """Keeps the counts of a running job; choices `k * n` to `k * n + n - 1` share prompt `k`."""
+    """Token counts of a running job; choices `k * n` to `k * n + n - 1` share prompt `k`."""
 
     def __init__(self, n: int) -> None:
         self._n = n
@@ -80,7 +88,7 @@ class UsageMeter:
         )
 
     def timings(self) -> RequestTimings | None:
-        """Those of a job with a single choice that has finished; several choices have no common ones."""
+        """The timings of a finished job with one choice; several choices have no common ones."""
         if len(self._latest) != 1:
             return None
         (event,) = self._latest.values()
@@ -112,13 +120,6 @@ async def collect(generation: Generation, n: int) -> Answer:
     return Answer(choices, meter.total(), meter.timings())
 
 
-@dataclass(slots=True)
-class _CallBuilder:
-    call_id: str = ""
-    name: str = ""
-    arguments: list[str] = field(default_factory=list)
-
-
 class _Builder:
     """Joins one choice's events."""
 
@@ -126,7 +127,7 @@ class _Builder:
         self._index = index
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: dict[int, _CallBuilder] = {}
+        self._calls: dict[int, list[ToolCallDelta]] = {}
         self._token_ids: list[int] = []
         self._logprobs: list[PositionLogprobs] = []
         self._prompt_logprobs: list[PositionLogprobs] = []
@@ -136,10 +137,7 @@ class _Builder:
         self._content.append(event.content)
         self._reasoning.append(event.reasoning)
         for piece in event.tool_calls:
-            call = self._calls.setdefault(piece.index, _CallBuilder())
-            call.call_id = piece.id or call.call_id
-            call.name = piece.name or call.name
-            call.arguments.append(piece.arguments_fragment)
+            self._calls.setdefault(piece.index, []).append(piece)
         self._token_ids.extend(event.token_ids)
         self._logprobs.extend(event.logprobs)
         self._prompt_logprobs.extend(event.delta.prompt_logprobs)
@@ -147,12 +145,11 @@ class _Builder:
 
     def choice(self) -> Choice:
         assert self._finish is not None, "the stream ended without a finish reason"
-        calls = (self._calls[index] for index in sorted(self._calls))
         return Choice(
             index=self._index,
             content="".join(self._content),
             reasoning="".join(self._reasoning),
-            tool_calls=tuple(ToolCall(call.call_id, call.name, "".join(call.arguments)) for call in calls),
+            tool_calls=tuple(ToolCall.of(self._calls[index]) for index in sorted(self._calls)),
             token_ids=tuple(self._token_ids),
             logprobs=tuple(self._logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs),

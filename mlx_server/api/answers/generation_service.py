@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from mlx_server.api.answers.generation import Generation, GenerationJob
-from mlx_server.api.auth.authentication import caller_of, check_model_access
+from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.auth.keys import KeyRing, revocation
 from mlx_server.api.auth.quotas import Demand, Grant, Quotas, bounded
 from mlx_server.api.http.middleware import until_disconnect
@@ -28,24 +28,24 @@ from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.errors import OverloadedError, ServeError
 from mlx_server.observability.engine_metrics import RequestSummary
 from mlx_server.observability.logs import log_event
-from mlx_server.pool.model_pool import ModelPool
+from mlx_server.pool.model_pool import ModelPool, check_model_access
 from mlx_server.request import Vector
 
 logger = logging.getLogger(__name__)
 request_logger = logging.getLogger("mlx_server.requests")
 
 REVOCATION_S = 0.5
-"""How long a revoked key's open streams may go on."""
+"""How long a revoked key's open streams may continue."""
 
 _DRAIN_RETRY_S = 5.0
 
 
 class PoolingRun:
-    """The inputs of one job that wants vectors or scores, each a request of its own in the ragged batch. Await its
-    results once; `close` it on every path. Event-loop thread only.
+    """The inputs of one job for vectors or scores, each a request of its own in the ragged batch. Await its results
+    once; `close` it on every path. Event-loop thread only.
 
-    Only some inputs are in the engine at a time, so that one client's two thousand neither fill the queue nor hold all
-    seats: the next goes in when one is done, behind whoever has come meanwhile."""
+    Only some inputs are in the engine at a time, so that a client with two thousand of them neither fills the queue nor
+    takes all seats: when one ends, the next goes to the end of the queue."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class PoolingRun:
         self._ended_by: Callable[[], ServeError] | None = None
 
     async def results(self) -> list[Vector]:
-        """Of all inputs, in their order. Raises the `ServeError` that refuses or ends one of them, or all."""
+        """The results of all inputs, in their order. Raises the `ServeError` that refuses or ends an input, or all."""
         while self._requests or self._open:
             self._news.clear()
             self._submit()
@@ -83,11 +83,11 @@ class PoolingRun:
         return [result for _, result in sorted(self._results.items())]
 
     def summaries(self) -> list[RequestSummary]:
-        """Of the inputs that have ended."""
+        """Summaries of the inputs that have ended."""
         return self._summaries
 
     def abort(self, new_error: Callable[[], ServeError] | None = None) -> None:
-        """Ends all inputs, with an error that the client gets."""
+        """Ends all inputs with an error, which the client gets."""
         self._ended_by = new_error or _aborted
         self._requests.clear()
         for index in list(self._open):
@@ -96,14 +96,14 @@ class PoolingRun:
         self._news.set()
 
     def close(self) -> None:
-        """Aborts what is unfinished, gives the caller's seats back, and forgets the job. Idempotent."""
+        """Aborts unfinished inputs, gives the caller's seats back, and forgets the job. Idempotent."""
         self.abort()
         self._grant.close()
         self._on_close(self)
 
     def _submit(self) -> None:
-        """Lets inputs in as long as there are seats for them. A queue that is full is waited for where inputs of this
-        request are on their way through it."""
+        """Submits inputs while there are seats for them. If the queue is full, the rest wait until an input of this
+        job ends; without one in the engine, the job is refused."""
         while self._requests and len(self._open) < self._width:
             index, request = self._requests[-1]
             try:
@@ -117,7 +117,7 @@ class PoolingRun:
             self._open[index] = stream
 
     def _take(self) -> int:
-        """Takes results that are there; how many inputs have ended."""
+        """Takes the results that are there; returns how many inputs have ended."""
         num_open = len(self._open)
         for index, stream in list(self._open.items()):
             for delta in stream.take():
@@ -163,8 +163,8 @@ class GenerationService:
         return await self._opened(engine, job, job.n * len(job.prompts), None, self._start)
 
     async def start_pooling(self, engine: AsyncEngine, job: GenerationJob) -> PoolingRun:
-        """As `start`, for inputs that are pooled: they go in as there is room, each caller's within its seats."""
-        most = max(1, engine.info.max_num_seqs // 2)  # half of the engine's seats are left to others
+        """Like `start`, for inputs that are pooled: they go in as there is room, within the caller's seats."""
+        most = max(1, engine.info.max_num_seqs // 2)  # leaves half of the engine's seats to others
         width = min(len(job.prompts), most, self._quotas.seats_left(job.caller))
         return await self._opened(engine, job, width, 1, self._start_pooling)
 
@@ -176,8 +176,8 @@ class GenerationService:
         least: int | None,
         start: Callable[[AsyncEngine, GenerationJob, Demand], T],
     ) -> T:
-        """What `start` makes of the job, `width` answers at a time, or `least`. The quota is asked for before anything
-        is made for the job; others may have come meanwhile, so that what this server knows is looked at again."""
+        """`start`s the job with at most `width` answers at a time, and at least `least`. The caller's quota is reserved
+        first, and checked again afterwards, since other requests may have come meanwhile."""
         demand = Demand(width, sum(len(prompt.token_ids) for prompt in job.prompts))
         try:
             self._check(job, demand)
@@ -216,14 +216,14 @@ class GenerationService:
         return generation
 
     def abort(self, ids: Collection[str] | None = None) -> int:
-        """Aborts the generations with these request or response ids, None all; how many there were."""
+        """Aborts the generations with these request or response ids (None: all); returns how many there were."""
         generations = [each for each in self._open if ids is None or not each.ids.isdisjoint(ids)]
         for generation in generations:
             generation.abort()
         return len(generations)
 
     def revoke(self, keys: KeyRing) -> int:
-        """Ends the generations of keys that are revoked, with an error; how many there were."""
+        """Ends the generations of revoked keys with an error; returns how many there were."""
         callers = {generation.job.caller.key_id for generation in self._open}
         revoked = keys.revoked(key_id for key_id in callers if key_id is not None)
         generations = [generation for generation in self._open if generation.job.caller.key_id in revoked]
@@ -232,9 +232,9 @@ class GenerationService:
         return len(generations)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuses new work from now on and waits for the end of what is in progress; False after `timeout_s`."""
+        """Refuses new work and waits for the end of the generations in progress; False after `timeout_s`."""
         self.is_draining = True
-        if not self._open:  # without time to wait, not even an event that is set is seen
+        if not self._open:  # with a timeout of 0, `wait_for` does not even see an event that is set
             return True
         try:
             await asyncio.wait_for(self._is_idle.wait(), timeout_s)
@@ -252,7 +252,7 @@ class GenerationService:
 
 
 async def watch_revocations(keys: KeyRing, generations: GenerationService) -> None:
-    """Ends, for as long as it runs, what revoked keys have in progress."""
+    """Ends the generations of revoked keys, for as long as it runs."""
     while True:
         await asyncio.sleep(REVOCATION_S)
         num_ended = generations.revoke(keys)
@@ -287,13 +287,13 @@ def _requests(job: GenerationJob) -> list[GenerationRequest]:
 
 
 def _log_end(job: GenerationJob, model_name: str, choices: Sequence[RequestSummary]) -> None:
-    """A generation has ended in any way. Tokens are summed over its choices; times are those of the choice
-    that came first, and `tpot_ms` is the mean over all tokens after a choice's first."""
+    """Logs the end of a generation. Tokens are summed over its choices; times are of the choice that came first, and
+    `tpot_ms` is the mean over all tokens after a choice's first."""
     decoded = [choice for choice in choices if choice.tpot_s is not None]
     num_later_tokens = sum(choice.num_output_tokens - 1 for choice in decoded)
     decode_s = sum((choice.tpot_s or 0.0) * (choice.num_output_tokens - 1) for choice in decoded)
     fields = {
-        **_identity(job, model_name, job.caller.tier.name),
+        **_identity(job, model_name),
         "choices": len(choices),
         "prompt_tokens": sum(choice.num_prompt_tokens for choice in choices),
         **_images(job),
@@ -308,9 +308,9 @@ def _log_end(job: GenerationJob, model_name: str, choices: Sequence[RequestSumma
 
 
 def _log_refusal(job: GenerationJob, model_name: str, error: ServeError) -> None:
-    """A generation was refused; its error's name stands for the reason."""
+    """Logs a refused generation; the error's name is the reason."""
     fields = {
-        **_identity(job, model_name, job.caller.tier.name),
+        **_identity(job, model_name),
         "choices": job.n * len(job.prompts),
         "prompt_tokens": job.n * sum(len(prompt.token_ids) for prompt in job.prompts),
         **_images(job),
@@ -320,13 +320,14 @@ def _log_refusal(job: GenerationJob, model_name: str, error: ServeError) -> None
 
 
 def _images(job: GenerationJob) -> dict[str, int]:
-    """How many tokens of the prompts are images, over all choices as `prompt_tokens` are; nothing where none are."""
+    """The images' tokens, summed over all choices as `prompt_tokens` are; nothing without images."""
     num_tokens = sum(image.num_tokens for prompt in job.prompts for image in prompt.images)
     return {"image_tokens": job.n * num_tokens} if num_tokens else {}
 
 
-def _identity(job: GenerationJob, model_name: str, tier: str) -> dict[str, Any]:
-    return {"request_id": job.request_id, "key": job.caller.identity, "model": model_name, "tier": tier}
+def _identity(job: GenerationJob, model_name: str) -> dict[str, Any]:
+    caller = job.caller
+    return {"request_id": job.request_id, "key": caller.identity, "model": model_name, "tier": caller.tier.name}
 
 
 def _least(times_s: Iterable[float | None]) -> float | None:

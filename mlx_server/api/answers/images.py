@@ -1,16 +1,13 @@
-"""Images that requests name, on their way to the model: loaded from where they may be loaded from, decoded beside the
-event loop.
+"""Images of requests: fetched or read, and decoded in threads.
 
-Nothing is fetched and no file is read unless the server was started with leave to. A host that was given leave must not
-become a way into the network that the server stands in: its name must not lead to a private address, and a redirect
-must stay on the host.
+Nothing is fetched and no file is read unless the server's settings allow it. An allowed host must not become a way into
+the server's own network: its name must not lead to a private address, and a redirect must stay on the host.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import ipaddress
 import os
 import ssl
@@ -28,8 +25,7 @@ import httpx
 from mlx_server.config import ServerConfig
 from mlx_server.engine.fair_slots import Asker, FairSlots, Slot
 from mlx_server.engine.vision.decoding import MAX_BYTES, UnreadableImageError, read_base64
-from mlx_server.engine.vision.parts import ImagePart, ImageParts
-from mlx_server.engine.vision.prompt import Pictures
+from mlx_server.engine.vision.parts import ImagePart, ImageParts, Pictures
 from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel
 from mlx_server.errors import ContextLengthError, InvalidRequestError, OverloadedError, QueueTimeoutError
 from mlx_server.setting import parse_hosts
@@ -43,14 +39,14 @@ ALL_FETCHES_S = 30.0
 """The same for all images of a request together."""
 
 MAX_WAIT_S = 30.0
-"""The longest that an image waits for its turn to be fetched, and for its turn to be decoded."""
+"""The longest that an image waits for a slot to be fetched, and for a slot to be decoded."""
 
 MAX_REDIRECTS = 3
 MAX_PREPARED_BYTES = 1024 * 2**20
-"""Of the inputs made of one request's images: they wait with it in the queue."""
+"""Of the inputs made from one request's images, which stay in memory while it waits."""
 
 MAX_HELD_BYTES = 2048 * 2**20
-"""Of the inputs of all open requests' images: no new one is prepared beyond that."""
+"""Of the inputs of all open requests' images: beyond this, no image is prepared."""
 
 _HELD_RETRY_S = 5.0
 _NUM_THREADS = 3
@@ -72,17 +68,17 @@ class ImageLoader:
         self._held = HeldArrays()
 
     async def prepare(self, model: SeeingModel, parts: ImageParts, asker: Asker, max_model_len: int) -> Pictures:
-        """The images of `parts` for the model, one after the other. Raises `InvalidRequestError` with the place, the
-        limit and the remedy, but for those that are noted, `ContextLengthError` as soon as they cannot fit, and
-        `OverloadedError` while other requests' images take all memory for such."""
+        """Prepares the images of `parts` for the model, one after the other; skips unreadable ones that a note may
+        replace. Raises `InvalidRequestError` with the image's path, `ContextLengthError` once they cannot fit, and
+        `OverloadedError` while the images of other requests take all the memory for images."""
         prepared: dict[int, PreparedImage] = {}
         num_tokens = num_bytes = 0
         clock = _FetchClock(ALL_FETCHES_S)
         for index, part in enumerate(parts.found):
             if self._held.num_bytes > MAX_HELD_BYTES:
                 raise OverloadedError(
-                    f"Images of open requests take {self._held.num_bytes:,} bytes as models' inputs, and no more are "
-                    f"prepared beyond {MAX_HELD_BYTES:,}. Try again when some have ended.",
+                    f"Images of open requests take {self._held.num_bytes:,} bytes as models' inputs, more than "
+                    f"{MAX_HELD_BYTES:,}. Try again when some requests have ended.",
                     _HELD_RETRY_S,
                 )
             try:
@@ -111,24 +107,26 @@ class ImageLoader:
     async def _prepare(self, model: SeeingModel, part: ImagePart, asker: Asker, clock: _FetchClock) -> PreparedImage:
         source = part.source
         scheme = source[:8].lower()
+        fetched: bytes | None = None
         if scheme.startswith(("http:", "https:")):
-            data = await self._fetch(source, asker, clock)
-            return await self._in_thread(lambda: model.prepare(data, self._max_pixels, asker.key), asker)
-        read: Callable[[], bytes]
-        if scheme.startswith("file:"):
-            read = functools.partial(_read_file, source, self._folder)
-        else:
-            read = functools.partial(read_base64, source)
-        return await self._in_thread(lambda: model.prepare(read(), self._max_pixels, asker.key), asker)
+            fetched = await self._fetch(source, asker, clock)
+
+        def work() -> PreparedImage:
+            data = fetched
+            if data is None:
+                data = _read_file(source, self._folder) if scheme.startswith("file:") else read_base64(source)
+            return model.prepare(data, self._max_pixels, asker.key)
+
+        return await self._in_thread(work, asker)
 
     async def _in_thread(self, work: Callable[[], T], asker: Asker) -> T:
-        """In the asker's turn. It goes on when the caller is cancelled, and holds its slot until it is done."""
+        """In the asker's turn. The work goes on when this is cancelled, and holds its slot until it ends."""
         slot = await _turn(self._slots, asker, "decoded")
 
         def on_done(working: asyncio.Future[Any]) -> None:
             slot.release()
             if not working.cancelled():
-                working.exception()  # the caller may be gone; asyncio would complain
+                working.exception()  # read, or asyncio complains if the caller is gone
 
         working = asyncio.get_running_loop().run_in_executor(self._threads, work)
         working.add_done_callback(on_done)
@@ -137,7 +135,7 @@ class ImageLoader:
     async def _fetch(self, url: str, asker: Asker, clock: _FetchClock) -> bytes:
         slot = await _turn(self._fetches, asker, "fetched")
         try:
-            if self._tls is None:  # reads all certificates of authorities, for a tenth of a second and more
+            if self._tls is None:  # reads all authorities' certificates, which takes a tenth of a second and more
                 self._tls = await asyncio.to_thread(httpx.create_ssl_context, trust_env=False)
             async with clock.running():
                 return await fetch(url, self._hosts, self._tls)
@@ -155,11 +153,11 @@ class ImageLoader:
 
 
 class HeldArrays:
-    """Counts the bytes of arrays for as long as somebody has them, each once however many requests do. `add` is for one
-    thread; arrays may go in any."""
+    """Counts the bytes of arrays that are still in use, each array once even if several requests share it. `add` is for
+    one thread; arrays may be freed in any."""
 
     def __init__(self) -> None:
-        self._sizes: dict[int, int] = {}  # by the array's id, which is another's once it has gone
+        self._sizes: dict[int, int] = {}  # by `id` of the array, which is used again once it is freed
         self._gone: deque[int] = deque()
         self._num_bytes = 0
 
@@ -170,7 +168,7 @@ class HeldArrays:
         return self._num_bytes
 
     def add(self, image: PreparedImage) -> None:
-        num_bytes = self.num_bytes  # what has gone is forgotten before ids are compared
+        num_bytes = self.num_bytes  # forgets freed arrays before ids are compared
         for array in (array for piece in image.pieces for array in piece.inputs.values()):
             if id(array) not in self._sizes:
                 self._sizes[id(array)] = array.nbytes
@@ -180,15 +178,15 @@ class HeldArrays:
 
 
 class _FetchClock:
-    """What is left of a request's time for fetching, in seconds. It runs only while something is fetched: waiting for
-    the server's own threads is not the site's fault."""
+    """The time in seconds that a request has left for fetching. It runs only while an image is fetched, not while one
+    waits for a slot."""
 
     def __init__(self, left_s: float) -> None:
         self.left_s = left_s
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Of one fetch. Raises `TimeoutError`."""
+        """Around one fetch. Raises `TimeoutError`."""
         time = asyncio.get_running_loop().time
         start_s = time()
         try:
@@ -199,24 +197,24 @@ class _FetchClock:
 
 
 async def _turn(slots: FairSlots, asker: Asker, what: str) -> Slot:
-    """Raises `QueueTimeoutError` if it is too long in coming."""
+    """A slot for the asker. Raises `QueueTimeoutError` after `MAX_WAIT_S`."""
     try:
         async with asyncio.timeout(MAX_WAIT_S):
             return await slots.acquire(asker)
     except TimeoutError:
         raise QueueTimeoutError(
-            f"An image has waited {MAX_WAIT_S:g} s to be {what}, which is the limit: {slots.num_waiting} images of "
-            "other requests wait. Try again later.",
+            f"An image has waited {MAX_WAIT_S:g} s to be {what}, the longest allowed; {slots.num_waiting} images of "
+            "other requests are waiting. Try again later.",
             retry_after_s=MAX_WAIT_S / 3,
         ) from None
 
 
 def _read_file(url: str, folder: Path | None) -> bytes:
-    """A regular file within `folder`, wherever links lead."""
+    """The bytes of a regular file within `folder`; links are resolved first."""
     if folder is None:
         raise UnreadableImageError(
-            "is a file of this machine, and none may be read. Send it as a data URL, or start the server with "
-            "--allowed-media-path"
+            "is a file of this machine, which the server's settings do not allow. Send it as a data URL, or start the "
+            "server with --allowed-media-path"
         )
     host, slash, name = url[len("file:") :].removeprefix("//").partition("/")
     path = Path(unquote(slash + name))
@@ -233,7 +231,7 @@ def _read_file(url: str, folder: Path | None) -> bytes:
 
 
 def _read_regular(path: Path) -> bytes:
-    """Neither a device, which might never end, nor more than is read of a file."""
+    """Refuses devices, which might never end, and large files."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
         status = os.fstat(descriptor)
@@ -262,7 +260,7 @@ async def fetch(url: str, hosts: Collection[str], tls: ssl.SSLContext) -> bytes:
             try:
                 if not response.has_redirect_location:
                     return await _body(response)
-                # Its own address is the number that was connected to.
+                # Not `response.next_request`, whose host is the address that was connected to.
                 target = parsed.join(response.headers["location"])
             finally:
                 await response.aclose()
@@ -287,7 +285,7 @@ def _checked(url: httpx.URL, hosts: Collection[str]) -> httpx.URL:
 
 
 async def _request(client: httpx.AsyncClient, url: httpx.URL) -> httpx.Request:
-    """To an address that was looked up and checked here, so that no second look-up leads elsewhere."""
+    """To an address that was looked up and checked here, since a second look-up might give another."""
     address = await _address(url)
     headers = {"host": url.netloc.decode("ascii"), "accept": "image/*", "accept-encoding": "identity"}
     return client.build_request(
@@ -296,8 +294,8 @@ async def _request(client: httpx.AsyncClient, url: httpx.URL) -> httpx.Request:
 
 
 async def _address(url: httpx.URL) -> str:
-    """The host's first address. Raises `UnreadableImageError` if one of them is private, unless the host is named by
-    it, or is localhost: whoever allows these knows where they are."""
+    """The host's first address. Raises `UnreadableImageError` if one of its addresses is private. An allowed host that
+    is itself an address, or is localhost, may be private."""
     if url.host == "localhost" or _is_address(url.host):
         return "127.0.0.1" if url.host == "localhost" else url.host
     port = url.port or (443 if url.scheme == "https" else 80)
@@ -306,8 +304,8 @@ async def _address(url: httpx.URL) -> str:
     private = [address for address in addresses if not ipaddress.ip_address(address.partition("%")[0]).is_global]
     if private or not addresses:
         raise UnreadableImageError(
-            f"is at {url.host}, which is {private[0] if private else 'nowhere'}: names that lead to private addresses "
-            "are not followed. Name the address itself with --allowed-media-domains, or send it as a data URL"
+            f"is at {url.host}, which is {private[0] if private else 'nowhere'}: names with private addresses are "
+            "refused. Name the address itself with --allowed-media-domains, or send it as a data URL"
         )
     return addresses[0]
 
@@ -323,7 +321,7 @@ def _is_address(host: str) -> bool:
 async def _body(response: httpx.Response) -> bytes:
     if response.status_code != 200:
         raise UnreadableImageError(f"was answered with status {response.status_code}. Check the URL")
-    if response.headers.get("content-encoding", "identity") != "identity":  # a few bytes may be packed gigabytes
+    if response.headers.get("content-encoding", "identity") != "identity":  # a few bytes may expand to gigabytes
         raise UnreadableImageError("is sent compressed, although that was not asked for. Send it as a data URL")
     declared = response.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > MAX_BYTES:

@@ -1,14 +1,13 @@
-"""Vectors and scores for any protocol: a request's inputs are read in its turn, computed, and given back.
+"""Vectors and scores for any protocol: `embed` and `score`.
 
-    embed(request, context, EmbeddingAsk) -> PoolingAnswer       score(request, context, ScoreAsk) -> PoolingAnswer
-
-Both are for routes that are a `TurnRoute`, and raise `ServeError`, or `ClientDisconnectedError` once the client has
-gone; what was computed for it ends then.
+Both are for routes that are a `TurnRoute`. They tokenize in the request's turn, and raise `ServeError`, or
+`ClientDisconnectedError` when the client leaves, which ends the computation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from mlx_server.api.context import ServerContext
 from mlx_server.api.http.middleware import REQUEST_ID_HEADER, until_disconnect
 from mlx_server.api.http.text_turns import turn_of
 from mlx_server.api.probes import load_headers
-from mlx_server.engine.embeddings import FloatArray, InputTruncation, ScorePlan, embedder_of, scorer_of
+from mlx_server.engine.embeddings import FloatArray, InputTruncation, embedder_of, scorer_of
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.errors import ServeError
 from mlx_server.request import PoolingParams, Vector
@@ -39,43 +38,19 @@ MAX_INPUTS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingAsk:
-    """What all requests of the kind may say. `model` None is the default one; `request_id` is the client's, if it gave
-    one, and `prefix` what its answer's id begins with."""
+    """What a request says beside its inputs. `model` None is the default model; `request_id` is the client's, if it
+    gave one; the answer's id begins with `prefix`."""
 
     model: str | None = None
     truncation: InputTruncation = field(default_factory=InputTruncation)
     priority: int | None = None
     request_id: str | None = None
-    prefix: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingAsk(PoolingAsk):
-    """Vectors of texts, or of token ids. `name` is the inputs' field, for errors; `input_type` is what hosted services
-    call a prompt."""
-
-    inputs: Sequence[str | Sequence[int]]
-    name: str = "input"
-    dimensions: int | None = None
-    prompt_name: str | None = None
-    input_type: str | None = None
-    add_special_tokens: bool = True
     prefix: str = "embd"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreAsk(PoolingAsk):
-    """Scores of pairs; `names` are the fields of both texts."""
-
-    pairs: Sequence[tuple[str, str]]
-    names: tuple[str, str]
-    instruction: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingAnswer(Generic[T]):
-    """A vector (float32) or a score for each input. `headers` are the response's, and `load_s` is how long the model
-    was waited for."""
+    """A vector (float32) or a score for each input. `headers` are the response's; loading the model took `load_s`."""
 
     values: list[T]
     response_id: str
@@ -90,35 +65,51 @@ class PoolingAnswer(Generic[T]):
         return {"prompt_tokens": self.num_prompt_tokens, "total_tokens": self.num_prompt_tokens}
 
 
-async def embed(request: Request, context: ServerContext, ask: EmbeddingAsk) -> PoolingAnswer[FloatArray]:
-    """The vectors of a request's inputs, in their order."""
+async def embed(
+    request: Request,
+    context: ServerContext,
+    ask: PoolingAsk,
+    inputs: Sequence[str | Sequence[int]],
+    *,
+    name: str = "input",
+    dimensions: int | None = None,
+    prompt_name: str | None = None,
+    input_type: str | None = None,
+    add_special_tokens: bool = True,
+) -> PoolingAnswer[FloatArray]:
+    """The vectors of texts or token ids, in their order. `name` is the inputs' field, for errors; `input_type` is what
+    hosted services call a prompt."""
     engine, load_s = await _engine(request, context, ask)
     embedder = embedder_of(engine.pooling, engine.model_name)
-    embedder.check_dimensions(ask.dimensions)
-    before = embedder.prompt(ask.prompt_name, ask.input_type)
+    embedder.check_dimensions(dimensions)
+    before = embedder.prompt(prompt_name, input_type)
 
-    def read(index: int, item: str | Sequence[int]) -> list[int]:
-        name = f"{ask.name}[{index}]" if len(ask.inputs) > 1 else ask.name
-        return embedder.token_ids(item, before, ask.truncation, name, add_special_tokens=ask.add_special_tokens)
+    def read(index: int, item: str | Sequence[int]) -> Prompt:
+        where = f"{name}[{index}]" if len(inputs) > 1 else name
+        token_ids = embedder.token_ids(item, before, ask.truncation, where, add_special_tokens=add_special_tokens)
+        return Prompt(tuple(token_ids))
 
-    prompts = await _in_turn(request, lambda: [Prompt(tuple(read(*numbered))) for numbered in enumerate(ask.inputs)])
+    prompts = await _in_turn(request, lambda: list(itertools.starmap(read, enumerate(inputs))))
 
     def vectors(results: list[Vector]) -> list[FloatArray]:
-        return [embedder.vector(result, ask.dimensions) for result in results]
+        return [embedder.vector(result, dimensions) for result in results]
 
     return await _run(request, context, engine, load_s, ask, prompts, embedder.params, vectors)
 
 
-async def score(request: Request, context: ServerContext, ask: ScoreAsk) -> PoolingAnswer[float]:
-    """The scores of a request's pairs, in their order."""
+async def score(
+    request: Request,
+    context: ServerContext,
+    ask: PoolingAsk,
+    pairs: Sequence[tuple[str, str]],
+    names: tuple[str, str],
+    instruction: str | None,
+) -> PoolingAnswer[float]:
+    """The scores of pairs of texts, in their order; `names` are the fields of both texts, for errors."""
     engine, load_s = await _engine(request, context, ask)
     scorer = scorer_of(engine.pooling, engine.model_name)
-
-    def read() -> tuple[ScorePlan, list[Prompt]]:
-        plan = scorer.plan(ask.pairs, ask.names, ask.truncation, ask.instruction)
-        return plan, [Prompt(tuple(token_ids)) for token_ids in plan.inputs]
-
-    plan, prompts = await _in_turn(request, read)
+    plan = await _in_turn(request, lambda: scorer.plan(pairs, names, ask.truncation, instruction))
+    prompts = [Prompt(tuple(token_ids)) for token_ids in plan.inputs]
     answer = await _run(request, context, engine, load_s, ask, prompts, scorer.params, plan.scores)
     if not all(map(math.isfinite, answer.values)):
         raise ServeError(f"{engine.model_name} gives no number for some of the pairs; load it with --dtype float32.")
@@ -126,8 +117,7 @@ async def score(request: Request, context: ServerContext, ask: ScoreAsk) -> Pool
 
 
 async def _engine(request: Request, context: ServerContext, ask: PoolingAsk) -> tuple[AsyncEngine, float]:
-    """The engine that answers, loaded if need be, and the seconds that took. Others may have used up the caller's quota
-    meanwhile."""
+    """The engine that answers, loaded if need be, and the seconds that this took."""
     started_s = time.monotonic()
     if ask.request_id is not None:
         request.state.request_id = ask.request_id
@@ -149,7 +139,7 @@ async def _run(
     params: PoolingParams,
     read: Callable[[list[Vector]], list[T]],
 ) -> PoolingAnswer[T]:
-    """What `read` makes, in the request's turn, of what the engine makes of the inputs."""
+    """Computes the prompts, then `read`s the results in the request's turn."""
     caller, request_id = caller_of(request), request.state.request_id
     job = GenerationJob(
         request_id=request_id,

@@ -1,8 +1,8 @@
 """The messages of Anthropic's protocol, lists of blocks, and how they become a chat template's turns.
 
-What was said, thought, called and returned is read, whoever has run the tool. A tool's result that is an image or a
-file is noted (`media_note`), and so is what an agent puts beside results in the same message; what a user sends alone
-is refused. What only the server that wrote it could read is passed over.
+Texts, reasoning, calls and results are read, no matter which side ran the tool. If the model takes no images, an image
+or a file in a tool's result becomes a note (`media_note`), as does one that an agent puts beside results in the same
+message; one in a user's own message is refused. Blocks that only the server that wrote them can read are skipped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, WithJsonSchema
+from pydantic import BaseModel, WithJsonSchema
 
 from mlx_server.api.answers.chat_plan import Turns
 from mlx_server.api.http.request_bounds import FIRST_ERROR
@@ -22,52 +22,32 @@ from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 
 _TEXT_BLOCK = of_type("text", text=STRING)
-_MAYBE = {"type": ["string", "null"]}
 _TEXTS = either(STRING, list_of(_TEXT_BLOCK))
-_SOURCE = either(of_type("text", data=STRING), of_type("content", content=_TEXTS))
-
-_IMAGE = of_type(
-    "image", source=either(of_type("base64", media_type=STRING, data=STRING), of_type("url", url=IMAGE_URL))
-)
-_DOCUMENT = of_type("document", source=_SOURCE)
-_DOCUMENT["properties"] |= {"title": _MAYBE, "context": _MAYBE}
-_USER_BLOCKS = (
-    _DOCUMENT,
-    _IMAGE,
+_BLOCK = either(
+    _TEXT_BLOCK,
+    of_type("document", source=either(of_type("text", data=STRING), of_type("content", content=_TEXTS))),
+    of_type("image", source=either(of_type("base64", media_type=STRING, data=STRING), of_type("url", url=IMAGE_URL))),
     of_type("search_result", title=STRING, source=STRING, content=_TEXTS),
     of_type("tool_result", tool_use_id=STRING),
-)
-_ASSISTANT_BLOCKS = (
     of_type("thinking", thinking=STRING),
     of_type("redacted_thinking"),
     of_type("tool_use", id=STRING, name=STRING, input={"type": "object"}),
 )
 
-
-def _message(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
-    content = either(STRING, list_of(either(_TEXT_BLOCK, *blocks)))
-    return {"properties": {"role": {"const": role}, "content": content}}
-
-
 Block = dict[str, Any]
 TextBlock = Annotated[Block, WithJsonSchema(_TEXT_BLOCK)]
-Content = str | Annotated[list[Block], FIRST_ERROR]
+Content = str | Annotated[list[Annotated[Block, WithJsonSchema(_BLOCK)]], FIRST_ERROR]
 
 _VOLATILE = re.compile(r"^x-anthropic-billing-header:.*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
-"""A line that some agents write at the head of the system prompt, different in every request."""
+"""A line that some agents write at the head of the system prompt. It changes with every request, so with it no prefix
+would be found in the cache."""
 
 _HEAD_CHARS = 16_384
-"""How far it is looked for: the search holds the interpreter for as long as it lasts."""
+"""Where that line is searched: a search of a long prompt would stop all other threads."""
 
 
 class MessageParam(BaseModel):
-    """One message as it comes."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [_message("user", *_USER_BLOCKS), _message("assistant", *_ASSISTANT_BLOCKS), _message("system")]
-        }
-    )
+    """One message."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
@@ -76,8 +56,7 @@ class MessageParam(BaseModel):
 def read_conversation(
     system: Content | None, messages: Sequence[MessageParam], images: ImageParts | None = None
 ) -> Turns:
-    """The turns, the last of them open if it is the assistant's; with `images`, blocks of such are marked. Raises
-    `InvalidRequestError`."""
+    """The turns. With `images`, image blocks are added to these and marked. Raises `InvalidRequestError`."""
     turns = Turns()
     _read_system(turns, _blocks(system or "", "system"))
     given = [{"role": message.role, "content": message.content} for message in messages]
@@ -91,7 +70,7 @@ def read_conversation(
 
 
 _Blocks = Sequence[tuple[str, Block]]
-"""Blocks, each with the path at which the client finds it."""
+"""Blocks, each with its path in the request."""
 
 
 def _blocks(content: Content, where: str) -> _Blocks:
@@ -109,13 +88,13 @@ def _read_system(turns: Turns, blocks: _Blocks) -> None:
 
 
 def _read_user(turns: Turns, blocks: _Blocks) -> None:
-    # A template knows the results of calls only right behind the calls.
+    # Templates expect results right after the calls.
     results = [item for item in blocks if item[1].get("type") == "tool_result"]
     for where, block in results:
         turns.result(string_in(block, "tool_use_id", where), _result_text(block, where))
-    others = [item for item in blocks if item[1].get("type") != "tool_result"]
-    for where, block in others:
-        turns.say(_text(_noted(block) if results else block, where))
+    for where, block in blocks:
+        if block.get("type") != "tool_result":
+            turns.say(_text(_with_notes(block) if results else block, where))
 
 
 def _read_assistant(turns: Turns, blocks: _Blocks) -> None:
@@ -138,16 +117,16 @@ def _read_assistant(turns: Turns, blocks: _Blocks) -> None:
             case "compaction":
                 turns.answer(_legible_text(block.get("content") or ""))
             case _:
-                turns.answer(_text(_noted(block), where))
+                turns.answer(_text(_with_notes(block), where))
 
 
 PASSED_OVER = frozenset(("redacted_thinking", "container_upload", "fallback", "mcp_tool_listing"))
-"""Blocks of an assistant's that only the server that wrote them could read, or that say nothing to a model."""
+"""Blocks of an assistant that only the server that wrote them can read, or that are of no use to a model."""
 
 
 def _read_server_result(turns: Turns, block: Block, calls: Mapping[str, Block]) -> None:
-    """A tool that ran on the server that wrote the answer: call and result at once, so that a call whose result never
-    came leaves nothing open."""
+    """A tool that ran on the server that wrote the answer: call and result at once, so that no call without a result
+    stays open."""
     call_id = str(block.get("tool_use_id"))
     call = calls.get(call_id, {})
     arguments = call.get("input")
@@ -157,7 +136,7 @@ def _read_server_result(turns: Turns, block: Block, calls: Mapping[str, Block]) 
 
 
 def _legible_text(content: Any) -> str:
-    """What a server's tool has returned: texts as they are, and all else as JSON."""
+    """The result of a server's tool: texts as they are, and all else as JSON."""
     if isinstance(content, list):
         return "\n".join(map(_legible_text, content))
     if isinstance(content, dict) and content.get("type") == "text":
@@ -166,7 +145,7 @@ def _legible_text(content: Any) -> str:
 
 
 def _legible(value: Any) -> Any:
-    """Without what is encrypted, and with notes for files."""
+    """Leaves out what is encrypted, and puts notes in place of files."""
     if isinstance(value, list):
         return [_legible(item) for item in value]
     if not isinstance(value, dict):
@@ -185,34 +164,35 @@ def _result_text(block: Block, where: str) -> str:
 
 
 def _result_part(block: Block, where: str) -> str:
-    """What a part of a tool's result says; a search for tools names those that it has found."""
+    """The text of a part of a tool's result; a search for tools gives the names that it has found."""
     if block.get("type") == "tool_reference":
         return string_in(block, "tool_name", where)
-    return _text(_noted(block), where)
+    return _text(_with_notes(block), where)
 
 
-def _noted(block: Block) -> Block:
-    """The block, or a note in the place of one that is no text, also within a document."""
+def _with_notes(block: Block) -> Block:
+    """The block, with notes in place of media, also inside a document."""
     kind, source = block.get("type"), block.get("source")
     if kind == "document" and isinstance(source, Mapping) and source.get("type") in ("text", "content"):
         parts = source.get("content")
         if not isinstance(parts, list):
             return block
-        noted = [_noted(part) if isinstance(part, dict) else part for part in parts]
+        noted = [_with_notes(part) if isinstance(part, dict) else part for part in parts]
         return {**block, "source": {**source, "content": noted}}
     note = media_note(kind) if isinstance(kind, str) else None
     return block if note is None else {"type": "text", "text": note}
 
 
 def _text(block: Block, where: str) -> str:
-    """What a block of text says, a search result, or a document that is text."""
+    """The text of a text block, a search result, or a document of text, under their headings."""
     match block.get("type"):
         case "document":
-            return _lines(block, ("title", "context"), _document_text(block.get("source"), where), where)
+            headings, text = ("title", "context"), _document_text(block.get("source"), where)
         case "search_result":
-            return _lines(block, ("title", "source"), _joined(block.get("content"), f"{where}.content"), where)
+            headings, text = ("title", "source"), _joined(block.get("content"), f"{where}.content")
         case _:
             return _plain_text(block, where)
+    return "\n".join([*(string_in(block, name, where) for name in headings if block.get(name) is not None), text])
 
 
 def _plain_text(block: Block, where: str) -> str:
@@ -234,15 +214,9 @@ def _document_text(source: Any, where: str) -> str:
 
 
 def _joined(content: Any, where: str, read: Callable[[Block, str], str] = _plain_text) -> str:
-    """A string, or what `read` makes of blocks."""
+    """A string, or the texts that `read` finds in blocks, joined by line breaks."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise InvalidRequestError(f"{where} must be a string or a list of blocks.", where)
     return "\n".join(read(part, path) for path, part in _blocks(content, where))
-
-
-def _lines(block: Block, headings: Sequence[str], text: str, where: str) -> str:
-    """What stands over a text, as far as it is given, and the text."""
-    given = [string_in(block, name, where) for name in headings if block.get(name) is not None]
-    return "\n".join([*given, text])

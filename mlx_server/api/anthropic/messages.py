@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol over the same engine.
 
-Beside Anthropic's own fields, those of sampling that OpenAI's routes take are honoured (`min_p`, `seed`,
-`cache_salt` ...). What a field of Anthropic's means for hosted models only, like `cache_control`, is tolerated.
+OpenAI's sampling fields (`min_p`, `seed`, `cache_salt` ...) work beside Anthropic's own. Fields with a meaning for
+hosted models only, like `cache_control`, are ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlx_server.api.http.sse import whole_or_streamed
 from mlx_server.api.openai.chat import tool_use
 from mlx_server.api.openai.document import STRING, list_of, members
 from mlx_server.api.openai.exchange import open_exchange
-from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused, StringOrList
+from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, Refused, StopStrings
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
@@ -37,7 +37,7 @@ _CLIENT_TOOLS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "text_editor": (
         "Views, creates and edits files: str_replace replaces old_str, which must stand once in the file, by new_str; "
-        "insert puts insert_text (new_str in older versions) behind the line insert_line; create writes file_text.",
+        "insert puts insert_text (new_str in older versions) after the line insert_line; create writes file_text.",
         members(
             *("command", "path"),
             command={"enum": ["view", "create", "str_replace", "insert", "undo_edit"]},
@@ -47,7 +47,7 @@ _CLIENT_TOOLS: Mapping[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
-"""Tools that Anthropic's models know by their type and the client runs: what other models must be told of them."""
+"""Tools that the client runs and Anthropic's models know by their type: description and parameters for other models."""
 
 
 class ToolParam(BaseModel):
@@ -63,8 +63,8 @@ class ToolParam(BaseModel):
         known = _CLIENT_TOOLS.get(kind)
         if known is None and kind != "custom":
             raise InvalidRequestError(
-                f"{where} is of type {self.type}; this server runs no tools of its own, "
-                "so leave it out or define it with an input_schema.",
+                f"{where} is of type {self.type}; this server runs no tools of its own, so leave it out or define it "
+                "with an input_schema.",
                 f"{where}.type",
             )
         description, parameters = known or (self.description, self.input_schema)
@@ -96,21 +96,21 @@ class Thinking(BaseModel):
 
 
 class OutputFormat(BaseModel):
-    """What the answer must look like."""
+    """The format of the answer."""
 
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(BaseModel):
-    """How the answer is to be written."""
+    """Effort and format of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class CountTokensRequest(OneAnswerOfText):
-    """The body of POST /v1/messages/count_tokens: what makes the prompt."""
+    """The body of POST /v1/messages/count_tokens."""
 
     messages: Annotated[list[MessageParam], FIRST_ERROR, BOUNDED_MESSAGES] = Field(min_length=1)
     system: str | Annotated[list[TextBlock], FIRST_ERROR] | None = None
@@ -119,13 +119,13 @@ class CountTokensRequest(OneAnswerOfText):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    stop: StringOrList | None = Field(None, validation_alias=AliasChoices("stop_sequences", "stop"))
+    stop: StopStrings | None = Field(None, validation_alias=AliasChoices("stop_sequences", "stop"))
     chat_template_kwargs: dict[str, Any] | None = None
     mcp_servers: Annotated[Any, Refused(([],))] = None
 
     @property
     def thinks(self) -> bool:
-        """Off unless asked for: simple clients take an answer's first block for its text."""
+        """Off unless requested: simple clients take an answer's first block for its text."""
         return self.thinking is not None and self.thinking.type != "disabled"
 
     @property
@@ -133,7 +133,7 @@ class CountTokensRequest(OneAnswerOfText):
         return self.thinking is not None and self.thinks and self.thinking.display != "omitted"
 
     def call(self, images: ImageParts | None) -> ChatCall:
-        """The chat without what concerns sampling. Raises `InvalidRequestError`."""
+        """The chat without sampling parameters. Raises `InvalidRequestError`."""
         turns = read_conversation(self.system, self.messages, images)
         if not turns.messages():
             raise InvalidRequestError("messages has no content; send at least one text.", "messages")
@@ -177,7 +177,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 REQUEST_ID_HEADER = "request-id"
-"""Where Anthropic's clients look for it."""
+"""The name that Anthropic's clients read."""
 
 
 class AnthropicErrorDetail(BaseModel):

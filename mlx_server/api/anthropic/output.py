@@ -13,17 +13,16 @@ from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
 from mlx_server.api.openai.exchange import Exchange, Writer
-from mlx_server.engine.tools.parser import ToolCallDelta
 
 PING = ServerSentEvent(event="ping", data='{"type":"ping"}', sep="\n").encode()
 
-# An abort cuts an answer off as the token limit does; the protocol has no word of its own for it.
+# The protocol has no reason of its own for an abort, which cuts an answer off as the token limit does.
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}
 
 
 class MessageWriter(Writer):
     """One message. In a stream the message opens, then each block opens, grows and closes, then the message ends. One
-    block is open at a time: what belongs to another closes it."""
+    block is open at a time: output of another kind closes it."""
 
     def __init__(self, exchange: Exchange, prompt: Prompt, shows_thinking: bool) -> None:
         self.message_id = f"msg_{exchange.request_id}"
@@ -36,8 +35,7 @@ class MessageWriter(Writer):
         self._index = -1
         self._open: str | None = None
         self._thinking: list[str] = []
-        self._template: sse.Template | None = None
-        """Of the deltas of the open block."""
+        self._template: sse.Template | None = None  # of the open block's deltas
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         (choice,) = answer.choices
@@ -45,7 +43,7 @@ class MessageWriter(Writer):
         return {**self._head, "content": list(self._blocks(choice)), **ending, "usage": usage_body(answer.usage)}
 
     def opening(self, has_output: bool) -> bytes:
-        """What the prefix cache had is told at the start only if there is output already, which is not waited for."""
+        """The first event names the cached tokens only if there is output already: it does not wait for output."""
         return b"" if has_output else self._start(num_cached_tokens=0)
 
     def write(self, event: OutputEvent) -> bytes:
@@ -63,14 +61,8 @@ class MessageWriter(Writer):
     def _start(self, num_cached_tokens: int) -> bytes:
         self._is_started = True
         usage = usage_body(Usage(self._num_prompt_tokens, num_cached_tokens))
-        message: dict[str, Any] = {
-            **self._head,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage,
-        }
-        return _event("message_start", message=message) + PING
+        stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message={**self._head, "content": [], **stop, "usage": usage}) + PING
 
     def _ending(self, finish: Finish, usage: Usage) -> dict[str, Any]:
         if finish.reason == "stop" and isinstance(finish.stop_reason, str):
@@ -96,17 +88,14 @@ class MessageWriter(Writer):
             yield from self._enter("text", {"type": "text", "text": ""})
             yield self._delta("text_delta", "text", event.content)
         for piece in event.tool_calls:
-            yield from self._call(piece)
+            block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
+            yield from self._enter(f"tool_use {piece.index}", block)
+            if piece.arguments_fragment:
+                yield self._delta("input_json_delta", "partial_json", piece.arguments_fragment)
         if event.finish is not None:
             yield from self._leave()
             usage = self._meter.total()
             yield _event("message_delta", delta=self._ending(event.finish, usage), usage=usage_body(usage))
-
-    def _call(self, piece: ToolCallDelta) -> Iterator[bytes]:
-        block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
-        yield from self._enter(f"tool_use {piece.index}", block)
-        if piece.arguments_fragment:
-            yield self._delta("input_json_delta", "partial_json", piece.arguments_fragment)
 
     def _enter(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
         """Makes `kind` the open block; `block` is how it begins, if it is not open yet."""
@@ -127,7 +116,7 @@ class MessageWriter(Writer):
         yield _event("content_block_stop", index=self._index)
 
     def _delta(self, kind: str, name: str, text: str) -> bytes:
-        """The open block grows. All its deltas are of one kind."""
+        """The open block grows; all its deltas are of one kind."""
         if self._template is None:
             index = self._index
             self._template = sse.Template(
@@ -141,13 +130,13 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _signature(thinking: str) -> str:
-    """Clients send thinking back only with a signature. Nothing is checked by ours: a chat may be edited here."""
+    """Clients send thinking back only with a signature. This server does not check it."""
     return hashlib.blake2b(thinking.encode(), digest_size=16).hexdigest()
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """`input_tokens` are those of the prompt that the prefix cache did not have. Caching costs nothing here and
-    needs no asking, so no tokens count as written to it."""
+    """`input_tokens` counts the prompt's tokens that were not cached. Caching is free and automatic, so no tokens count
+    as written to the cache."""
     return {
         "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,14 +1,12 @@
-"""What a request says of its sender (its key, and whether it comes from this machine), and what that caller may do: use
-admin routes, and which models.
+"""What a request says about its sender: its key, whether it comes from this machine, and which routes it may use.
 
-Admins have the admin key, or a key of a tier that says so; where no key of any kind is asked for, programs on this
-machine are admins, too.
+Admins have the admin key or a key of an admin tier. While the server asks for no key at all, programs on this machine
+are admins, too.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from fastapi import Depends
@@ -16,11 +14,8 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Scope
 
-from mlx_server.api.auth.keys import ADMIN_REMEDY, Caller, KeyRing
-from mlx_server.errors import AuthenticationError, ModelNotFoundError, PermissionDeniedError
-from mlx_server.pool.catalog import Offer, model_not_found
-from mlx_server.pool.model_pool import ModelPool
-from mlx_server.tiers import Tier
+from mlx_server.api.auth.keys import ADMIN_REMEDY, DISCOVERY, Caller, KeyRing
+from mlx_server.errors import AuthenticationError, PermissionDeniedError
 
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 _MAX_SHOWN_CHARS = 100
@@ -29,7 +24,7 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to `host`."""
+    """Whether `host` is an address that only this machine can connect to."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -41,14 +36,14 @@ def is_loopback(host: str) -> bool:
 
 
 def local_url(host: str, port: int, scheme: str = "http") -> str:
-    """How programs on this machine reach what listens at `host`, which may be all of its addresses."""
+    """The URL at which programs on this machine reach a server that listens at `host`, or at all addresses."""
     host = _EVERYWHERE.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def is_local(scope: Scope) -> bool:
-    """Whether a request comes from a program on this machine, as far as can be told: not through a proxy, and not
-    from a web page that a browser here has open (a foreign origin, or a name that was bound to our address)."""
+    """Whether a request comes from a program on this machine, and not through a proxy or from a web page in a local
+    browser (which shows as a foreign `Origin`, or as a host name that was rebound to our address)."""
     client, headers = scope.get("client"), Headers(scope=scope)
     if client is None or not is_loopback(client[0]) or any(name in headers for name in _FORWARDED):
         return False
@@ -61,7 +56,7 @@ def is_local(scope: Scope) -> bool:
 
 
 def host_of(url: str) -> str:
-    """The host that a URL names, in small letters; empty for none."""
+    """The host in a URL, in lower case; empty if there is none."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -69,29 +64,29 @@ def host_of(url: str) -> str:
 
 
 PROBE_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
-"""What supervisors, routers and scrapers ask again and again."""
+"""Polled by supervisors, routers and scrapers."""
 
 PAGE_FILES = frozenset(
     {"page.css", "page.js", "common.js", "admin.js", "chat.js", "markdown.js", "vendor/marked.esm.js"}
 )
-"""Of the live page."""
+"""The files of the live page."""
 
 FREE_PATHS = PROBE_PATHS | {"/", "/dashboard"} | {f"/dashboard/{name}" for name in PAGE_FILES}
-"""What probes, routers, scrapers and browsers read without a key; none of it tells what users wrote."""
+"""Readable without a key. None of these shows what users wrote."""
 
 
 DISCOVERY_PATHS = PROBE_PATHS | {
     *("/v1/models", "/server_info", "/get_server_info", "/model_info", "/get_model_info"),
     *("/load", "/v1/loads", "/kv_event_sources"),
 }
-"""What routers read to find a server's models and its load: all that the discovery key is good for."""
+"""What routers read to find the models and the load of a server; the discovery key allows nothing else."""
 
 
 def check_discovery(caller: Caller, method: str, path: str) -> None:
-    """Raises `AuthenticationError` for anything but reading what routers need, where that is all the caller may: it is
-    what a client without a key of its own gets of a router that adds the discovery key."""
+    """Raises `AuthenticationError` if the caller has the discovery key and does anything but read `DISCOVERY_PATHS`. A
+    router that adds the discovery key to requests also adds it for clients without a key of their own."""
     is_listing = path in DISCOVERY_PATHS or path.startswith("/v1/models/")
-    if caller.is_discovery and not (is_listing and method in ("GET", "HEAD")):
+    if caller.identity == DISCOVERY and not (is_listing and method in ("GET", "HEAD")):
         raise AuthenticationError(
             f"The discovery key reads models, health and load; it may not {method} {path[:_MAX_SHOWN_CHARS]}. Send a "
             "key of your own as `Authorization: Bearer KEY`; a router must pass it on."
@@ -99,14 +94,14 @@ def check_discovery(caller: Caller, method: str, path: str) -> None:
 
 
 def caller_of(request: Request) -> Caller:
-    """The caller that the middleware has let in."""
+    """The caller, as `DoorMiddleware` identified it."""
     caller = request.state.caller
     assert isinstance(caller, Caller)
     return caller
 
 
 def sent_key(scope: Scope) -> str | None:
-    """The key that a request carries, as `Authorization: Bearer` or `X-Api-Key`."""
+    """The key in a request: `Authorization: Bearer` or `X-Api-Key`."""
     headers = Headers(scope=scope)
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token:
@@ -115,55 +110,27 @@ def sent_key(scope: Scope) -> str | None:
 
 
 def exposure_warning(host: str, keys: KeyRing) -> str | None:
-    """A warning for a server that strangers can reach; None when they cannot."""
+    """A warning if other machines can use the server without a key; None otherwise."""
     if keys.asks_for_keys or is_loopback(host):
         return None
     return (
-        f"Listening on {host} without an API key: anyone who can reach this machine can use the server. Make a key "
+        f"Listening on {host} without an API key: anyone who can reach this machine can use the server. Create a key "
         "with `mlx-serve keys create`, or set MLX_SERVE_SERVER_API_KEY, or listen on 127.0.0.1."
     )
 
 
 async def require_admin(request: Request) -> None:
-    """Refuses callers that are no admins. Raises `AuthenticationError` without a key, else `PermissionDeniedError`."""
+    """Raises `AuthenticationError` for a request without a key, and `PermissionDeniedError` for a caller that is not an
+    admin."""
     if caller_of(request).is_admin:
         return
     message = (
-        "This route is for admins. Send the admin key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`, or a key of "
-        f"a tier with `admin = true`. Where there is neither, {ADMIN_REMEDY}; only a server that asks for no key at "
-        "all lets clients on its own machine use it."
+        "This route is for admins. Send the admin key, or a key of a tier with `admin = true`, as `Authorization: "
+        f"Bearer KEY` or `X-Api-Key: KEY`. If there is neither, {ADMIN_REMEDY}. Programs on the same "
+        "machine need none only while the server asks for no key at all."
     )
     raise AuthenticationError(message) if sent_key(request.scope) is None else PermissionDeniedError(message)
 
 
 RequireAdmin = Depends(require_admin)
-"""For `APIRouter(dependencies=[RequireAdmin])`, or one route's."""
-
-
-def may_use(pool: ModelPool, tier: Tier, model: str | None) -> bool:
-    """Whether the tier's list has this model, by this or another of its names; a model with an adapter is another one
-    than without. Raises `ModelNotFoundError`."""
-    if tier.models is None:
-        return True
-    return pool.offer(model).name in {offer.name for offer in _offers(pool, tier.models)}
-
-
-def _offers(pool: ModelPool, names: Iterable[str]) -> list[Offer]:
-    """What those of the names stand for that are served."""
-    return [offer for offer in map(pool.look_up, names) if offer is not None]
-
-
-def check_model_access(pool: ModelPool, tier: Tier, model: str | None) -> None:
-    """Raises `PermissionDeniedError` for a model that the tier may not use, and `ModelNotFoundError`, which tells of no
-    model or adapter that the tier may not use."""
-    try:
-        is_allowed = may_use(pool, tier, model)
-    except ModelNotFoundError as error:
-        if tier.models is None:
-            raise
-        raise model_not_found(error.model, [offer.name for offer in _offers(pool, tier.models)]) from None
-    if not is_allowed:
-        raise PermissionDeniedError(
-            f"Keys of the tier {tier.name} may not use the model `{pool.offer(model).name}`; they may use "
-            f"{', '.join(tier.models or ())}."
-        )
+"""For the `dependencies` of a router or a route."""

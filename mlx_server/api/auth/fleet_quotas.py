@@ -1,16 +1,17 @@
 """Quotas of a fleet: what callers use on all servers together, counted in the shared store.
 
-Both hold: what this server counts by itself (`Quotas`), and what the store says of all. So the limits of one server
-hold while the store is away, and what it refuses by itself costs the store nothing.
+Two checks apply to each request: this server's own counts (`Quotas`), and the store's counts for all servers. So the
+limits hold per server while the store is away, and a request that this server refuses by itself makes no call to the
+store.
 
-A request asks the store once, before it is queued (`_TAKE`), which lets it in and counts it or says why not. All else
-is told afterwards, at the end of an answer or once a second: output tokens, wrong requests, seats given back. Seats are
-leased: a server says how many answers a key has in progress on it, and the store forgets that after 30 seconds without
-a word, so that none is lost with a server that was killed. What only reads text is counted by each server alone, since
-a router may ask all of them for the same text.
+A request makes one call to the store before it is queued (`_TAKE`), which counts or refuses it. Everything else is
+reported later, at the end of an answer or once a second: output tokens, wrong requests, seats given back. Seats are
+leased: a server reports how many answers a key has in progress on it, and the store forgets that 30 seconds after the
+last report, so that no seat is lost when a server is killed. Requests that only have text read are counted by each
+server separately, since a router may send the same text to all of them.
 
-Worked example, `requests_per_minute` 2. Server A takes one: slot 4 has 1. B takes one 250 ms later: slot 5 has 1. A's
-next adds up both, 2, and is told to wait until slot 4 leaves: 60 seconds after the slot's end.
+Worked example, `requests_per_minute` 2. Server A takes one: slot 4 has 1. B takes one 250 ms later: slot 5 has 1. For
+A's next request the sum is 2, so it must wait until slot 4 leaves the window: 60 seconds after the slot's end.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from mlx_server.tiers import Tier
 SYNC_S = 1.0
 LEASE_S = 30.0
 SEAT_PAUSE_S = 0.05
-"""An answer may have reached its client before its seat has reached the store. Who finds no seat looks again."""
+"""The seat of an answer is given back shortly after its client has the answer. So a request that finds no seat is tried
+again after this time."""
 
 _NO_LIMIT = -1
 _UNKNOWN = -1
@@ -50,14 +52,14 @@ _TAKE = Script("""
 local now, server, lease_ms, held, want, least, num_requests, num_tokens, prompt_tokens,
   max_requests, max_tokens, max_seats = ARGV[1] + 0, ARGV[2], ARGV[3] + 0, ARGV[4] + 0, ARGV[5] + 0, ARGV[6] + 0,
   ARGV[7] + 0, ARGV[8] + 0, ARGV[9] + 0, ARGV[10] + 0, ARGV[11] + 0, ARGV[12] + 0
--- What is over is told by what the keys hold; their lifetime only clears away what nobody asks for any more.
+-- The values in the keys say what has expired; the keys' lifetime only removes those that nobody uses any more.
 local SLOT_MS, WINDOW_MS, LIFETIME_MS = 250, 60000, 600000
 if now == 0 then
   local time = redis.call('TIME')
   now = time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- A slot's amount leaves as a whole, a minute after the slot's end. So few slots are looked at: those that leave.
+-- A slot's amount leaves a minute after the slot's end. Only the slots that leave are read.
 local function read(key)
   local found = redis.call('HMGET', key, 'total', 'first', 'last')
   local last_gone = math.floor((now - WINDOW_MS) / SLOT_MS) - 1
@@ -144,72 +146,62 @@ return {refusal, granted, wait_ms, seats, requests.used, leaves_ms(requests.last
 
 
 @dataclass(slots=True)
-class _Told:
-    """A window of this server's own meter, and how much of what it ever counted the store has."""
+class _Reported:
+    """One window of this server, and how much of it the store has counted."""
 
     window: SlidingWindow
-    num_told: int = 0
-    num_reserved: int = 0
-    """Counted by the store, and not yet here."""
+    num_reported: int = 0
 
-    @property
-    def num_counted(self) -> int:
-        return self.window.num_added + self.num_reserved
-
-    def news(self, now: float) -> int:
-        """What the store is to add: below 0 for what it has counted and was then not done. What came longer than a
-        minute ago, while the store was away, is of no account any more."""
-        return min(self.num_counted - self.num_told, self.window.used(now))
+    def unreported(self, now: float) -> int:
+        """What the store has yet to add; below 0 for requests that it has counted and that were not opened. Amounts
+        older than a minute, from while the store was away, are left out."""
+        return min(self.window.num_added - self.num_reported, self.window.used(now))
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """What the store said of all servers, at `at_s` of this server's clock."""
+    """The store's reply about all servers, at `at_s` on this server's clock."""
 
     refusal: str
     num_granted: int
     wait_s: float
     num_answers: int
     rates: dict[str, tuple[int, float]]
-    """What was used within a minute, and the seconds until all of it is back."""
+    """For `requests` and `tokens`: the amount used within a minute, and the seconds until the window is empty."""
     at_s: float
 
 
 @dataclass(slots=True)
 class _Share:
-    """One identity on this server, and what the store knows of that."""
+    """One identity on this server, and what the store knows about it."""
 
     tier: Tier
     keys: tuple[str, ...]
     meter: Meter
-    requests: _Told = field(init=False)
-    tokens: _Told = field(init=False)
-    num_reserved: int = 0
-    """Answers that were let in, and are not yet open."""
-    num_told: int = 0
-    """Answers in progress, as the store has it; `_UNKNOWN` from a call's beginning until its answer."""
-    told_s: float = 0.0
+    requests: _Reported = field(init=False)
+    tokens: _Reported = field(init=False)
+    num_reported: int = 0
+    """Answers in progress, as the store counts them for this server; `_UNKNOWN` from the start of a call until its
+    reply."""
+    reported_s: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """What a server says of an identity must come to the store in its order."""
+    """A server's calls for an identity must reach the store in order."""
     reply: _Reply | None = None
     refused_until_s: float = 0.0
-    """No request more before that time, whatever it is."""
+    """Until then the store refuses every request."""
 
     def __post_init__(self) -> None:
-        self.requests, self.tokens = _Told(self.meter.requests), _Told(self.meter.tokens)
+        self.requests, self.tokens = _Reported(self.meter.requests), _Reported(self.meter.tokens)
 
-    @property
-    def num_held(self) -> int:
-        return self.meter.num_answers + self.num_reserved
-
-    def has_news(self, now: float) -> bool:
-        is_due = self.num_held > 0 and now - self.told_s > LEASE_S / 3
-        has_tokens = self.tier.tokens_per_minute is not None and self.tokens.news(now) != 0
-        return is_due or has_tokens or self.num_held != self.num_told or self.requests.news(now) != 0
+    def has_unreported(self, now: float) -> bool:
+        is_due = self.meter.num_answers > 0 and now - self.reported_s > LEASE_S / 3
+        has_tokens = self.tier.tokens_per_minute is not None and self.tokens.unreported(now) != 0
+        return is_due or has_tokens or self.meter.num_answers != self.num_reported or self.requests.unreported(now) != 0
 
 
 class FleetQuotas(Quotas):
-    """The meters of this server's callers, and the store's of all. Event-loop thread only. `close` it."""
+    """The meters of this server's callers, together with the store's for all servers. Event-loop thread only. `close`
+    it."""
 
     def __init__(
         self, store: SharedStore, usage: UsageLog | None = None, clock: Callable[[], float] = time.monotonic
@@ -252,10 +244,10 @@ class FleetQuotas(Quotas):
             raise requests_refusal(caller.tier, reply.rates["requests"][0], reply.wait_s)
         if reply.refusal:
             raise tokens_refusal(caller.tier, reply.rates["tokens"][0], demand.num_prompt_tokens, reply.wait_s)
-        return self._reserved(share, reply.num_granted, demand)
+        return self._reserved(share, reply.num_granted)
 
-    def refuse(self, caller: Caller) -> None:
-        super().refuse(caller)
+    def count_wrong_request(self, caller: Caller) -> None:
+        super().count_wrong_request(caller)
         if _is_limited(caller.tier):
             self._share(caller)
             self._wake()
@@ -273,18 +265,18 @@ class FleetQuotas(Quotas):
         return rates
 
     async def close(self) -> None:
-        """Tells the store the last, so that seats are free at once."""
+        """Reports the rest, so that seats are free at once."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
         await asyncio.gather(*self._tasks)
         for share in self._shares.values():
-            await self._tell(share)
+            await self._report(share)
 
     def _on_close(self, caller: Caller, demand: Demand, num_output_tokens: int) -> None:
         super()._on_close(caller, demand, num_output_tokens)
         if caller.identity in self._shares:
-            self._start(self._tell(self._shares[caller.identity]))
+            self._start(self._report(self._shares[caller.identity]))
 
     def _share(self, caller: Caller) -> _Share:
         share = self._shares.get(caller.identity)
@@ -299,57 +291,50 @@ class FleetQuotas(Quotas):
         await asyncio.sleep(SEAT_PAUSE_S)
 
     @contextlib.contextmanager
-    def _reserved(self, share: _Share, num_granted: int, demand: Demand) -> Iterator[int]:
-        """Inside, `open` counts here what the store has counted already; else the store is told that nothing came."""
+    def _reserved(self, share: _Share, num_granted: int) -> Iterator[int]:
+        """Inside the block, `open` counts here what the store has already counted. If it is not called, the store is
+        told so. The block must not await, so that no report comes between."""
         try:
             yield num_granted
         finally:
-            self._add_reserved(share, -num_granted, -1, -demand.num_prompt_tokens)
-            if share.has_news(self._clock()):
-                self._start(self._tell(share))
-
-    @staticmethod
-    def _add_reserved(share: _Share, num_answers: int, num_requests: int, num_tokens: int) -> None:
-        share.num_reserved += num_answers
-        share.requests.num_reserved += num_requests
-        share.tokens.num_reserved += num_tokens
+            if share.has_unreported(self._clock()):
+                self._start(self._report(share))
 
     async def _take(self, share: _Share, demand: Demand, least: int) -> _Reply:
         async with self._store.turn(share.lock):
             reply = await self._call(share, demand, least)
             if not reply.refusal:
-                self._add_reserved(share, reply.num_granted, 1, demand.num_prompt_tokens)
-                share.num_told += reply.num_granted
-                share.requests.num_told += 1
-                share.tokens.num_told += demand.num_prompt_tokens
+                share.num_reported += reply.num_granted
+                share.requests.num_reported += 1
+                share.tokens.num_reported += demand.num_prompt_tokens
             return reply
 
-    async def _tell(self, share: _Share) -> None:
-        """What has changed since the store was told; nothing while it is away."""
+    async def _report(self, share: _Share) -> None:
+        """Reports what has changed since the last call; nothing while the store is away."""
         with contextlib.suppress(StoreAwayError):
             async with self._store.turn(share.lock):
-                if share.has_news(self._clock()):
+                if share.has_unreported(self._clock()):
                     await self._call(share, Demand(0, 0), 0)
 
     async def _call(self, share: _Share, demand: Demand, least: int) -> _Reply:
-        now, tier, held = self._clock(), share.tier, share.num_held
+        now, tier, held = self._clock(), share.tier, share.meter.num_answers
         rates = (share.requests, share.tokens)
-        counted = [told.num_counted for told in rates]
+        counted = [rate.window.num_added for rate in rates]
         limits = (tier.requests_per_minute, tier.tokens_per_minute, tier.max_concurrent_requests)
-        share.num_told = _UNKNOWN  # an answer that does not come leaves open whether the store has counted
+        share.num_reported = _UNKNOWN  # without a reply, it is unknown whether the store has counted
         refusal, num_granted, wait_ms, num_answers, *used = await self._store.run(
             _TAKE,
             share.keys,
             [
                 *(self._server, int(1000 * LEASE_S), held, demand.num_answers, least),
-                *(told.news(now) for told in rates),
+                *(rate.unreported(now) for rate in rates),
                 demand.num_prompt_tokens,
                 *(_NO_LIMIT if limit is None else limit for limit in limits),
             ],
         )
-        for told, num_counted in zip(rates, counted, strict=True):
-            told.num_told = num_counted
-        share.num_told, share.told_s = held, now
+        for rate, num_counted in zip(rates, counted, strict=True):
+            rate.num_reported = num_counted
+        share.num_reported, share.reported_s = held, now
         windows = {"requests": (used[0], used[1] / 1000), "tokens": (used[2], used[3] / 1000)}
         share.reply = _Reply(refusal.decode(), num_granted, wait_ms / 1000, num_answers, windows, now)
         return share.reply
@@ -364,14 +349,14 @@ class FleetQuotas(Quotas):
             self._timer = asyncio.get_running_loop().call_later(SYNC_S, lambda: self._start(self._sync()))
 
     async def _sync(self) -> None:
-        """Tells of all that has changed, once a second for as long as anything may change."""
-        self._timer = None  # whoever asks from here on may come after its share was told
+        """Reports all changes, once a second while there are any."""
+        self._timer = None  # a share may change after its report
         for share in list(self._shares.values()):
-            await self._tell(share)
-        if any(share.num_held or share.has_news(self._clock()) for share in self._shares.values()):
+            await self._report(share)
+        if any(share.meter.num_answers or share.has_unreported(self._clock()) for share in self._shares.values()):
             self._wake()
 
 
 def _is_limited(tier: Tier) -> bool:
-    """Whether anything of the tier is counted over all servers."""
+    """Whether the tier has a limit that is counted over all servers."""
     return (tier.max_concurrent_requests, tier.requests_per_minute, tier.tokens_per_minute) != (None, None, None)

@@ -1,8 +1,8 @@
-"""The SQLite file of API keys. It holds no key: only what tells whether a key that comes is one of them.
+"""The SQLite file of API keys. It stores no keys, only what is needed to verify them.
 
-    key = mlxs_<id>_<secret>      the id finds the row; SHA-256 of the row's salt and the secret must be its digest
+    key = mlxs_<id>_<secret>      the id finds the row; its digest is SHA-256 of the row's salt and the secret
 
-A secret has 256 random bits, so a fast hash is as good as a slow one: there is nothing to guess.
+A secret has 256 random bits, so it cannot be guessed and a fast hash is enough.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from mlx_server.errors import ConfigError, InvalidRequestError
 
@@ -45,7 +44,7 @@ _COLUMNS = "id, tier, label, created_s, revoked_s, last_used_s, num_requests, nu
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """What is known of a key, as `mlx-serve keys list` shows it. Times are seconds since 1970."""
+    """A row of `mlx-serve keys list`. Times are seconds since 1970."""
 
     key_id: str
     tier: str
@@ -58,11 +57,11 @@ class KeyRecord:
     num_output_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usage:
-    """What a key has used since it was last written down."""
+    """What a key has used since usage was last written."""
 
-    last_used_s: float
+    last_used_s: float = 0.0
     num_requests: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -70,7 +69,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """What proves a key: a row's salt and digest."""
+    """What verifies the secret of a key."""
 
     tier: str
     salt: bytes
@@ -78,37 +77,38 @@ class Secret:
     is_revoked: bool
 
     def matches(self, secret: str) -> bool:
-        """In constant time."""
+        """Compares in constant time."""
         return hmac.compare_digest(_digest(self.salt, secret), self.digest)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyText:
-    """A key as its owner has it. It is shown once, and kept nowhere."""
+    """A key in plain text. It is shown once and stored nowhere."""
 
     key_id: str
     secret: str
 
     @property
     def text(self) -> str:
-        """What is sent."""
+        """The key as clients send it."""
         return f"{PREFIX}_{self.key_id}_{self.secret}"
 
 
 def parse_key(text: str) -> KeyText | None:
-    """None for what cannot be one of our keys."""
+    """None if the text is not formed like a key."""
     match = _KEY.fullmatch(text)
     return None if match is None else KeyText(match[1], match[2])
 
 
 class KeyFile:
-    """An open file. Each method is a transaction of its own, so that several processes may share the file.
+    """An open key file. Each method is one transaction, so that several processes may share the file.
 
-    Readers never wait for writers (write-ahead log): a server looks keys up while others change them.
+    The write-ahead log keeps readers from waiting for writers: a server looks up keys while another process changes
+    them.
     """
 
     def __init__(self, path: Path, *, timeout_s: float = 5.0) -> None:
-        """Opens a file that is there. Raises `ConfigError` if it has another format."""
+        """Opens an existing file. Raises `ConfigError` if it is not a key file of this version."""
         self._path = path
         try:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=timeout_s)
@@ -121,9 +121,9 @@ class KeyFile:
 
     @classmethod
     def create(cls, path: Path) -> KeyFile:
-        """Opens the file at `path`, after making it if there is none. Only its owner may read it."""
+        """Opens the file at `path`, after creating it if it does not exist. Only its owner can read it."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():  # what SQLite left beside a file that was deleted would be taken for this one's
+        if not path.exists():  # SQLite would take the log of a deleted file for this one's
             for leftover in ("-wal", "-shm"):
                 path.with_name(path.name + leftover).unlink(missing_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -139,16 +139,14 @@ class KeyFile:
     def __enter__(self) -> KeyFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
         self._db.close()
 
     def add(self, tier: str, label: str) -> KeyText:
-        """A new key."""
+        """Creates a key."""
         key_id, secret, salt = secrets.token_hex(6), secrets.token_hex(32), secrets.token_bytes(16)
         with self._db:
             self._db.execute(
@@ -158,40 +156,40 @@ class KeyFile:
         return KeyText(key_id, secret)
 
     def rotate(self, key_id: str) -> KeyText:
-        """A new secret for a key, which keeps its id, tier and usage; the old one is worthless from now on. Raises
+        """Gives a key a new secret; the old one stops working. The id, the tier and the usage stay. Raises
         `InvalidRequestError` for an unknown or revoked key."""
         record = self.record(key_id)
         if record.revoked_s is not None:
-            raise InvalidRequestError(f"The key {key_id} is revoked for good; create a new one.")
+            raise InvalidRequestError(f"The key {key_id} is revoked for good; create a new key.")
         secret, salt = secrets.token_hex(32), secrets.token_bytes(16)
         with self._db:
             self._db.execute("UPDATE keys SET salt = ?, digest = ? WHERE id = ?", (salt, _digest(salt, secret), key_id))
         return KeyText(key_id, secret)
 
     def revoke(self, key_id: str) -> None:
-        """Refuses a key for good; its record stays. Raises `InvalidRequestError` for an unknown one."""
+        """Revokes a key for good; its record stays. Raises `InvalidRequestError` for an unknown key."""
         self.record(key_id)
         with self._db:
             self._db.execute("UPDATE keys SET revoked_s = ? WHERE id = ? AND revoked_s IS NULL", (time.time(), key_id))
 
     def records(self) -> list[KeyRecord]:
-        """All keys, the oldest first."""
+        """All keys, oldest first."""
         return [KeyRecord(*row) for row in self._db.execute(f"SELECT {_COLUMNS} FROM keys ORDER BY created_s, id")]
 
     def record(self, key_id: str) -> KeyRecord:
-        """One key's record. Raises `InvalidRequestError` for an unknown one."""
+        """The record of a key. Raises `InvalidRequestError` for an unknown key."""
         row = self._db.execute(f"SELECT {_COLUMNS} FROM keys WHERE id = ?", (key_id,)).fetchone()
         if row is None:
             raise InvalidRequestError(f"There is no key with the id {key_id}; `mlx-serve keys list` shows all.")
         return KeyRecord(*row)
 
     def secret(self, key_id: str) -> Secret | None:
-        """What proves the key; None for an unknown one. One lookup by primary key."""
+        """What verifies a key; None for an unknown key. One lookup by primary key."""
         row = self._db.execute("SELECT tier, salt, digest, revoked_s FROM keys WHERE id = ?", (key_id,)).fetchone()
         return None if row is None else Secret(row[0], row[1], row[2], row[3] is not None)
 
     def add_usage(self, usage: Mapping[str, Usage]) -> None:
-        """Adds what keys, by id, have used; unknown ids are passed over."""
+        """Adds the usage of keys, by id. Unknown ids are ignored."""
         with self._db:
             self._db.executemany(
                 "UPDATE keys SET last_used_s = ?, num_requests = num_requests + ?,"

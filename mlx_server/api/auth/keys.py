@@ -1,5 +1,5 @@
-"""Which caller a key stands for, and what keys use: gathered on the event loop, and written to their file every few
-seconds by a thread."""
+"""Identifies callers by their keys, and records what keys use: collected on the event loop, and written to the key file
+every few seconds by a thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlx_server.tiers import Tier
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 5.0
-"""How long usage may be unwritten; a crash loses that much."""
+"""Usage is written this often; a crash loses at most this much."""
 
 _LOOKUP_TIMEOUT_S = 0.1
 ADMIN_REMEDY = "set MLX_SERVE_SERVER_ADMIN_KEY, or declare a tier with `admin = true` and give its keys to admins"
@@ -37,8 +37,8 @@ DISCOVERY = "discovery"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request. `identity` stays the same when a key is rotated: quotas, usage and the isolation of caches
-    go by it. It is a key's public id, or one of the four names above."""
+    """Who sent a request. Quotas, usage and cache isolation go by `identity`, which does not change when a key is
+    rotated: the public id of a key, or one of the four names above."""
 
     identity: str = ANONYMOUS
     tier: Tier = field(default_factory=Tier)
@@ -46,28 +46,23 @@ class Caller:
 
     @property
     def key_id(self) -> str | None:
-        """The id of the caller's own key; None without one."""
+        """The id of the caller's own key; None if it has none."""
         return None if self.identity in (ANONYMOUS, SHARED, ADMIN, DISCOVERY) else self.identity
 
-    @property
-    def is_discovery(self) -> bool:
-        """Whether it is a router that looks for models, which may do nothing else."""
-        return self.identity == DISCOVERY
-
     def priority_at(self, path: str, wish: int | None = None) -> Priority:
-        """The priority of what the caller sends to `path`. A wish to be later (larger) is granted, one to be sooner
-        has no effect."""
+        """The priority of a request to `path`, lowered by `wish` levels; a wish below 0 has no effect."""
         return Priority(min(self.tier.priority_at(path) + max(0, wish or 0), max(Priority)))
 
     def cache_keys(self, isolation: str) -> tuple[str, ...]:
-        """What separates the caller's prefixes from those of others: by `tier`, by `key`, or (`none`) nothing."""
+        """What separates the cached prefixes of callers: the tier (`tier`), the key (`key`), or nothing (`none`)."""
         if isolation == "none":
             return ()
         return (f"{isolation}:{self.tier.name if isolation == 'tier' else self.identity}",)
 
 
 class UsageLog:
-    """On the event loop's thread. `flush` at the end, so that nothing is lost."""
+    """Usage of keys that is not yet in the key file. Event-loop thread only. Call `flush` at the end, so that nothing
+    is lost."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -78,19 +73,17 @@ class UsageLog:
     def add(
         self, key_id: str, *, num_requests: int = 0, num_prompt_tokens: int = 0, num_output_tokens: int = 0
     ) -> None:
-        """A key was used just now."""
-        used = self._unwritten.get(key_id, Usage(0.0))
-        self._unwritten[key_id] = Usage(
-            time.time(),
-            used.num_requests + num_requests,
-            used.num_prompt_tokens + num_prompt_tokens,
-            used.num_output_tokens + num_output_tokens,
-        )
+        """Adds to the usage of a key, and marks it as used now."""
+        used = self._unwritten.setdefault(key_id, Usage())
+        used.last_used_s = time.time()
+        used.num_requests += num_requests
+        used.num_prompt_tokens += num_prompt_tokens
+        used.num_output_tokens += num_output_tokens
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._start_flush)
 
     async def flush(self) -> None:
-        """Writes down all there is."""
+        """Writes all usage to the key file."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -110,15 +103,15 @@ class UsageLog:
 
 
 class KeyRing:
-    """Every key of a server: the shared one, the admin's, and those of the key file. Event-loop thread only.
+    """All keys of a server: the shared key, the admin key, the discovery key and those of the key file. Event-loop
+    thread only.
 
-    The file is asked on each request, by one indexed lookup, so that a change counts from the next request on.
-    Keys are asked for as soon as there is one of any kind, and from then on always: revoking the last key, or losing
-    the file, does not open the server.
+    The file is read on each request (one indexed lookup), so a change takes effect with the next request. Once there is
+    a key of any kind, keys are always required: revoking the last key or losing the file does not open the server.
     """
 
     def __init__(self, config: Config) -> None:
-        """The keys that `config` describes. Raises `ConfigError` for a file that cannot be read."""
+        """Raises `ConfigError` for a file that cannot be read."""
         server = config.server
         path = key_file_path(server)
         if path.exists():
@@ -129,7 +122,7 @@ class KeyRing:
         admin_key = _secret("admin_key", server.admin_key, server.admin_key_file)
         discovery_key = _secret("discovery_key", config.fleet.discovery_key, config.fleet.discovery_key_file)
         if discovery_key is not None and discovery_key in (api_key, admin_key):
-            raise ConfigError("discovery_key is a key that may do more, too; it must be one of its own.")
+            raise ConfigError("discovery_key equals api_key or admin_key, which may do more. Choose another one.")
         self.usage = UsageLog(path)
         self.has_admin_key = admin_key is not None
         self._file = _WatchedFile(path)
@@ -143,9 +136,12 @@ class KeyRing:
         return self._api_digest is not None or self._file.was_seen()
 
     def identify(self, key: str | None, *, is_local: bool) -> Caller:
-        """The caller that a sent key stands for. Keys of a tier with `admin` are admins; where no key of any kind is
-        asked for, callers that are `is_local` are. Raises `AuthenticationError` and, for a key whose tier is not
-        declared, `PermissionDeniedError`."""
+        """The caller that a key identifies; `key` None is a request without one. Keys of tiers with `admin` are admins.
+        While no key is required, callers that are `is_local` are admins.
+
+        Raises `AuthenticationError` for a missing, wrong or revoked key, and `PermissionDeniedError` for a key whose
+        tier is not declared.
+        """
         if _is_equal(key, self._admin_digest):
             return Caller(ADMIN, self._shared_tier, is_admin=True)
         if _is_equal(key, self._api_digest):
@@ -167,21 +163,21 @@ class KeyRing:
         return Caller(parsed.key_id, tier, is_admin=tier.admin)
 
     def revoked(self, key_ids: Iterable[str]) -> frozenset[str]:
-        """Those that were let in and would not be now. None while the file cannot be read, or is not there."""
+        """Which of these keys have been revoked. Empty while the key file is missing or cannot be read."""
         return frozenset(key_id for key_id in key_ids if self._file.is_revoked(key_id))
 
     def admins(self) -> str:
-        """Who may use the routes that change the server, as a sentence."""
+        """A sentence that says who may use the admin routes."""
         who = ["the admin key"] if self.has_admin_key else []
         if self.asks_for_keys:
             who += [f"keys of the tier {tier.name}" for tier in self._tiers.values() if tier.admin]
         elif not self.has_admin_key:
-            who = ["every program on this machine, until there is a key"]
-        return f"The routes for admins are open to {' and '.join(who) or f'nobody: {ADMIN_REMEDY}'}."
+            who = ["all programs on this machine, until there is a key"]
+        return f"Admin routes are open to {' and '.join(who) or f'nobody: {ADMIN_REMEDY}'}."
 
 
 class _WatchedFile:
-    """The key file, which may come, go or be replaced while the server runs."""
+    """The key file. It may be created, deleted or replaced while the server runs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -190,16 +186,16 @@ class _WatchedFile:
         self._was_seen = False
 
     def was_seen(self) -> bool:
-        """Whether the file is there, or once was, or may be."""
+        """Whether the file exists or has existed. If its folder cannot be read, it counts as existing."""
         if not self._was_seen:
             try:
                 self._was_seen = self._path.exists()
-            except OSError:  # a folder that may not be looked into
+            except OSError:  # the folder is not readable
                 self._was_seen = True
         return self._was_seen
 
     def tier_of(self, key: KeyText) -> str | None:
-        """The tier of a key; None for one that is not in the file. Raises `AuthenticationError` for a revoked one and
+        """The tier of a key; None if the key is not in the file. Raises `AuthenticationError` for a revoked key, and
         `OverloadedError` when the file cannot be read."""
         try:
             file = self._current()
@@ -214,18 +210,18 @@ class _WatchedFile:
         return secret.tier
 
     def is_revoked(self, key_id: str) -> bool:
-        """Whether a key that was once in the file is revoked there, or gone from it."""
+        """Whether a key that was in the file is revoked or gone. False if the file is missing or unreadable."""
         try:
             file = self._current()
             if file is None:
                 return False
             secret = file.secret(key_id)
         except (ConfigError, OSError, sqlite3.Error):
-            return False  # the next request is told, and the log
+            return False  # logged at the next request
         return secret is None or secret.is_revoked
 
     def _current(self) -> KeyFile | None:
-        """The file that is at the path now."""
+        """The open file at the path; None if there is none."""
         try:
             status = os.stat(self._path)
         except FileNotFoundError:
@@ -240,12 +236,12 @@ class _WatchedFile:
 
 
 def revocation(key_id: str) -> AuthenticationError:
-    """What the owner of a revoked key is told."""
+    """The error for a revoked key."""
     return AuthenticationError(f"The key {key_id} has been revoked; ask for a new one.")
 
 
 def key_file_path(server: ServerConfig) -> Path:
-    """Where keys are kept: as configured, or in the home folder."""
+    """The path of the key file: as configured, or in the home folder."""
     return home() / "keys.sqlite" if server.key_file is None else Path(server.key_file).expanduser()
 
 

@@ -1,13 +1,13 @@
-"""What each caller may still do: the limits of its tier, held against what it does.
+"""The limits of tiers, checked against what each caller uses.
 
-    Quotas.check(caller, demand)     raises what refuses it, and changes nothing
-    Quotas.refuse(caller)            counts a request that was wrong
-    Quotas.reserve(caller, demand)   asks the fleet, where limits are its (`fleet_quotas`); else nothing
-    Quotas.open(caller, demand)      -> Grant: takes it; the grant counts output as it comes, and gives seats back
-    Quotas.begin_reading(caller)     raises as `check`, or counts a request that only reads text
+    Quotas.check(caller, demand)           raises if a limit refuses the request; changes nothing
+    Quotas.count_wrong_request(caller)     counts a request that was wrong
+    Quotas.reserve(caller, demand)         asks the fleet's store, if there is one (`fleet_quotas`)
+    Quotas.open(caller, demand)            counts the request -> Grant, which counts output and gives seats back
+    Quotas.begin_reading(caller)           checks and counts a request that only has text read
 
-Everything that generates passes here, right before it is queued. All limits but the scheduler's queue bounds hold
-for one identity: two keys of a tier have a quota each.
+Every generation passes here right before it is queued. All limits except those of the scheduler's queue hold for one
+identity: two keys of a tier have a quota each. A seat is one answer in progress.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -31,13 +32,10 @@ WINDOW_S = 60.0
 _SLOT_S = 0.25
 SEAT_RETRY_S = 1.0
 
-MAX_SEATS = 2**31 - 1
-"""Of a tier without a limit."""
-
 
 @dataclass(slots=True)
 class _Slot:
-    """Amounts that came close together. It leaves the window as a whole, when its last one does."""
+    """Amounts that came close together. They leave the window together, when the last one does."""
 
     first_s: float
     last_s: float
@@ -45,14 +43,15 @@ class _Slot:
 
 
 class SlidingWindow:
-    """Amounts of the last 60 seconds: a limit on `used` is kept in any 60 seconds, not only in those of a clock's
-    minute, and nothing comes back in bursts. Amounts leave up to a quarter of a second late, so that a window holds
-    at most 240 slots: of 5 at 0.0 s and 3 at 0.2 s, all 8 leave at 60.2 s. Times are those of one monotonic clock and
-    never go back."""
+    """Amounts of the last 60 seconds. A limit on `used` holds in any 60 seconds, not only in the minutes of a clock.
+
+    Amounts leave up to a quarter of a second late, so that a window has at most 240 slots: of 5 at 0.0 s and 3 at 0.2
+    s, all 8 leave at 60.2 s. Times are from one monotonic clock and never decrease.
+    """
 
     def __init__(self) -> None:
         self.num_added = 0
-        """All that ever came."""
+        """The sum of all amounts ever added."""
         self._slots: deque[_Slot] = deque()
         self._total = 0
 
@@ -71,8 +70,8 @@ class SlidingWindow:
         return self._total
 
     def wait_s(self, amount: int, limit: int, now: float) -> float:
-        """Seconds until `amount` more keeps the limit, if nothing else comes: 0 if it does now, infinity if it is
-        more than the limit."""
+        """Seconds until `amount` more fits the limit, if nothing else comes: 0 if it fits now, infinity if it exceeds
+        the limit."""
         excess = self.used(now) + amount - limit
         if excess <= 0:
             return 0.0
@@ -83,7 +82,7 @@ class SlidingWindow:
         return math.inf
 
     def empty_in_s(self, now: float) -> float:
-        """Seconds until all of it has left."""
+        """Seconds until the window is empty."""
         self._forget(now)
         return self._slots[-1].last_s + WINDOW_S - now if self._slots else 0.0
 
@@ -94,7 +93,7 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request wants: answers generated side by side, and prompt tokens, each prompt counted once."""
+    """What a request asks for: answers generated at the same time, and prompt tokens, counting each prompt once."""
 
     num_answers: int = 1
     num_prompt_tokens: int = 1
@@ -102,7 +101,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """One rate: its limit, what is left of it now, and the seconds until all of it is back."""
+    """A rate limit: what remains of it now, and the seconds until all of it is available again."""
 
     limit: int
     remaining: int
@@ -111,7 +110,7 @@ class Allowance:
 
 @dataclass(slots=True)
 class Meter:
-    """What one identity has used, and does."""
+    """What one identity has used within a minute, and its answers in progress."""
 
     requests: SlidingWindow = field(default_factory=SlidingWindow)
     tokens: SlidingWindow = field(default_factory=SlidingWindow)
@@ -121,7 +120,7 @@ class Meter:
 
 
 class Grant:
-    """A request that was let in. `close` it on every path."""
+    """An admitted request. `close` it on every path."""
 
     def __init__(
         self, meter: Meter, demand: Demand, clock: Callable[[], float], on_close: Callable[[int], None]
@@ -134,7 +133,7 @@ class Grant:
         self._is_open = True
 
     def add_output(self, num_tokens: int) -> None:
-        """Output tokens have come."""
+        """Counts output tokens."""
         self._meter.tokens.add(num_tokens, self._clock())
         self._num_output_tokens += num_tokens
 
@@ -147,18 +146,18 @@ class Grant:
 
 
 class Quotas:
-    """The meters of all callers. Event-loop thread only, so that nothing comes between `check` and `open`."""
+    """The meters of all callers. Event-loop thread only, so that nothing happens between `check` and `open`."""
 
     def __init__(self, usage: UsageLog | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`usage` is told what keys have used. `refused` counts answers of status 429 by tier."""
+        """`usage` records what keys use. `refused` counts answers of status 429 by tier."""
         self.refused: Counter[str] = Counter()
         self._usage = usage
         self._clock = clock
         self._meters: dict[str, Meter] = {}
 
     def check(self, caller: Caller, demand: Demand) -> None:
-        """Raises `QuotaExceededError` for what the caller may do later, and `InvalidRequestError` for what it never
-        may."""
+        """Raises `QuotaExceededError` for what the caller may do later, and `InvalidRequestError` for what it may never
+        do."""
         tier, meter, now = caller.tier, self._meter(caller), self._clock()
         _check_seats(tier, meter, demand)
         _check_rate(tier, tier.requests_per_minute, meter.requests, now, "requests have come", "send")
@@ -166,44 +165,39 @@ class Quotas:
             _check_tokens(tier, tier.tokens_per_minute, meter.tokens, demand.num_prompt_tokens, now)
 
     def seats_left(self, caller: Caller) -> int:
-        """How many more answers the caller may have at a time now, but one at least: `check` refuses that one."""
+        """How many more answers may start now, at least 1: `check` refuses it if there is no seat."""
         limit = caller.tier.max_concurrent_requests
-        return MAX_SEATS if limit is None else max(1, limit - self._meter(caller).num_answers)
+        return sys.maxsize if limit is None else max(1, limit - self._meter(caller).num_answers)
 
     def begin_reading(self, caller: Caller) -> None:
-        """Counts a request that has text read and generates nothing. It is held against the tier's rates, too, but
-        apart from what generates. Raises `QuotaExceededError`."""
+        """Counts a request that has text read and generates nothing. The rates of the tier hold for such requests
+        separately. Raises `QuotaExceededError`."""
         tier, meter, now = caller.tier, self._meter(caller), self._clock()
         _check_rate(tier, tier.requests_per_minute, meter.readings, now, "requests have come", "send")
         _check_rate(tier, tier.tokens_per_minute, meter.read_tokens, now, "tokens have been read", "have read")
         meter.readings.add(1, now)
 
     def add_read(self, caller: Caller, num_tokens: int) -> None:
-        """Such a request's text had so many tokens."""
+        """Counts the tokens of such a request."""
         self._meter(caller).read_tokens.add(num_tokens, self._clock())
 
-    def count_answer(self, caller: Caller, status: int) -> None:
-        """An answer begins. Those of status 429 are counted."""
-        if status == 429:
-            self.refused[caller.tier.name] += 1
-
-    def refuse(self, caller: Caller) -> None:
-        """A request was wrong: it counts as one, since reading it has cost as much as others."""
+    def count_wrong_request(self, caller: Caller) -> None:
+        """Counts a wrong request, since reading it costs as much as reading others."""
         self._meter(caller).requests.add(1, self._clock())
 
     async def reserve(
         self, caller: Caller, demand: Demand, least: int | None = None
     ) -> contextlib.AbstractContextManager[int]:
-        """Asks all who count for the caller. `check` and `open` follow inside the block, which has how many of the
-        demand's answers may be in progress: all, or where `least` is given, at least so many. What is not opened is
-        given back at the block's end. Raises `QuotaExceededError`."""
+        """Reserves the demand in the fleet's store. Call `check` and `open` inside the block, which must not await. It
+        gives the number of answers that may be in progress: all of the demand, or at least `least` if that is given.
+        What is not opened is given back at the end of the block. Raises `QuotaExceededError`."""
         return contextlib.nullcontext(demand.num_answers)
 
     async def close(self) -> None:
-        """At the server's end."""
+        """Call it when the server ends."""
 
     def open(self, caller: Caller, demand: Demand) -> Grant:
-        """Takes what `check` has let pass."""
+        """Counts a request that `check` allowed."""
         meter, now = self._meter(caller), self._clock()
         meter.requests.add(1, now)
         meter.tokens.add(demand.num_prompt_tokens, now)
@@ -220,7 +214,7 @@ class Quotas:
             )
 
     def rates(self, caller: Caller) -> dict[str, Allowance]:
-        """What is left now of `requests` and `tokens`, as far as they have limits."""
+        """What remains of `requests` and `tokens`, for those that the tier limits."""
         meter, now, tier = self._meter(caller), self._clock(), caller.tier
         limits = {
             "requests": (tier.requests_per_minute, meter.requests),
@@ -268,7 +262,7 @@ def _check_tokens(tier: Tier, limit: int, window: SlidingWindow, num_prompt_toke
 
 
 def seats_refusal(tier: Tier, num_answers: int, demand: Demand) -> QuotaExceededError:
-    """To who has so many answers in progress."""
+    """The refusal when too many answers are in progress."""
     return QuotaExceededError(
         f"{num_answers} answers are in progress and the request asks for {demand.num_answers}; a key of the "
         f"tier {tier.name} may have {tier.max_concurrent_requests} at a time. Wait for one to end.",
@@ -277,12 +271,12 @@ def seats_refusal(tier: Tier, num_answers: int, demand: Demand) -> QuotaExceeded
 
 
 def requests_refusal(tier: Tier, num_requests: int, wait_s: float) -> QuotaExceededError:
-    """To who has sent so many within a minute, and may send one more in `wait_s`."""
+    """The refusal when too many requests came within a minute; `wait_s` is when another is allowed."""
     return _rate_refusal(tier, tier.requests_per_minute, f"{num_requests} requests have come", "send", wait_s)
 
 
 def tokens_refusal(tier: Tier, num_tokens: int, num_prompt_tokens: int, wait_s: float) -> QuotaExceededError:
-    """To who has used so many within a minute, and may use those of the prompt in `wait_s`."""
+    """The refusal when too many tokens were used within a minute; `wait_s` is when the prompt's are allowed."""
     return QuotaExceededError(
         f"{num_tokens} tokens were used within a minute and the prompt has {num_prompt_tokens}; a key of the tier "
         f"{tier.name} may use {tier.tokens_per_minute}. Try again in {math.ceil(wait_s)} s.",
@@ -298,8 +292,8 @@ def _rate_refusal(tier: Tier, limit: int | None, used: str, may: str, wait_s: fl
 
 
 def bounded(sampling: SamplingParams, tier: Tier, num_prompt_tokens: int) -> SamplingParams:
-    """The parameters, `max_tokens` cut to what the tier allows beside the prompt. Raises `ContextLengthError` for a
-    prompt that leaves no room."""
+    """The parameters with `max_tokens` reduced to what the tier allows. Raises `ContextLengthError` for a prompt that
+    leaves no room for output."""
     limits = [sampling.max_tokens, tier.max_output_tokens]
     if tier.max_context_tokens is not None:
         if num_prompt_tokens >= tier.max_context_tokens:
@@ -314,8 +308,8 @@ def bounded(sampling: SamplingParams, tier: Tier, num_prompt_tokens: int) -> Sam
 
 
 def quota_headers(rates: Mapping[str, Allowance], path: str) -> dict[str, str]:
-    """Tells clients what is left of their quota: Anthropic's names below its routes, with the instant of the reset;
-    OpenAI's elsewhere, with the time until it."""
+    """Headers that tell clients what remains of their quota: Anthropic's names on its routes, with the time of the
+    reset; OpenAI's elsewhere, with the seconds until the reset."""
     headers = {}
     for name, rate in rates.items():
         if path.startswith(ANTHROPIC_PREFIX):

@@ -1,5 +1,5 @@
-"""The live page at `/` and `/dashboard`: its files, and the events that feed them: what it shows of each model, once a
-second."""
+"""The live page at `/` and `/dashboard`: its files, and a snapshot of all models once a second, as server-sent
+events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.engine.engine import AsyncEngine, EngineState
 from mlx_server.engine.models.facts import read_preparation
 from mlx_server.errors import ConfigError
-from mlx_server.observability.engine_metrics import Histogram, RequestSummary
+from mlx_server.observability.engine_metrics import Histogram
 from mlx_server.pool.model_pool import ModelPool
 from mlx_server.pool.pooled_model import PooledModel
 from mlx_server.request import Request as EngineRequest
@@ -37,16 +37,16 @@ router = APIRouter(include_in_schema=False)
 PERIOD_S = 1.0
 
 MAX_REQUESTS = 50
-"""Requests in progress that are listed; the rest is counted."""
+"""Requests in progress that are listed; the others are only counted."""
 
 MAX_KEYS = 100
 """Keys that are listed."""
 
 KEYS_EVERY = 5
-"""Snapshots, of which one has the keys."""
+"""One in so many snapshots has the keys."""
 
 MAX_CELLS = 2048
-"""Cells of the block map: of a larger pool, evenly spaced blocks are shown."""
+"""Cells of the block map. Of a larger pool, evenly spaced blocks are shown."""
 
 _SERVING = (EngineState.READY, EngineState.DRAINING)
 
@@ -81,29 +81,29 @@ for _name in sorted(PAGE_FILES):
 
 @router.get("/dashboard/events", dependencies=[RequireAdmin])
 async def events(request: Request, context: Context) -> Response:
-    """One snapshot of all models a second, as server-sent events, until the client leaves, its key is revoked or the
+    """A snapshot of all models once a second, as server-sent events, until the client leaves, its key is revoked or the
     server ends."""
-    return sse.event_stream(partial(_tell, context, caller_of(request)), 0)
+    return sse.event_stream(partial(_send_snapshots, context, caller_of(request)), 0)
 
 
-async def _tell(context: ServerContext, caller: Caller, out: sse.PieceWriter) -> None:
+async def _send_snapshots(context: ServerContext, caller: Caller, out: sse.PieceWriter) -> None:
     own_key = () if caller.key_id is None else (caller.key_id,)
-    num_told = 0
+    num_sent = 0
     while not context.keys.revoked(own_key):
-        told = snapshot(context.pool) | {"pulls": [fetch.reading() for fetch in context.fetches.running()]}
-        if num_told % KEYS_EVERY == 0:
-            told |= {"keys": await asyncio.to_thread(_key_records, context), "tiers": _tier_limits(context)}
-        out.write(sse.data(told))
+        shown = snapshot(context.pool) | {"pulls": [fetch.reading() for fetch in context.fetches.running()]}
+        if num_sent % KEYS_EVERY == 0:
+            shown |= {"keys": await asyncio.to_thread(_key_records, context), "tiers": _tier_limits(context)}
+        out.write(sse.data(shown))
         await out.drain()
         if context.generations.is_draining or context.pool.death() is not None:
             return  # the process is about to end, and waits for open streams
-        num_told += 1
+        num_sent += 1
         await asyncio.sleep(PERIOD_S)
 
 
 def snapshot(pool: ModelPool) -> dict[str, Any]:
-    """All models as they are now. Costs the same for any number of waiting requests and blocks. No text of
-    prompts or answers is in it."""
+    """All models as they are now. The cost does not depend on the number of waiting requests and blocks. Contains no
+    text of prompts or answers."""
     return {"time_s": time.time(), "models": [_model(model) for model in pool.models()]}
 
 
@@ -124,13 +124,13 @@ def _model(model: PooledModel) -> dict[str, Any]:
             "stats": _stats(engine),
             "tiers": list(_tiers(engine)),
             "requests": list(_requests(engine)),
-            "recent": [_summary(summary) for summary in reversed(engine.metrics.recent)],
+            "recent": [dataclasses.asdict(summary) for summary in reversed(engine.metrics.recent)],
         }
     return reading
 
 
 def _key_records(context: ServerContext) -> list[dict[str, Any]]:
-    """Of those that are not revoked, the last used ones, with what they have used. Reads the file of keys."""
+    """The keys that are not revoked, last used first, with their usage. Reads the key file."""
     path = key_file_path(context.config.server)
     try:
         if not path.exists():
@@ -138,7 +138,7 @@ def _key_records(context: ServerContext) -> list[dict[str, Any]]:
         with KeyFile(path) as file:
             records = [record for record in file.records() if record.revoked_s is None]
     except (ConfigError, OSError, sqlite3.Error):
-        return []  # the log and the next request that brings a key tell of it
+        return []  # the next request with a key logs it
     records.sort(key=lambda record: record.last_used_s or record.created_s, reverse=True)
     return [dataclasses.asdict(record) for record in records[:MAX_KEYS]]
 
@@ -158,28 +158,14 @@ def _tier_limits(context: ServerContext) -> list[dict[str, Any]]:
 
 
 def _stats(engine: AsyncEngine) -> dict[str, Any]:
+    """All of `EngineStats`, and what the page draws beside it."""
     stats, histograms = engine.stats(), engine.metrics.by_name
     return {
-        "running": stats.num_running,
-        "waiting": stats.num_waiting,
-        "generated_tokens": stats.num_generated_tokens,
-        "computed_prompt_tokens": stats.num_prompt_tokens_computed,
-        "prefix_query_tokens": stats.num_prefix_query_tokens,
-        "prefix_hit_tokens": stats.num_prefix_hit_tokens,
-        "preemptions": stats.num_preemptions,
-        "model_calls": stats.num_model_calls,
-        "draft_tokens": stats.num_draft_tokens,
-        "accepted_tokens": stats.num_accepted_tokens,
-        "busy_s": stats.busy_time_s,
-        "idle_s": stats.idle_time_s,
+        **{field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)},
         "ttft_s": _sums(histograms["time_to_first_token_seconds"]),
         "itl_s": _sums(histograms["inter_token_latency_seconds"]),
         "memory_bytes": stats.weight_bytes + stats.kv_pool_bytes,
-        "pressure_level": stats.pressure_level,
-        "blocks": stats.num_blocks,
         "max_blocks": max(stats.num_blocks, stats.max_num_blocks),
-        "free_blocks": stats.num_free_blocks,
-        "cached_blocks": stats.num_cached_blocks,
         "block_size": BLOCK_SIZE,
         "block_map": "".join(str(state.value) for state in engine.scheduler.blocks.states(MAX_CELLS)),
     }
@@ -198,17 +184,17 @@ def _tiers(engine: AsyncEngine) -> Iterator[dict[str, Any]]:
 
 
 def _requests(engine: AsyncEngine) -> Iterator[dict[str, Any]]:
-    """Running ones by effective priority, then waiting ones in the order of their turns."""
+    """Running requests by effective priority, then waiting ones in the order in which they will run."""
     now = time.monotonic()
     for request in islice(engine.scheduler.in_order(), MAX_REQUESTS):
         yield {
-            "id": request.request_id,
+            "request_id": request.request_id,
             "tier": request.tier,
             "state": _state(request),
             "effective_priority": engine.scheduler.effective_priority(request, now),
-            "prompt_tokens": request.num_prompt_tokens,
-            "computed_tokens": min(request.num_computed_tokens, request.num_prompt_tokens),
-            "output_tokens": request.num_output_tokens,
+            "num_prompt_tokens": request.num_prompt_tokens,
+            "num_computed_tokens": min(request.num_computed_tokens, request.num_prompt_tokens),
+            "num_output_tokens": request.num_output_tokens,
             "age_s": now - request.arrival_s,
         }
 
@@ -217,17 +203,3 @@ def _state(request: EngineRequest) -> str:
     if request.status is RequestStatus.WAITING:
         return "preempted" if request.num_preemptions else "waiting"
     return "prefill" if request.num_computed_tokens < request.num_prompt_tokens else "decode"
-
-
-def _summary(summary: RequestSummary) -> dict[str, Any]:
-    return {
-        "id": summary.request_id,
-        "tier": summary.tier,
-        "finish_reason": summary.finish_reason.value,
-        "prompt_tokens": summary.num_prompt_tokens,
-        "cached_tokens": summary.num_cached_tokens,
-        "output_tokens": summary.num_output_tokens,
-        "queue_s": summary.queue_s,
-        "ttft_s": summary.ttft_s,
-        "tpot_s": summary.tpot_s,
-    }

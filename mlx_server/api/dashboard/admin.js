@@ -1,28 +1,28 @@
-// What admins see and do: models pulled, loaded and unloaded; keys and tiers with their use.
+// For admins: pulling, loading and unloading models; keys and tiers with their usage.
 
 import { $, ask, bytes, duration, number, rows } from "./common.js";
 
 const LOADED = ["loading", "ready", "draining", "dead"];
-const asked = new Set(); // names of models that this page has asked something for, and has no answer yet
+const pending = new Set(); // names of models with an unanswered request of this page
 let shown = "";
 
 // --- models -------------------------------------------------------------------------------------------------
 
-// `offers` are names that may be asked for; `snapshot` has those that were.
+// `offers` are all models; `snapshot` has those that are configured or have been asked for.
 export function showModels(snapshot, offers) {
   $("all-models").hidden = false;
   const there = new Set(snapshot.models.map((model) => model.name));
   const others = offers.filter((offer) => !offer.parent && !there.has(offer.id));
   const models = [...snapshot.models, ...others.map((offer) => ({ name: offer.id, state: "unloaded" }))];
   const text = JSON.stringify([models.map(({ stats, requests, recent, tiers, ...rest }) => [
-    rest, stats?.memory_bytes, stats?.running, stats?.waiting,
-  ]), snapshot.pulls, [...asked]]);
-  if (text === shown) return; // so that what has the focus keeps it
+    rest, stats?.memory_bytes, stats?.num_running, stats?.num_waiting,
+  ]), snapshot.pulls, [...pending]]);
+  if (text === shown) return; // so that the focus stays
   shown = text;
   const focused = document.activeElement?.dataset?.model;
   rows("models", models.map((model) => [
-    model.name, stateOf(model), bytes(model.stats?.memory_bytes), number(model.stats?.running),
-    number(model.stats?.waiting), buttonOf(model),
+    model.name, stateOf(model), bytes(model.stats?.memory_bytes), number(model.stats?.num_running),
+    number(model.stats?.num_waiting), buttonOf(model),
   ]));
   rows("pulls", (snapshot.pulls ?? []).map((pull) => [pull.model, progress(pull)]));
   $("pulls-table").hidden = !snapshot.pulls?.length;
@@ -42,11 +42,11 @@ function stateOf(model) {
 }
 
 function progress({ stage, done_bytes: done, total_bytes: total, bytes_per_s: rate, remaining_s: left }) {
-  const told = document.createElement("span");
-  told.append(bar(done, total ?? undefined), ` ${stage}`);
-  if (total) told.append(` ${bytes(done)} of ${bytes(total)}`);
-  if (rate) told.append(`, ${bytes(rate)}/s, ${duration(left)} left`);
-  return told;
+  const shown = document.createElement("span");
+  shown.append(bar(done, total ?? undefined), ` ${stage}`);
+  if (total) shown.append(` ${bytes(done)} of ${bytes(total)}`);
+  if (rate) shown.append(`, ${bytes(rate)}/s, ${duration(left)} left`);
+  return shown;
 }
 
 function bar(value, max) {
@@ -61,14 +61,14 @@ function buttonOf({ name, state }) {
   button.type = "button";
   button.textContent = verb === "load" ? "Load" : "Unload";
   button.dataset.model = name;
-  button.disabled = asked.has(name);
+  button.disabled = pending.has(name);
   button.setAttribute("aria-label", `${button.textContent} ${name}`);
   button.addEventListener("click", () => act(verb, name));
   return button;
 }
 
 async function act(verb, model) {
-  asked.add(model);
+  pending.add(model);
   $("models-note").textContent = "";
   try {
     await ask(`admin/models/${verb}`, { model });
@@ -77,13 +77,13 @@ async function act(verb, model) {
   } catch (error) {
     $("models-note").textContent = error.message;
   }
-  asked.delete(model);
+  pending.delete(model);
 }
 
 $("pull").addEventListener("submit", (event) => {
   event.preventDefault();
   const name = $("pull-name").value.trim();
-  if (!name || asked.has(name)) return;
+  if (!name || pending.has(name)) return;
   $("pull-name").value = "";
   act("pull", name);
 });
@@ -93,7 +93,7 @@ $("pull").addEventListener("submit", (event) => {
 const limit = (value) => (value == null ? "no limit" : number(value));
 
 export function showKeys({ keys, tiers, time_s: now }) {
-  if (!keys) return; // only some snapshots have them
+  if (!keys) return; // only some snapshots have keys
   $("keys-card").hidden = !keys.length && tiers.length < 2;
   rows("tier-limits", tiers.map((tier) => [
     tier.name, tier.priority, limit(tier.requests_per_minute), limit(tier.tokens_per_minute),

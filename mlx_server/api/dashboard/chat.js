@@ -1,4 +1,4 @@
-// Chats through the public API. They are kept in this browser (IndexedDB), and nowhere else.
+// Chats through the public API. They are stored in this browser (IndexedDB) and nowhere else.
 
 import { $, ask, askForKey, duration, events, headers, number, reasonOf } from "./common.js";
 import { showMarkdown } from "./markdown.js";
@@ -6,10 +6,10 @@ import { showMarkdown } from "./markdown.js";
 const SETTINGS = ["system", "temperature", "top_p", "max_tokens", "seed"];
 const SETTINGS_KEY = "mlx-serve-settings";
 const MAX_TITLE = 40;
-const MAX_CHATS = 100; // that are kept, and their letters, images' included: beyond that the oldest go
+const MAX_CHATS = 100; // the oldest chats beyond these limits are deleted; images count, too
 const MAX_LETTERS = 50e6;
 
-// --- models that may be asked for ---------------------------------------------------------------------------
+// --- models to choose from ----------------------------------------------------------------------------------
 
 export let offers = [];
 
@@ -17,7 +17,7 @@ export async function listOffers() {
   try {
     offers = (await ask("v1/models")).data;
   } catch {
-    return; // whoever reads the figures is told why
+    return; // page.js shows the reason
   }
   const select = $("model");
   const names = offers.map((offer) => offer.id);
@@ -26,28 +26,28 @@ export async function listOffers() {
     select.replaceChildren(...names.map((name) => new Option(name, name)));
     if (names.includes(chosen)) select.value = chosen;
   }
-  showSight();
+  showAttach();
   dispatchEvent(new Event("offers-changed"));
 }
 
-const sees = () => Boolean(offers.find((offer) => offer.id === $("model").value)?.capabilities?.includes("vision"));
+const takesImages = () => Boolean(offers.find((offer) => offer.id === $("model").value)?.capabilities?.includes("vision"));
 
-function showSight() {
-  $("attach-label").hidden = !sees();
-  if (!sees()) setPictures([]);
+function showAttach() {
+  $("attach-label").hidden = !takesImages();
+  if (!takesImages()) setPictures([]);
 }
 
-$("model").addEventListener("change", showSight);
+$("model").addEventListener("change", showAttach);
 addEventListener("key-changed", listOffers);
 addEventListener("models-changed", listOffers);
 
-// --- what is kept -------------------------------------------------------------------------------------------
+// --- stored chats ------------------------------------------------------------------------------------------
 
 const opened = new Promise((resolve) => {
   const request = indexedDB.open("mlx-serve", 1);
   request.onupgradeneeded = () => request.result.createObjectStore("chats", { keyPath: "id" });
   request.onsuccess = () => resolve(request.result);
-  request.onerror = () => resolve(null); // a private window: chats last as long as the page
+  request.onerror = () => resolve(null); // a private window: chats are lost with the page
 });
 
 async function kept(mode, work) {
@@ -57,7 +57,7 @@ async function kept(mode, work) {
     const change = db.transaction("chats", mode);
     const request = work(change.objectStore("chats"));
     change.oncomplete = () => resolve(request.result);
-    change.onabort = () => resolve(undefined); // such as where there is no room, which is said only at the end
+    change.onabort = () => resolve(undefined); // for example, no room, which shows only here
   });
 }
 
@@ -69,7 +69,7 @@ function begin() {
   show();
 }
 
-// Whether the browser had room for it.
+// Stores a chat. Returns whether the browser had room for it.
 async function keep(one) {
   if (one.isDeleted || !one.turns.length) return true;
   one.changed = Date.now();
@@ -78,7 +78,7 @@ async function keep(one) {
   const isKept = (await kept("readwrite", (store) => store.put(one))) !== undefined;
   await forgetOldest(one);
   listChats();
-  return isKept || !await opened; // without a store nothing was promised
+  return isKept || !await opened; // without a store, chats are not kept anyway
 }
 
 const letters = ({ turns }) => turns.reduce((sum, { content, reasoning = "", images = [] }) =>
@@ -92,7 +92,7 @@ async function forgetOldest(latest) {
   for (const one of gone) await kept("readwrite", (store) => deleteUnchanged(store, one));
 }
 
-// Unless another tab has gone on with it.
+// Unless another tab has changed it.
 function deleteUnchanged(store, { id, changed }) {
   const request = store.get(id);
   request.onsuccess = () => request.result?.changed === changed && store.delete(id);
@@ -135,7 +135,7 @@ $("delete-chat").addEventListener("click", async () => {
 async function restore() {
   const found = (await kept("readonly", (store) => store.getAll())) ?? [];
   chats = [...chats, ...found.sort((one, other) => other.changed - one.changed)];
-  if (chat.turns.length || !chats.length) { // somebody was quicker
+  if (chat.turns.length || !chats.length) { // a chat has begun already
     listChats();
     return;
   }
@@ -151,7 +151,7 @@ function savedSettings() {
   try {
     return JSON.parse(localStorage.getItem(SETTINGS_KEY)) ?? {};
   } catch {
-    return {}; // another page of this address has written there
+    return {}; // written by another page of this address
   }
 }
 for (const name of SETTINGS) {
@@ -192,7 +192,7 @@ const read = (file) => new Promise((resolve, reject) => {
 
 async function attach(files) {
   const found = [...files].filter((file) => file.type.startsWith("image/"));
-  if (sees() && found.length) setPictures([...pictures, ...await Promise.all(found.map(read))]);
+  if (takesImages() && found.length) setPictures([...pictures, ...await Promise.all(found.map(read))]);
 }
 
 $("attach").addEventListener("change", async () => {
@@ -247,7 +247,7 @@ const message = ({ role, content, images = [] }) => ({
     : content,
 });
 
-// Shows an answer while it comes, at most once a frame, and less often where that takes long.
+// Shows an answer as it arrives, at most once a frame, and less often if that takes long.
 function painter(turn, answer) {
   let next = 0;
   let asked = false;
@@ -315,7 +315,7 @@ async function send(text, images) {
   } catch (error) {
     if (error.name !== "AbortError") {
       if (own === chat) addTurn({ role: "error", content: error.message });
-      if (!answer.content && !$("message").value) { // to try again
+      if (!answer.content && !$("message").value) { // to retry
         $("message").value = text;
         setPictures(images);
       }
@@ -330,7 +330,7 @@ async function send(text, images) {
     + (usage && usage.completion_tokens > 1 ? `, ${number((usage.completion_tokens - 1) / seconds)} tok/s` : "");
   if (!isKept) $("chat-note").textContent = "The browser has no room to keep this chat.";
   setRunning(null);
-  listOffers(); // a first message loads a model, and only then is it known whether it sees
+  listOffers(); // the first message loads a model, and only then it is known whether it takes images
 }
 
 $("chat").addEventListener("submit", (event) => {

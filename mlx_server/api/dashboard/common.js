@@ -1,4 +1,4 @@
-// What the parts of the page share: the key, requests to the server, words for figures.
+// Shared by the parts of the page: the key, requests to the server, number formats.
 
 export const $ = (id) => document.getElementById(id);
 export const NARROW = matchMedia("(max-width: 42rem)"); // as in page.css
@@ -29,7 +29,7 @@ export function askForKey(reason) {
 
 // --- requests -----------------------------------------------------------------------------------------------
 
-// A JSON answer; throws the server's own words.
+// A JSON answer; throws the message of the server's error.
 export async function ask(path, body) {
   const options = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
   const response = await fetch(path, { ...options, headers: { "content-type": "application/json", ...headers() } });
@@ -67,7 +67,7 @@ export async function reasonOf(response) {
   }
 }
 
-// --- words --------------------------------------------------------------------------------------------------
+// --- formats ------------------------------------------------------------------------------------------------
 
 const format = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 export const number = (value) => (value == null ? "–" : value > 0 && value < 10 && !Number.isInteger(value)
@@ -96,5 +96,5 @@ export function rows(id, table, hasId = false) {
   }));
 }
 
-// An id begins with what the client calls the request, and ends with what no other has.
+// An id begins with the client's own name of the request, and its end is unique.
 const shortened = (id) => (id.length > 19 ? `${id.slice(0, 10)}…${id.slice(-8)}` : id);

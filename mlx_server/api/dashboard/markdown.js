@@ -1,5 +1,5 @@
-// Markdown as elements. What a model writes becomes text and a few kinds of elements, made one by one: no HTML is ever
-// parsed, so none of it can become script, whatever it is. marked (vendor/) only finds the structure.
+// Markdown as elements. A model's output becomes text and a few kinds of elements, created one by one. No HTML is
+// parsed, so none of it can become script. marked (vendor/) only finds the structure.
 
 import { Lexer } from "./vendor/marked.esm.js";
 
@@ -7,12 +7,12 @@ const MAX_DEPTH = 24;
 const SAFE_LINK = /^(https?:\/\/|mailto:)/i;
 const NAMED = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", hellip: "…", mdash: "—", ndash: "–" };
 
-// Shows `text` in `node`. Blocks at its beginning that stay as they are, while a text comes, stay the same elements.
+// Shows `text` in `node`. While the text grows, blocks that do not change keep their elements.
 export function showMarkdown(text, node) {
   let tokens;
   try {
     tokens = new Lexer({ gfm: true }).lex(text).filter((token) => token.type !== "space" && token.type !== "def");
-  } catch { // nested too deep for its recursion
+  } catch { // nested too deeply
     node.replaceChildren(text);
     return;
   }
@@ -57,7 +57,7 @@ function block(token, depth) {
     case "table": return table(token, depth);
     case "text": return element("span", token.tokens ? inlines(token.tokens, depth) : [plain(token.text)]);
     case "checkbox": return element("input", [], { type: "checkbox", disabled: true, checked: token.checked });
-    default: return element("p", [token.raw ?? ""]); // HTML among them
+    default: return element("p", [token.raw ?? ""]); // also HTML
   }
 }
 
@@ -67,7 +67,7 @@ function code(token) {
     try {
       await navigator.clipboard.writeText(token.text);
       copy.textContent = "Copied";
-    } catch { copy.textContent = "Select it by hand"; } // browsers refuse it on pages without HTTPS
+    } catch { copy.textContent = "Select it by hand"; } // browsers refuse it without HTTPS
   });
   const language = element("span", [token.lang ?? ""]);
   return element("figure", [element("figcaption", [language, copy]), element("pre", [element("code", [token.text])])]);
@@ -93,7 +93,7 @@ function inline(token, depth) {
     case "escape": return token.text;
     case "text": return token.tokens ? element("span", inlines(token.tokens, depth)) : plain(token.text);
     case "link": return link(token.href, inlines(token.tokens, depth));
-    case "image": return link(token.href, [`[image: ${token.text || token.href}]`]); // nothing is fetched by itself
+    case "image": return link(token.href, [`[image: ${token.text || token.href}]`]); // images are not fetched
     default: return token.raw ?? "";
   }
 }

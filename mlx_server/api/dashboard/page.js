@@ -48,15 +48,15 @@ const histories = new Map(); // model name to { last, lines }
 function advance(model, time) {
   const kept = histories.get(model.name);
   const entry = { last: model, time, lines: kept?.lines ?? { rate: [], prompt: [], ttft: [], itl: [] }, idle: null };
-  if (kept && model.generated_tokens >= kept.last.generated_tokens) {
+  if (kept && model.num_generated_tokens >= kept.last.num_generated_tokens) {
     const seconds = Math.max(time - kept.time, 0.001);
     const perSecond = (name) => (model[name] - kept.last[name]) / seconds;
     const mean = (name) => {
       const count = model[name].count - kept.last[name].count;
       return count > 0 ? (model[name].sum - kept.last[name].sum) / count : null;
     };
-    push(entry.lines.rate, perSecond("generated_tokens"));
-    push(entry.lines.prompt, perSecond("computed_prompt_tokens"));
+    push(entry.lines.rate, perSecond("num_generated_tokens"));
+    push(entry.lines.prompt, perSecond("num_prompt_tokens_computed"));
     push(entry.lines.ttft, mean("ttft_s"));
     push(entry.lines.itl, mean("itl_s"));
   }
@@ -74,7 +74,7 @@ const lastOf = (line) => line.findLast((value) => value !== null) ?? null;
 // --- showing a snapshot -------------------------------------------------------------------------------------
 
 let newest = null;
-let known = ""; // which models there are, in which states
+let known = ""; // the models and their states
 
 function show(snapshot) {
   newest = snapshot;
@@ -101,43 +101,43 @@ function draw() {
   const { stats } = model;
   const { lines } = history;
 
-  $("running").textContent = stats.running;
-  $("waiting").textContent = stats.waiting;
+  $("running").textContent = stats.num_running;
+  $("waiting").textContent = stats.num_waiting;
   $("output-rate").textContent = number(lines.rate.at(-1));
   $("prompt-rate").textContent = number(lines.prompt.at(-1));
   $("ttft").textContent = duration(lastOf(lines.ttft));
   $("itl").textContent = duration(lastOf(lines.itl));
-  $("idle").textContent = share(stats.idle_s, stats.busy_s + stats.idle_s);
-  $("preemptions").textContent = number(stats.preemptions);
-  $("acceptance").textContent = share(stats.accepted_tokens, stats.draft_tokens);
-  $("tokens-a-call").textContent = stats.model_calls ? (stats.generated_tokens / stats.model_calls).toFixed(2) : "–";
-  $("pool-used").textContent = share(stats.blocks - stats.free_blocks, stats.max_blocks);
-  $("pool-cached").textContent = share(stats.cached_blocks, stats.max_blocks);
-  $("hit-rate").textContent = share(stats.prefix_hit_tokens, stats.prefix_query_tokens);
+  $("idle").textContent = share(stats.idle_time_s, stats.busy_time_s + stats.idle_time_s);
+  $("preemptions").textContent = number(stats.num_preemptions);
+  $("acceptance").textContent = share(stats.num_accepted_tokens, stats.num_draft_tokens);
+  $("tokens-a-call").textContent = stats.num_model_calls ? (stats.num_generated_tokens / stats.num_model_calls).toFixed(2) : "–";
+  $("pool-used").textContent = share(stats.num_blocks - stats.num_free_blocks, stats.max_blocks);
+  $("pool-cached").textContent = share(stats.num_cached_blocks, stats.max_blocks);
+  $("hit-rate").textContent = share(stats.num_prefix_hit_tokens, stats.num_prefix_query_tokens);
   $("memory").textContent = bytes(stats.memory_bytes);
   $("pressure").textContent = stats.pressure_level ? `memory ${stats.pressure_level} % full` : "";
   drawLine($("rate-line"), lines.rate, (value) => `${number(value)} tok/s`);
   drawLine($("ttft-line"), lines.ttft, duration);
   drawLine($("itl-line"), lines.itl, duration);
   drawBlocks($("blocks"), stats.block_map);
-  const perCell = stats.blocks / Math.max(stats.block_map.length, 1);
-  $("blocks-note").textContent = `${number(stats.blocks)} blocks of ${stats.block_size} tokens`
-    + (stats.max_blocks > stats.blocks ? ` of ${number(stats.max_blocks)} that may come` : "")
+  const perCell = stats.num_blocks / Math.max(stats.block_map.length, 1);
+  $("blocks-note").textContent = `${number(stats.num_blocks)} blocks of ${stats.block_size} tokens`
+    + (stats.max_blocks > stats.num_blocks ? ` of at most ${number(stats.max_blocks)}` : "")
     + (perCell > 1 ? `, every ${perCell.toFixed(1)}th shown` : "");
 
   rows("tiers", model.tiers.map((tier) => [tier.name, tier.running, tier.waiting]));
   rows("requests", model.requests.map((one) => [
-    one.id, one.tier, one.state, one.effective_priority.toFixed(2),
-    one.computed_tokens < one.prompt_tokens
-      ? `${number(one.computed_tokens)} of ${number(one.prompt_tokens)}` : number(one.prompt_tokens),
-    number(one.output_tokens), duration(one.age_s),
+    one.request_id, one.tier, one.state, one.effective_priority.toFixed(2),
+    one.num_computed_tokens < one.num_prompt_tokens
+      ? `${number(one.num_computed_tokens)} of ${number(one.num_prompt_tokens)}` : number(one.num_prompt_tokens),
+    number(one.num_output_tokens), duration(one.age_s),
   ]), true);
-  const hidden = stats.running + stats.waiting - model.requests.length;
+  const hidden = stats.num_running + stats.num_waiting - model.requests.length;
   $("requests-note").textContent = hidden > 0 ? `and ${number(hidden)} more`
     : model.requests.length ? "" : "Nothing is in progress.";
   rows("recent", model.recent.map((one) => [
-    one.id, one.tier, one.finish_reason, `${number(one.prompt_tokens)} (${number(one.cached_tokens)})`,
-    number(one.output_tokens), duration(one.queue_s), duration(one.ttft_s), duration(one.tpot_s),
+    one.request_id, one.tier, one.finish_reason, `${number(one.num_prompt_tokens)} (${number(one.num_cached_tokens)})`,
+    number(one.num_output_tokens), duration(one.queue_s), duration(one.ttft_s), duration(one.tpot_s),
   ]), true);
   $("recent-note").hidden = model.recent.length > 0;
 }
@@ -167,7 +167,7 @@ function prepared(canvas) {
   return { pen, width, height };
 }
 
-// light-dark() is resolved only where a colour is used, so colours are read from elements that use them.
+// light-dark() is resolved only where a colour is used, so colours are read from an element that uses them.
 const colour = (name) => {
   const probe = document.createElement("i");
   probe.style.color = `var(--${name})`;

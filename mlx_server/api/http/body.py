@@ -1,8 +1,8 @@
-"""Routes that read JSON: a body is received, waits for its turn, is parsed and becomes the route's model.
+"""Routes that read JSON: they receive a body, wait for the request's turn, and parse the body into the route's model.
 
-JsonRoute           any route with a body
-TurnRoute           one whose requests are metered, and read by tier and by key in turn
-AnyTypeRoute        a JsonRoute that takes JSON whatever it is said to be
+JsonRoute           a route with a body
+TurnRoute           a route whose requests are metered, and parsed by tier and by key in turn
+AnyTypeRoute        a JsonRoute that ignores the content type
 AnyTypeTurnRoute    both
 """
 
@@ -34,19 +34,19 @@ from mlx_server.errors import InvalidRequestError, QuotaExceededError, ServeErro
 from mlx_server.tiers import GENERATING_PATHS
 
 SMALL_BYTES = 16 * 1024
-"""What is parsed at once: another thread would cost more."""
+"""Smaller bodies are parsed on the event loop: handing them to a thread would cost more."""
 
 _JSON = (b"content-type", b"application/json")
 
 
 class _Field(Protocol):
-    """A route's body as FastAPI knows it. `validate` returns the model, or what is wrong at which places."""
+    """The body of a route, as FastAPI describes it. `validate` returns the model, or a list of errors."""
 
     def validate(self, value: Any, values: dict[str, Any], *, loc: tuple[str, ...]) -> tuple[Any, Any]: ...
 
 
 class _JsonRequest(Request):
-    """A request whose body has become the route's model before FastAPI asks for it, and is kept as nothing else."""
+    """A request that parses its body into the route's model before FastAPI asks for it."""
 
     async def receive_body(self) -> None:
         try:
@@ -55,15 +55,15 @@ class _JsonRequest(Request):
             raise ClientDisconnectedError from None
 
     async def parse(self, field: _Field) -> None:
-        """What is not said to be JSON is left to FastAPI to refuse. Raises `RequestValidationError` for a body that the
-        route's schema refuses, and what `parse_json` raises."""
+        """A body that is not declared as JSON is left for FastAPI to refuse. Raises `RequestValidationError` for a body
+        that does not fit the route's schema, and what `parse_json` raises."""
         context, held, body = self.app.state.context, self.state.held_body, await self.body()
         assert isinstance(context, ServerContext)
         assert isinstance(held, HeldBody)
         if (encoding := self.headers.get("content-encoding", "identity")) != "identity":
             raise InvalidRequestError(
-                f"The body is encoded as {encoding[:40]}; this server reads it as it is. Send it without "
-                "Content-Encoding."
+                f"The body is encoded as {encoding[:40]}; this server does not decode bodies. Send it "
+                "without Content-Encoding."
             )
         if body and _is_json(self.headers.get("content-type", "")):
             if len(body) <= SMALL_BYTES:
@@ -80,7 +80,7 @@ class _JsonRequest(Request):
 
 
 def _is_json(content_type: str) -> bool:
-    """As FastAPI decides."""
+    """The same decision as FastAPI's."""
     message = email.message.Message()
     message["content-type"] = content_type
     subtype = message.get_content_subtype()
@@ -88,7 +88,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def _validated(body: bytes, field: _Field) -> Any:
-    """The route's model. FastAPI lets one pass that is an instance already."""
+    """The route's model. FastAPI accepts it as it is, since it is an instance already."""
     try:
         parsed = parse_json(body)
     except json.JSONDecodeError as error:
@@ -101,7 +101,7 @@ def _validated(body: bytes, field: _Field) -> Any:
 
 
 class JsonRoute(APIRoute):
-    """A route that reads its body with `_JsonRequest`; for `APIRouter(route_class=JsonRoute)`."""
+    """A route that reads its body with `_JsonRequest`. For `APIRouter(route_class=JsonRoute)`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -126,10 +126,11 @@ class JsonRoute(APIRoute):
 
 
 class TurnRoute(JsonRoute):
-    """A route whose requests, once their bodies are here, wait for their turn to be read.
+    """A route whose requests wait for their turn after their bodies have arrived.
 
-    They must be within their caller's rates before that, and count once: one that generates when it is granted, or
-    refused for what it says; one that only has text read when it comes."""
+    The caller's rates are checked before that. A request counts once: one that generates counts when it is granted, or
+    when it is refused because it is wrong; one that only has text read counts when it arrives.
+    """
 
     async def answer(self, request: _JsonRequest, parse_and_handle: Callable[[], Awaitable[Response]]) -> Response:
         caller, quotas = caller_of(request), request.app.state.context.quotas
@@ -145,15 +146,16 @@ class TurnRoute(JsonRoute):
                 return await parse_and_handle()
         except (ServeError, RequestValidationError, HTTPException) as error:
             if not request.state.is_counted and _is_refusal(error):
-                quotas.refuse(caller)
+                quotas.count_wrong_request(caller)
             raise
 
 
 class AnyTypeRoute(JsonRoute):
-    """Takes JSON whatever it is said to be, as Ollama does: examples for curl say nothing of it.
+    """Takes any content type for JSON, as Ollama does: its examples for curl send none.
 
-    Requests of browsers' pages carry an `Origin` where it matters. For those a body must be declared as JSON: browsers
-    ask before they send that to another site."""
+    A request from a web page must still declare JSON, because browsers ask the server before they send that to another
+    site.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -168,12 +170,12 @@ class AnyTypeRoute(JsonRoute):
 
 
 class AnyTypeTurnRoute(AnyTypeRoute, TurnRoute):
-    """The same for requests that are metered and read in turn."""
+    """The same for metered requests."""
 
 
 @asynccontextmanager
 async def _turn(request: Request) -> AsyncIterator[None]:
-    """From before the body is parsed until the answer begins."""
+    """Holds the request's turn, from before its body is parsed until its answer begins."""
     caller = caller_of(request)
     asker = Asker(caller.identity, caller.priority_at(request.url.path))
     turn = request.state.turn = TextTurn(request.app.state.context.text_workers, asker)
@@ -186,7 +188,7 @@ async def _turn(request: Request) -> AsyncIterator[None]:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether it is the request that is wrong, rather than too much for now."""
+    """Whether the request is wrong, as opposed to too much for now."""
     if isinstance(error, QuotaExceededError):
         return False
     return not isinstance(error, ServeError) or error_info(error).status < 500

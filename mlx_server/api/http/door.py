@@ -1,7 +1,8 @@
-"""The door: which requests come in, before anything of their bodies is read, and how much of a body does.
+"""Refuses requests by host, origin and key before their bodies are read, and bounds how much of a body is read.
 
-Without keys, all that can connect may use the server, and a web browser connects for any page that it has open: a page
-may name our address as its own (DNS rebinding), or send a form here. Both show in the headers that browsers send.
+While no key is required, anyone who can connect may use the server, and a browser connects for every page it has open:
+a page may bind its own name to our address (DNS rebinding), or send a form here. Both show in the headers that browsers
+send.
 """
 
 from __future__ import annotations
@@ -23,27 +24,28 @@ from mlx_server.errors import PermissionDeniedError, QuotaExceededError, ServeEr
 from mlx_server.setting import ANY_ORIGIN, parse_hosts, parse_origins
 
 MAX_HELD_BYTES = 8 * MAX_BODY_BYTES
-"""Of the bodies of one key that have not been read yet; all keys of a tier together have twice as much."""
+"""Bytes of one key's bodies that are received and not parsed yet. The keys of a tier together may have twice as many.
+"""
 
 _RETRY_S = 1.0
 _MAX_SHOWN_CHARS = 100
 
 
 class HeldBody:
-    """The bytes of one request's body, from when they come until they are parsed."""
+    """The bytes of one request's body, counted from their arrival until they are parsed."""
 
     def __init__(self, held: Counter[str], caller: Caller) -> None:
-        """`held` are the bytes of all requests, by key and by tier."""
+        """`held` counts the bytes of all requests, by key and by tier."""
         self._held = held
         self._bounds = {f"key {caller.identity}": MAX_HELD_BYTES, f"tier {caller.tier.name}": 2 * MAX_HELD_BYTES}
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Raises `QuotaExceededError` when the caller sends too much at a time."""
+        """Counts received bytes. Raises `QuotaExceededError` when the caller has too many."""
         for owner, limit in self._bounds.items():
             if self._held[owner] + num_bytes > limit:
                 raise QuotaExceededError(
-                    f"{self._held[owner]} bytes of bodies from the {owner} are still to be read; at most {limit} may "
+                    f"{self._held[owner]} bytes of bodies from the {owner} are not parsed yet; at most {limit} may "
                     "wait. Send fewer large requests at a time.",
                     _RETRY_S,
                 )
@@ -52,7 +54,7 @@ class HeldBody:
         self._num_bytes += num_bytes
 
     def release(self) -> None:
-        """They are parsed, or dropped. Idempotent."""
+        """The bytes are parsed or dropped. Idempotent."""
         for owner in self._bounds:
             self._held[owner] -= self._num_bytes
             if not self._held[owner]:
@@ -61,9 +63,9 @@ class HeldBody:
 
 
 class DoorMiddleware:
-    """Refuses requests by host, by origin and by key. A request that is let in has in its state, until its answer,
-    streamed or not, is over: `caller`, `held_body`, and `leases`, an `ExitStack` that then lets go of what was taken
-    for it, like the model that it keeps loaded."""
+    """Refuses requests by host, origin and key. It sets in the state of the others, until their answer is over:
+    `caller`, `held_body`, and `leases`, an `ExitStack` that releases what the request holds, like the model that it
+    keeps loaded."""
 
     def __init__(self, app: ASGIApp, server: ServerConfig, keys: KeyRing) -> None:
         self._app = app
@@ -98,8 +100,8 @@ class DoorMiddleware:
 
 
 def _bounded(scope: Scope, receive: Receive, body: HeldBody) -> Receive:
-    """Raises a 413 as soon as the declared or received body passes the limit, without reading the rest, and
-    `QuotaExceededError` while too much of the caller's waits to be read."""
+    """Raises a 413 once the declared or received body exceeds the limit, without reading the rest, and
+    `QuotaExceededError` while too many bytes of the caller are not parsed."""
     declared = Headers(scope=scope).get("content-length", "")
     num_bytes = 0
 
@@ -123,13 +125,13 @@ def _too_large(num_bytes: int) -> HTTPException:
 
 
 def _check_names(headers: Headers, hosts: Collection[str], origins: Collection[str]) -> None:
-    """Raises `PermissionDeniedError` for the name of another machine, and for a page of another site."""
+    """Raises `PermissionDeniedError` for a host name that is not this machine's, and for a page of another site."""
     host = headers.get("host", "")
     if host and not _is_ours(host_of(f"//{host}"), hosts):
         raise PermissionDeniedError(
-            f"This server answers to its own machine only, and was asked as {host[:_MAX_SHOWN_CHARS]!r}: a web page "
-            "could hide behind such a name. Call it at 127.0.0.1 or localhost, name the host with --allowed-hosts, or "
-            "ask for keys (`mlx-serve keys create`)."
+            f"This server serves its own machine only, and the request names the host {host[:_MAX_SHOWN_CHARS]!r}: a "
+            "web page could use such a name to get in. Call it at 127.0.0.1 or localhost, name the host with "
+            "--allowed-hosts, or require keys (`mlx-serve keys create`)."
         )
     origin = headers.get("origin")
     if not (origin is None or origin in origins or ANY_ORIGIN in origins or _is_own_page(origin, hosts)):
@@ -139,7 +141,8 @@ def _check_names(headers: Headers, hosts: Collection[str], origins: Collection[s
 
 
 def _is_own_page(origin: str, hosts: Collection[str]) -> bool:
-    """Of this machine, or of an application, which has a scheme of its own: no web page can pretend to that."""
+    """Whether the origin is a page of this machine, or an application with a scheme of its own, which no web page can
+    claim."""
     scheme, _, _ = origin.partition("://")
     return origin != "null" and (scheme not in ("http", "https") or _is_ours(host_of(origin), hosts))
 

@@ -1,4 +1,4 @@
-"""The port, and the certificate for it. Light to import, so that the port is taken before what takes seconds."""
+"""The port, and the certificate for HTTPS. This module is quick to import, so that the port is taken first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BACKLOG = 2048
 
 
 def listen_all(server: ServerConfig) -> list[socket.socket]:
-    """Sockets that listen at the configured ports: the server's own, and Ollama's if there is one. Raises `ServeError`
+    """Sockets that listen at the configured ports: the server's own, and Ollama's if that is set. Raises `ServeError`
     with the remedy."""
     own = listen(server)
     if server.ollama_port is None:
@@ -28,10 +28,11 @@ def listen_all(server: ServerConfig) -> list[socket.socket]:
 
 
 def listen(server: ServerConfig, port_flag: str = "--port") -> socket.socket:
-    """A socket that listens at the configured address; `port_flag` is where the port is from, for messages.
+    """A socket that listens at the configured address; messages name `port_flag` as the source of the port.
 
-    It names its protocol: asyncio turns Nagle's algorithm off only then, and else each answer on a kept connection
-    is 40 ms late. Raises `ServeError` with the remedy."""
+    The socket has an explicit protocol: asyncio turns Nagle's algorithm off only then; otherwise each answer on a kept
+    connection would be 40 ms late. Raises `ServeError` with the remedy.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -42,7 +43,7 @@ def listen(server: ServerConfig, port_flag: str = "--port") -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)  # several may bind one port until one listens
+        listener.listen(_BACKLOG)  # several processes may bind a port until one listens
     except OSError as error:
         listener.close()
         raise _refusal(server, error, port_flag) from error
@@ -62,7 +63,7 @@ def _refusal(server: ServerConfig, error: OSError, port_flag: str) -> ServeError
 
 
 def check_tls(server: ServerConfig) -> None:
-    """Raises `ConfigError` for a certificate and key that cannot be used, with the remedy."""
+    """Raises `ConfigError` if the certificate and the key cannot be used, with the remedy."""
     if server.tls_cert is None and server.tls_key is None:
         return
     if server.tls_cert is None or server.tls_key is None:
@@ -79,12 +80,12 @@ def check_tls(server: ServerConfig) -> None:
     except ssl.SSLError as error:
         raise ConfigError(
             f"tls_cert {server.tls_cert} and tls_key {server.tls_key} cannot be used: {_reason(error)}. Both are PEM "
-            "files: the certificate, with those that it is signed by behind it, and its own key."
+            "files: the certificate, followed by the intermediate certificates, and its private key."
         ) from error
 
 
 def tls_files(server: ServerConfig) -> tuple[str | None, str | None]:
-    """The paths of certificate and key; None for plain HTTP."""
+    """The paths of the certificate and the key; None for plain HTTP."""
     files = (server.tls_cert, server.tls_key)
     cert, key = (None if file is None else str(Path(file).expanduser()) for file in files)
     return cert, key
@@ -96,11 +97,11 @@ def scheme(server: ServerConfig) -> str:
 
 def _refuse_password() -> str:
     raise ConfigError(
-        "tls_key is encrypted, and there is nobody to ask for its password at start. Decrypt it with "
-        "`openssl pkey -in KEY -out PLAIN_KEY`, and keep it readable for you alone."
+        "tls_key is encrypted, and the server cannot ask for a password. Decrypt it with "
+        "`openssl pkey -in KEY -out PLAIN_KEY`, and let only your user read it."
     )
 
 
 def _reason(error: ssl.SSLError) -> str:
     reason = (error.reason or "they are no PEM files").replace("_", " ").lower()
-    return "the key is not that of the certificate" if reason == "key values mismatch" else reason
+    return "the key does not belong to the certificate" if reason == "key values mismatch" else reason

@@ -1,7 +1,6 @@
-"""What is around every exchange: its id, its metrics, what is left of the caller's quota, an answer to what no handler
-knows, and browsers' rules.
+"""Around every request: its id, its metrics, the caller's quota, errors that no handler knows, and CORS.
 
-The id is in every error answer and in the log, so that what a client reports can be found there.
+The id is in every error answer and in the log, so that a reported error can be found there.
 """
 
 from __future__ import annotations
@@ -36,29 +35,24 @@ MAX_ID_CHARS = 128
 _REQUEST_ID = re.compile(r"[!-~]+")
 
 _UNCOUNTED_PATHS = PROBE_PATHS | {"/load", "/server_info"}
-"""They would drown what clients do; vLLM leaves out the same."""
+"""These would outnumber what clients do; vLLM leaves out the same."""
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-"""Anything may stand in a request line, and a series for each would be a way to fill our memory."""
+"""A request line may contain anything, and a series for each method would fill our memory."""
 
 T = TypeVar("T")
 
 
-def is_request_id(text: str) -> bool:
-    """Whether a client's id can stand in headers and logs as it is."""
-    return len(text) <= MAX_ID_CHARS and _REQUEST_ID.fullmatch(text) is not None
-
-
 def request_id(scope: Scope) -> str:
-    """The client's id where it sent a good one, else a new one."""
+    """The id that the client sent, if it is valid, or else a new one."""
     sent = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-    return sent if is_request_id(sent) else uuid.uuid4().hex
+    return sent if len(sent) <= MAX_ID_CHARS and _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
 
 
 class ExchangeMiddleware:
-    """The outermost middleware. Puts the request's id into the state, where a route may replace it, and into the head
-    of every refusal (`x-request-id`); counts and times the exchange by route, refusals included; tells every caller
-    what is left of its quota (`quota_headers`); turns what no handler knows into a 500, and a line in the log."""
+    """The outermost middleware. It puts the request's id into the state, where a route may replace it, and into the
+    header `x-request-id` of every error; counts and times requests by route; tells callers what remains of their quota;
+    and turns unexpected exceptions into a 500 and a log entry."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics, quotas: Quotas) -> None:
         self._app = app
@@ -95,36 +89,37 @@ class ExchangeMiddleware:
             await error_info(error).response(scope["path"])(scope, receive, write)
         finally:
             if scope["path"] not in _UNCOUNTED_PATHS:
-                # Routing leaves its finding in the scope; the path itself may hold ids.
+                # The route's pattern; the path itself may contain ids.
                 handler = getattr(scope.get("route"), "path", "none")
                 method = scope["method"] if scope["method"] in _METHODS else "other"
                 time_s = time.monotonic() - start_s
-                self._metrics.on_exchange(handler, method, status or CLIENT_CLOSED_REQUEST, time_s)
                 pieces: PieceWriter | None = state.get(PIECE_WRITER)
                 num_sent += 0 if pieces is None else pieces.num_bytes
-                self._metrics.on_bodies(handler, num_received, num_sent)
+                status = status or CLIENT_CLOSED_REQUEST
+                self._metrics.on_exchange(handler, method, status, time_s, num_received, num_sent)
         return None
 
     def _on_head(self, scope: Scope, head: Message) -> None:
-        """Adds the id to a refusal and the caller's quota to all, and counts the answer where a quota refused it."""
+        """Adds the id to an error, and the caller's quota to every answer. Counts answers that a quota refused."""
         state, headers = scope["state"], MutableHeaders(scope=head)
         if head["status"] >= 400:
             headers.setdefault(REQUEST_ID_HEADER, state["request_id"])
         caller = state.get("caller")
-        if isinstance(caller, Caller):  # else it was not let in
-            self._quotas.count_answer(caller, head["status"])
+        if isinstance(caller, Caller):  # unless it was refused
+            if head["status"] == 429:
+                self._quotas.refused[caller.tier.name] += 1
             headers.update(quota_headers(self._quotas.rates(caller), scope["path"]))
 
 
 _OWN_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?|(app|tauri|vscode-webview|vscode-file)://[^/]*"
-"""What people try out and run on their own machine: web pages, and applications, whose schemes no web page has."""
+"""What people run on their own machine: web pages, and applications, whose schemes no web page can have."""
 
 
 def allow_origins(app: FastAPI, server: ServerConfig) -> None:
-    """Answers browsers' preflights and names the origin in answers, refusals included: for pages of this machine, and
-    as far as `server` allows others.
+    """Answers CORS preflights and allows pages of this machine, and the origins that `server` lists.
 
-    Pages may read every header. They need the same keys as any client, and are never taken for a local admin."""
+    Pages may read all headers. They need the same keys as other clients, and never count as local admins.
+    """
     app.add_middleware(
         CORSMiddleware,
         allow_origins=parse_origins(server.allowed_origins or ""),
@@ -137,9 +132,9 @@ def allow_origins(app: FastAPI, server: ServerConfig) -> None:
 
 
 async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Runs `work` to its end, or cancels it and raises `ClientDisconnectedError` once the client has gone.
+    """Runs `work`, or cancels it and raises `ClientDisconnectedError` when the client disconnects first.
 
-    The body must have been read: what arrives after it can only be the disconnect.
+    The body must have been read: the only message after it is the disconnect.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(request))

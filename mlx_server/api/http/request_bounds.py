@@ -1,8 +1,8 @@
-"""How much of anything one request may have: far more than agents send, and little enough to be read in passing.
+"""Limits of one request: far more than agents send, and little enough to be parsed quickly.
 
-Bodies are bounded before they are parsed: a parser holds the interpreter, and with it all streams, until it is done,
-and what it makes of `[[],[],...]` has thirty times the bytes. Lists are held against their bounds before their entries
-are looked at, and the first wrong entry ends the look: a million entries would be a million errors.
+Limits are checked before a body is parsed: the parser holds the GIL, and stalls all streams, until it is done, and
+`[[],[],...]` takes thirty times its bytes once parsed. The length of a list is checked before its entries, and checking
+stops at the first wrong entry, so that a million wrong entries do not make a million errors.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from pydantic_core import from_json
 from mlx_server.errors import InvalidRequestError
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-"""Room for a prompt of several million tokens; far below what could hurt the host."""
+"""Room for a prompt of several million tokens."""
 
 MAX_VALUES = 2 * 1024 * 1024
-"""Values between commas: a prompt of two million token ids."""
+"""Commas: enough for a prompt of two million token ids."""
 
 MAX_CONTAINERS = 128 * 1024
-"""Lists and objects: sixteen thousand messages of several parts each, beside all tools of an agent."""
+"""Lists and objects: enough for sixteen thousand messages of several parts each, and all tools of an agent."""
 
 MAX_MEMBERS = 256 * 1024
-"""Members of all objects together; a new name for each is what costs a parser most."""
+"""Members of all objects together. New names are what costs the parser most."""
 
 MAX_BACKSLASHES = 2 * 1024 * 1024
-"""In strings: all characters of a prompt of a million tokens may be escapes."""
+"""Backslashes: every character of a prompt of a million tokens may be escaped."""
 
 MAX_MESSAGES = 16_384
-"""Of a chat; and items of a response's input."""
+"""Messages of a chat, and items of a response's input."""
 
 MAX_TOOLS = 2048
 
 MAX_NAME_CHARS = 1024
-"""Of a model's or a tool's name: the longest path that a model could be configured by."""
+"""Length of the name of a model or tool: room for a long path."""
 
 MAX_ECHO_CHARS = 4 * 1024 * 1024
-"""Of what an answer repeats of its request: tools, metadata, instructions."""
+"""What an answer repeats of its request: tools, metadata, instructions."""
 
 _SLICE_BYTES = 64 * 1024
 
 
 def parse_json(body: bytes) -> Any:
-    """What `body` says. Raises `InvalidRequestError` for more of anything than is read, and `json.JSONDecodeError` for
-    what is no JSON, is nested deeper than 200 levels, or holds what cannot be written again: NaN, infinity, half of a
-    surrogate pair. Any thread."""
+    """Parses a body. Raises `InvalidRequestError` if it exceeds a limit, and `json.JSONDecodeError` if it is not JSON,
+    is nested deeper than 200 levels, or contains NaN, infinity or half of a surrogate pair, which cannot be written
+    again. Any thread."""
     _check(body)
     try:
         return from_json(body, allow_inf_nan=False, cache_strings="keys")
@@ -57,20 +57,18 @@ def parse_json(body: bytes) -> Any:
 
 
 def _check(body: bytes) -> None:
-    """Counts in strings, too, before it looks more closely: most bodies need no more."""
+    """Counts over the whole text first, strings included, and looks closer only if that exceeds a limit."""
     excess = None
     if sum(piece.count(b"\\") for piece in _slices(body)) > MAX_BACKSLASHES:
         excess = f"{MAX_BACKSLASHES} backslashes"
     elif _excess(_slices(body)) is not None:
         excess = _excess(_outside_strings(body))
     if excess is not None:
-        raise InvalidRequestError(
-            f"The body has more than {excess}, which is all that is read of one request. Send less at a time."
-        )
+        raise InvalidRequestError(f"The body has more than {excess}, the limit of one request. Send less at a time.")
 
 
 def _excess(pieces: Iterable[bytes]) -> str | None:
-    """What there is too much of. Ends as soon as it is known."""
+    """The limit that is exceeded, if one is. Stops as soon as it is known."""
     num_values = num_containers = num_members = 0
     for piece in pieces:
         num_values += piece.count(b",")
@@ -91,7 +89,7 @@ def _slices(body: bytes) -> Iterator[bytes]:
 
 
 def _outside_strings(body: bytes) -> Iterator[bytes]:
-    """What stands between the strings, a slice at a time."""
+    """The parts of the body outside strings, a slice at a time."""
     is_inside, carried = False, b""
     for slice_ in _slices(body):
         piece, carried = carried + slice_, b""
@@ -105,7 +103,7 @@ def _outside_strings(body: bytes) -> Iterator[bytes]:
 
 
 def at_most(limit: int, what: str) -> BeforeValidator:
-    """For the type of a field: a list or an object may have `limit` entries, which are `what`."""
+    """A validator for a field's type: a list or an object has at most `limit` entries. `what` names them."""
 
     def checked(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > limit:
@@ -116,7 +114,7 @@ def at_most(limit: int, what: str) -> BeforeValidator:
 
 
 FIRST_ERROR = Field(fail_fast=True)
-"""For the type of a list: the first wrong entry is reported, and no other looked at."""
+"""For a list's type: only the first wrong entry is reported, and no later one is looked at."""
 
 BOUNDED_MESSAGES = at_most(MAX_MESSAGES, "messages")
 BOUNDED_ITEMS = at_most(MAX_MESSAGES, "items")
@@ -127,7 +125,7 @@ Objects = Annotated[list[dict[str, Any]], FIRST_ERROR]
 
 
 def check_name(name: str | None, param: str) -> None:
-    """Raises `InvalidRequestError` for a name that nothing can have."""
+    """Raises `InvalidRequestError` for a name that is too long."""
     if name is not None and len(name) > MAX_NAME_CHARS:
         raise InvalidRequestError(
             f"{param} has {len(name)} characters; a name has at most {MAX_NAME_CHARS}. GET /v1/models lists them.",

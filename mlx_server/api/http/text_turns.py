@@ -1,9 +1,9 @@
-"""Whose text is worked on when: parsing bodies, writing prompts, tokenizing, by tier and by key in turn.
+"""The order in which requests have their text processed: bodies parsed, prompts rendered and tokenized, by tier and by
+key in turn.
 
     body received -> TextTurn.begin() -> parsed, tokenized in a thread, submitted -> TextTurn.end()
 
-Requests that wait here cost the event loop nothing: a thousand that come at once are not a thousand steps between
-each two of everyone else's.
+Waiting requests cost the event loop nothing, so a burst of a thousand does not delay the streams of others.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mlx_server.engine.fair_slots import Asker, FairSlots, Slot
 T = TypeVar("T")
 
 _IDLE_S = 0.25
-"""A turn ends by itself when its request waits for so long for something else, like a model that is being loaded."""
+"""A turn ends by itself when its request waits this long for something else, like a model that is loading."""
 
 
 class TextWorkers:
-    """The threads of one server, and the order in which requests get them."""
+    """The threads that process text, and the order in which requests get them."""
 
     def __init__(self, max_num_waiting: int) -> None:
-        """`max_num_waiting` bounds the requests of one key that wait for their first turn."""
+        """`max_num_waiting` is the limit of one key's requests that wait for their first turn."""
         num_threads = max(3, (os.cpu_count() or 1) // 2 + 1)
         self.slots = FairSlots(num_threads, max_num_waiting)
         self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
@@ -37,8 +37,8 @@ class TextWorkers:
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
     async def parse(self, asker: Asker, work: Callable[[], T]) -> T:
-        """What `work` returns or raises, beside the event loop when it is the asker's turn. For what holds the
-        interpreter: one at a time, and as long a pause after each, in which streams go on."""
+        """Runs `work` off the event loop, at the asker's turn. For work that holds the GIL: one at a time, with a pause
+        as long as the work after each, in which streams go on."""
         slot = await self._parser_slots.acquire(asker)
         loop = asyncio.get_running_loop()
         start_s = loop.time()
@@ -49,7 +49,7 @@ class TextWorkers:
 
 
 class TextTurn:
-    """One request's turn, which may be taken several times. Event-loop thread only."""
+    """The turn of one request, which may take several. Event-loop thread only."""
 
     def __init__(self, workers: TextWorkers, asker: Asker) -> None:
         self.asker = asker
@@ -61,20 +61,21 @@ class TextTurn:
         self._timer: asyncio.TimerHandle | None = None
 
     def try_begin(self) -> bool:
-        """Takes a slot if that needs no waiting; whether the turn has begun."""
+        """Takes a slot if one is free. Returns whether the turn has begun."""
         self._is_over = False
         if self._slot is None:
             self._take(self._workers.slots.try_acquire(self.asker))
         return self._slot is not None
 
     async def begin(self) -> None:
-        """Waits for the turn. Raises `QuotaExceededError` if it is the first and too many requests of the key wait."""
+        """Waits for the turn. Raises `QuotaExceededError` if it is the first turn and too many requests of the key are
+        waiting."""
         if not self.try_begin():
             self._take(await self._workers.slots.acquire(self.asker, is_later=self._had_slot))
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. It goes on when the caller is cancelled, and holds its slot until it is done:
-        clients that leave early do not get more threads."""
+        """Runs `work` in a thread. If the caller is cancelled, the work goes on and holds its slot until it is done, so
+        that clients that leave early do not get more threads."""
         await self.begin()
         self._is_working = True
         context = contextvars.copy_context()
@@ -83,7 +84,7 @@ class TextTurn:
         return await asyncio.shield(working)
 
     def end(self) -> None:
-        """Gives the slot back, once no work runs in it. Idempotent."""
+        """Gives the slot back as soon as no work runs in it. Idempotent."""
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -100,7 +101,7 @@ class TextTurn:
     def _on_done(self, working: asyncio.Future[Any]) -> None:
         self._is_working = False
         if not working.cancelled():
-            working.exception()  # the caller may be gone; asyncio would complain
+            working.exception()  # marks it as retrieved: the caller may be gone
         if self._is_over:
             self.end()
         else:
@@ -117,7 +118,7 @@ class TextTurn:
 
 
 def turn_of(request: Request) -> TextTurn:
-    """The turn of a request that came by a `TurnRoute`."""
+    """The turn of a request to a `TurnRoute`."""
     turn = request.state.turn
     assert isinstance(turn, TextTurn)
     return turn

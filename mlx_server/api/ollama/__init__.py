@@ -1,1 +1,1 @@
-"""Ollama's routes: its shapes over the same exchange as the other protocols. docs/ollama.md states the rules."""
+"""Ollama's routes. docs/ollama.md states the rules."""

@@ -1,30 +1,29 @@
 """POST /api/chat; POST /api/generate: one prompt, as a chat of one message, or raw; POST /api/embed, and its older form
 /api/embeddings.
 
-Ollama's messages become OpenAI's: images and thoughts stand in other places there, and calls need ids.
+Ollama's messages become OpenAI's, which have other places for images and thoughts, and ids for calls.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
 from mlx_server.api.answers import vectors
 from mlx_server.api.answers.chat_plan import ChatCall, ChatPlan
-from mlx_server.api.answers.generation import GenerationJob, Prompt
-from mlx_server.api.answers.vectors import MAX_INPUTS, EmbeddingAsk, PoolingAnswer
+from mlx_server.api.answers.generation import Prompt
+from mlx_server.api.answers.vectors import MAX_INPUTS, PoolingAnswer, PoolingAsk
 from mlx_server.api.context import Context, ServerContext
 from mlx_server.api.http.body import AnyTypeTurnRoute
-from mlx_server.api.http.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR, Strings, at_most
+from mlx_server.api.http.request_bounds import BOUNDED_TOOLS, FIRST_ERROR, Strings, at_most
 from mlx_server.api.http.sse import whole_or_streamed
-from mlx_server.api.ollama.output import NDJSON, ChatWriter, TextWriter, message_body, nanoseconds, timestamp
+from mlx_server.api.ollama.output import NDJSON, AnswerWriter, chat_members, nanoseconds, text_members, timestamp
 from mlx_server.api.ollama.request import (
     ERROR_RESPONSES,
     NOT_ENFORCED_HEADER,
@@ -36,44 +35,22 @@ from mlx_server.api.ollama.request import (
     open_call,
     unload,
 )
-from mlx_server.api.openai.chat import tool_use
+from mlx_server.api.openai.chat import Messages, Tool, tool_use
 from mlx_server.api.openai.completions import CompletionRequest, plan_text
-from mlx_server.api.openai.document import CALL, NULL, STRING, either, list_of, members
 from mlx_server.api.openai.fields import Bool, Int, Ints, Refused
 from mlx_server.engine.embeddings import FloatArray, InputTruncation
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
 
-_Message = Annotated[
-    dict[str, Any],
-    WithJsonSchema(
-        members(
-            "role",
-            role=STRING,
-            content=either(STRING, NULL),
-            thinking=either(STRING, NULL),
-            images=either(list_of(STRING), NULL),
-            tool_calls=either(list_of(CALL), NULL),
-            tool_name=either(STRING, NULL),
-        )
-    ),
-]
-_Tool = Annotated[
-    dict[str, Any],
-    WithJsonSchema(
-        members("function", function=members("name", name={**STRING, "minLength": 1}, parameters={"type": "object"}))
-    ),
-]
-
 
 class ChatRequest(OllamaFields):
     """The body of POST /api/chat. Without messages, the model is loaded, or unloaded with `keep_alive` 0."""
 
-    messages: Annotated[list[_Message], FIRST_ERROR, BOUNDED_MESSAGES] | None = Field(None)
-    tools: Annotated[list[_Tool], FIRST_ERROR, BOUNDED_TOOLS] | None = None
+    messages: Messages | None = None
+    tools: Annotated[list[Tool], FIRST_ERROR, BOUNDED_TOOLS] | None = None
 
     def call(self, images: ImageParts | None) -> ChatCall:
-        """The chat without what concerns sampling; an answer that is the last message is gone on with. Raises
+        """The chat without sampling parameters. If the last message is an answer, the model continues it. Raises
         `InvalidRequestError`."""
         messages = _openai_messages(self.messages or ())
         last = messages[-1]
@@ -105,7 +82,7 @@ class GenerateRequest(OllamaFields):
             what = "raw" if self.raw else "suffix"
             raise InvalidRequestError(f"{what} takes no system, context or images: the prompt is sent as it is.", what)
         if self.raw and self.think:
-            raise InvalidRequestError("raw takes no think: nothing is looked for in the text.", "think")
+            raise InvalidRequestError("raw takes no think: reasoning is not split from raw text.", "think")
 
     @property
     def is_text(self) -> bool:
@@ -113,7 +90,7 @@ class GenerateRequest(OllamaFields):
         return bool(self.raw or self.suffix)
 
     def call(self, images: ImageParts | None) -> ChatCall:
-        """The chat without what concerns sampling. Raises `InvalidRequestError`."""
+        """The chat without sampling parameters. Raises `InvalidRequestError`."""
         messages: list[Any] = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": _content_of(self.prompt, self.images)})
         return ChatCall(
@@ -125,7 +102,7 @@ class GenerateRequest(OllamaFields):
         )
 
     def text_request(self) -> CompletionRequest:
-        """The same as a text completion, which is what a raw prompt is. Raises `InvalidRequestError`."""
+        """The same as a text completion. Raises `InvalidRequestError`."""
         bounds = {name: getattr(self, name) for name in ("truncate_prompt_tokens", "truncation_side")}
         return CompletionRequest.model_validate({"prompt": self.prompt or "", "suffix": self.suffix, **bounds})
 
@@ -136,26 +113,33 @@ router = APIRouter(tags=["ollama"], route_class=AnyTypeTurnRoute, responses=ERRO
 @router.post("/api/chat", responses=whole_or_streamed("model", "created_at", "message", "done", media_type=NDJSON))
 async def chat(body: ChatRequest, request: Request, context: Context) -> Response:
     """A chat, streamed unless `stream` is false."""
-    if not body.messages and body.keep_alive == 0:
-        return _nothing_said(await unload(body, request, context), "unload", {"message": message_body()})
-    call = await open_call(body, request, context)
     if not body.messages:
-        return call.finish(_nothing_said(call.name, "load", {"message": message_body()}))
+        return await _load_or_unload(body, request, context, chat_members())
+    call = await open_call(body, request, context)
     plan = await call.exchange.plan(body.call)
     _check_thinks(body, call, plan)
-    writer = ChatWriter(call)
+    writer = AnswerWriter(call, chat_members)
     sampling = body.sampling(call.exchange.engine.default_sampling)
     job = call.exchange.chat_job(plan, sampling, writer.response_id)
     return call.finish(await call.exchange.answer(job, writer, writer.keep_alive, NDJSON))
 
 
-def _nothing_said(name: str, reason: str, shown: dict[str, Any]) -> Response:
-    """The answer to a request that only loads or unloads the model."""
-    return JSONResponse({"model": name, "created_at": timestamp(), **shown, "done": True, "done_reason": reason})
+async def _load_or_unload(
+    body: OllamaFields, request: Request, context: ServerContext, shown: dict[str, Any]
+) -> Response:
+    """The answer to a request without messages or prompt: it loads the model, or unloads it with `keep_alive` 0."""
+
+    def answer(name: str, reason: str) -> Response:
+        return JSONResponse({"model": name, "created_at": timestamp(), **shown, "done": True, "done_reason": reason})
+
+    if body.keep_alive == 0:
+        return answer(await unload(body, request, context), "unload")
+    call = await open_call(body, request, context)
+    return call.finish(answer(call.name, "load"))
 
 
 def _check_thinks(body: OllamaFields, call: OllamaCall, plan: ChatPlan) -> None:
-    """Raises `InvalidRequestError` for a model that is to think and cannot."""
+    """Raises `InvalidRequestError` if a model is asked to think and cannot."""
     if body.think and not plan.can_reason:
         raise InvalidRequestError(
             f'"{call.name}" does not support thinking. Leave think out, or set it to false.', "think"
@@ -165,82 +149,61 @@ def _check_thinks(body: OllamaFields, call: OllamaCall, plan: ChatPlan) -> None:
 @router.post("/api/generate", responses=whole_or_streamed("model", "created_at", "response", "done", media_type=NDJSON))
 async def generate(body: GenerateRequest, request: Request, context: Context) -> Response:
     """The answer to a prompt, streamed unless `stream` is false."""
-    if not body.prompt and not body.suffix and body.keep_alive == 0:
-        return _nothing_said(await unload(body, request, context), "unload", {"response": ""})
-    call = await open_call(body, request, context)
     if not body.prompt and not body.suffix:
-        return call.finish(_nothing_said(call.name, "load", {"response": ""}))
-    writer, job = await (_text_job if body.is_text else _chat_job)(body, call)
-    return call.finish(await call.exchange.answer(job, writer, writer.keep_alive, NDJSON))
+        return await _load_or_unload(body, request, context, text_members())
+    call = await open_call(body, request, context)
+    exchange = call.exchange
+    sampling = body.sampling(exchange.engine.default_sampling)
+    if body.is_text:
+        text_plan = await plan_text(exchange, body.text_request())
+        writer = AnswerWriter(call, text_members)
+        job = text_plan.job(exchange, sampling, writer.response_id)
+    else:
+        plan = await exchange.plan(body.call)
+        _check_thinks(body, call, plan)
+        prompt = _after(body.context or (), plan.prompt)
+        writer = AnswerWriter(call, text_members, prompt)
+        job = replace(exchange.chat_job(plan, sampling, writer.response_id), prompts=[prompt])
+    return call.finish(await exchange.answer(job, writer, writer.keep_alive, NDJSON))
 
 
-async def _chat_job(body: GenerateRequest, call: OllamaCall) -> tuple[TextWriter, GenerationJob]:
-    plan = await call.exchange.plan(body.call)
-    _check_thinks(body, call, plan)
-    prompt = _behind(body.context or (), plan.prompt)
-    writer = TextWriter(call, prompt)
-    sampling = body.sampling(call.exchange.engine.default_sampling)
-    return writer, replace(call.exchange.chat_job(plan, sampling, writer.response_id), prompts=[prompt])
-
-
-def _behind(context: Sequence[int], prompt: Prompt) -> Prompt:
-    """A prompt behind the ids of an earlier exchange."""
+def _after(context: Sequence[int], prompt: Prompt) -> Prompt:
+    """A prompt after the token ids of an earlier exchange."""
     images = tuple(replace(image, start=image.start + len(context)) for image in prompt.images)
     return Prompt((*context, *prompt.token_ids), images=images)
 
 
-async def _text_job(body: GenerateRequest, call: OllamaCall) -> tuple[TextWriter, GenerationJob]:
-    plan = await plan_text(call.exchange, body.text_request())
-    writer = TextWriter(call, None)
-    sampling = body.sampling(call.exchange.engine.default_sampling)
-    return writer, plan.job(call.exchange, sampling, writer.response_id)
-
-
 def _openai_messages(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copies. What else a message has is left as it is, and looked at where OpenAI's are.
+    """Copies in OpenAI's form. Other members stay as they are; they are checked where OpenAI's messages are.
 
-    Calls may come without ids, and results then name the tool, or nothing. Each result is that of the first call of
-    its tool that has none yet. Ids made here depend on the chat alone, so that prompts that begin alike stay alike: the
-    third call of a chat is `call00003`, nine characters, since some templates take no others."""
+    Calls may come without ids; results then name the tool, or nothing, and belong to the first call of that tool that
+    has no result. Ids made here depend on the chat alone, so that prompts that begin alike stay alike: the third call
+    of a chat is `call00003`. Some templates take only ids of nine characters."""
     ids = _CallIds()
     return [_openai_message(message, ids) for message in messages]
 
 
 class _CallIds:
-    """The calls so far, and which still wait for their results."""
+    """Ids of calls. `waiting` has the tool of each call without a result yet, by the call's id."""
 
     def __init__(self) -> None:
+        self.waiting: dict[str, str] = {}
         self._num_calls = 0
-        self._waiting: defaultdict[str, deque[str]] = defaultdict(deque)
 
     def add(self, call_id: Any, name: str) -> str:
         self._num_calls += 1
         known = call_id if isinstance(call_id, str) and call_id else f"call{self._num_calls:05}"
-        self._waiting[name].append(known)
+        self.waiting[known] = name
         return known
 
-    def drop(self, call_id: object) -> None:
-        """A result says itself which call it belongs to."""
-        for name, waiting in list(self._waiting.items()):
-            if call_id in waiting:
-                waiting.remove(str(call_id))
-                if not waiting:
-                    del self._waiting[name]
-
-    def clear(self) -> None:
-        """Calls that no result has followed get none."""
-        self._waiting.clear()
-
     def take(self, name: Any) -> tuple[str, str] | None:
-        """Id and name of the call that a result without an id belongs to; None if no call waits for one."""
-        called = name if isinstance(name, str) and name in self._waiting else next(iter(self._waiting), None)
-        if called is None:
-            return None
-        waiting = self._waiting[called]
-        call_id = waiting.popleft()
-        if not waiting:
-            del self._waiting[called]
-        return call_id, called
+        """Id and tool of the call that a result without an id belongs to: the first of the tool `name`, else the first
+        of any; None if no call waits for a result."""
+        calls = self.waiting.items()
+        found = next((call for call in calls if call[1] == name), None) or next(iter(calls), None)
+        if found is not None:
+            del self.waiting[found[0]]
+        return found
 
 
 def _openai_message(message: dict[str, Any], ids: _CallIds) -> dict[str, Any]:
@@ -256,13 +219,12 @@ def _openai_message(message: dict[str, Any], ids: _CallIds) -> dict[str, Any]:
     if copy.get("role") == "tool":
         _name_result(copy, ids)
     elif not copy.get("tool_calls"):
-        ids.clear()
+        ids.waiting.clear()  # calls that no result has followed get none
     return copy
 
 
 def _content_of(text: Any, images: Any) -> Any:
-    """Images and a text as parts, which are read or refused as in any other protocol. Images are first, as Ollama has
-    them."""
+    """Images and then a text, as OpenAI's parts."""
     if not images:
         return text
     listed = images if isinstance(images, Sequence) and not isinstance(images, str) else [images]
@@ -280,11 +242,9 @@ def _openai_call(call: Any, ids: _CallIds) -> Any:
 def _name_result(message: dict[str, Any], ids: _CallIds) -> None:
     """Gives a result the id of its call, and the tool's name, which some templates need."""
     name = message.pop("tool_name", None) or message.get("name")
-    own_id = message.get("tool_call_id")
-    if own_id:
-        ids.drop(own_id)
-    found = None if own_id else ids.take(name)
-    if found is not None:
+    if own_id := message.get("tool_call_id"):
+        ids.waiting.pop(str(own_id), None)
+    elif found := ids.take(name):
         message["tool_call_id"] = found[0]
         name = name or found[1]
     if name:
@@ -315,9 +275,8 @@ async def embed(body: EmbedRequest, request: Request, response: Response, contex
     """Vectors of one text or several."""
     started_s = time.monotonic()
     texts = [body.input] if isinstance(body.input, str) else body.input
-    cut = InputTruncation(None if body.truncate is False else -1)
-    ask = EmbeddingAsk(inputs=texts, dimensions=body.dimensions or None, truncation=cut)
-    found = await _embed(body, ask, request, response, context)
+    truncation = InputTruncation(None if body.truncate is False else -1)
+    found = await _embed(body, request, response, context, texts, truncation, dimensions=body.dimensions or None)
     return {
         "model": body.model or "",
         "embeddings": [vector.tolist() for vector in found.values],
@@ -332,17 +291,22 @@ async def embeddings(
     body: EmbeddingsRequest, request: Request, response: Response, context: Context
 ) -> dict[str, list[float]]:
     """The vector of one text."""
-    ask = EmbeddingAsk(inputs=[body.prompt], name="prompt", truncation=InputTruncation(-1))
-    found = await _embed(body, ask, request, response, context)
+    found = await _embed(body, request, response, context, [body.prompt], InputTruncation(-1), name="prompt")
     return {"embedding": found.values[0].tolist()}
 
 
 async def _embed(
-    body: _EmbedFields, ask: EmbeddingAsk, request: Request, response: Response, context: ServerContext
+    body: _EmbedFields,
+    request: Request,
+    response: Response,
+    context: ServerContext,
+    texts: list[str],
+    truncation: InputTruncation,
+    **more: Any,
 ) -> PoolingAnswer[FloatArray]:
-    name = await find_name(context.pool, body.model)
-    found = await vectors.embed(request, context, replace(ask, model=name))
+    model = await find_name(context.pool, body.model)
+    found = await vectors.embed(request, context, PoolingAsk(model=model, truncation=truncation), texts, **more)
     response.headers.update(found.headers)
-    if not keep_model(context.pool, name, body.keep_alive, request):
+    if not keep_model(context.pool, model, body.keep_alive, request):
         response.headers[NOT_ENFORCED_HEADER] = "keep_alive"
     return found

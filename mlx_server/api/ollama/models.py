@@ -1,5 +1,5 @@
 """The models: GET /api/tags, /api/ps and /api/version, POST /api/show, and `/` on Ollama's port; for admins POST
-/api/pull and DELETE /api/delete. What else would change models is refused."""
+/api/pull and DELETE /api/delete. Other routes that change models are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from mlx_server.api.admin import begin_pull
-from mlx_server.api.auth.authentication import RequireAdmin, caller_of, check_model_access, may_use
+from mlx_server.api.auth.authentication import RequireAdmin, caller_of
 from mlx_server.api.context import Context
 from mlx_server.api.errors import error_info
 from mlx_server.api.http import sse
@@ -34,18 +34,18 @@ from mlx_server.engine.models.store import Fetch, remove_stored
 from mlx_server.environment import version
 from mlx_server.errors import InvalidRequestError, PermissionDeniedError, UnsupportedError
 from mlx_server.pool.catalog import Offer
-from mlx_server.pool.model_pool import ModelPool
+from mlx_server.pool.model_pool import ModelPool, check_model_access, may_use
 from mlx_server.pool.pooled_model import PooledModel
 from mlx_server.sampling_params import SamplingParams
 
 OLLAMA_VERSION = "0.32.15"
-"""The release of Ollama whose API these routes speak: some clients refuse servers that call themselves older."""
+"""The release of Ollama whose API these routes follow: some clients refuse older servers."""
 
 _FORMAT = "safetensors"
 _PULL_PERIOD_S = 0.5
 _SUCCESS = {"status": "success"}
 _FOR_EVER_S = 200 * 365 * 86400.0
-"""What clients show as `Forever`."""
+"""Clients show this as `Forever`."""
 
 _SAMPLING = {
     "temperature": "temperature",
@@ -62,14 +62,14 @@ admins = APIRouter(dependencies=[RequireAdmin], route_class=AnyTypeRoute)
 @router.get("/api/version")
 @router.head("/api/version", include_in_schema=False)
 async def api_version() -> dict[str, str]:
-    """The release of Ollama whose API is spoken, and ours."""
+    """The release of Ollama whose API these routes follow, and this server's version."""
     return {"version": OLLAMA_VERSION, "mlx_serve": version()}
 
 
 @router.get("/api/tags")
 @router.head("/api/tags", include_in_schema=False)
 async def tags(request: Request, context: Context) -> dict[str, Any]:
-    """Every model that the caller may ask for."""
+    """Every model that the caller may use."""
     tier, pool = caller_of(request).tier, context.pool
     offers = await asyncio.to_thread(lambda: list(pool.offered()))
     found = [pool.offer(offer.name) for offer in offers if may_use(pool, tier, offer.name)]
@@ -79,7 +79,7 @@ async def tags(request: Request, context: Context) -> dict[str, Any]:
 
 @router.get("/api/ps")
 async def running(request: Request, context: Context) -> dict[str, Any]:
-    """The models that are loaded, and when each will be unloaded if nobody uses it."""
+    """The loaded models, and when each will be unloaded if it stays idle."""
     tier, pool = caller_of(request).tier, context.pool
     models = [model for model in pool.models() if model.is_loaded and may_use(pool, tier, model.name)]
     now_s, clock_s = time.time(), time.monotonic()
@@ -89,9 +89,9 @@ async def running(request: Request, context: Context) -> dict[str, Any]:
 
 @router.post("/api/show")
 async def show(body: ModelBody, request: Request, context: Context) -> dict[str, Any]:
-    """What is known of a model, loaded or not."""
+    """Facts of a model, loaded or not."""
     pool = context.pool
-    name = await find_name(pool, body.asked())
+    name = await find_name(pool, body.model)
     check_model_access(pool, caller_of(request).tier, name)
     offer = pool.offer(name)
     facts = await asyncio.to_thread(read_facts, offer.spec.root)
@@ -99,7 +99,7 @@ async def show(body: ModelBody, request: Request, context: Context) -> dict[str,
 
 
 class _OllamaPortRoute(APIRoute):
-    """A route that is there for what comes by the second port only."""
+    """A route for requests that come by Ollama's port only."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         app, server = scope.get("app"), scope.get("server")
@@ -110,18 +110,17 @@ class _OllamaPortRoute(APIRoute):
 
 
 async def is_running() -> Response:
-    """What Ollama's clients look for."""
+    """The answer that Ollama's clients check for."""
     return PlainTextResponse("Ollama is running")
 
 
-for _method in ("GET", "HEAD"):
-    router.add_api_route(
-        "/", is_running, methods=[_method], include_in_schema=False, route_class_override=_OllamaPortRoute
-    )
+router.add_api_route(
+    "/", is_running, methods=["GET", "HEAD"], include_in_schema=False, route_class_override=_OllamaPortRoute
+)
 
 
 def _is_seeing(pool: ModelPool, offer: Offer) -> bool | None:
-    """Whether a model takes images; None while it is not loaded, so that only its folder can tell."""
+    """Whether a loaded model takes images; None for a model that is not loaded."""
     engine = pool.find(offer.name).engine
     return None if engine is None else engine.vision is not None
 
@@ -156,7 +155,7 @@ def _amount(number: int) -> str:
 
 
 def _capabilities(offer: Offer, facts: ModelFacts | None, sees: bool | None) -> list[str]:
-    """`sees` None: only its folder can tell."""
+    """`sees` None: decided by the model's folder."""
     if facts is None:
         return capabilities(None, sees=bool(sees))
     return facts.capabilities(offer.spec.root, offer.spec.config.model.pooling, sees)
@@ -196,13 +195,13 @@ def _description(pool: ModelPool, offer: Offer, facts: ModelFacts | None) -> dic
 
 
 def _parameters(sampling: SamplingParams) -> str:
-    """What the model's folder asks for where a request says nothing, a line each."""
+    """The sampling defaults of the model's folder, one a line."""
     lines = ((theirs, getattr(sampling, ours), getattr(SamplingParams(), ours)) for theirs, ours in _SAMPLING.items())
     return "\n".join(f"{name:<30} {json.dumps(value)}" for name, value, usual in lines if value != usual)
 
 
 def _model_info(facts: ModelFacts, max_model_len: int | None) -> Iterator[tuple[str, Any]]:
-    """In GGUF's names. The context is what requests get while the model is loaded, else what it was made for."""
+    """Under GGUF's names. The context is the served one while the model is loaded, else the model's own."""
     family, config = facts.family, facts.config
     yield "general.architecture", family
     yield "general.parameter_count", facts.num_parameters
@@ -231,8 +230,8 @@ class PullRequest(ModelBody):
 
 @admins.post("/api/pull", responses=sse.whole_or_streamed("status", media_type=NDJSON))
 async def pull(body: PullRequest, request: Request, context: Context) -> Response:
-    """Fetches a model that is not here yet, with its progress a line each unless `stream` is false."""
-    name = await find_name(context.pool, body.asked())
+    """Fetches a model that is not here yet, with lines of progress unless `stream` is false."""
+    name = await find_name(context.pool, body.model)
     assert name is not None
     fetch = await begin_pull(context, name)
     if fetch is None:
@@ -240,7 +239,7 @@ async def pull(body: PullRequest, request: Request, context: Context) -> Respons
     if not body.stream:
         await until_disconnect(request, asyncio.shield(fetch.done))
         return JSONResponse(_SUCCESS)
-    with contextlib.suppress(TimeoutError):  # what fails at once has a status
+    with contextlib.suppress(TimeoutError):  # an error that comes at once gets a status
         await asyncio.wait_for(asyncio.shield(fetch.done), _PULL_PERIOD_S)
     return _streamed(fetch)
 
@@ -250,10 +249,10 @@ def _streamed(fetch: Fetch | None) -> Response:
 
 
 async def _lines(fetch: Fetch | None) -> AsyncGenerator[bytes, None]:
-    """Progress as Ollama tells it: the manifest, bytes, success. None is of a model that is here."""
+    """Progress in Ollama's form: the manifest, bytes, success. `fetch` is None for a model that is here."""
     yield line({"status": "pulling manifest"})
     if fetch is not None:
-        digest = hashlib.sha256(fetch.name.encode()).hexdigest()  # by which clients know what the bytes are of
+        digest = hashlib.sha256(fetch.name.encode()).hexdigest()  # clients group bytes by it
         part: dict[str, Any] = {"status": f"pulling {digest[:12]}", "digest": f"sha256:{digest}"}
         while not fetch.done.done():
             read = fetch.reading()
@@ -270,17 +269,17 @@ async def _lines(fetch: Fetch | None) -> AsyncGenerator[bytes, None]:
 @admins.delete("/api/delete")
 async def delete(body: ModelBody, context: Context) -> Response:
     """Deletes a pulled model from this machine, unloaded first."""
-    name = await find_name(context.pool, body.asked())
+    name = await find_name(context.pool, body.model)
     assert name is not None
     offer = context.pool.offer(name)
     if context.pool.is_configured(offer):
         raise PermissionDeniedError(
-            f"{offer.spec.name} is a part of the server's configuration. Take it out there, then delete it with "
+            f"{offer.spec.name} is in the server's configuration. Remove it there, then delete it with "
             "`mlx-serve models rm`."
         )
     await context.pool.unload(name, context.config.server.drain_timeout_s)
     if not await asyncio.to_thread(remove_stored, name):
-        raise InvalidRequestError(f"{name} was not pulled: it lies in a folder of models. Delete it there.", "model")
+        raise InvalidRequestError(f"{name} was not pulled: it is in a folder of models. Delete it there.", "model")
     return Response()
 
 
@@ -288,7 +287,7 @@ async def delete(body: ModelBody, context: Context) -> Response:
 @admins.post("/api/create", status_code=501)
 @admins.post("/api/push", status_code=501)
 async def unsupported(request: Request) -> None:
-    """Not done: models are folders, made by mlx-lm's tools and named in the configuration."""
+    """Not supported: models are folders, made by mlx-lm's tools and named in the configuration."""
     raise UnsupportedError(
         f"{request.url.path} is not served: models are folders in mlx-lm format. Name one under [[models]] in the "
         "configuration, with aliases and adapters of its own."

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
-from mlx_server.api.answers.collect import Answer, Choice, ToolCall, UsageMeter, arguments_object
+from mlx_server.api.answers.collect import Answer, Choice, ToolCall, Usage, UsageMeter, arguments_object
 from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
 from mlx_server.api.ollama.request import OllamaCall
+from mlx_server.api.openai.chat import token_body
 from mlx_server.api.openai.exchange import Writer
-from mlx_server.api.openai.output import TokenNames, finite
+from mlx_server.api.openai.output import TokenNames
 from mlx_server.engine.tools.parser import ToolCallDelta
-from mlx_server.outputs import PositionLogprobs, RequestTimings, TokenLogprob
+from mlx_server.outputs import PositionLogprobs, RequestTimings
 
 NDJSON = "application/x-ndjson"
 
-# An abort cuts an answer off as the token limit does; calls end an answer as any other end does.
+# The protocol has no reasons of its own for an abort, which cuts an answer off as a limit does, or for tool calls.
 _DONE_REASONS = {"stop": "stop", "tool_calls": "stop", "length": "length", "abort": "length"}
 
 
@@ -29,49 +30,68 @@ def line(body: dict[str, Any]) -> bytes:
 
 
 def timestamp(seconds: float | None = None) -> str:
-    """Of a time since the epoch, or of now, as Ollama's clients read it."""
+    """A time since the epoch (default: now) as Ollama's clients read it."""
     return datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-class AnswerWriter(Writer):
-    """What both kinds of answer have in common. Subclasses say where text, thoughts and calls stand."""
+class Shown(Protocol):
+    """Makes the members of an answer, or of one line of it, that hold what the model wrote."""
 
-    def __init__(self, call: OllamaCall) -> None:
+    def __call__(
+        self, content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()
+    ) -> dict[str, Any]: ...
+
+
+def chat_members(content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Of `/api/chat`."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        message["tool_calls"] = list(calls)
+    return {"message": message}
+
+
+def text_members(content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Of `/api/generate`, which has no tools."""
+    return {"response": content, **({"thinking": thinking} if thinking else {})}
+
+
+class AnswerWriter(Writer):
+    """The answer to `/api/chat` or `/api/generate`. Tool calls are sent once they are complete, since their arguments
+    are an object."""
+
+    def __init__(self, call: OllamaCall, shown: Shown, prompt: Prompt | None = None) -> None:
+        """`shown` makes the members that hold what the model wrote. With a `prompt`, the last line has `context`:
+        prompt and answer as token ids."""
         exchange = call.exchange
         self.response_id = f"ollama-{exchange.request_id}"
         self._call = call
+        self._shown = shown
+        self._prompt = prompt
+        self._answer_ids: list[int] = []
         self._meter = UsageMeter(1)
         self._finish: Finish | None = None
-        self._pieces: dict[str, sse.Template] = {}
-        self._tool_call: list[ToolCallDelta] = []
-        """What has come of the call that is being written."""
+        self._templates: dict[str, sse.Template] = {}
+        self._tool_call: list[ToolCallDelta] = []  # the pieces of the call that is being written
         self._names = TokenNames(exchange.engine.tokenizer if exchange.engine.has_tokenizer else None)
         self._num_top = exchange.body.num_logprobs
 
-    @abstractmethod
-    def shown(self, content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        """The members of an answer, or of a part of one, that hold what the model wrote."""
-
-    def ending(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """What the last line has beside counts and times."""
-        return {}
-
     @property
     def keep_alive(self) -> bytes:
-        """A line without news, for a silent stream: clients read each line as a part of the answer."""
-        return line(self._body({**self.shown(), "done": False}))
+        """A line without text, for a silent stream: clients read each line as a part of the answer."""
+        return self._line(**self._shown(), done=False)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         (choice,) = answer.choices
         calls = [_call_body(index, call) for index, call in enumerate(choice.tool_calls)]
-        counts = self._counts(answer.usage.num_prompt_tokens, answer.usage.num_output_tokens, answer.timings)
-        shown = self.shown(choice.content, choice.reasoning, calls)
-        ending = {**_done(choice.finish), **self.ending(choice.token_ids), **counts}
-        return self._body({**shown, **self._logprobs(choice), **ending})
+        shown = {**self._shown(choice.content, choice.reasoning, calls), **self._logprobs(choice)}
+        return self._last(shown, choice.finish, choice.token_ids, answer.usage, answer.timings)
 
     def write(self, event: OutputEvent) -> bytes:
         self._meter.update(event)
-        self._note(event)
+        if self._prompt is not None:
+            self._answer_ids.extend(event.token_ids)
         lines = list(self._lines(event))
         if event.finish is not None:
             self._finish = event.finish
@@ -80,59 +100,42 @@ class AnswerWriter(Writer):
 
     def closing(self) -> bytes:
         assert self._finish is not None, "the stream ended without a finish reason"
-        usage = self._meter.total()
-        counts = self._counts(usage.num_prompt_tokens, usage.num_output_tokens, self._meter.timings())
-        return line(self._body({**self.shown(), **_done(self._finish), **self.ending(self._token_ids()), **counts}))
+        usage, timings = self._meter.total(), self._meter.timings()
+        return line(self._last(self._shown(), self._finish, self._answer_ids, usage, timings))
 
     def failure(self, error: ErrorInfo) -> bytes:
         return line(error.ollama_body())
 
-    def _note(self, event: OutputEvent) -> None:
-        """Looks at an event before it is written."""
-
-    def _token_ids(self) -> Sequence[int]:
-        """Of a streamed answer, for `ending`."""
-        return ()
-
     def _lines(self, event: OutputEvent) -> Iterator[bytes]:
         if self._num_top is not None and (event.logprobs or event.content or event.reasoning):
-            yield self._part({**self.shown(event.content, event.reasoning), **self._logprobs(event)})
+            yield self._line(**self._shown(event.content, event.reasoning), **self._logprobs(event), done=False)
         else:
             if event.reasoning:
-                yield self._piece("thinking", event.reasoning)
+                yield self._text("thinking", event.reasoning)
             if event.content:
-                yield self._piece("content", event.content)
+                yield self._text("content", event.content)
         for piece in event.tool_calls:
             if self._tool_call and self._tool_call[0].index != piece.index:
                 yield from self._end_call()
             self._tool_call.append(piece)
 
     def _end_call(self) -> Iterator[bytes]:
-        """A call is sent once it is complete: its arguments are an object."""
         pieces, self._tool_call = self._tool_call, []
         if pieces:
-            arguments = "".join(piece.arguments_fragment for piece in pieces)
-            first = next((piece for piece in pieces if piece.name), pieces[0])
-            call = ToolCall(first.id or "", first.name or "", arguments)
-            yield self._part(self.shown(calls=[_call_body(first.index, call)]))
+            call = _call_body(pieces[0].index, ToolCall.of(pieces))
+            yield self._line(**self._shown(calls=[call]), done=False)
 
-    def _piece(self, name: str, text: str) -> bytes:
-        """A line of text or thought: they differ in that and in their time only."""
-        template = self._pieces.get(name)
+    def _text(self, name: str, text: str) -> bytes:
+        """A line of `content` or `thinking`; lines of one kind differ in text and time only."""
+        template = self._templates.get(name)
         if template is None:
-            template = self._pieces[name] = sse.Template(
-                lambda blank: self._tail(self.shown(blank) if name == "content" else self.shown(thinking=blank))
-            )
-        return self._head(timestamp()) + template.fill(text)
+            shown = self._shown if name == "content" else partial(self._shown, "")
+            template = self._templates[name] = sse.Template(lambda blank: line({**shown(blank), "done": False})[1:])
+        head = {"model": self._call.name, "created_at": timestamp()}
+        return sse.encode(head)[:-1] + b"," + template.fill(text)
 
-    def _part(self, members: dict[str, Any]) -> bytes:
-        return self._head(timestamp()) + self._tail(members)
-
-    def _head(self, created_at: str) -> bytes:
-        return sse.encode({"model": self._call.name, "created_at": created_at})[:-1] + b","
-
-    def _tail(self, members: dict[str, Any]) -> bytes:
-        return line({**members, "done": False})[1:]
+    def _line(self, **members: Any) -> bytes:
+        return line(self._body(members))
 
     def _body(self, members: dict[str, Any]) -> dict[str, Any]:
         return {"model": self._call.name, "created_at": timestamp(), **members}
@@ -143,76 +146,46 @@ class AnswerWriter(Writer):
         return {"logprobs": [self._position(position, self._num_top) for position in source.logprobs]}
 
     def _position(self, position: PositionLogprobs, num_top: int) -> dict[str, Any]:
-        body = self._token(position.token)
-        return body | ({"top_logprobs": [self._token(token) for token in position.top[:num_top]]} if num_top else {})
+        body = token_body(self._names, position.token)
+        if num_top:
+            body["top_logprobs"] = [token_body(self._names, token) for token in position.top[:num_top]]
+        return body
 
-    def _token(self, token: TokenLogprob) -> dict[str, Any]:
-        names, token_id = self._names, token.token_id
-        return {"token": names.name(token_id), "logprob": finite(token.logprob), "bytes": names.bytes(token_id)}
-
-    def _counts(self, num_prompt: int, num_output: int, timings: RequestTimings | None) -> dict[str, int]:
-        """Times in nanoseconds; that of the prompt is from its first step to the first token."""
+    def _last(
+        self,
+        shown: dict[str, Any],
+        finish: Finish,
+        token_ids: Sequence[int],
+        usage: Usage,
+        timings: RequestTimings | None,
+    ) -> dict[str, Any]:
+        """The last line, or a whole answer. Times are in nanoseconds; that of the prompt runs from its first step to
+        the first output token."""
         call = self._call
         prompt_s = output_s = 0.0
         if timings is not None and timings.first_token_s is not None:
             prompt_s = timings.first_token_s - (timings.first_scheduled_s or timings.arrival_s)
             output_s = (timings.finished_s or timings.first_token_s) - timings.first_token_s
-        return {
-            "total_duration": nanoseconds(time.monotonic() - call.started_s),
-            "load_duration": nanoseconds(call.load_s),
-            "prompt_eval_count": num_prompt,
-            "prompt_eval_duration": nanoseconds(prompt_s),
-            "eval_count": num_output,
-            "eval_duration": nanoseconds(output_s),
-        }
-
-
-class ChatWriter(AnswerWriter):
-    """`/api/chat`."""
-
-    def shown(self, content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        return {"message": message_body(content, thinking, calls)}
-
-
-class TextWriter(AnswerWriter):
-    """`/api/generate`. The last line has `context`: `prompt` and answer as token ids, unless `prompt` is None, for raw
-    text."""
-
-    def __init__(self, call: OllamaCall, prompt: Prompt | None) -> None:
-        super().__init__(call)
-        self._prompt = prompt
-        self._answer_ids: list[int] = []
-
-    def shown(self, content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        return {"response": content, **({"thinking": thinking} if thinking else {})}
-
-    def ending(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        return {} if self._prompt is None else {"context": [*self._prompt.token_ids, *token_ids]}
-
-    def _note(self, event: OutputEvent) -> None:
-        if self._prompt is not None:
-            self._answer_ids.extend(event.token_ids)
-
-    def _token_ids(self) -> Sequence[int]:
-        return self._answer_ids
-
-
-def message_body(content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    body: dict[str, Any] = {"role": "assistant", "content": content}
-    if thinking:
-        body["thinking"] = thinking
-    if calls:
-        body["tool_calls"] = list(calls)
-    return body
+        context = {} if self._prompt is None else {"context": [*self._prompt.token_ids, *token_ids]}
+        return self._body(
+            {
+                **shown,
+                "done": True,
+                "done_reason": _DONE_REASONS[finish.reason],
+                **context,
+                "total_duration": nanoseconds(time.monotonic() - call.started_s),
+                "load_duration": nanoseconds(call.load_s),
+                "prompt_eval_count": usage.num_prompt_tokens,
+                "prompt_eval_duration": nanoseconds(prompt_s),
+                "eval_count": usage.num_output_tokens,
+                "eval_duration": nanoseconds(output_s),
+            }
+        )
 
 
 def _call_body(index: int, call: ToolCall) -> dict[str, Any]:
     function = {"index": index, "name": call.name, "arguments": arguments_object(call.arguments)}
     return {"id": call.call_id, "function": function}
-
-
-def _done(finish: Finish) -> dict[str, Any]:
-    return {"done": True, "done_reason": _DONE_REASONS[finish.reason]}
 
 
 def nanoseconds(seconds: float) -> int:

@@ -1,11 +1,9 @@
-"""A request of Ollama's: what bodies have in common, its model, and how long that is to stay.
+"""Ollama's requests: common fields, `options`, model names, and `keep_alive`.
 
-Beside Ollama's own fields, those of sampling that OpenAI's routes take are honoured at the top level; `options` go
-before them. Null counts as absent.
+OpenAI's sampling fields work at the top level, beside Ollama's own; `options` take precedence. Null means "not given".
 
-A model's name that is served as it stands is taken as it stands. Else `hf.co/` before it and the tag `:latest` behind
-it are left out, and then case does not matter. Models are listed with a tag, as Ollama's clients expect:
-`smollm2:latest`.
+A name is first looked up as it is, then without `hf.co/` before it and the tag `:latest` after it, then without regard
+to case. Models are listed with a tag, as Ollama's clients expect: `smollm2:latest`.
 """
 
 from __future__ import annotations
@@ -20,23 +18,22 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
-from mlx_server.api.auth.authentication import caller_of, check_model_access, require_admin
+from mlx_server.api.auth.authentication import caller_of, require_admin
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import error_responses
 from mlx_server.api.http.request_bounds import check_name
 from mlx_server.api.openai.document import STRING, either
 from mlx_server.api.openai.exchange import Exchange, open_exchange
-from mlx_server.api.openai.fields import Bool, Int, Number, OneAnswerOfText, Refused, StringOrList
+from mlx_server.api.openai.fields import Bool, Int, Number, OneAnswerOfText, Refused, StopStrings
 from mlx_server.engine.text.chat import ChatOptions
-from mlx_server.errors import InvalidRequestError
-from mlx_server.pool.model_pool import ModelPool
+from mlx_server.pool.model_pool import ModelPool, check_model_access
 from mlx_server.sampling_params import MAX_LOGPROBS, MAX_TOP_K, SamplingParams
 
 NOT_ENFORCED_HEADER = "x-options-not-enforced"
-"""What of the request the answer does not keep to: docs/ollama.md says when."""
+"""Fields of the request that the answer does not keep to; see docs/ollama.md."""
 
 _LATEST = ":latest"
 _HUBS = ("hf.co/", "huggingface.co/")
@@ -49,14 +46,14 @@ _PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 _MAX_DURATION_CHARS = 64
 
 _LEAST_TOP_P = 1e-6
-"""The best token alone, which 0 asks for."""
+"""What 0 stands for: only the likeliest token."""
 
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Each at the value that changes nothing."""
+"""The penalties' neutral values."""
 
 
 def duration_s(value: Any) -> float:
-    """Ollama's durations in seconds: a number of them, or text like `300`, `5m` or `1h30m`. Below 0 is for ever:
+    """Ollama's durations in seconds: a number, or a text like `300`, `5m` or `1h30m`. Negative means for ever:
     infinity. Raises `ValueError`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return math.inf if value < 0 or value > sys.float_info.max else float(value)
@@ -92,7 +89,7 @@ def _none_if_empty(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Ollama cuts fractions off."""
+    """Cuts fractions off, as Ollama does."""
     if isinstance(value, bool | str):
         raise ValueError("must be an integer")
     return int(value) if isinstance(value, float) and math.isfinite(value) else value
@@ -102,8 +99,7 @@ Whole = Annotated[int, BeforeValidator(_whole), WithJsonSchema({"type": "integer
 
 
 class Options(BaseModel):
-    """What an answer depends on. Options that only say how a machine computes (`num_gpu`, `num_thread` ...) are not
-    declared: they change nothing."""
+    """`options`. Those that only say how a machine computes (`num_gpu`, `num_thread` ...) are ignored."""
 
     num_predict: Whole | None = None
     num_ctx: Whole | None = None
@@ -112,7 +108,7 @@ class Options(BaseModel):
     top_p: Number | None = Field(None, ge=0)
     min_p: Number | None = Field(None, ge=0, le=1)
     seed: Whole | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: StringOrList | None = None
+    stop: StopStrings | None = None
     repeat_penalty: Number | None = None
     repeat_last_n: Whole | None = Field(None, ge=-1)
     presence_penalty: Number | None = None
@@ -121,7 +117,7 @@ class Options(BaseModel):
     mirostat: Annotated[Any, Refused((0,))] = None
 
     def applied_to(self, sampling: SamplingParams) -> SamplingParams:
-        """The parameters with what is given here. Raises `InvalidRequestError` for values out of range."""
+        """The parameters with the given options. Raises `InvalidRequestError` for values out of range."""
         given = {name: value for name, value in self._changes() if value is not None}
         if self.repeat_last_n == 0:
             given |= _PENALTIES
@@ -138,8 +134,7 @@ class Options(BaseModel):
         yield "max_tokens", self.num_predict if (self.num_predict or 0) > 0 else None
 
     def not_enforced(self, sampling: SamplingParams, max_model_len: int) -> Iterator[str]:
-        """What an answer by `sampling` does not keep to: a context beyond the model's, and penalties that look at a
-        part of the text only."""
+        """The options that are not kept to: a context beyond the model's, and penalties over a part of the text."""
         if (self.num_ctx or 0) > max_model_len:
             yield "num_ctx"
         if (self.repeat_last_n or 0) > 0 and sampling.has_penalties:
@@ -147,7 +142,7 @@ class Options(BaseModel):
 
 
 class OllamaFields(OneAnswerOfText):
-    """What a chat and a completion share."""
+    """The common fields of chats and completions."""
 
     stream: Annotated[Bool, BeforeValidator(default_true)] = True
     options: Options | None = None
@@ -166,7 +161,7 @@ class OllamaFields(OneAnswerOfText):
         return sampling if self.options is None else self.options.applied_to(sampling)
 
     def chat_options(self, *, continues: bool) -> ChatOptions:
-        """How to write the prompt. Without `think`, a model that reasons does as its template has it."""
+        """How to write the prompt. Without `think`, the model's template decides whether it reasons."""
         is_switch = isinstance(self.think, bool)
         return ChatOptions(
             continue_final_message=continues,
@@ -176,17 +171,9 @@ class OllamaFields(OneAnswerOfText):
 
 
 class ModelBody(BaseModel):
-    """The body of routes about one model; `name` is the older way to say it."""
+    """The body of routes about one model; older clients call the field `name`."""
 
-    model: str | None = None
-    name: str | None = None
-
-    def asked(self) -> str:
-        """Raises `InvalidRequestError` where neither is there."""
-        name = self.model or self.name
-        if not name:
-            raise InvalidRequestError("model is required.", "model")
-        return name
+    model: str = Field(min_length=1, validation_alias=AliasChoices("model", "name"))
 
 
 class OllamaError(BaseModel):
@@ -197,20 +184,20 @@ ERROR_RESPONSES = error_responses(OllamaError)
 
 
 def listed(name: str) -> str:
-    """What a model of ours is called to Ollama's clients."""
+    """A model's name for Ollama's clients."""
     return name if ":" in name else f"{name}{_LATEST}"
 
 
 def plain(name: str) -> str:
-    """The name without what only Ollama's clients write."""
+    """A name without the parts that only Ollama's clients write."""
     for hub in _HUBS:
         name = name.removeprefix(hub)
     return name.removesuffix(_LATEST)
 
 
 async def find_name(pool: ModelPool, name: str | None) -> str | None:
-    """Our name of the model that a client means: `plain` of it where there is none, so that the refusal names it; None
-    is the default model. Raises `InvalidRequestError` for what cannot be a name."""
+    """The served name of the model that a client means, or its plain name if there is none; None is the default model.
+    Raises `InvalidRequestError` for a name that is too long."""
     check_name(name, "model")
     if not name:
         return None
@@ -224,17 +211,18 @@ async def find_name(pool: ModelPool, name: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class OllamaCall:
-    """An open exchange. `name` is the model's as the client wrote it, `load_s` how long the model was waited for."""
+    """An open exchange. `name` is the model's as the client wrote it; the exchange was open after `load_s`, loading
+    included."""
 
     exchange: Exchange
     name: str
     started_s: float
     load_s: float
     is_kept: bool
-    """Whether the model stays for as long as the request asks, if it does."""
+    """False if the request has a `keep_alive` that the caller may not set."""
 
     def finish(self, response: Response) -> Response:
-        """The answer with its note on what is not enforced."""
+        """The answer with the header for fields that it does not keep to."""
         body, engine = self.exchange.body, self.exchange.engine
         assert isinstance(body, OllamaFields)
         notes = [] if self.is_kept else ["keep_alive"]
@@ -255,8 +243,8 @@ async def open_call(body: OllamaFields, request: Request, context: ServerContext
 
 
 def keep_model(pool: ModelPool, name: str | None, idle_s: float | None, request: Request) -> bool:
-    """Lets a model stay idle for so long, if the caller may say so: it holds for all who use the model. Whether what
-    was asked is done; nothing is asked by None."""
+    """Sets how long a model may stay idle, for all callers, so only admins may. Returns whether the request is met;
+    None requests nothing."""
     if idle_s is not None and caller_of(request).is_admin:
         pool.keep_alive(name, idle_s)
         return True
@@ -264,8 +252,8 @@ def keep_model(pool: ModelPool, name: str | None, idle_s: float | None, request:
 
 
 async def unload(body: OllamaFields, request: Request, context: ServerContext) -> str:
-    """Has the model unloaded as soon as nobody uses it; its name. Raises `ServeError`, for callers that are no admins,
-    too."""
+    """Unloads the model as soon as it is idle; returns its name. Raises `ServeError`, also for callers that are not
+    admins."""
     await require_admin(request)
     name = await find_name(context.pool, body.model)
     check_model_access(context.pool, caller_of(request).tier, name)

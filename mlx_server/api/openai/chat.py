@@ -1,7 +1,8 @@
-"""POST /v1/chat/completions: the request's body, its tools, and what is answered."""
+"""POST /v1/chat/completions: the request's body, its tools, and the answer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -25,16 +26,16 @@ from mlx_server.api.http.sse import whole_or_streamed
 from mlx_server.api.openai.document import CALL, IMAGE_URL, NULL, STRING, either, list_of, members, of_type
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int, Refused, TokenLimit
-from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
+from mlx_server.api.openai.output import CompletionWriter, TokenNames, finite, prompt_logprobs
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.tools.parser import ToolCallDelta
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
-from mlx_server.outputs import TokenLogprob
+from mlx_server.outputs import PositionLogprobs, TokenLogprob
 from mlx_server.sampling_params import MAX_LOGPROBS
 
 _REASONING = ("reasoning", "reasoning_content")
-"""Clients differ in which name they read."""
+"""Both names are sent, since clients differ in which one they read."""
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -42,8 +43,8 @@ _TEXT_PART = members("type", "text", type={"enum": ["text", "input_text", "outpu
 _IMAGE_PART = of_type("image_url", image_url=either(IMAGE_URL, members("url", url=IMAGE_URL)))
 _NAMED = members("name", name=STRING)
 
-# Messages and tools go to the chat template as they came, with all their fields: what they must have is checked
-# there, and a model would only reorder them.
+# Messages and tools go to the chat template as they came, with all members in their order: a pydantic model would
+# reorder them. They are checked before the template gets them.
 Message = Annotated[
     dict[str, Any],
     WithJsonSchema(
@@ -56,7 +57,7 @@ Message = Annotated[
     ),
 ]
 Messages = Annotated[list[Message], FIRST_ERROR, BOUNDED_MESSAGES]
-_Tool = Annotated[
+Tool = Annotated[
     dict[str, Any],
     WithJsonSchema(
         members(
@@ -74,8 +75,19 @@ _TOOL_CHOICE = either(
 )
 
 
-def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, is_parallel: bool) -> ToolUse:
-    """OpenAI's `tools` and `tool_choice`. Raises `InvalidRequestError` with the field's name."""
+def _function_name(choice: Any) -> Any:
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def tool_use(
+    tools: list[dict[str, Any]] | None,
+    choice: str | dict[str, Any] | None,
+    is_parallel: bool,
+    name_of: Callable[[Any], Any] = _function_name,
+) -> ToolUse:
+    """OpenAI's `tools` and `tool_choice`. `name_of` reads the function's name from a choice in the protocol's form.
+    Raises `InvalidRequestError` with the field's name."""
     if tools is not None and not tools:
         raise InvalidRequestError("tools is empty; leave it out or name at least one tool.", "tools")
     names = [_tool_name(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
@@ -87,30 +99,30 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | 
         return ToolUse(tools=tools, is_parallel=is_parallel)
     if choice == "required":
         return ToolUse(tools=tools, mode="required", is_parallel=is_parallel)
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        return _allowed_tools(tools, names, choice, is_parallel)
-    wanted = _checked(_named_function(choice), names)
-    return ToolUse(tools=tools, mode="required", allowed=frozenset((wanted,)), is_parallel=False)
-
-
-def _allowed_tools(tools: list[dict[str, Any]], names: list[str], choice: dict[str, Any], is_parallel: bool) -> ToolUse:
-    """Some of the tools, which may or must be called."""
-    inner = choice.get("allowed_tools")
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        wanted = _checked(name_of(choice), names)
+        return ToolUse(tools=tools, mode="required", allowed=frozenset((wanted,)), is_parallel=False)
+    inner = choice.get("allowed_tools", choice)  # the Responses API has its members beside the type
     listed = inner.get("tools") if isinstance(inner, dict) else None
     mode = inner.get("mode", "auto") if isinstance(inner, dict) else None
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
         raise InvalidRequestError(
             "tool_choice.allowed_tools must have the mode auto or required, and tools with at least one.", "tool_choice"
         )
-    allowed = frozenset(_checked(_named_function(tool), names) for tool in listed)
+    allowed = frozenset(_checked(name_of(tool), names) for tool in listed)
     return ToolUse(tools=tools, mode=mode, allowed=allowed, is_parallel=is_parallel)
 
 
-def _checked(name: str, names: list[str]) -> str:
-    if name not in names:
+def _checked(name: Any, names: list[str]) -> str:
+    if not isinstance(name, str):
         raise InvalidRequestError(
-            f"tool_choice names {name}, which is not in tools: {', '.join(names)}.", "tool_choice"
+            'tool_choice must be "none", "auto", "required", or name functions: '
+            '{"type": "function", "function": {"name": ...}}, or "allowed_tools" with such a list.',
+            "tool_choice",
         )
+    if name not in names:
+        listed = ", ".join(names)
+        raise InvalidRequestError(f"tool_choice names {name}, which is not in tools: {listed}.", "tool_choice")
     return name
 
 
@@ -126,21 +138,9 @@ def _tool_name(tool: dict[str, Any], where: str) -> str:
     return name
 
 
-def _named_function(choice: str | dict[str, Any]) -> str:
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise InvalidRequestError(
-            'tool_choice must be "none", "auto", "required", or name functions: '
-            '{"type": "function", "function": {"name": ...}}, or "allowed_tools" with such a list.',
-            "tool_choice",
-        )
-    return name
-
-
 class ReasoningOptions(BaseModel):
-    """`reasoning`, OpenRouter's form: how much to reason, and whether to show it. Where there is a field of its own for
-    one of these, that field wins."""
+    """`reasoning`, OpenRouter's form: how much to reason, and whether to show it. The fields `reasoning_effort`,
+    `thinking_token_budget` and `include_reasoning` take precedence."""
 
     effort: ReasoningEffort | None = None
     max_tokens: Int | None = Field(None, ge=1)
@@ -149,14 +149,14 @@ class ReasoningOptions(BaseModel):
 
 
 class _TextPart(BaseModel):
-    """Other fields of a part say nothing of its text."""
+    """A part of a prediction; other members are ignored."""
 
     type: Literal["text"]
     text: str
 
 
 class Prediction(BaseModel):
-    """`prediction`: what much of the answer is expected to be."""
+    """`prediction`: a text that the answer is expected to repeat in large part."""
 
     type: Literal["content"]
     content: str | Annotated[list[_TextPart], FIRST_ERROR, at_most(MAX_MESSAGES, "parts")]
@@ -167,9 +167,9 @@ class Prediction(BaseModel):
 
 
 class ChatFields(BaseModel):
-    """What makes a chat's prompt, beside its messages."""
+    """The fields beside the messages that a chat's prompt depends on."""
 
-    tools: Annotated[list[_Tool], FIRST_ERROR, BOUNDED_TOOLS] | None = None
+    tools: Annotated[list[Tool], FIRST_ERROR, BOUNDED_TOOLS] | None = None
     reasoning_effort: ReasoningEffort | None = None
     reasoning: ReasoningOptions | None = None
     add_generation_prompt: Bool | None = None
@@ -194,7 +194,7 @@ class ChatFields(BaseModel):
 
 
 class ChatCompletionRequest(ChatFields, GenerationFields):
-    """All fields of a chat completion that mean something here."""
+    """The fields of a chat completion that mean something here."""
 
     messages: Messages = Field(min_length=1)
     max_completion_tokens: TokenLimit = None
@@ -223,7 +223,7 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
             raise InvalidRequestError("top_logprobs needs logprobs: true.", "top_logprobs")
 
     def call(self, images: ImageParts | None = None) -> ChatCall:
-        """The chat without what concerns sampling. Raises `InvalidRequestError`."""
+        """The chat without sampling parameters. Raises `InvalidRequestError`."""
         budget = self.thinking_token_budget
         if budget is None and self.reasoning is not None:
             budget = self.reasoning.max_tokens
@@ -241,7 +241,7 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
 
     @property
     def output_limit(self) -> int | None:
-        """The newer name wins, as OpenAI says."""
+        """OpenAI's newer name takes precedence."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -291,7 +291,7 @@ class ChatWriter(CompletionWriter):
     def write(self, event: OutputEvent) -> bytes:
         self._meter.update(event)
         reasoning = event.reasoning if self._has_reasoning else ""
-        if not (event.tool_calls or event.finish or self._has_details):  # nearly all: one text and no more
+        if not (event.tool_calls or event.finish or self._has_details):  # nearly all events: one text only
             if not reasoning:
                 return self.piece(event.index, event.content, self._content)
             if not event.content:
@@ -311,14 +311,14 @@ class ChatWriter(CompletionWriter):
     def _reasoning(self, index: int, text: str) -> dict[str, Any]:
         return self._choice(OutputEvent(index), "delta", dict.fromkeys(_REASONING, text))
 
+    def _position(self, position: PositionLogprobs) -> dict[str, Any]:
+        top = [token_body(self._names, token) for token in position.top]
+        return {**token_body(self._names, position.token), "top_logprobs": top}
+
     def _choice(self, source: Choice | OutputEvent, name: str, shown: dict[str, Any]) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": source.index, name: shown, "logprobs": None, "finish_reason": None}
         if self._body.logprobs:
-            content = [
-                {**self._token(position.token), "top_logprobs": [self._token(token) for token in position.top]}
-                for position in source.logprobs
-            ]
-            choice["logprobs"] = {"content": content, "refusal": None}
+            choice["logprobs"] = {"content": list(map(self._position, source.logprobs)), "refusal": None}
         if source.finish is not None:
             choice["finish_reason"] = source.finish.reason
             choice["stop_reason"] = source.finish.stop_reason
@@ -326,12 +326,11 @@ class ChatWriter(CompletionWriter):
             choice["token_ids"] = list(source.token_ids)
         return choice
 
-    def _token(self, token: TokenLogprob) -> dict[str, Any]:
-        return {
-            "token": self._names.name(token.token_id),
-            "logprob": finite(token.logprob),
-            "bytes": self._names.bytes(token.token_id),
-        }
+
+def token_body(names: TokenNames, token: TokenLogprob) -> dict[str, Any]:
+    """A token with its log-probability."""
+    token_id = token.token_id
+    return {"token": names.name(token_id), "logprob": finite(token.logprob), "bytes": names.bytes(token_id)}
 
 
 def _call_delta(piece: ToolCallDelta) -> dict[str, Any]:

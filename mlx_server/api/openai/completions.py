@@ -1,4 +1,4 @@
-"""POST /v1/completions: the request's body, its prompts, and what is answered."""
+"""POST /v1/completions: the request's body, its prompts, and the answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import BeforeValidator, Field, SkipValidation, WithJsonSchema
+from pydantic import Field
 from starlette.responses import Response
 
 from mlx_server.api.answers.collect import Choice, Usage
@@ -18,9 +18,8 @@ from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
 from mlx_server.api.http.sse import whole_or_streamed
-from mlx_server.api.openai.document import TEXT, TOKEN_IDS, either, list_of
 from mlx_server.api.openai.exchange import Exchange, open_exchange
-from mlx_server.api.openai.fields import Bool, GenerationFields, Int, are_all
+from mlx_server.api.openai.fields import Bool, GenerationFields, Int, TextsOrIds
 from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.text.fill_in import FillWriter, Gap, find_fill_format
@@ -36,35 +35,10 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for text completions only."""
 
 
-def _as_prompts(value: Any) -> Any:
-    """One prompt or several, as text or token ids, becomes a list of prompts."""
-    if isinstance(value, list) and len(value) > MAX_SEQUENCES and type(value[0]) is not int:
-        raise ValueError(f"has {len(value)} prompts; at most {MAX_SEQUENCES} are taken at a time, send several")
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value and are_all(value, int):
-        return [value]
-    if isinstance(value, list) and value and all(_is_prompt(item) for item in value):
-        return value
-    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
-
-
-def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and are_all(value, int))
-
-
-Prompts = Annotated[
-    list[str | list[int]],
-    SkipValidation,  # of what `_as_prompts` has looked at: once for each of millions of ids is enough
-    BeforeValidator(_as_prompts),
-    WithJsonSchema(either(TEXT, list_of(TEXT, minItems=1), TOKEN_IDS, list_of(TOKEN_IDS, minItems=1))),
-]
-
-
 class CompletionRequest(GenerationFields):
-    """All fields of a text completion that mean something here."""
+    """The fields of a text completion that mean something here."""
 
-    prompt: Prompts
+    prompt: Annotated[list[str | list[int]], TextsOrIds(MAX_SEQUENCES, "prompts")]
     max_tokens: Int | None = Field(None, json_schema_extra={"minimum": -1})
     logprobs: Int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
     echo: Bool | None = None
@@ -92,7 +66,7 @@ class CompletionRequest(GenerationFields):
 
     @property
     def is_scoring(self) -> bool:
-        """Whether only the prompt is wanted: `echo` with `max_tokens` 0, as evaluation harnesses ask."""
+        """Whether the request scores its prompt only: `echo` with `max_tokens` 0, as evaluation harnesses send."""
         return self.max_tokens == 0
 
     @property
@@ -110,27 +84,27 @@ class CompletionRequest(GenerationFields):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Those asked for, and those that an echo shows."""
+        """The larger of the number that the request names and the number that an echo shows."""
         echoed = self.logprobs if self.echo else None
         return max((k for k in (echoed, self.prompt_logprobs) if k is not None), default=None)
 
 
 class TextWriter(CompletionWriter):
-    """Text completions. In a stream a choice's echo comes with its first output, when its logprobs are known, too."""
+    """Text completions. In a stream a choice's echo comes with its first output, when its logprobs are known."""
 
     def __init__(self, exchange: Exchange, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
         self.response_id = f"cmpl-{exchange.request_id}"
         super().__init__(exchange, self.response_id, "text_completion")
         self._body = body
         self._prompts = prompts
-        # A model without a tokenizer has no text to show, so its tokens are shown by empty chunks.
+        # A model without a tokenizer has no text, so its stream has an empty chunk for each token.
         self._has_details = body.logprobs is not None or self._has_token_ids or self._names.tokenizer is None
         self._prompt_logprobs: dict[int, list[PositionLogprobs] | None] = {}
-        """Of each choice, until its text begins."""
+        """The prompt's logprobs for each choice; None once the choice's text has begun."""
         self._offsets: dict[int, int] = {}
 
     def usage(self, usage: Usage) -> dict[str, Any]:
-        """Of a scored prompt, the one token that was generated and dropped does not count."""
+        """Without the one token that is generated and dropped to score a prompt."""
         only_prompt = Usage(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_rounded_tokens)
         return super().usage(only_prompt if self._body.is_scoring else usage)
 
@@ -156,7 +130,7 @@ class TextWriter(CompletionWriter):
         return self._choice(OutputEvent(index, text), None)
 
     def _choice(self, source: Choice | OutputEvent, known: Sequence[PositionLogprobs] | None) -> dict[str, Any]:
-        """`known` are the prompt's logprobs where the choice begins, else None."""
+        """`known` are the prompt's logprobs if the choice begins here, else None."""
         prompt = self._prompts[source.index // self._body.num_samples]
         is_scoring = self._body.is_scoring
         text, token_ids = ("", ()) if is_scoring else (source.content, source.token_ids)
@@ -184,7 +158,7 @@ class TextWriter(CompletionWriter):
     def _logprobs(
         self, index: int, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None], num_top: int
     ) -> dict[str, Any]:
-        """`positions` are those of `token_ids`. Offsets count from where the choice's text begins."""
+        """`positions` belong to `token_ids`. Offsets count from the beginning of the choice's text."""
         widths = (len(self._names.text(token_id)) for token_id in token_ids)
         *offsets, end = itertools.accumulate(widths, initial=self._offsets.get(index, 0))
         self._offsets[index] = end
@@ -215,12 +189,11 @@ async def create_completion(body: CompletionRequest, request: Request, context: 
 
 @dataclass(frozen=True, slots=True)
 class TextPlan:
-    """Prompts and grammar, ready to generate. `end_token_ids` end the output beside the model's own ends."""
+    """Prompts and grammar, ready to generate. `end_token_ids` end the output as the model's own end tokens do."""
 
     prompts: tuple[Prompt, ...]
-    new_constraint: Callable[[], TokenConstraint] | None
-    notes: tuple[str, ...] = ()
-    end_token_ids: tuple[int, ...] = ()
+    end_token_ids: tuple[int, ...]
+    new_constraint: Callable[[], TokenConstraint] | None = None
 
     def job(self, exchange: Exchange, sampling: SamplingParams, response_id: str) -> GenerationJob:
         if self.end_token_ids and not sampling.ignore_eos:
@@ -231,40 +204,42 @@ class TextPlan:
 
 async def plan_text(exchange: Exchange, body: CompletionRequest) -> TextPlan:
     """Tokenizes and compiles in a worker thread. Raises `InvalidRequestError`."""
-    engine = exchange.engine
-    if not body.suffix:
+    engine, suffix = exchange.engine, body.suffix
+    if not suffix:
         return await plan_prompts(exchange, lambda: tuple(_prompt(engine, body, prompt) for prompt in body.prompt))
-    writer, suffix = fill_writer(engine, "suffix"), body.suffix
-    planned = await plan_prompts(
-        exchange, lambda: tuple(_fill_prompt(engine, body, writer, Gap(prompt, suffix)) for prompt in body.prompt)
+    filler = fill_writer(engine, "suffix")
+    gaps = (Gap(prompt, suffix) for prompt in body.prompt)
+    return await plan_prompts(
+        exchange, lambda: tuple(_fill_prompt(engine, body, filler, gap) for gap in gaps), filler.end_token_ids
     )
-    return replace(planned, end_token_ids=writer.end_token_ids)
 
 
-async def plan_prompts(exchange: Exchange, write: Callable[[], tuple[Prompt, ...]]) -> TextPlan:
+async def plan_prompts(
+    exchange: Exchange, write: Callable[[], tuple[Prompt, ...]], end_token_ids: tuple[int, ...] = ()
+) -> TextPlan:
     """The plan for the prompts that `write` makes in a worker thread. Raises `InvalidRequestError`."""
     turn = exchange.turn
+    exchange.request.state.notes = ()
 
     async def plan() -> TextPlan:
         spec, prompts = await turn.in_thread(lambda: (exchange.body.structured(), write()))
         if spec is None:
-            return TextPlan(prompts, None)
+            return TextPlan(prompts, end_token_ids)
         grammars = exchange.engine.grammars
         grammar = await grammars.threads.run(lambda: grammars.compile(spec), spec.param, turn.asker)
-        return TextPlan(prompts, grammar.start, grammar.notes)
+        exchange.request.state.notes = grammar.notes
+        return TextPlan(prompts, end_token_ids, grammar.start)
 
-    planned = await until_disconnect(exchange.request, plan())
-    exchange.request.state.notes = planned.notes
-    return planned
+    return await until_disconnect(exchange.request, plan())
 
 
 def fill_writer(engine: AsyncEngine, param: str) -> FillWriter:
-    """For prompts with a gap. Raises `InvalidRequestError` that names the field `param` for a model that fills none."""
+    """For prompts with a gap. Raises `InvalidRequestError`, naming the field `param`, if the model cannot fill one."""
     form = find_fill_format(engine.tokenizer)
     if form is None:
         raise InvalidRequestError(
-            f"{param} asks to fill in the middle, for which the tokenizer of {engine.model_name} has no tokens. Leave "
-            "it out, or ask a model that was trained for it, like Qwen2.5-Coder.",
+            f"{param} asks to fill in the middle, and the tokenizer of {engine.model_name} has no tokens for that. "
+            "Leave it out, or use a model that was trained for it, like Qwen2.5-Coder.",
             param,
         )
     return FillWriter(engine.tokenizer, form)
@@ -275,7 +250,7 @@ def _fill_prompt(engine: AsyncEngine, body: CompletionRequest, writer: FillWrite
     most = truncation.num_kept(max_model_len)
     for text in (gap.prefix, gap.suffix) if most is None else ():
         if isinstance(text, str):
-            truncation.part(text, engine.tokenizer, max_model_len)  # refuses what is far too long
+            truncation.part(text, engine.tokenizer, max_model_len)  # raises if it is far too long
     token_ids = tuple(writer.write(gap, most, add_special_tokens=body.add_special_tokens is not False))
     return Prompt(token_ids, engine.tokenizer.decode(token_ids, skip_special_tokens=False) if body.echo else None)
 

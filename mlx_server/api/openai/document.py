@@ -1,15 +1,14 @@
-"""What the OpenAPI document says of fields beyond their types: of bounds that only `SamplingParams` checks, and of
-values that have parsers of their own.
+"""JSON schemas for the OpenAPI document, where a field's Python type says too little: bounds that only `SamplingParams`
+checks, and values that have parsers of their own.
 
-tests/api/test_openapi.py sends what lies at each bound and beyond it.
+tests/api/test_openapi.py sends values at each bound and beyond it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from mlx_server.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from pydantic import WithJsonSchema
 
 JsonSchema = dict[str, Any]
 
@@ -42,76 +41,45 @@ CALL = members("function", function=members("name", name=STRING, arguments={"typ
 
 IMAGE_URL: JsonSchema = {
     **STRING,
-    "description": "data:image/...;base64,...; others only where the server was started with leave to open them.",
+    "description": "data:image/...;base64,...; other URLs only if the server's settings allow them.",
 }
-"""Of an image, which models that see are given; `GET /v1/models` says which do."""
+"""Of an image, for models that take images; `GET /v1/models` says which do."""
 
-
-_BOUNDS: Mapping[str, JsonSchema] = {
-    "logit_bias": {
-        "propertyNames": {"pattern": "^[0-9]+$"},
-        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        "maxProperties": MAX_LOGIT_BIAS,
-    },
-    "allowed_token_ids": {"items": {"type": "integer", "minimum": 0}, "minItems": 1},
-    "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS},
-    "seed": {"format": "int64"},
-}
-"""What narrows a field's type."""
-
-_JSON_SCHEMA = {"type": ["object", "string"], "description": "A JSON schema, or the text of one."}
-_STOP_STRING = {**TEXT, "maxLength": MAX_STOP_CHARS}
-_STOP = either(_STOP_STRING, list_of(_STOP_STRING, maxItems=MAX_STOP_STRINGS))
+_JSON_SCHEMA: JsonSchema = {"type": ["object", "string"], "description": "A JSON schema, or the text of one."}
+_GRAMMAR = {**TEXT, "description": "In Lark's notation, or in GBNF."}
 _CHOICE = list_of(STRING, minItems=1)
-_CONSTRAINTS: Mapping[str, JsonSchema] = {
+_CONSTRAINTS: dict[str, JsonSchema] = {
     "json": _JSON_SCHEMA,
     "json_object": {"const": True},
     "regex": TEXT,
     "choice": _CHOICE,
-    "grammar": {**TEXT, "description": "In Lark's notation, or in GBNF."},
+    "grammar": _GRAMMAR,
     "structural_tag": {"type": ["object", "string"]},
 }
-
-
-_SHAPES: Mapping[str, JsonSchema] = {
-    "response_format": either(
-        of_type("text"),
-        of_type("json_object"),
-        of_type("json_object", schema={"type": "object"}),
-        of_type("json_schema", schema={"type": "object"}),
-        of_type("json_schema", json_schema=members("schema", schema={"type": "object"})),
-        of_type("structural_tag"),
-    ),
-    "structured_outputs": {
-        "type": "object",
-        "properties": {
-            **_CONSTRAINTS,
-            "disable_any_whitespace": {"type": "boolean"},
-            "disable_additional_properties": {"type": "boolean"},
-            "whitespace_pattern": STRING,
-        },
-        "oneOf": [{"required": [name]} for name in _CONSTRAINTS],
+_RESPONSE_FORMAT = either(
+    of_type("text"),
+    of_type("json_object"),
+    of_type("json_object", schema={"type": "object"}),
+    of_type("json_schema", schema={"type": "object"}),
+    of_type("json_schema", json_schema=members("schema", schema={"type": "object"})),
+    of_type("structural_tag"),
+)
+_STRUCTURED_OUTPUTS = {
+    "type": "object",
+    "properties": {
+        **_CONSTRAINTS,
+        "disable_any_whitespace": {"type": "boolean"},
+        "disable_additional_properties": {"type": "boolean"},
+        "whitespace_pattern": STRING,
     },
-    "guided_json": _JSON_SCHEMA,
-    "guided_regex": TEXT,
-    "guided_choice": _CHOICE,
-    "guided_grammar": _CONSTRAINTS["grammar"],
-    "json_schema": _JSON_SCHEMA,
-    "regex": TEXT,
-    "ebnf": _CONSTRAINTS["grammar"],
-    "grammar": _CONSTRAINTS["grammar"],
-    "format": either({"const": "json"}, _JSON_SCHEMA),
-    "stop": _STOP,
-    "stop_sequences": _STOP,
+    "oneOf": [{"required": [name]} for name in _CONSTRAINTS],
 }
-"""What fields may hold whose types say too little."""
 
-
-def describe(schema: JsonSchema) -> None:
-    """Completes the schema of a body in place."""
-    properties = schema["properties"]
-    for name in _SHAPES.keys() & properties.keys():
-        if "enum" not in properties[name]:  # of fields that are refused
-            properties[name]["anyOf"] = [_SHAPES[name], NULL]
-    for name in _BOUNDS.keys() & properties.keys():
-        properties[name]["anyOf"][0].update(_BOUNDS[name])
+# The types of fields that `parse_structured` reads.
+ResponseFormat = Annotated[Any, WithJsonSchema(either(_RESPONSE_FORMAT, NULL))]
+StructuredOutputs = Annotated[Any, WithJsonSchema(either(_STRUCTURED_OUTPUTS, NULL))]
+JsonSchemaField = Annotated[Any, WithJsonSchema(either(_JSON_SCHEMA, NULL))]
+Regex = Annotated[Any, WithJsonSchema(either(TEXT, NULL))]
+Choice = Annotated[Any, WithJsonSchema(either(_CHOICE, NULL))]
+Grammar = Annotated[Any, WithJsonSchema(either(_GRAMMAR, NULL))]
+Format = Annotated[Any, WithJsonSchema(either({"const": "json"}, _JSON_SCHEMA, NULL))]

@@ -1,9 +1,8 @@
 """The fields that all generating routes share, and how they become `SamplingParams`.
 
-Every field may be null, which means "not given": many clients send null for what they leave out. Numbers and
-booleans are not coerced from text, as OpenAI does not. A declared field is honoured, or `Refused` when its value
-asks for something that this server does not do; one that is not declared changes nothing. docs/parameters.md lists
-every field that clients know.
+Every field may be null, which means "not given": many clients send null for fields that they do not use. Numbers and
+booleans are not read from text, as with OpenAI. A declared field is honoured, or `Refused` if its value asks for
+something that this server does not do; undeclared fields are ignored. docs/parameters.md lists all fields.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
@@ -25,8 +23,20 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from mlx_server.api.answers.generation import Truncation
-from mlx_server.api.http.request_bounds import FIRST_ERROR, Strings, at_most
-from mlx_server.api.openai.document import describe
+from mlx_server.api.http.request_bounds import FIRST_ERROR
+from mlx_server.api.openai.document import (
+    TEXT,
+    TOKEN_IDS,
+    Choice,
+    Format,
+    Grammar,
+    JsonSchemaField,
+    Regex,
+    ResponseFormat,
+    StructuredOutputs,
+    either,
+    list_of,
+)
 from mlx_server.engine.grammar.spec import STRUCTURED_FIELDS, StructuredSpec, parse_structured
 from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import (
@@ -35,6 +45,7 @@ from mlx_server.sampling_params import (
     MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,
     MAX_SAMPLES,
+    MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_K,
@@ -51,26 +62,51 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-StringOrList = Annotated[
-    Strings,
-    at_most(MAX_STOP_STRINGS, "strings"),
-    BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
-]
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_StopList = Annotated[list[_StopString], FIRST_ERROR, Field(max_length=MAX_STOP_STRINGS)]
+StopStrings = Annotated[_StopList, BeforeValidator(_as_list, json_schema_input_type=_StopString | _StopList)]
 Ints = Annotated[list[Int], FIRST_ERROR]
+_LogitBias = Annotated[
+    dict[int, Annotated[Number, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^[0-9]+$"}}),
+]
 
 
-def are_all(values: list[Any], kind: type) -> bool:
-    """In C: there may be millions."""
-    return set(map(type, values)) <= {kind}
+@dataclass(frozen=True, slots=True)
+class TextsOrIds:
+    """For the type of a field: one text or prompt of token ids, or a list of up to `limit` of them, becomes a list.
+    There may be millions of ids, so each is looked at once, in C."""
+
+    limit: int
+    what: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._read)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        bounds = {"minItems": 1, "maxItems": self.limit}
+        return either(TEXT, list_of(TEXT, **bounds), TOKEN_IDS, list_of(TOKEN_IDS, **bounds))
+
+    def _read(self, value: Any) -> list[str | list[int]]:
+        if isinstance(value, str) or (value and _are_ids(value)):
+            return [value]
+        if isinstance(value, list) and len(value) > self.limit:
+            raise ValueError(f"has {len(value)} {self.what}; at most {self.limit} are taken at a time, send several")
+        if isinstance(value, list) and value and all(isinstance(item, str) or _are_ids(item) for item in value):
+            return value
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def no_limit(value: Any) -> Any:
-    """-1, which llama.cpp and LM Studio write for it, is none given."""
+    """-1, which llama.cpp and LM Studio send, means no limit."""
     return None if value == -1 and not isinstance(value, bool) else value
 
 
 TokenLimit = Annotated[Annotated[Int, Field(ge=1)] | None, BeforeValidator(no_limit)]
-"""-1 is no limit of its own, as llama.cpp and LM Studio have it."""
 
 _Penalty = Annotated[Number, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern="^[!-~]+$")]
@@ -78,8 +114,8 @@ RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern="^[!-~]+$
 
 @dataclass(frozen=True, slots=True, eq=False)  # `Annotated` takes equal ones for the same, and 1.0 equals 1
 class Refused:
-    """For the type of a field of something that this server does not do: besides null it takes only the `neutral`
-    values, which ask for nothing."""
+    """For the type of a field that this server does not support: besides null it takes only the `neutral` values, which
+    change nothing."""
 
     neutral: tuple[Any, ...] = ()
     remedy: str = "leave it out"
@@ -106,12 +142,25 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: Bool | None = None
 
 
-class GenerationFields(BaseModel):
-    """What both endpoints take. Subclasses add their prompt, their logprobs and their token limit."""
-
-    model_config = ConfigDict(json_schema_extra=describe)
+class RequestFields(BaseModel):
+    """The fields of every route that runs a model."""
 
     model: str | None = None
+    truncate_prompt_tokens: Int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None
+    priority: Int | None = None
+    request_id: RequestId | None = None
+    rid: RequestId | None = None
+
+    @property
+    def client_id(self) -> str | None:
+        """The client's own id of the request."""
+        return self.rid if self.request_id is None else self.request_id
+
+
+class GenerationFields(RequestFields):
+    """The common fields. Subclasses add their prompt, their logprobs and their token limit."""
+
     stream: Bool | None = None
     stream_options: StreamOptions | None = None
     n: Int | None = Field(None, ge=1, le=MAX_SAMPLES)
@@ -124,12 +173,12 @@ class GenerationFields(BaseModel):
     repeat_penalty: _Penalty | None = None
     presence_penalty: Number | None = Field(None, ge=-2, le=2)
     frequency_penalty: Number | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[int, Number], at_most(MAX_LOGIT_BIAS, "tokens")] | None = None
-    allowed_token_ids: Ints | None = None
-    seed: Int | None = None
+    logit_bias: _LogitBias | None = None
+    allowed_token_ids: Annotated[list[Annotated[Int, Field(ge=0)]], FIRST_ERROR] | None = Field(None, min_length=1)
+    seed: Int | None = Field(None, json_schema_extra={"format": "int64"})
 
-    stop: StringOrList | None = None
-    stop_token_ids: Annotated[Ints, at_most(MAX_STOP_TOKEN_IDS, "ids")] | None = None
+    stop: StopStrings | None = None
+    stop_token_ids: Ints | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     include_stop_str_in_output: Bool | None = None
     no_stop_trim: Bool | None = None
     ignore_eos: Bool | None = None
@@ -139,28 +188,23 @@ class GenerationFields(BaseModel):
     prompt_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: Bool | None = None
     return_tokens_as_token_ids: Bool | None = None
-    truncate_prompt_tokens: Int | None = Field(None, ge=-1)
-    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: Bool | None = None
 
     speculate: Bool | None = None
-    priority: Int | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[^@/\\\u0000]+$")
-    request_id: RequestId | None = None
-    rid: RequestId | None = None
 
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    response_format: ResponseFormat = None
+    structured_outputs: StructuredOutputs = None
+    guided_json: JsonSchemaField = None
+    guided_regex: Regex = None
+    guided_choice: Choice = None
+    guided_grammar: Grammar = None
     guided_whitespace_pattern: str | None = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    grammar: Any = None
-    format: Any = None
+    json_schema: JsonSchemaField = None
+    regex: Regex = None
+    ebnf: Grammar = None
+    grammar: Grammar = None
+    format: Format = None
     open_schemas: Bool | None = None
 
     bad_words: Annotated[Any, Refused(([],))] = None
@@ -215,16 +259,11 @@ class GenerationFields(BaseModel):
     task: Annotated[Any, Refused()] = None
 
     def check(self) -> None:
-        """What no single field can tell; raises `InvalidRequestError` with the field's name."""
+        """Checks that need several fields. Raises `InvalidRequestError` with the field's name."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options is only for stream: true.", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs cannot be streamed; set stream to false.", "prompt_logprobs")
-
-    @property
-    def client_id(self) -> str | None:
-        """The id that the client gave its request."""
-        return self.rid if self.request_id is None else self.request_id
 
     @property
     def num_samples(self) -> int:
@@ -235,19 +274,19 @@ class GenerationFields(BaseModel):
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "left")
 
     def structured(self, own_format: dict[str, Any] | None = None) -> StructuredSpec | None:
-        """What the output must look like; `own_format` is the protocol's own way to say it, as a `response_format`.
+        """The format of the output; `own_format` is the protocol's own field for it, in the form of `response_format`.
         Raises `InvalidRequestError`."""
         fields = {name: getattr(self, name) for name in STRUCTURED_FIELDS}
         return parse_structured(fields if own_format is None else {**fields, "response_format": own_format})
 
     @property
     def output_limit(self) -> int | None:
-        """Most output tokens; None is the rest of the context."""
+        """The most output tokens; None is the rest of the context."""
         return None
 
     @property
     def num_logprobs(self) -> int | None:
-        """None for none, else how many beside the sampled token's."""
+        """How many log-probabilities to give beside the sampled token's; None gives none at all."""
         return None
 
     @property
@@ -255,8 +294,8 @@ class GenerationFields(BaseModel):
         return self.prompt_logprobs
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """The parameters of one choice, with the model's `defaults` for what is not given. Raises
-        `InvalidRequestError` for values out of range."""
+        """The parameters of one choice; `defaults` are the model's. Raises `InvalidRequestError` for values out of
+        range."""
         names = (field.name for field in dataclasses.fields(SamplingParams) if field.name not in FOR_LIBRARY)
         given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
         if self.repeat_penalty is not None:

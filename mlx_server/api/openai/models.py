@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}, in the shapes of OpenAI's and Anthropic's clients at once."""
+"""GET /v1/models and /v1/models/{id}, in one form for the clients of OpenAI and of Anthropic."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from mlx_server.api.auth.authentication import caller_of, check_model_access, may_use
+from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.context import Context
 from mlx_server.engine.embeddings import capabilities
 from mlx_server.pool.catalog import Offer
-from mlx_server.pool.model_pool import ModelPool
+from mlx_server.pool.model_pool import ModelPool, check_model_access, may_use
 
 router = APIRouter(tags=["models"])
 
@@ -21,7 +21,7 @@ OWNER = "mlx-serve"
 
 @router.get("/v1/models")
 async def list_models(request: Request, context: Context) -> dict[str, Any]:
-    """Every model that the caller may ask for, loaded or not, each followed by its adapters; the default one first."""
+    """Every model that the caller may use, loaded or not, each followed by its adapters; the default one first."""
     tier, pool = caller_of(request).tier, context.pool
     offers = await asyncio.to_thread(lambda: list(pool.offered()))
     cards = [_card(pool, offer) for offer in offers if may_use(pool, tier, offer.name)]
@@ -38,9 +38,11 @@ async def retrieve_model(model: str, request: Request, context: Context) -> dict
 def _card(pool: ModelPool, offer: Offer) -> dict[str, Any]:
     model = pool.find(offer.name)
     engine = model.engine if model.is_loaded else None
-    # What depends on the memory that is left, and on what was loaded, is known only while the model is.
-    limit = None if engine is None else engine.max_model_len
-    pooling = None if engine is None else engine.pooling
+    limit = capable_of = None  # known only while the model is loaded: they depend on its files and on free memory
+    if engine is not None:
+        limit = engine.max_model_len
+        pooling = None if engine.pooling is None else engine.pooling.spec
+        capable_of = capabilities(pooling, sees=engine.vision is not None)
     return {
         "id": offer.name,
         "object": "model",
@@ -55,10 +57,6 @@ def _card(pool: ModelPool, offer: Offer) -> dict[str, Any]:
         "parent": offer.parent,
         "max_model_len": limit,
         "max_input_tokens": limit,
-        "capabilities": (
-            None
-            if engine is None
-            else capabilities(None if pooling is None else pooling.spec, sees=engine.vision is not None)
-        ),
+        "capabilities": capable_of,
         "state": model.state.value,
     }

@@ -1,7 +1,7 @@
-"""What a prompt becomes, without generating: POST /tokenize and /detokenize, in vLLM's shapes with SGLang's names
-beside them, and the /render routes, for routers that place requests by prefix.
+"""Prompts as token ids, without generating: POST /tokenize and /detokenize, as in vLLM and with SGLang's names too, and
+the /render routes, for routers that place requests by prefix.
 
-Some of those ask for every request, so nothing here enters the engine or waits for it.
+Some routers ask for every request, so nothing here enters the engine or waits for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from mlx_server.api.answers.chat_plan import ChatCall
@@ -25,7 +25,6 @@ from mlx_server.api.http.request_bounds import at_most
 from mlx_server.api.http.text_turns import turn_of
 from mlx_server.api.openai.chat import ChatCompletionRequest, ChatFields, Messages, tool_use
 from mlx_server.api.openai.completions import CompletionRequest, plan_text
-from mlx_server.api.openai.document import NULL, STRING
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, Ints
 from mlx_server.engine.engine import AsyncEngine
@@ -34,22 +33,13 @@ from mlx_server.errors import InvalidRequestError
 from mlx_server.sampling_params import SamplingParams
 
 MAX_IDS = 1_000_000
-"""What `/detokenize` reads at a time: about a second of a thread that shares the interpreter with all streams."""
+"""Most ids of one `/detokenize` request: about a second in a thread, which slows down all streams."""
 
 router = APIRouter(tags=["tokens"], route_class=TurnRoute)
 
 
 class TokenizeBody(ChatFields):
-    """Either `prompt`, or `messages` with what belongs to them."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [
-                {"required": ["prompt"], "properties": {"prompt": STRING, "messages": NULL}},
-                {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": NULL}},
-            ]
-        }
-    )
+    """Either `prompt`, or `messages` and the fields of chats."""
 
     model: str | None = None
     prompt: str | None = None
@@ -83,14 +73,8 @@ async def tokenize(body: TokenizeBody, request: Request, context: Context) -> Re
 
     def answer() -> Response:
         strings = engine.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
-        return JSONResponse(
-            {
-                "count": len(token_ids),
-                "max_model_len": engine.max_model_len,
-                "tokens": token_ids,
-                "token_strs": strings,
-            }
-        )
+        counts = {"count": len(token_ids), "max_model_len": engine.max_model_len}
+        return JSONResponse({**counts, "tokens": token_ids, "token_strs": strings})
 
     token_ids = await until_disconnect(request, read())
     context.quotas.add_read(caller_of(request), len(token_ids))
@@ -115,9 +99,8 @@ async def detokenize(body: DetokenizeBody, request: Request, context: Context) -
     tokenizer = engine.tokenizer
     for extreme in (min(body.tokens), max(body.tokens)) if body.tokens else ():
         if not 0 <= extreme < tokenizer.vocab_size:
-            raise InvalidRequestError(
-                f"tokens has the id {extreme}; ids are 0 to {tokenizer.vocab_size - 1}.", "tokens"
-            )
+            last = tokenizer.vocab_size - 1
+            raise InvalidRequestError(f"tokens has the id {extreme}; ids are 0 to {last}.", "tokens")
     context.quotas.add_read(caller_of(request), len(body.tokens))
     decoding = turn_of(request).in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
     text = await until_disconnect(request, decoding)

@@ -11,67 +11,29 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, BeforeValidator, Field, SkipValidation, WithJsonSchema
+from pydantic import AliasChoices, BeforeValidator, Field
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
-from mlx_server.api.answers.vectors import MAX_INPUTS, EmbeddingAsk, PoolingAnswer, ScoreAsk, embed, score
+from mlx_server.api.answers.vectors import MAX_INPUTS, PoolingAnswer, PoolingAsk, embed, score
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.request_bounds import FIRST_ERROR, at_most
 from mlx_server.api.http.text_turns import turn_of
-from mlx_server.api.openai.document import TEXT, TOKEN_IDS, either, list_of
-from mlx_server.api.openai.fields import Bool, Int, Refused, RequestId, are_all
+from mlx_server.api.openai.fields import Bool, Int, Refused, RequestFields, TextsOrIds
 from mlx_server.engine.embeddings import FloatArray, InputTruncation, pair_up
-from mlx_server.errors import InvalidRequestError
+
+Inputs = Annotated[list[str | list[int]], TextsOrIds(MAX_INPUTS, "inputs")]
 
 
-def _as_inputs(value: Any) -> Any:
-    """One input or several, as text or token ids, becomes a list of inputs."""
-    if isinstance(value, str) or (isinstance(value, list) and value and are_all(value, int)):
-        return [value]
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
-    if len(value) > MAX_INPUTS:
-        raise ValueError(f"has {len(value)} inputs; at most {MAX_INPUTS} are taken at a time, send several requests")
-    if are_all(value, str) or (are_all(value, list) and all(are_all(item, int) for item in value)):
-        return value
-    raise ValueError("must have inputs of one kind: strings, or lists of token ids")
+class PoolingFields(RequestFields):
+    """The common fields of the routes for vectors and scores."""
 
-
-Inputs = Annotated[
-    list[str] | list[list[int]],
-    SkipValidation,
-    BeforeValidator(_as_inputs),
-    WithJsonSchema(
-        either(
-            TEXT,
-            list_of(TEXT, minItems=1, maxItems=MAX_INPUTS),
-            TOKEN_IDS,
-            list_of(TOKEN_IDS, minItems=1, maxItems=MAX_INPUTS),
+    def ask(self, prefix: str) -> PoolingAsk:
+        truncation = InputTruncation(self.truncate_prompt_tokens, self.truncation_side or "right")
+        return PoolingAsk(
+            model=self.model, truncation=truncation, priority=self.priority, request_id=self.client_id, prefix=prefix
         )
-    ),
-]
-
-
-class PoolingFields(BaseModel):
-    """What the routes for vectors and scores have in common. Every field may be null."""
-
-    model: str | None = None
-    truncate_prompt_tokens: Int | None = Field(None, ge=-1)
-    truncation_side: Literal["left", "right"] | None = None
-    priority: Int | None = None
-    request_id: RequestId | None = None
-    rid: RequestId | None = None
-
-    def asked(self) -> dict[str, Any]:
-        """What all of these routes' requests ask, as `PoolingAsk` has it."""
-        return {
-            "model": self.model,
-            "truncation": InputTruncation(self.truncate_prompt_tokens, self.truncation_side or "right"),
-            "priority": self.priority,
-            "request_id": self.rid if self.request_id is None else self.request_id,
-        }
 
 
 class EmbeddingRequest(PoolingFields):
@@ -97,22 +59,23 @@ router = APIRouter(route_class=TurnRoute)
 @router.post("/v1/embeddings", tags=["embeddings"], response_model=dict[str, Any])
 async def create_embeddings(body: EmbeddingRequest, request: Request, context: Context) -> Response:
     """A vector for each input."""
-    ask = EmbeddingAsk(
-        inputs=body.input,
+    found = await embed(
+        request,
+        context,
+        body.ask("embd"),
+        body.input,
         dimensions=body.dimensions,
         prompt_name=body.prompt_name,
         input_type=body.input_type,
         add_special_tokens=body.add_special_tokens is not False,
-        **body.asked(),
     )
-    found = await embed(request, context, ask)
     is_base64 = body.encoding_format == "base64"
     content = await turn_of(request).in_thread(lambda: b"".join(_pieces(found, is_base64)))
     return Response(content, headers=found.headers, media_type="application/json")
 
 
 def _pieces(found: PoolingAnswer[FloatArray], is_base64: bool) -> Iterator[bytes]:
-    """The answer, a vector a piece: in between, the interpreter goes on with the streams of others."""
+    """The answer, one vector a piece, so that other threads can run between two of them."""
     yield to_json(_list_head(found))[:-1] + b',"data":['
     for index, vector in enumerate(found.values):
         yield b'%s{"object":"embedding","index":%d,"embedding":%s}' % (
@@ -124,7 +87,7 @@ def _pieces(found: PoolingAnswer[FloatArray], is_base64: bool) -> Iterator[bytes
 
 
 def _list_head(answer: PoolingAnswer[Any]) -> dict[str, Any]:
-    """What stands before the entries of a list."""
+    """An answer's members without its entries."""
     return {"id": answer.response_id, "object": "list", "created": int(time.time()), "model": answer.model_name}
 
 
@@ -167,26 +130,11 @@ class RerankRequest(PoolingFields):
 
 
 class ScoreRequest(PoolingFields):
-    """`text_1` with `text_2`, or the same as `queries` and `documents`."""
+    """Two lists of texts, one text of each for a pair."""
 
-    text_1: OneOrMoreTexts | None = None
-    text_2: OneOrMoreTexts | None = None
-    queries: OneOrMoreTexts | None = None
-    documents: OneOrMoreTexts | None = None
+    text_1: OneOrMoreTexts = Field(validation_alias=AliasChoices("text_1", "queries"))
+    text_2: OneOrMoreTexts = Field(validation_alias=AliasChoices("text_2", "documents"))
     instruction: str | None = None
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """Of the fields that are used."""
-        return ("queries", "documents") if self.text_1 is None and self.text_2 is None else ("text_1", "text_2")
-
-    def pairs(self) -> list[tuple[str, str]]:
-        """Raises `InvalidRequestError`."""
-        firsts, seconds = (getattr(self, name) for name in self.names)
-        for name, texts in zip(self.names, (firsts, seconds)):
-            if texts is None:
-                raise InvalidRequestError(f"{name} is missing: send text_1 and text_2, or queries and documents.", name)
-        return pair_up(firsts, seconds, self.names)
 
 
 @router.post("/v1/rerank", tags=["rerank"], response_model=dict[str, Any])
@@ -195,31 +143,33 @@ class ScoreRequest(PoolingFields):
 async def create_rerank(body: RerankRequest, request: Request, context: Context) -> Response:
     """The documents in the order of their relevance to a query, the best first."""
     pairs = [(body.query, document) for document in body.documents]
-    names = ("query", "documents")
-    ask = ScoreAsk(pairs=pairs, names=names, instruction=body.instruction, prefix="rerank", **body.asked())
-    found = await score(request, context, ask)
-    content = await turn_of(request).in_thread(lambda: b"".join(_ranking(body, found)))
+    found = await score(request, context, body.ask("rerank"), pairs, ("query", "documents"), body.instruction)
+    content = await turn_of(request).in_thread(lambda: to_json(_ranking(body, found)))
     return Response(content, headers=found.headers, media_type="application/json")
 
 
-def _ranking(body: RerankRequest, found: PoolingAnswer[float]) -> Iterator[bytes]:
-    """The answer, a document a piece: in between, the interpreter goes on with the streams of others."""
+def _ranking(body: RerankRequest, found: PoolingAnswer[float]) -> dict[str, Any]:
     order = sorted(range(len(found.values)), key=lambda index: -found.values[index])[: body.top_n or None]
-    yield to_json({"id": found.response_id, "model": found.model_name})[:-1] + b',"results":['
-    for place, index in enumerate(order):
-        result: dict[str, Any] = {"index": index, "relevance_score": found.values[index]}
-        if body.return_documents is not False:
-            result["document"] = {"text": body.documents[index]}
-        yield (b"," if place else b"") + to_json(result)
+    results: list[dict[str, Any]] = [{"index": index, "relevance_score": found.values[index]} for index in order]
+    if body.return_documents is not False:
+        for result in results:
+            result["document"] = {"text": body.documents[result["index"]]}
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
-    yield b'],"usage":' + to_json(found.usage) + b',"meta":' + to_json(meta) + b"}"
+    return {
+        "id": found.response_id,
+        "model": found.model_name,
+        "results": results,
+        "usage": found.usage,
+        "meta": meta,
+    }
 
 
 @router.post("/v1/score", tags=["rerank"], response_model=dict[str, Any])
 @router.post("/score", include_in_schema=False)
 async def create_score(body: ScoreRequest, request: Request, context: Context) -> Response:
     """A score for each pair of texts, in their order."""
-    ask = ScoreAsk(pairs=body.pairs(), names=body.names, instruction=body.instruction, prefix="score", **body.asked())
-    found = await score(request, context, ask)
+    names = ("text_1", "text_2")
+    pairs = pair_up(body.text_1, body.text_2, names)
+    found = await score(request, context, body.ask("score"), pairs, names, body.instruction)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(found.values)]
     return JSONResponse({**_list_head(found), "data": data, "usage": found.usage}, headers=found.headers)

@@ -1,5 +1,4 @@
-"""A block of KV memory, by its number only: the queue of those that nobody references, the table of one request, and
-how a pool of them grows and is cut."""
+"""A block of KV memory, known by its number only; the free queue, a request's block table, and how a pool is cut."""
 
 from __future__ import annotations
 
@@ -14,22 +13,22 @@ from mlx_server.outputs import NULL_BLOCK_ID, BlockMove
 
 
 class BlockState(enum.IntEnum):
-    """What a block is to the pool."""
+    """What a pool says of a block."""
 
     FREE = 0
     CACHED = 1
-    """Referenced by nobody; its content may be hit."""
+    """Not referenced; requests may hit its content."""
     REFERENCED = 2
     SHARED = 3
     """Referenced by more than one request."""
 
 
 class Block:
-    """Bookkeeping of one block of `BLOCK_SIZE` slots. Holds no tensors: `block_id` indexes the pools.
+    """The record of one block of `BLOCK_SIZE` tokens. It holds no tensors: `block_id` is an index into the KV pool.
 
-    `block_hash` is set while the block's content stands in the prefix cache, also when `ref_cnt` is 0; `layer_group`
-    says which layers' K/V that is, and `is_rounded` whether it was read from a record of 8 bits. `found_mark` is the
-    manager's of when a prefix with the block was looked up.
+    `block_hash` is set while the block is in the prefix cache, also when `ref_cnt` is 0. `layer_group` says which
+    layers' K/V it holds, and `is_rounded` whether these were read from a record of 8 bits. `found_mark` tells the
+    manager which lookup of a prefix found the block last.
     """
 
     __slots__ = ("block_hash", "block_id", "found_mark", "is_rounded", "layer_group", "ref_cnt")
@@ -54,9 +53,9 @@ class Block:
 
 
 class FreeBlockQueue:
-    """Unreferenced blocks in the order in which to take them; every operation is O(1).
+    """Unreferenced blocks in the order in which they are taken; every operation is O(1).
 
-    An ordered dictionary because a prefix hit takes a block from the middle, which a deque cannot do in constant time.
+    An ordered dictionary, because a prefix hit removes a block from the middle: a deque would need O(n) for that.
     """
 
     def __init__(self, blocks: list[Block]) -> None:
@@ -70,16 +69,16 @@ class FreeBlockQueue:
 
     @property
     def first(self) -> Block | None:
-        """The next to be taken."""
+        """The next block to be taken; None if there is none."""
         return next(iter(self._blocks), None)
 
     def append(self, block: Block) -> None:
-        """Makes `block` the last to be taken."""
+        """Adds a block that will be taken last."""
         assert block not in self._blocks, f"{block} is in the queue already"
         self._blocks[block] = None
 
     def appendleft(self, block: Block) -> None:
-        """Makes `block` the next to be taken."""
+        """Adds a block that will be taken next."""
         self.append(block)
         self._blocks.move_to_end(block, last=False)
 
@@ -89,38 +88,39 @@ class FreeBlockQueue:
         return self._blocks.popitem(last=False)[0]
 
     def remove(self, block: Block) -> None:
-        """Takes `block` from wherever it stands."""
+        """Removes a block from any place."""
         assert block in self._blocks, f"{block} is not in the queue"
         del self._blocks[block]
 
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one request in one layer group. Block i holds tokens 32 * i to 32 * i + 31. Grows at its end; its
-    first `num_gone` entries are given up, or were never held."""
+    """The blocks of one request in one layer group. Block i holds tokens 32 * i to 32 * i + 31. The table grows at its
+    end. Its first `num_gone` entries are empty: they were given up, or never held."""
 
     blocks: list[Block]
     num_gone: int
 
     def __len__(self) -> int:
-        """Entries, those given up included."""
+        """The number of entries, empty ones included."""
         return self.num_gone + len(self.blocks)
 
     def ids(self, start: int = 0) -> tuple[int, ...]:
-        """The entries from index `start` on."""
+        """The block ids from entry `start` on, `NULL_BLOCK_ID` for empty entries."""
         num_null = max(0, self.num_gone - start)
         held = self.blocks[max(0, start - self.num_gone) :]
         return (NULL_BLOCK_ID,) * num_null + tuple([block.block_id for block in held])
 
     def end(self, num_tokens: int, most_held: int | None) -> int:
-        """How long the table is to be that has room for `num_tokens` tokens, or for all that may be held at once."""
+        """The length of a table with room for `num_tokens` tokens; with `most_held`, at most that many blocks are held
+        at once, and the rest follows as others are given up."""
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         return num_blocks if most_held is None else min(num_blocks, self.num_gone + most_held)
 
     def give_up(self, num_gone: int) -> list[Block]:
-        """Makes the first `num_gone` entries empty; the blocks that were held there, in order."""
+        """Empties the first `num_gone` entries and returns the blocks that they held, in order."""
         count = max(0, num_gone - self.num_gone)
-        assert count <= len(self.blocks), "a block is given up before it is there"
+        assert count <= len(self.blocks), "a block is given up before it is allocated"
         gone = self.blocks[:count]
         del self.blocks[:count]
         self.num_gone += count
@@ -131,8 +131,10 @@ class BlockTable:
 class Compaction:
     """A pool cut to `num_blocks`. Moves go from above the cut to below it, so their order does not matter.
 
-    before   0 1 2 3 4 5 6 7     referenced 1 6, cached 4 7, cut to 4
-    after    6 1 7 .             moves 6 -> 0, 7 -> 2; 4 is evicted if there is no room for it
+    blocks 0 to 7, of which 1 and 6 are referenced, 4 and 7 cached; cut to 3 blocks
+    evicted  4, the least recently used, since only one cached block has room
+    moves    6 -> 0, 7 -> 2
+    result   6 1 7
     """
 
     num_blocks: int
@@ -141,10 +143,10 @@ class Compaction:
 
 
 def plan_compaction(num_blocks: int, referenced: Collection[int], cached: Sequence[int]) -> Compaction:
-    """The fewest moves that bring every referenced block, and as many cached ones as there is room for, below
-    `num_blocks`, which must hold the referenced ones.
+    """The fewest moves that bring all referenced blocks, and as many cached ones as fit, below `num_blocks`.
 
-    `cached` are those that nobody references, the least recently used first: these are given up first.
+    `cached` are unreferenced blocks, the least recently used first; these are evicted first. `num_blocks` must hold at
+    least the referenced blocks.
     """
     assert len(referenced) <= num_blocks, "referenced blocks cannot be cut"
     num_evicted = max(0, len(cached) - (num_blocks - len(referenced)))
@@ -156,39 +158,40 @@ def plan_compaction(num_blocks: int, referenced: Collection[int], cached: Sequen
 
 
 class BlockSupply(Protocol):
-    """Decides whether a pool may grow: where its memory comes from, as far as the policy needs to know.
+    """Decides whether a pool may grow: the memory budget, as far as the policy needs to know it.
 
-    Called between steps, on the scheduler's thread; must be quick."""
+    Called between steps, on the scheduler's thread; must be quick.
+    """
 
     def take(self, least: int, most: int, *, is_needed: bool) -> int:
-        """How many blocks the pool may grow by now: from `least` to `most`, or 0. `is_needed`: a request would
-        have to wait otherwise; else only cached content would have to go."""
+        """How many blocks the pool may grow by now: `least` to `most`, or 0. `is_needed` says that a request would have
+        to wait otherwise; without it only cached content would be lost."""
         ...
 
     def give_back(self, num_blocks: int) -> None:
-        """The memory of so many blocks is free again."""
+        """The memory of `num_blocks` blocks is free again."""
         ...
 
 
 class BlockObserver(Protocol):
-    """Is told what happens to the content of blocks."""
+    """Hears what happens to the content of blocks."""
 
     def on_taken(self, block: Block) -> None:
-        """A request got the block for tokens of its own; what was in it is gone."""
+        """A request got the block for its own tokens; the old content is gone."""
         return
 
     def on_hit(self, block: Block) -> None:
-        """A request shares what is in the block."""
+        """A request shares the block's content."""
         return
 
     def on_freed(self, block: Block) -> None:
-        """Nobody holds the block any more."""
+        """No request holds the block any more."""
         return
 
     def on_evicted(self, block: Block) -> None:
-        """What is in the block is lost, if there was anything."""
+        """The block has left the pool, and its content is lost if it had any."""
         return
 
 
 class Unobserved(BlockObserver):
-    """Of a pool that nobody observes."""
+    """The observer of a pool that nobody observes."""

@@ -1,4 +1,4 @@
-"""Who holds which block: allocation, sharing of prefixes, reference counts, eviction in LRU order."""
+"""Which request holds which block: allocation, sharing of prefixes, reference counts, eviction in LRU order."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ from mlx_server.batching.blocks.prefix_cache import (
     most_hit,
     root_hash,
 )
-from mlx_server.batching.blocks.prefix_changes import Tell
+from mlx_server.batching.blocks.prefix_changes import PrefixListener
 from mlx_server.batching.blocks.state_checkpoints import StateCheckpoints
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import BlockIds
 from mlx_server.request import Request
 
-_MOST_FOUND = 16
-"""Prefixes that are remembered: a step looks up the oldest, the shortest and one aged request of each tier."""
+_MAX_FOUND = 16
+"""Lookups that are remembered: a step looks up the oldest, the shortest and one aged request of each tier."""
 
 
 class PagedBlockManager(BlockPool):
-    """All blocks of one model's pools. Not thread-safe: used by the scheduler only.
+    """All blocks of one model. Not thread-safe: only the scheduler uses it.
 
-    A request has a block table in each layer group. It only grows, until `free` or `detach`, but in a group with a
-    window its front is given up as the window moves on. A block with `ref_cnt` 0 is in the free
-    queue and, if its hash is set, in the prefix cache too; taking it from the queue is the eviction. So all
-    idle memory is prefix cache, and only referenced blocks count as used. Blocks that hold nothing cached
-    are taken first, then the least recently used.
+    A request has a block table in each layer group. A table only grows, until `free` or `detach`; in a group with a
+    window, the blocks before the window are given up as it moves on.
 
-    What is given up may be taken at once, although steps that were submitted still read or write it: steps run in the
-    order in which they are composed, and the step that takes it is composed after all of them.
+    A block with `ref_cnt` 0 is in the free queue. If it also has a hash, it is still in the prefix cache: all unused
+    memory is prefix cache. Taking such a block from the queue evicts it. Empty blocks are taken first, then the least
+    recently used. `before_eviction` gets each cached block that is taken.
 
-    `before_eviction` gets each cached block that is taken.
+    A block that is given up may be taken at once, although submitted steps still read or write it: steps run in the
+    order in which they are composed, so the step that takes it runs after all of these.
     """
 
     def __init__(
@@ -54,15 +53,16 @@ class PagedBlockManager(BlockPool):
         enable_prefix_caching: bool = True,
         checkpoints: StateCheckpoints | None = None,
     ) -> None:
-        """Without `groups`, all layers keep everything. Without `max_blocks` it is fixed. `checkpoints` end hits."""
+        """Without `groups`, no layer has a window. Without `max_blocks` the pool is fixed. With `checkpoints`, hits end
+        where a recurrent state is kept."""
         super().__init__(num_blocks, max_blocks, supply)
         self.groups = groups or LayerGroups()
         self.no_prefix = CachedPrefix(0, 0, tuple([] for _ in self.groups.windows))
         self._tables: dict[str, list[BlockTable]] = {}
-        self._num_allocated: dict[str, int] = {}  # entries that a table without a window has
-        self._num_cached: dict[str, int] = {}  # leading blocks of a table that were offered to the cache
-        self._found: dict[Request, CachedPrefix] = {}  # prefixes that were looked up since the last `_forget`
-        self._found_mark = 0  # that of their blocks
+        self._num_allocated: dict[str, int] = {}  # entries of a table without a window
+        self._num_cached: dict[str, int] = {}  # leading blocks of a table that were offered to the prefix cache
+        self._found: dict[Request, CachedPrefix] = {}  # lookups since the last `_forget`
+        self._found_mark = 0  # the mark of their blocks
         self._cache = PrefixCache(self.groups.windows)
         self._root = root_hash(model_key)
         self._detached: list[list[Block]] = []
@@ -79,14 +79,14 @@ class PagedBlockManager(BlockPool):
         """Blocks that become free when the submitted steps have finished."""
         return next(self.num_freed_in_turn(()))
 
-    def watch_prefixes(self, tell: Tell) -> None:
-        """`tell` gets all changes of what is cached from now on."""
-        self._cache.tell = tell
+    def watch_prefixes(self, listener: PrefixListener) -> None:
+        """`listener` gets all changes of what is cached from now on."""
+        self._cache.listener = listener
         if self.checkpoints is not None:
-            self.checkpoints.tell = tell
+            self.checkpoints.listener = listener
 
     def cached_block(self, block_hash: bytes, group: int = 0) -> Block | None:
-        """The block of a layer group with that hash."""
+        """The cached block with this hash in a layer group; None if there is none."""
         return self._cache.get(block_hash, group)
 
     def block_ids(self, request_id: str, group: int = 0) -> tuple[int, ...]:
@@ -95,20 +95,21 @@ class PagedBlockManager(BlockPool):
         return () if tables is None else tables[group].ids()
 
     def holds(self, request: Request, num_tokens: int) -> bool:
-        """Whether `allocate` has given the request room for `num_tokens` tokens already."""
+        """Whether `allocate` has already given the request room for `num_tokens` tokens."""
         return self._num_allocated.get(request.request_id, 0) >= num_blocks_for(num_tokens)
 
     def may_hit(self, request: Request) -> bool:
-        """Whether a request may use cached blocks. They give no logits or hidden states of a prompt."""
-        wants_prompt = request.sampling.prompt_logprobs is not None and not request.output_token_ids
-        return self.enable_prefix_caching and not wants_prompt and request.pooling is None
+        """Whether a request may use cached blocks. Cached blocks have no logits or hidden states, so requests that need
+        those of their prompt compute it."""
+        needs_prompt = request.sampling.prompt_logprobs is not None and not request.output_token_ids
+        return self.enable_prefix_caching and not needs_prompt and request.pooling is None
 
     def find_prefix(self, request: Request) -> CachedPrefix:
         """The longest cached prefix of a request that holds no blocks. Changes no block.
 
-        It never covers the request's last known token: one token must be computed to have logits. Where layers keep
-        everything, it is remembered, and walked again only when its next block is cached, or when one of its blocks is
-        evicted, taken by a first request or let go by the last.
+        It never includes the last known token, which must be computed to have logits. If no layer has a window or a
+        state, the result is remembered. It is looked up again only if the next block is cached meanwhile, or if one of
+        its blocks is evicted or gets or loses its only request.
         """
         if not self.may_hit(request):
             return self.no_prefix
@@ -118,7 +119,7 @@ class PagedBlockManager(BlockPool):
             return found
         found = self._cache.longest_prefix(hashes, most, self.checkpoints)
         if self.grows_block_by_block:
-            if len(self._found) >= _MOST_FOUND:
+            if len(self._found) >= _MAX_FOUND:
                 self._found.clear()
             self._found[request] = found
             for block in found:
@@ -126,10 +127,10 @@ class PagedBlockManager(BlockPool):
         return found
 
     def num_cached(self, request: Request, guess: int = 0) -> int:
-        """How long the prefix that `find_prefix` finds is, in blocks. Where layers keep everything, in O(1) if `guess`
-        is right and O(log n) else: blocks are evicted from a prefix's end, so that a cached block has all before it
-        cached, too. Where that does not hold (equal blocks of two requests that were freed in turns), the answer is
-        another boundary of the prefix."""
+        """The length in blocks of the prefix that `find_prefix` finds. If no layer has a window or a state, this takes
+        O(1) if `guess` is right, otherwise O(log n): the pool evicts prefixes from their ends, so all blocks before a
+        cached one are cached, too. That can fail if two requests with equal blocks are freed in turns; then the answer
+        is another boundary of the prefix."""
         if not self.may_hit(request):
             return 0
         if not self.grows_block_by_block:
@@ -141,14 +142,16 @@ class PagedBlockManager(BlockPool):
         return bisect_left(range(most), True, key=lambda index: hashes[index] not in cached)
 
     def resumed_checkpoint(self, request: Request) -> int | None:
-        """Where the recurrent state is from which a request that was just admitted goes on; None if it starts."""
+        """The slot of the recurrent state from which a request that was just admitted resumes; None if it starts from
+        nothing."""
         num_blocks = request.num_computed_tokens // BLOCK_SIZE
         if self.checkpoints is None or not num_blocks:
             return None
         return self.checkpoints.slot(request.block_hashes[num_blocks - 1])
 
     def num_new_blocks(self, request: Request, num_tokens: int, prefix: CachedPrefix | None = None) -> int:
-        """Free blocks that `allocate` with these arguments would take, revived prefix blocks included."""
+        """How many free blocks `allocate` with these arguments would take, including unreferenced blocks of the
+        prefix."""
         tables = self._tables.get(request.request_id)
         if tables is not None:
             return self._num_missing(tables, num_tokens)
@@ -156,8 +159,8 @@ class PagedBlockManager(BlockPool):
         return prefix.num_idle + self._num_missing(prefix.tables(), num_tokens)
 
     def num_freed_in_turn(self, request_ids: Iterable[str], keep: Iterable[Block] = ()) -> Iterator[int]:
-        """How many blocks become free with all detached ones given back, then with the first request's too,
-        the second's, and so on: one number more than requests. Blocks of `keep` count as held."""
+        """How many blocks become free if all detached ones are given back, then also those of the first request, of the
+        second, and so on: one number more than requests. Blocks in `keep` count as held."""
         kept = set(keep)
         num_holds: Counter[Block] = Counter()
         num_freed = 0
@@ -168,11 +171,14 @@ class PagedBlockManager(BlockPool):
             yield num_freed
 
     def allocate(self, request: Request, num_tokens: int, prefix: CachedPrefix | None = None) -> BlockIds | None:
-        """Grows the request's tables to hold `num_tokens` tokens, those of groups with a window as far as the next
-        step may need it; the ids that were appended, or None if there are not enough free blocks and no more to be
-        had (then nothing was taken).
+        """Grows the request's tables to hold `num_tokens` tokens; in groups with a window, as far as the next step may
+        need. Returns the appended ids; None, and takes nothing, if there are not enough free blocks and the pool cannot
+        grow.
 
-        `prefix`, from `find_prefix`, is shared as it is; it may be given only while the tables are empty.
+        `prefix`, from `find_prefix`, is shared as it is. It may be given only while the tables are empty.
+
+            a prompt of 100 tokens, of which 64 are cached: the 2 cached blocks are shared, 2 new ones are appended
+            its next 28 tokens fill the fourth block and append nothing; the 129th token appends a fifth
         """
         tables = self._tables.get(request.request_id)
         if tables is not None:
@@ -193,24 +199,24 @@ class PagedBlockManager(BlockPool):
         new_ids = tuple([table.ids(start) for table, start in zip(tables, num_before)])
         return new_ids if any(new_ids) else ()
 
-    # --- prefixes that come from elsewhere ------------------------------------------------------------------
+    # --- prefixes that are loaded from disk -----------------------------------------------------------------
 
     @property
     def grows_block_by_block(self) -> bool:
-        """Whether a prefix can be hit at each of its blocks. With windows or states, at some of them."""
+        """Whether a prefix can be hit at each block boundary; with windows or states, only at some of them."""
         return not self.groups.has_windows and self.checkpoints is None
 
     def reach(self, request: Request, is_stored: Callable[[bytes, int], bool]) -> int:
-        """How long a prefix `find_prefix` would have found with what `is_stored` elsewhere (`PrefixCache.reach`)."""
+        """The length of the prefix that `find_prefix` would find if what `is_stored` on disk were cached, too."""
         return self._cache.reach(request.block_hashes[: most_hit(request)], self.checkpoints, is_stored)
 
     def seen(self, request: Request, num_blocks: int) -> list[SeenBlock]:
-        """What the token behind the request's first blocks sees, and what of it is cached."""
+        """The blocks that the token after the request's first `num_blocks` blocks attends to, and which are cached."""
         return self._cache.seen(request.block_hashes[:num_blocks])
 
     def hold(self, request: Request, seen: Sequence[SeenBlock]) -> list[SeenBlock]:
-        """Gives a request that holds nothing what it sees: cached blocks, and for the others new ones, for which there
-        is room. The new ones, for `cache_loaded`."""
+        """Gives a request without blocks those in `seen`: the cached ones, and new ones for the others, for which there
+        must be room. Returns the new ones, for `cache_loaded`."""
         tables: dict[int, BlockTable] = {}
         new: list[SeenBlock] = []
         for _, _, block in seen:
@@ -225,12 +231,12 @@ class PagedBlockManager(BlockPool):
         return new
 
     def cache_loaded(self, request: Request, seen: SeenBlock, *, is_rounded: bool) -> None:
-        """The next step begins with the content of a block that `hold` has given."""
+        """Caches a block from `hold`: the next step begins with copying its content."""
         self._cache.insert_loaded(request, seen, is_rounded=is_rounded)
 
     def give_up_unseen(self, request: Request) -> None:
-        """Gives back the blocks of groups with a window that no token of the request sees any more. They stay cached,
-        the oldest first to be evicted."""
+        """Gives up the blocks of groups with a window that lie before the window of the request's next token. They stay
+        cached; the oldest is evicted first."""
         if not self.groups.has_windows:
             return
         position = request.num_computed_tokens
@@ -240,9 +246,9 @@ class PagedBlockManager(BlockPool):
                     self._release(block)
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Registers the blocks that the first `num_tokens` tokens fill: their ids are known, and their K/V
-        are computed, or will be by a step submitted before any step that reads them. Not those of a request that pools:
-        a thousand texts that come once would take the place of prefixes that come again."""
+        """Caches the blocks that the first `num_tokens` tokens fill. Their ids are known, and their K/V are computed,
+        or will be by a step that runs before any step that reads them. Blocks of pooled inputs are not cached: a
+        thousand texts that come once would displace prefixes that come again."""
         if not self.enable_prefix_caching or request.pooling is not None:
             return
         num_full = num_tokens // BLOCK_SIZE
@@ -256,25 +262,26 @@ class PagedBlockManager(BlockPool):
             self.checkpoints.commit(request, num_full)
 
     def free(self, request_id: str) -> None:
-        """Gives back all blocks of a request, each group's tail first, so that shared heads are evicted last."""
+        """Gives back all blocks of a request, the last of each group first, so that shared beginnings are evicted
+        last."""
         for block in reversed(self._leave(request_id)):
             self._release(block)
 
     def detach(self, request_id: str) -> list[Block]:
-        """Ends the request's hold like `free`, but the blocks stay referenced until `free_detached`:
-        a step that was submitted may still write them."""
+        """Ends the request's hold like `free`, but its blocks stay referenced until `free_detached`: a submitted step
+        may still write them."""
         blocks = self._leave(request_id)
         self._detached.append(blocks)
         return blocks
 
     def free_detached(self, blocks: list[Block]) -> None:
-        """Gives back what `detach` returned, tail first."""
+        """Gives back what `detach` returned."""
         self._detached = [group for group in self._detached if group is not blocks]
         for block in reversed(blocks):
             self._release(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached content; False, and nothing done, while any block is referenced."""
+        """Forgets all cached content; does nothing and returns False while any block is referenced."""
         if len(self._free) != len(self._blocks):
             return False
         for _, block in list(self._cache):
@@ -285,7 +292,7 @@ class PagedBlockManager(BlockPool):
         return True
 
     def check_integrity(self) -> None:
-        """Asserts every invariant; for tests and idle moments, O(blocks)."""
+        """Asserts all invariants, in O(blocks); for tests and idle moments."""
         if self.checkpoints is not None:
             self.checkpoints.check_integrity()
         holders = Counter(block.block_id for request_id in self._tables for block in self._held_blocks(request_id))
@@ -311,7 +318,7 @@ class PagedBlockManager(BlockPool):
                 assert most is not None or table.num_gone == 0, f"{request_id} has given up what it still sees"
 
     def _start(self, request: Request, prefix: CachedPrefix) -> list[BlockTable]:
-        """Tables of a request that is admitted: they begin with its cached prefix."""
+        """The tables of a request that is admitted: they begin with its cached prefix."""
         for block in prefix:
             self._reference(block)
             self.observer.on_hit(block)
@@ -326,7 +333,7 @@ class PagedBlockManager(BlockPool):
         return prefix.tables()
 
     def _leave(self, request_id: str) -> list[Block]:
-        """Ends what is known of a request; the blocks that it held."""
+        """Removes the records of a request and returns its blocks."""
         self._num_allocated.pop(request_id, None)
         self._num_cached.pop(request_id, None)
         if self.checkpoints is not None:
@@ -336,11 +343,11 @@ class PagedBlockManager(BlockPool):
         return blocks
 
     def _held_blocks(self, request_id: str) -> Iterator[Block]:
-        """Group by group."""
+        """The blocks of a request, group by group."""
         return chain.from_iterable([table.blocks for table in self._tables.get(request_id, ())])
 
     def _num_missing(self, tables: list[BlockTable], num_tokens: int) -> int:
-        """By how many blocks the tables fall short of `num_tokens` tokens, as far as they are ever to hold them."""
+        """How many blocks the tables lack for `num_tokens` tokens."""
         pairs = zip(tables, self.groups.most_held)
         return sum([max(0, table.end(num_tokens, most) - len(table)) for table, most in pairs])
 
@@ -371,7 +378,7 @@ class PagedBlockManager(BlockPool):
         self._forget(block)
 
     def _forget(self, block: Block) -> None:
-        """Prefixes that were looked up are no longer as they were, if the block is one of theirs."""
+        """Forgets all remembered lookups if one of them found the block."""
         if block.found_mark == self._found_mark:
             self._found_mark += 1
             self._found.clear()

@@ -1,4 +1,4 @@
-"""The blocks of one model's pools, whoever holds them: which are free, how the pool grows, and how it is cut."""
+"""All blocks of one model: which are free, how the pool grows, and how it is cut."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from mlx_server.outputs import BlockMove, PoolChange
 
 
 class BlockPool(ABC):
-    """The pool grows when an allocation would evict or fail, as long as `supply` gives, up to `max_blocks`; it is cut
-    by `shrink`. When it `is_changed`, `take_change` says what the runner must do before the next step. Ids are stable
-    on growth. `observer` is told what becomes of the content of blocks. Not thread-safe.
-    """
+    """A pool grows when an allocation would evict a cached block or fail, while `supply` allows it, up to `max_blocks`;
+    `shrink` cuts it. Ids do not change when it grows. If it `is_changed`, `take_change` says what the runner must do
+    before the next step. `observer` hears what happens to the content of blocks. Not thread-safe."""
 
     def __init__(self, num_blocks: int, max_blocks: int | None = None, supply: BlockSupply | None = None) -> None:
-        """Without `max_blocks` it is fixed."""
+        """Without `max_blocks` the pool never grows beyond `num_blocks`."""
         assert 1 <= num_blocks <= (max_blocks or num_blocks)
         self.max_blocks = max_blocks or num_blocks
         self._blocks = [Block(i) for i in range(num_blocks)]
@@ -42,27 +41,27 @@ class BlockPool(ABC):
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that an allocation may take, cached ones included."""
+        """Blocks that an allocation may take, including cached ones."""
         return len(self._free)
 
     def states(self, most: int) -> list[BlockState]:
-        """The states of all blocks by id; of `most` evenly spaced ones if there are more."""
+        """The states of all blocks by id, or of `most` evenly spaced ones if there are more."""
         count = min(most, len(self._blocks))
         return [self._blocks[index * len(self._blocks) // count].state for index in range(count)]
 
     def content_id(self, block: Block) -> int:
-        """Where the block's content lies before the change that waits to be taken, if one does."""
+        """Where the block's content is until the change that waits for the next step has been made."""
         return next((move.source for move in self._moves if move.destination == block.block_id), block.block_id)
 
     def make_room(self, num_blocks: int) -> bool:
-        """Whether so many blocks are free, after the pool has grown if need be."""
+        """Whether `num_blocks` blocks are free, after the pool has grown if necessary."""
         missing = num_blocks - len(self._free)
         return missing <= 0 or self._grow(missing, is_needed=True)
 
     def shrink(self, num_blocks: int, puts_off: Callable[[list[Block]], bool] | None = None) -> int:
-        """Cuts the pool by up to `num_blocks`: unused blocks go first, then cached ones, unless it `puts_off` losing
-        these. How many went; 0 while another change waits to be taken. Their memory is free when the change is done,
-        see `on_changed`."""
+        """Cuts the pool by up to `num_blocks`, unused blocks first, then cached ones unless `puts_off` says that their
+        content must stay for now. Returns how many blocks go; 0 while an earlier change waits for the next step. Their
+        memory is free once the change is made, see `on_changed`."""
         num_cut = min(num_blocks, len(self._free), len(self._blocks) - 1)
         if num_cut <= 0 or self.is_changed:
             return 0
@@ -93,7 +92,7 @@ class BlockPool(ABC):
             self._supply.give_back(change.num_blocks_cut)
 
     def take_change(self) -> PoolChange | None:
-        """What must be done to the pools before the next step; None if they are as they were at the last call."""
+        """What the runner must do to the pool before the next step; None if nothing."""
         if not self.is_changed:
             return None
         change = PoolChange(len(self._blocks), self._moves, self._num_cut)
@@ -101,7 +100,7 @@ class BlockPool(ABC):
         return change
 
     def _grow(self, least: int, *, is_needed: bool) -> bool:
-        """Adds at least so many blocks, as many as there are if they can be had; False if nothing was added."""
+        """Grows the pool by at least `least` blocks, up to twice its size; False if it did not grow."""
         num_blocks = len(self._blocks)
         most = self.max_blocks - num_blocks
         if self._supply is None or least > most:
@@ -117,11 +116,11 @@ class BlockPool(ABC):
         return True
 
     def _swap(self, block: Block, free: Block) -> None:
-        """A block that holds something and one that does not change places."""
+        """A block with content and one without change places."""
         source, destination = block.block_id, free.block_id
         self._blocks[source], self._blocks[destination] = free, block
         block.block_id, free.block_id = destination, source
 
     @abstractmethod
     def _lose(self, block: Block) -> None:
-        """The content of a cached block is lost."""
+        """The content of a cached block is about to be lost."""

@@ -1,4 +1,4 @@
-"""Which blocks of K/V and which recurrent states are worth keeping on disk, and those on their way there."""
+"""Which blocks of K/V and which recurrent states are worth keeping on disk, and which are on their way there."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mlx_server.outputs import STATES, CopyPlace
 from mlx_server.request import Request
 
 MIN_PROMPT_TOKENS = 512
-"""Prefixes of shorter prompts are kept only if they were hit: they are soon computed, and most are never seen again."""
+"""Prefixes of shorter prompts are kept only if they were hit: they are quick to compute, and most never come again."""
 
 PIECE_BYTES = 64 * 2**20
 """The most that is copied into or out of the pools between two steps: about 20 ms at 3 GB/s."""
 
 BESIDE_BYTES = 16 * 2**20
-"""Copied out at a time while somebody runs, and no more before that is written."""
+"""Copied out at a time while requests run, and no more until that is written."""
 
 _MOST_PASSED = 256
 _OWNER_BYTES = 8
@@ -42,7 +42,7 @@ class DiskTierCounters:
 
 
 class BlockStore(Protocol):
-    """Contents of blocks, and of recurrent states, by digest. Every method returns at once."""
+    """Contents of blocks and recurrent states, by digest. All methods return at once."""
 
     @property
     def block_bytes(self) -> int: ...
@@ -61,7 +61,7 @@ class BlockStore(Protocol):
         ...
 
     def has(self, digest: bytes) -> bool:
-        """Whether a content can be read, if only because it waits to be written, and need not be written."""
+        """Whether a content is stored or waits to be written: it can be read, and need not be written again."""
         ...
 
     def read(
@@ -72,38 +72,38 @@ class BlockStore(Protocol):
         *,
         is_state: bool,
     ) -> None:
-        """`on_done` gets the content, or None, on any thread. What is not wanted any more when its turn comes is not
-        read."""
+        """Reads a content, unless `is_wanted` is false when its turn comes. `on_done` gets the content or None, on any
+        thread."""
         ...
 
     def room(self) -> int:
-        """How many bytes may be given to write now."""
+        """How many bytes `write` takes now."""
         ...
 
     def write(self, digest: bytes, parent: bytes, owner: bytes, content: memoryview, *, is_state: bool) -> None:
-        """Keeps a content, if nothing comes in between."""
+        """Queues a content to be written; it is lost if the tier is turned off or the process ends first."""
         ...
 
     def set_busy(self, is_busy: bool) -> None:
-        """Whether answers are computed just now, which writing must not slow down."""
+        """Says whether answers are being computed, which writing must not slow down."""
         ...
 
 
 def content_bytes(store: BlockStore, group: int) -> int:
-    """Of a block of a layer group, or of a state."""
+    """The size of a block of a layer group, or of a state (`STATES`)."""
     return store.state_bytes if group == STATES else store.block_bytes
 
 
 def record_digest(block_hash: bytes, group: int) -> bytes:
-    """What a block of a layer group, or the state at its end (`STATES`), is stored by: its own hash in the first group,
-    and else a hash of that and the group."""
+    """The digest that stands for a stored block of a layer group, or for the state at its end (`STATES`): the block's
+    own hash in the first group, otherwise a hash of that and the group."""
     if group == 0:
         return block_hash
     return blake2b(block_hash + group.to_bytes(2, "little", signed=True), digest_size=len(_ROOT)).digest()
 
 
 def owner_tag(extra_keys: tuple[str, ...]) -> bytes:
-    """Stands for the callers who may hit a block, by which their blocks can be found; zeros for everyone."""
+    """Stands for the callers who may hit a block, so that `purge` can find their blocks; zeros for everyone."""
     if not extra_keys:
         return bytes(_OWNER_BYTES)
     return blake2b(extra_keys[0].encode(), digest_size=_OWNER_BYTES).digest()
@@ -111,7 +111,7 @@ def owner_tag(extra_keys: tuple[str, ...]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """A content worth keeping, and what its record says beside it."""
+    """A content worth keeping, with the rest of its record."""
 
     block_hash: bytes
     group: int
@@ -120,52 +120,52 @@ class _Save:
 
 
 class DiskSaves:
-    """Event-loop thread only.
+    """What is saved, in which order. Event-loop thread only.
 
-    What a request leaves behind is worth keeping if its prompt was long, or as far as it was a hit. Where layers see
-    everything, that is all full blocks. Where some see a window only, or keep a state, the prefix can be gone on from
-    at three of its boundaries: its end, the prompt's, and that of what was hit, and of those layers only what is seen
-    from there is kept.
+    A request's prefix is worth keeping if its prompt was long; of a shorter prompt, only the part that was a hit. Of
+    layers without a window, all full blocks are kept. A prefix with windows or states can be resumed at three of its
+    boundaries: its end, the end of the prompt, and the end of what was hit. Of these layers, only what the token at
+    such a boundary attends to is kept.
 
-        window of 2 blocks, prompt of 7.5, of which 3 were hit, 10 with the answer
-        all tokens   0 1 2 3 4 5 6 7 8 9
+        window of 2 blocks; a prompt of 7.5 blocks, of which 3 were hit; 10 blocks with the answer
+        no window    0 1 2 3 4 5 6 7 8 9
         window         1 2     5 6   8 9
         state            2       6     9
 
-    Where layers see everything, a block is worth nothing on disk without those before it. So prefixes are saved from
-    their beginnings on, although the pool takes their ends first. Where it takes more with a step than the step can
-    save, what is saved is not that, but what comes next in this order, and the two meet somewhere in the prefix.
+    Without windows, a block on disk is worth nothing unless all blocks before it are there. So prefixes are saved from
+    their beginnings, although the pool evicts their ends first. If a step evicts more than it can save, it does not
+    save the evicted blocks but the next ones in this order: the two meet somewhere in the prefix.
     """
 
     def __init__(self, blocks: PagedBlockManager, store: BlockStore, counters: DiskTierCounters) -> None:
         self.min_prompt_tokens = MIN_PROMPT_TOKENS
-        self.landing: set[bytes] = set()  # digests of what the step that is composed next loads
+        self.landing: set[bytes] = set()  # digests that the next step loads
         self._counters = counters
         self._blocks = blocks
         self.store = store
-        self._worth: OrderedDict[bytes, _Save] = OrderedDict()  # cached contents that are to be saved, by digest
-        self._evicted: dict[bytes, CopyPlace] = {}  # of them, what the step that is composed next writes over
+        self._worth: OrderedDict[bytes, _Save] = OrderedDict()  # cached contents to be saved, by digest
+        self._evicted: dict[bytes, CopyPlace] = {}  # those of them that the next step overwrites
         self._piece_bytes = PIECE_BYTES
         self._asked_bytes = 0
-        self.is_hasty = False  # somebody waits for blocks that are to be saved
+        self.is_hasty = False  # memory is waited for that blocks hold which are to be saved
         self._submitted: deque[list[_Save]] = deque()
         blocks.before_eviction = self._on_eviction
         if blocks.checkpoints is not None:
             blocks.checkpoints.before_eviction = self._on_state_eviction
 
     def __len__(self) -> int:
-        """Cached contents that are worth saving and are not saved."""
+        """How many cached contents are still to be saved."""
         return len(self._worth)
 
     @property
     def is_due(self) -> bool:
-        """Whether something can be saved now, and nothing is on its way."""
+        """Whether something can be saved now, and no save is on its way."""
         if not self._worth or self._submitted:
             return False
         return content_bytes(self.store, next(iter(self._worth.values())).group) <= self._room()
 
     def on_leave(self, request: Request) -> None:
-        """A request does not run any more; its full blocks are cached."""
+        """A request no longer runs; its full blocks are cached."""
         if not self._blocks.may_hit(request):
             return
         num_blocks = min(request.num_computed_tokens // BLOCK_SIZE, len(request.block_hashes))
@@ -187,25 +187,25 @@ class DiskSaves:
         self._evicted.clear()
 
     def begin_step(self, piece_bytes: int) -> None:
-        """Before a step is composed, which may save `piece_bytes`, or a single content that is larger."""
+        """A step is about to be composed. It may save `piece_bytes`, or a single larger content."""
         self._piece_bytes = piece_bytes
         self._asked_bytes = piece_bytes if self.is_hasty else 0
 
     def ask(self, num_bytes: int) -> None:
-        """The step is to save so much, although nothing is taken."""
+        """The step shall save up to `num_bytes`, although nothing is evicted."""
         self._asked_bytes = max(self._asked_bytes, num_bytes)
 
     def puts_off(self, blocks: Iterable[Block]) -> bool:
-        """Whether blocks had better stay for now: some of them are to be saved, and each step saves a piece until that
-        is done."""
+        """Whether a cut of the pool must wait before it evicts `blocks`: some of them are to be saved, and each step
+        saves a piece of them."""
         digests = (record_digest(block.block_hash, block.layer_group) for block in blocks if block.block_hash)
         is_going_on = bool(self._submitted) or not self.store.is_quiet
         self.is_hasty = any(digest in self._worth for digest in digests) and (is_going_on or self.is_due)
         return self.is_hasty
 
     def take(self) -> tuple[CopyPlace, ...]:
-        """What the step that was just composed saves, by places before its change of the pools; `on_copied` follows if
-        it is anything."""
+        """What the step that was just composed saves, as places before its change of the pool; `on_copied` follows if
+        there is any."""
         evicted, self._evicted = self._evicted, {}
         evicted_bytes = sum([content_bytes(self.store, place.group) for place in evicted.values()])
         room, most_bytes = self._room(), max(self._asked_bytes, self._piece_bytes if evicted else 0)
@@ -238,7 +238,7 @@ class DiskSaves:
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _worth_keeping(self, num_blocks: int, ends: set[int]) -> Iterator[tuple[int, int]]:
-        """Places in a prefix and groups (see above), the first blocks first."""
+        """Block indices and groups that are kept of a prefix, in order of the blocks."""
         ends = {end for end in ends if 0 < end <= num_blocks}
         wanted: list[list[int]] = [[] for _ in range(num_blocks)]
         for group, window in enumerate(self._blocks.groups.windows if self.store.block_bytes else ()):
@@ -251,7 +251,8 @@ class DiskSaves:
         return ((index, group) for index, groups in enumerate(wanted) for group in dict.fromkeys(groups))
 
     def _find(self, block_hash: bytes, group: int) -> CopyPlace | None:
-        """Where a content lies before the change of the pools that waits to be taken, if it is cached."""
+        """The place of a cached content before the change of the pool that waits to be made; None if it is not
+        cached."""
         if group == STATES:
             checkpoints = self._blocks.checkpoints
             slot = None if checkpoints is None else checkpoints.find(block_hash)
@@ -262,8 +263,8 @@ class DiskSaves:
     def _candidates(
         self, evicted: dict[bytes, CopyPlace], *, evicted_first: bool, has_more: bool
     ) -> Iterator[tuple[bytes, CopyPlace]]:
-        """What can be saved, in order; each is out of `_worth` when the next one is asked for. Not what somebody holds:
-        it may be written by a step in flight still."""
+        """What can be saved, in order. The caller must take each from `_worth` before it asks for the next. Referenced
+        blocks are left out: a step in flight may still write them."""
         if evicted_first:
             yield from evicted.items()
         num_left = min(_MOST_PASSED, len(self._worth)) if has_more else 0
@@ -289,13 +290,13 @@ class DiskSaves:
             self._on_lost(block_hash, CopyPlace(slot, STATES))
 
     def _on_lost(self, block_hash: bytes, place: CopyPlace) -> None:
-        """A content is lost unless the next step saves it."""
+        """A content will be lost unless the next step saves it."""
         digest = record_digest(block_hash, place.group)
         if digest in self._worth and digest not in self.landing:
             self._evicted[digest] = place
 
     def _room(self) -> int:
-        """How many bytes may be given to write, with those of the steps in flight."""
+        """How many bytes the store takes now, less those that the steps in flight will give it."""
         return self.store.room() - sum(
             [content_bytes(self.store, save.group) for saves in self._submitted for save in saves]
         )

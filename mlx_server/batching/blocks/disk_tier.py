@@ -1,4 +1,4 @@
-"""Which prefixes are loaded from disk and for whom; how contents are kept is the store's matter."""
+"""Which prefixes are loaded from disk, and for which requests. How contents are stored is the store's concern."""
 
 from __future__ import annotations
 
@@ -28,33 +28,34 @@ from mlx_server.request import Priority, Request
 from mlx_server.sampling_params import SamplingParams
 
 IDLE_S = 1.0
-"""So long nobody has run before blocks are saved without need."""
+"""How long no request has run before blocks are saved without need."""
 
 _MOST_LOADS = 2
 
 _AHEAD_BYTES = 2 * PIECE_BYTES
-"""Of a load, read and not yet copied."""
+"""Contents of one load that may be read but not yet copied."""
 
 _MOST_LOAD_S = 10.0
-"""A load that takes longer is given up as far as it has not come: the rest is computed."""
+"""A load that takes longer ends: what has not been read by then is computed."""
 
 _LATE_S = 0.01
+"""Added to that time, so that the loop wakes up after it and not just before."""
 
 _COPY_SHARE = 0.25
-"""Of a step's target, what may be spent on copying while somebody runs."""
+"""Share of the target step time that copies may take while requests run."""
 
 _BESIDE_SHARE = 0.01
-"""Of the time, what may go into copies for saves where they are made by what computes: to write takes as much again."""
+"""Share of the time that copies for saves may take if the computing threads make them; writing takes as much again."""
 
 _BESIDE_S_PER_BYTE = 1 / 32e6
-"""And the least between them: 90 MB a second slowed streams on two cores by 4 to 7 %."""
+"""The least time between them: 90 MB a second slowed streams on two cores by 4 to 7 %."""
 
 _IN_TURN_BYTES = 2 * 2**20
-"""Copied at a time there, or a single content, so that saving is spread evenly over steps."""
+"""Copied at a time in that case, or a single larger content, so that saving is spread evenly over steps."""
 
 _FIRST_COPY_BYTES_PER_S = 1e9
 _COPY_MEMORY_BYTES = 2 * PIECE_BYTES
-"""Copies before the last so many bytes hardly tell how fast they are."""
+"""The speed of copies is averaged over about this many bytes."""
 
 _FIRST_BYTES_PER_S = 1e9
 _RATE_GAIN = 0.3
@@ -63,7 +64,7 @@ _NOTHING = memoryview(b"")
 
 
 class _Item(NamedTuple):
-    """A block of a layer group, or the state at the end of a block, for a checkpoint's slot."""
+    """A block of a layer group, or, without a block, the state at the end of a block for a checkpoint's slot."""
 
     number: int
     group: int
@@ -72,15 +73,18 @@ class _Item(NamedTuple):
 
     @property
     def place(self) -> CopyPlace:
-        """Now; a change of the pools moves blocks."""
+        """Its place now; a later change of the pool may move the block."""
         return CopyPlace(self.slot if self.block is None else self.block.block_id, self.group)
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """`items` from `next` on of a prefix of `end` blocks are on their way for `wanted_by`, of which those before
-    `asked` are being read or are `staged`. `first` blocks of the prefix were a hit in memory. `holder` holds the blocks
-    as a running request would, and to others who need them it is the one who computes them."""
+    """A load of a prefix of `end` blocks for the request `wanted_by`. Its first `first` blocks were a hit in memory.
+
+    Of the `items` to load, those before `next` have landed in the pool, and those from `next` to `asked` are being read
+    or are `staged`. `holder` holds the blocks as a running request would. For other requests that need the blocks, the
+    holder is the request that computes them.
+    """
 
     holder: Request
     wanted_by: Request
@@ -92,7 +96,6 @@ class _Load:
     asked: int = 0
     bytes_ahead: int = 0
     bytes_landed: int = 0
-    is_broken: bool = False
     staged: dict[int, memoryview | None] = field(default_factory=dict)
     is_over: bool = False
 
@@ -102,23 +105,24 @@ class _Load:
 
 
 class DiskTier:
-    """Loads prefixes from a store into blocks, and saves blocks there (`saves`). Event-loop thread only, but for the
+    """Loads prefixes from a store into blocks, and saves blocks there (`saves`). Event-loop thread only, except for the
     store's answers.
 
-    When a waiting request is the next of its tier and a longer prefix of it is in memory and on disk than in memory
-    alone, what is missing is read if that is foretold to be faster than computing it. The blocks are held meanwhile by
-    a request of the tier's own, which the queue takes for one that computes them: who needs them is parked, the request
-    itself and all others with that prefix, so that nothing is loaded twice. With each step a piece of what was read is
-    copied into the pool, and is cached from then on like anything that a step computes. The load ends with its last
-    block, at the first that cannot be read, after ten seconds, or when the pool is needed for those who run; what is
-    cached by then is hit, and the rest computed.
+    When a waiting request is next in its tier, and more of its prefix is in memory and on disk together than in memory
+    alone, the rest is read if that is expected to be faster than computing it. Meanwhile a request of the tier's own,
+    the holder, holds the blocks, and the queue takes it for the request that computes them. So the waiting request and
+    all others with that prefix are parked, and nothing is loaded twice. Each step copies a piece of what was read into
+    the pool; from then on it is cached like anything that a step computes.
+
+    A load ends with its last block, at the first block that cannot be read, after ten seconds, or when running requests
+    need the pool. The request hits what is cached by then and computes the rest.
 
         request   |-- in memory: 40 blocks --|-- on disk: 60 blocks --|-- neither --|
-        load                                 0 ... 59, in pieces of some, each cached once it is scheduled
-        request                                                       starts here, 100 blocks counted as cached
+        load                                 0 ... 59, in pieces, each cached once it is scheduled
+        request                                                       starts here, with 100 blocks cached
 
-    A prefix whose layers see windows ends where all of them are whole, and one with recurrent states where a state is:
-    it is hit when all of it has come, the state first.
+    A prefix of layers with windows ends where all windows are complete, and one with recurrent states where a state is
+    stored. It can be hit when all of it has landed, the state first.
     """
 
     def __init__(
@@ -130,8 +134,9 @@ class DiskTier:
         room_beside: Callable[[], int],
         target_s: Callable[[], float],
     ) -> None:
-        """`compute_s` says how long a prompt's tokens from a position on take to compute, 0 if that is not known.
-        `room_beside` is how many blocks a load must leave free, `target_s` the target time of a step beside decodes."""
+        """`compute_s` gives the expected time to compute a prompt's tokens from a position on, 0 if it is unknown.
+        `room_beside` gives the number of blocks that a load must leave free, `target_s` the target time of a step while
+        requests decode."""
         self.counters = DiskTierCounters()
         self.saves = DiskSaves(blocks, store, self.counters)
         self._blocks = blocks
@@ -149,7 +154,7 @@ class DiskTier:
         self._num_loads = 0
         self._copied_bytes = float(_COPY_MEMORY_BYTES)
         self._copied_s = _COPY_MEMORY_BYTES / _FIRST_COPY_BYTES_PER_S
-        self._is_copied_beside = False  # a GPU computes meanwhile
+        self._is_copied_beside = False  # as on a GPU, which computes meanwhile
         self._next_save_s = 0.0
 
     @property
@@ -159,7 +164,7 @@ class DiskTier:
     # --- between steps --------------------------------------------------------------------------------------
 
     def advance(self, now: float, *, is_busy: bool) -> None:
-        """Before a step is composed: takes what was read, and begins what is wanted. `is_busy`: somebody runs."""
+        """Before a step is composed: takes what was read, and begins loads. `is_busy` says that requests run."""
         self._is_busy = is_busy
         if is_busy:
             self._busy_until_s = now
@@ -179,8 +184,9 @@ class DiskTier:
             self.saves.ask(min(BESIDE_BYTES if self._is_copied_beside else _IN_TURN_BYTES, piece))
 
     def rest_s(self, now: float, *, is_idle: bool) -> float | None:
-        """For how long there is nothing to do if nobody comes: until a load takes too long, or, where no request is
-        there (`is_idle`), until blocks are to be saved. None until something is read or written, or for ever."""
+        """How long the loop may sleep if no request arrives: until a load takes too long, or, if there is no request at
+        all (`is_idle`), until blocks are to be saved. None if nothing is due; a read or a write wakes the loop
+        anyway."""
         if self._loads:
             return max(0.0, min(load.began_s for load in self._loads) + _MOST_LOAD_S - now) + _LATE_S
         if is_idle and self.saves.is_due:
@@ -188,13 +194,13 @@ class DiskTier:
         return None
 
     def save_idle(self, now: float) -> None:
-        """Where nothing else is to be computed: saves a piece of what is worth it, once that has been so for a while.
-        Loads come first."""
+        """When there is nothing else to compute: saves a piece of what is worth keeping, after a second of that. Loads
+        come first."""
         if not self._loads and now - self._busy_until_s >= IDLE_S:
             self.saves.ask(PIECE_BYTES)
 
     def take_copies(self) -> BlockCopies | None:
-        """What the step that was just composed copies; None if nothing. `saves.on_copied` follows."""
+        """What the step that was just composed copies; None if nothing. `on_copied` follows."""
         saved, loaded = self.saves.take(), tuple(self._loaded)
         self._loaded = []
         if saved and self._is_busy and not self._is_copied_beside:
@@ -204,16 +210,16 @@ class DiskTier:
         return BlockCopies(saved, loaded) if saved or loaded else None
 
     def on_copied(
-        self, copies: BlockCopies, output: ModelRunnerOutput, foretold_s: float | None, launch_s: float
+        self, copies: BlockCopies, output: ModelRunnerOutput, expected_s: float | None, launch_s: float
     ) -> None:
-        """The oldest step of `take_copies` is over, which was to take `foretold_s` without them, and `launch_s` of that
-        to be launched; None where more than tokens and copies took its time."""
+        """The oldest step from `take_copies` is over. Without copies it was expected to take `expected_s`, and to be
+        launched within `launch_s`. `expected_s` is None if more than tokens and copies took its time."""
         self.saves.on_copied(output.saved_blocks)
-        if foretold_s is None:
+        if expected_s is None:
             return
-        # A launch that takes most of the step waits until it is computed, as on a CPU.
+        # If a launch takes most of the step, it waits for the computing, as on a CPU.
         self._is_copied_beside = 0.0 < output.launch_time_s < 0.5 * output.step_time_s
-        seconds = output.launch_time_s - launch_s if self._is_copied_beside else output.step_time_s - foretold_s
+        seconds = output.launch_time_s - launch_s if self._is_copied_beside else output.step_time_s - expected_s
         places = [*copies.saved, *[place for place, _ in copies.loaded]]
         num_bytes = self._copied_bytes + sum([content_bytes(self._store, place.group) for place in places])
         share = min(1.0, _COPY_MEMORY_BYTES / num_bytes)
@@ -221,7 +227,7 @@ class DiskTier:
         self._copied_s = share * (self._copied_s + max(0.0, seconds))
 
     def _piece_bytes(self) -> int:
-        """What may be copied with a step that somebody waits for, by what copies took so far."""
+        """How much may be copied with a step while requests run, by the measured speed of copies."""
         return int(min(PIECE_BYTES, _COPY_SHARE * self.target_s() / self._copy_s_per_byte))
 
     @property
@@ -231,14 +237,14 @@ class DiskTier:
     # --- loads ----------------------------------------------------------------------------------------------
 
     def give_up_load(self) -> bool:
-        """Ends the newest load, whose blocks are free then; False if there is none."""
+        """Ends the newest load, which frees its blocks; False if there is none."""
         if not self._loads:
             return False
         self._end(self._loads[-1])
         return True
 
     def close(self) -> None:
-        """Ends all loads; nobody runs any more."""
+        """Ends all loads; no request runs any more."""
         while self.give_up_load():
             pass
         self._store.set_busy(False)
@@ -264,7 +270,7 @@ class DiskTier:
         seen = self._blocks.seen(request, end)
         num_blocks = sum([block is None or not block.ref_cnt for _, _, block in seen])
         if not self._blocks.make_room(num_blocks + self._room_beside()):
-            request.was_sought_on_disk, request.num_blocks_lacked = False, num_blocks  # when there is room
+            request.was_sought_on_disk, request.num_blocks_lacked = False, num_blocks  # tried again when there is room
             return
         checkpoints, items = self._blocks.checkpoints, []
         if checkpoints is not None:
@@ -275,20 +281,23 @@ class DiskTier:
             if last not in checkpoints:
                 items.append(_Item(end - 1, STATES, None, slot))
         self.counters.num_disk_loads += 1
-        holder = self._holder(request, first, end)
-        items += [_Item(*missing) for missing in sorted(self._blocks.hold(holder, seen), key=_order)]
+        holder = self._holder(request, end)
+        # In order of the blocks: without windows, what has landed can be hit at once.
+        missing = sorted(self._blocks.hold(holder, seen), key=lambda block: (block.number, block.group))
+        items += [_Item(*block) for block in missing]
         self._waiting.start(holder, is_load=True)
         load = _Load(holder, request, first, end, items, now)
         self._loads.append(load)
         self._ask(load)
 
     def _is_stored(self, block_hash: bytes, group: int) -> bool:
-        """Where layers keep states only, blocks are nothing but places in a prefix."""
+        """Whether the store has a content. If only states are stored, blocks have no content and always count as
+        stored."""
         return not content_bytes(self._store, group) or self._store.has(record_digest(block_hash, group))
 
     def _pays(self, first: int, end: int) -> bool:
-        """Whether a prefix of `end` blocks is read sooner than computed behind its first blocks, as far as either is
-        known."""
+        """Whether reading a prefix of `end` blocks is expected to be faster than computing it after its first `first`
+        blocks; true while the speed of computing is unknown."""
         if end <= first:
             return False
         compute_s = self._compute_s(first * BLOCK_SIZE, (end - first) * BLOCK_SIZE)
@@ -297,8 +306,8 @@ class DiskTier:
         num_bytes = num_blocks * self._store.block_bytes + self._store.state_bytes
         return compute_s == 0.0 or _LOAD_FIXED_S + num_bytes / self._bytes_per_s < compute_s
 
-    def _holder(self, request: Request, first: int, end: int) -> Request:
-        """A request of our own that holds the first `end` blocks."""
+    def _holder(self, request: Request, end: int) -> Request:
+        """A request of the tier's own that holds the first `end` blocks of `request`."""
         num_tokens = end * BLOCK_SIZE
         self._num_loads += 1
         holder = Request(
@@ -313,11 +322,10 @@ class DiskTier:
             adapter_key=request.adapter_key,
         )
         holder.block_hashes = request.block_hashes[:end]
-        holder.num_computed_tokens = first * BLOCK_SIZE
         return holder
 
     def _ask(self, load: _Load) -> None:
-        """Has contents read, as many as may be staged."""
+        """Asks the store for contents, as many as may be staged."""
         while load.asked < len(load.items):
             number, item = load.asked, load.items[load.asked]
             num_bytes = content_bytes(self._store, item.group)
@@ -333,13 +341,13 @@ class DiskTier:
             self._store.read(digest, on_read, lambda: not load.is_over, is_state=is_state)
 
     def _on_read(self, load: _Load, number: int, content: memoryview | None) -> None:
-        """On any thread."""
+        """Called on any thread."""
         self._arrived.append((load, number, content))
 
     def _land(self, load: _Load, most_bytes: int, now: float, *, is_first: bool) -> int:
-        """Copies what was read of a load with the next step, `most_bytes`, or a single content that is larger if it
-        `is_first`; how much."""
-        before = load.bytes_landed
+        """Copies what was read with the next step: up to `most_bytes`, or a single larger content if `is_first`.
+        Returns how many bytes."""
+        before, is_broken = load.bytes_landed, False
         while not load.is_complete and load.next in load.staged:
             item = load.items[load.next]
             num_bytes, landed = content_bytes(self._store, item.group), load.bytes_landed - before
@@ -347,7 +355,7 @@ class DiskTier:
                 break
             content = load.staged.pop(load.next)
             if content is None:
-                load.is_broken = True
+                is_broken = True
                 break
             if num_bytes:
                 self._loaded.append((item.place, content))
@@ -356,9 +364,8 @@ class DiskTier:
             load.next += 1
             load.bytes_ahead -= num_bytes
             load.bytes_landed += num_bytes
-        load.holder.num_computed_tokens = self._num_hit(load) * BLOCK_SIZE
-        self._waiting.advance(load.holder, load.holder.num_computed_tokens)
-        if load.is_complete or load.is_broken or now - load.began_s > _MOST_LOAD_S:
+        self._waiting.advance(load.holder, self._num_hit(load) * BLOCK_SIZE)
+        if load.is_complete or is_broken or now - load.began_s > _MOST_LOAD_S:
             self._learn(load, now)
             self._end(load)
         else:
@@ -374,7 +381,7 @@ class DiskTier:
             checkpoints.fill(holder.block_hashes[item.number], item.slot)
 
     def _num_hit(self, load: _Load) -> int:
-        """Blocks that can be hit of a load's prefix with what has landed."""
+        """Blocks of a load's prefix that can be hit with what has landed."""
         if load.is_complete:
             return load.end
         return load.items[load.next].number if self._blocks.grows_block_by_block else load.first
@@ -387,7 +394,7 @@ class DiskTier:
             self._bytes_per_s += _RATE_GAIN * (rate - self._bytes_per_s)
 
     def _end(self, load: _Load) -> None:
-        """What is cached of it stays, at the end of the queue of those that are evicted."""
+        """Ends a load. What it has cached stays, and is evicted last."""
         load.is_over = True
         self._loads.remove(load)
         self._waiting.stop(load.holder.request_id)
@@ -398,8 +405,3 @@ class DiskTier:
         load.wanted_by.num_loaded_tokens = (self._num_hit(load) - load.first) * BLOCK_SIZE
         self.counters.num_blocks_loaded += load.next
         self.counters.num_blocks_not_loaded += len(load.items) - load.next
-
-
-def _order(missing: SeenBlock) -> tuple[int, int]:
-    """Blocks are loaded from the first on: what has come can be hit where all layers see everything."""
-    return missing.number, missing.group

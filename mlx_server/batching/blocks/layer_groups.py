@@ -1,4 +1,4 @@
-"""The layer groups of a model, as far as blocks go: how far back each looks, and what a request needs for that."""
+"""The layer groups of a model: how far back each attends, and which blocks a request needs for that."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Sequence
 from mlx_server.config import BLOCK_SIZE
 
 _NO_BOUND = 2**31
-"""Tokens of a request whose blocks all layers give up sooner or later."""
+"""The most tokens of a request if all layers have windows, so that its blocks never run out."""
 
 
 def num_blocks_for(num_tokens: int) -> int:
-    """Blocks that `num_tokens` tokens occupy, in one layer group."""
+    """Blocks of `num_tokens` tokens in one layer group."""
     return -(-num_tokens // BLOCK_SIZE)
 
 
 class LayerGroups:
-    """Layers that share blocks. A block holds 32 tokens of one group; a request has a table for each.
+    """Layers that share blocks. A block holds 32 tokens of one group, and a request has a block table for each group.
 
-    `windows` says how many tokens each group's layers see, the last one included; None if all. What is wholly behind
-    the window of a request's next token is given up, so that it never holds more than `most_held` blocks of a group:
-    those of the window and of one step's share of its prompt, at most `max_chunk_tokens`.
+    `windows` says how many tokens each group's layers attend to, the token itself included; None for all. Blocks before
+    the window of a request's next token are given up, so it never holds more than `most_held` blocks of a group: those
+    of the window and of one chunk, of at most `max_chunk_tokens`.
 
-        window 40, chunk 32        |---- sees ----|- chunk -|
+        window 40, chunk 32        |-- window --|- chunk -|
         blocks          .    .   [      |      |      |     ]
-                       given up                        next to come
+                       given up                        held
     """
 
     def __init__(self, windows: Sequence[int | None] = (None,), max_chunk_tokens: int = 2048) -> None:
@@ -33,7 +33,7 @@ class LayerGroups:
         self.windows = tuple(windows)
         self.max_chunk_tokens = max_chunk_tokens
         self.has_windows = any(window is not None for window in windows)
-        # So many successive tokens lie in the most blocks where the first is the last one of its block.
+        # Consecutive tokens lie in the most blocks if the first of them is the last token of its block.
         most_tokens = [None if window is None else window - 1 + max_chunk_tokens for window in windows]
         self.most_held = tuple(num and num_blocks_for(num + BLOCK_SIZE - 1) for num in most_tokens)
 
@@ -46,7 +46,7 @@ class LayerGroups:
         return sum([num_blocks if most is None else min(num_blocks, most) for most in self.most_held])
 
     def max_tokens(self, num_blocks: int) -> int:
-        """How many tokens a request can grow to, alone in a pool of `num_blocks`."""
+        """How many tokens a request can grow to, alone in a pool of `num_blocks` blocks."""
         if None not in self.windows and num_blocks >= self.num_needed(_NO_BOUND):
             return _NO_BOUND
         fits = bisect_right(range(num_blocks + 1), num_blocks, key=lambda num: self.num_needed(num * BLOCK_SIZE))
@@ -54,5 +54,5 @@ class LayerGroups:
 
 
 def first_seen(position: int, window: int | None) -> int:
-    """Index of the first block of which the token at `position` sees anything."""
+    """Index of the first block that the token at `position` attends to."""
     return 0 if window is None else max(0, position - window + 1) // BLOCK_SIZE

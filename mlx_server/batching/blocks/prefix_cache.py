@@ -1,7 +1,7 @@
 """Which blocks already hold the K/V of which prefix.
 
-A block's hash chains that of the block before it, so that it stands for the whole prefix up to its end and
-not for 32 tokens alone: K/V depend on everything before them, and block Y of `A+Y` is not block Y of `B+Y`.
+The hash of a block includes the hash of the block before it. So it stands for the whole prefix up to the block's end,
+not for its 32 tokens alone: K/V depend on everything before them, so block Y of `A+Y` is not block Y of `B+Y`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mlx_server.batching.blocks.block import Block, BlockTable
 from mlx_server.batching.blocks.layer_groups import first_seen
-from mlx_server.batching.blocks.prefix_changes import BlockRemoved, BlocksStored, CacheCleared, Tell
+from mlx_server.batching.blocks.prefix_changes import BlockRemoved, BlocksStored, CacheCleared, PrefixListener
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.outputs import STATES
 from mlx_server.request import Request, images_within
@@ -24,17 +24,17 @@ DIGEST_BYTES = 16
 
 
 def root_hash(model_key: str) -> bytes:
-    """The parent of every first block. `model_key` names the weights: other weights, other K/V."""
+    """The parent hash of every first block. `model_key` names the weights: K/V of other weights are different."""
     return blake2b(b"root\0" + model_key.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def adapter_root(root: bytes, adapter: str) -> bytes:
-    """The parent of the first blocks of an adapter's requests: its K/V are no other's, nor the model's own."""
+    """The parent hash of the first blocks of an adapter's requests: their K/V differ from the model's own."""
     return blake2b(b"adapter\0" + root + adapter.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 _IMAGE = b"\xff\xff\xff\xff"
-"""Stands where a key would have its length, and no key is as long."""
+"""Marks an image where an extra key would have its length; no key is that long."""
 
 
 def hash_block(
@@ -43,11 +43,12 @@ def hash_block(
     extra_keys: tuple[str, ...] = (),
     images: Sequence[tuple[bytes, int]] = (),
 ) -> bytes:
-    """128-bit BLAKE2b of the parent's hash, the ids, in a request's first block its extra keys, and the digest of each
-    image that has placeholders in the block, with the place of the block's start in it (below 0 if it begins later).
+    """The 128-bit BLAKE2b hash of a block: of its parent's hash, its token ids, the extra keys (in a request's first
+    block only), and each image with placeholders in the block, as the image's digest and the block's offset in it.
 
-    Cryptographic because a collision would show one client another's context. Placeholders are the same ids whatever
-    the image is: a block of the second half of an image of 40 tokens has its digest with 20.
+    It is cryptographic because a collision would show one client another's context. Placeholders have the same id for
+    every image, so they say nothing of it. Example: of an image with 40 placeholders, a block that begins at the 20th
+    has the offset 20; if the image begins 12 tokens after the block's start, the offset is -12.
     """
     digest = blake2b(parent, digest_size=DIGEST_BYTES)
     digest.update(array("I", token_ids).tobytes())
@@ -60,7 +61,7 @@ def hash_block(
 
 
 def extend_block_hashes(request: Request, root: bytes, num_tokens: int) -> None:
-    """Brings `request.block_hashes` up to every full block within its first `num_tokens` known tokens."""
+    """Extends `request.block_hashes` to all full blocks of its first `num_tokens` known tokens."""
     hashes = request.block_hashes
     adapter = request.adapter_key or request.adapter
     first_parent = root if adapter is None else adapter_root(root, adapter)
@@ -74,15 +75,16 @@ def extend_block_hashes(request: Request, root: bytes, num_tokens: int) -> None:
 
 
 def most_hit(request: Request) -> int:
-    """The most blocks of a request that may be hit: one token must be computed."""
+    """The most blocks of a request that may be hit: at least one token must be computed."""
     return (request.num_tokens - 1) // BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """The first `num_blocks` blocks of a request, as far as its next token sees them. Nobody holds `num_idle` of them.
+    """The first `num_blocks` blocks of a request, as far as its next token attends to them; `num_idle` of these blocks
+    are not referenced.
 
-    `groups` has those of each layer group: all of them, or the last ones, which lie in the group's window.
+    `groups` has the blocks of each layer group: all, or the last ones, which the group's window reaches.
     """
 
     num_blocks: int
@@ -93,23 +95,23 @@ class CachedPrefix:
         return self.num_blocks
 
     def __iter__(self) -> Iterator[Block]:
-        """Every block, group by group."""
+        """All blocks, group by group."""
         return chain.from_iterable(self.groups)
 
     @property
     def num_rounded(self) -> int:
-        """How many blocks of the prefix were read, in some layer group, from a record of 8 bits."""
+        """How many blocks of the prefix were read from a record of 8 bits in any layer group."""
         first = [len(self) - len(blocks) for blocks in self.groups]
         numbered = [pair for blocks, number in zip(self.groups, first) for pair in enumerate(blocks, number)]
         return len({number for number, block in numbered if block.is_rounded})
 
     def tables(self) -> list[BlockTable]:
-        """Block tables that begin with it, one for each group."""
+        """Block tables that begin with the prefix, one for each group."""
         return [BlockTable(list(blocks), len(self) - len(blocks)) for blocks in self.groups]
 
 
 class SeenBlock(NamedTuple):
-    """A block of a prefix in a layer group: its number in the prefix, and where it is cached, if it is."""
+    """A block of a prefix in a layer group: its index in the prefix, and the cached block, if there is one."""
 
     number: int
     group: int
@@ -117,7 +119,7 @@ class SeenBlock(NamedTuple):
 
 
 class _Either(Container[bytes]):
-    """What is cached here or stored elsewhere, of one layer group."""
+    """Hashes of one layer group that are cached here or stored elsewhere."""
 
     def __init__(self, here: Container[bytes], group: int, is_stored: Callable[[bytes, int], bool]) -> None:
         self._here, self._group, self._is_stored = here, group, is_stored
@@ -127,17 +129,17 @@ class _Either(Container[bytes]):
 
 
 class PrefixCache:
-    """Block hash and layer group to block. Knows neither who uses a block nor when it is evicted. `tell`, if it is set,
-    gets its changes."""
+    """Block hash and layer group to block. It does not know who uses a block or when it is evicted. `listener`, if set,
+    gets all changes."""
 
     def __init__(self, windows: Sequence[int | None] = (None,)) -> None:
-        """`windows` are those of the layer groups."""
-        self.tell: Tell | None = None
+        """`windows` are the windows of the layer groups, in tokens; None for no window."""
+        self.listener: PrefixListener | None = None
         self._windows = tuple(windows)
         self._groups: list[dict[bytes, Block]] = [{} for _ in windows]
         self._full = [group for group, window in enumerate(windows) if window is None]
         self._windowed = [
-            (group, -((1 - window) // BLOCK_SIZE))  # those that hold the window - 1 tokens before a boundary
+            (group, -((1 - window) // BLOCK_SIZE))  # blocks of the window - 1 tokens before a boundary
             for group, window in enumerate(windows)
             if window is not None
         ]
@@ -158,9 +160,12 @@ class PrefixCache:
     def longest_prefix(
         self, block_hashes: Sequence[bytes], max_blocks: int, ends: Container[bytes] | None = None
     ) -> CachedPrefix:
-        """The longest cached prefix of at most `max_blocks`, whose last hash is one of `ends` if they are given.
+        """The longest cached prefix of at most `max_blocks`; with `ends`, one whose last hash is in `ends`.
 
-        Groups without a window have all of its blocks, others those that the token behind it sees.
+        Groups without a window must have all of its blocks, other groups those that the token after it attends to.
+
+            no window: blocks 0 to 5 and 7 are cached, so the prefix is 0 to 5
+            a window of 64 tokens: 4 and 5 must be cached, too; if 5 is not, 3 and 4 make a prefix of 5 blocks
         """
         length = self._length(block_hashes[:max_blocks], self._groups, ends)
         groups = []
@@ -173,13 +178,13 @@ class PrefixCache:
     def reach(
         self, block_hashes: Sequence[bytes], ends: Container[bytes] | None, is_stored: Callable[[bytes, int], bool]
     ) -> int:
-        """How many blocks `longest_prefix` would have if what `is_stored` elsewhere, blocks of layer groups and states
-        (`STATES`), were cached here, too."""
+        """The length of `longest_prefix` if blocks of layer groups and states (`STATES`) that `is_stored` elsewhere
+        were cached here, too."""
         groups = [_Either(blocks, group, is_stored) for group, blocks in enumerate(self._groups)]
         return self._length(block_hashes, groups, None if ends is None else _Either(ends, STATES, is_stored))
 
     def seen(self, block_hashes: Sequence[bytes]) -> list[SeenBlock]:
-        """The blocks of a prefix of that length that the token behind it sees, group by group."""
+        """The blocks of a prefix that the token after it attends to, group by group."""
         num_blocks = len(block_hashes)
         return [
             SeenBlock(index, group, blocks.get(block_hashes[index]))
@@ -188,7 +193,7 @@ class PrefixCache:
         ]
 
     def insert(self, block_hash: bytes, block: Block, group: int = 0) -> bool:
-        """Registers a full block; False if an equal one is registered already, which then stays the one."""
+        """Caches a full block; False if an equal block is cached already, which then stays."""
         assert block.block_hash is None, f"{block} is cached already"
         if block_hash in self._groups[group]:
             return False
@@ -197,47 +202,47 @@ class PrefixCache:
         return True
 
     def insert_all(self, request: Request, tables: Sequence[BlockTable], first: int, num_full: int) -> None:
-        """Registers blocks [first, num_full) of a request, as far as its tables hold them."""
+        """Caches blocks [first, num_full) of a request, except those that its tables no longer hold."""
         for group, table in enumerate(tables):
             for index in range(max(first, table.num_gone), num_full):
                 self.insert(request.block_hashes[index], table.blocks[index - table.num_gone], group)
-        if self.tell is not None:
-            self.tell(BlocksStored.of(request, first, num_full, tuple([table.num_gone for table in tables])))
+        if self.listener is not None:
+            self.listener(BlocksStored.of(request, first, num_full, tuple([table.num_gone for table in tables])))
 
     def insert_loaded(self, request: Request, seen: SeenBlock, *, is_rounded: bool) -> None:
-        """Registers one block of a request whose hashes are known."""
+        """Caches one block of a request whose hashes are known."""
         assert seen.block is not None, "what is loaded is in a block"
         if not self.insert(request.block_hashes[seen.number], seen.block, seen.group):
             return
         seen.block.is_rounded = is_rounded
-        if self.tell is not None:
+        if self.listener is not None:
             after = seen.number + 1
             missing = tuple([after - (group == seen.group) for group in range(len(self._groups))])
-            self.tell(BlocksStored.of(request, seen.number, after, missing))
+            self.listener(BlocksStored.of(request, seen.number, after, missing))
 
     def on_hit(self, request: Request, prefix: CachedPrefix) -> None:
         """A request begins with a cached prefix."""
-        if self.tell is not None:
+        if self.listener is not None:
             missing = tuple([len(prefix) - len(blocks) for blocks in prefix.groups])
-            self.tell(BlocksStored.of(request, 0, len(prefix), missing, is_hit=True))
+            self.listener(BlocksStored.of(request, 0, len(prefix), missing, is_hit=True))
 
     def on_cleared(self) -> None:
-        """All that was cached has been removed, and no state is kept."""
-        if self.tell is not None:
-            self.tell(CacheCleared())
+        """All blocks and states have been removed."""
+        if self.listener is not None:
+            self.listener(CacheCleared())
 
     def remove(self, block: Block) -> None:
-        """Forgets a cached block: its memory is about to be written anew."""
+        """Forgets a cached block, whose memory is about to be overwritten."""
         assert block.block_hash is not None, f"{block} is not cached"
-        if self.tell is not None:
-            self.tell(BlockRemoved(block.block_hash, block.layer_group))
+        if self.listener is not None:
+            self.listener(BlockRemoved(block.block_hash, block.layer_group))
         del self._groups[block.layer_group][block.block_hash]
         block.block_hash, block.is_rounded = None, False
 
     def _length(
         self, block_hashes: Sequence[bytes], groups: Sequence[Container[bytes]], ends: Container[bytes] | None
     ) -> int:
-        """The last boundary before which groups without a window have all blocks, at which every window is whole, and
+        """The last boundary before which groups without a window have all blocks, at which each window is complete, and
         that is one of `ends`."""
         length, before = len(block_hashes), -1
         for group in self._full:
@@ -257,7 +262,7 @@ class PrefixCache:
 
 
 def _last_whole(blocks: Container[bytes], num_seen: int, block_hashes: Sequence[bytes], length: int) -> int:
-    """The last boundary, `length` at most, whose `num_seen` blocks before it (or all there are) are cached."""
+    """The last boundary up to `length` whose `num_seen` blocks before it (or all, if there are fewer) are cached."""
     num_cached = 0
     for index in range(length - 1, -1, -1):
         if num_cached == num_seen:

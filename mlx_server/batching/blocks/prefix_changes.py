@@ -1,7 +1,7 @@
-"""What a prefix cache tells of itself while it changes: enough to know from outside which prefixes a request would hit.
+"""The changes of a prefix cache, for listeners outside: enough to know which prefixes a request would hit.
 
-Whoever is told is on the scheduler's thread, once or a few times a step, and must be quick: it puts the change into a
-queue. Changes hold what they tell of, so that they may be read later on another thread.
+A listener is called on the scheduler's thread, once or a few times a step, and must be quick: it puts the change into a
+queue. A change holds all that it reports, so another thread can read it later.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from mlx_server.request import PromptImage, Request
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
     """Blocks [first, first + len(block_hashes)) of a prefix are cached. `parent` is the hash of the block before them,
-    None for a prefix's first block. Layer group g has them from index `missing[g]` in the prefix on, at least.
-    `extra_keys`, `adapter` and `images` are those of the requests that may hit the prefix. `is_hit`: a request has hit
-    them, and nothing has changed."""
+    None for the first block. Layer group g has at least the blocks from index `missing[g]` of the prefix on.
+    `extra_keys`, `adapter` and `images` are those of the requests that may hit the prefix. With `is_hit`, a request has
+    hit the blocks and nothing has changed."""
 
     first: int
     parent: bytes | None
@@ -35,7 +35,7 @@ class BlocksStored:
     def of(
         cls, request: Request, first: int, end: int, missing: tuple[int, ...], *, is_hit: bool = False
     ) -> BlocksStored:
-        """Blocks [first, end) of a request whose hashes are known so far."""
+        """Blocks [first, end) of a request, whose hashes must be known."""
         hashes = request.block_hashes
         return cls(
             first,
@@ -52,7 +52,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """A layer group's block of that hash is cached no more."""
+    """A layer group's block with this hash is no longer cached."""
 
     block_hash: bytes
     group: int
@@ -60,7 +60,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class StateChanged:
-    """Whether the recurrent state at the end of a block is kept has changed."""
+    """The recurrent state at the end of a block is now kept, or no longer kept."""
 
     block_hash: bytes
     is_kept: bool
@@ -68,8 +68,8 @@ class StateChanged:
 
 @dataclass(frozen=True, slots=True)
 class CacheCleared:
-    """Nothing is cached."""
+    """Nothing is cached any more."""
 
 
 PrefixChange: TypeAlias = BlocksStored | BlockRemoved | StateChanged | CacheCleared
-Tell: TypeAlias = Callable[[PrefixChange], None]
+PrefixListener: TypeAlias = Callable[[PrefixChange], None]

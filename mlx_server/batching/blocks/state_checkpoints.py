@@ -1,4 +1,5 @@
-"""Which prefixes' recurrent state is kept, and where: for models whose K/V blocks alone are no prefix."""
+"""Which prefixes' recurrent states are kept, and in which slots: without its state, a cached prefix cannot be
+resumed."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mlx_server.batching.blocks.prefix_changes import StateChanged, Tell
+from mlx_server.batching.blocks.prefix_changes import PrefixListener, StateChanged
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import Request
 
 INTERVAL_BLOCKS = 64
-"""In a long prompt, a checkpoint every so many blocks, beside the one at its end."""
+"""A long prompt has a checkpoint every 64 blocks, besides the one at its end."""
 
 
 class _Pending(NamedTuple):
@@ -25,8 +26,8 @@ class _Pending(NamedTuple):
 
 @dataclass(slots=True)
 class _Progress:
-    """Of one running request: the boundaries (in tokens) at which its prompt's state will be kept, the slots being
-    written, and the hash of its latest checkpoint behind them."""
+    """One running request: the boundaries (in tokens) at which its prompt's state will be kept, the slots that are
+    being written, and the hash of its latest checkpoint in the output."""
 
     boundaries: list[int]
     known_tokens: int
@@ -35,22 +36,25 @@ class _Progress:
 
 
 class StateCheckpoints:
-    """A fixed number of slots that hold recurrent states at block boundaries, found by the block's hash.
+    """A fixed number of slots for recurrent states at block boundaries, found by the block's hash.
 
     A request resumes from the longest cached prefix that ends at a checkpoint. States are kept
 
-    - at the last block boundary within a prompt: its repetition, or the next turn of a chat, resumes there;
-    - where a prompt leaves what is cached of another: the next one that shares the same head resumes there;
+    - at the last block boundary of a prompt: the same prompt, or the next turn of the chat, resumes there;
+    - where a prompt begins to differ from cached ones: the next prompt with the same beginning resumes there;
     - every `INTERVAL_BLOCKS` blocks of a prompt;
-    - at the latest boundary of the output, for the next turn and for resumption after a preemption.
+    - at the latest block boundary of the output: the next turn, or the request after a preemption, resumes there.
 
-    A prompt's chunks are cut at its boundaries: a state is only there when a step ends. A hash stands for the
-    whole prefix, so a checkpoint stays true when its blocks are evicted, but nobody finds it then, and it goes as
-    the least recently used.
+    A prompt's chunks end at its boundaries, since a state exists only at the end of a step. A hash stands for the whole
+    prefix, so a checkpoint stays correct when its blocks are evicted. It cannot be found then, and its slot is reused
+    as the least recently used.
+
+        a prompt of 5,000 tokens begins with 1,024 cached tokens (32 blocks): boundaries at tokens 1,024 (where it
+        begins to differ), 2,048, 4,096 (each 64 blocks) and 4,992 (the last before its end)
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.tell: Tell | None = None  # of which states are kept
+        self.listener: PrefixListener | None = None  # gets each change of which states are kept
         self.before_eviction: Callable[[bytes, int], None] = lambda block_hash, slot: None
         self._free = list(range(num_slots))[::-1]
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
@@ -66,23 +70,23 @@ class StateCheckpoints:
         return block_hash in self._slots
 
     def slot(self, block_hash: bytes) -> int:
-        """Where the state at the end of this block is; it counts as used."""
+        """The slot of the state at the end of this block, which counts as used now."""
         self._slots.move_to_end(block_hash)
         return self._slots[block_hash]
 
     def find(self, block_hash: bytes) -> int | None:
-        """Where the state at the end of this block is, if it is kept."""
+        """The slot of the state at the end of this block; None if it is not kept."""
         return self._slots.get(block_hash)
 
     def reserve(self) -> int | None:
-        """A slot for a state that comes from elsewhere, for `fill` or `give_back`; None if all are being written."""
+        """A slot for a state that is loaded, for `fill` or `give_back`; None if all slots are being written."""
         slot = self._take()
         if slot is not None:
             self._reserved.add(slot)
         return slot
 
     def fill(self, block_hash: bytes, slot: int) -> None:
-        """The next step begins with the state at the end of this block in a reserved slot."""
+        """The next step begins with copying the state at the end of this block into a reserved slot."""
         if block_hash in self._slots:
             self.give_back(slot)
             return
@@ -91,13 +95,14 @@ class StateCheckpoints:
         self._on_change(block_hash, is_kept=True)
 
     def give_back(self, slot: int) -> None:
-        """A reserved slot is free."""
+        """A reserved slot is not needed."""
         self._reserved.remove(slot)
         self._free.append(slot)
 
     def start(self, request: Request, num_resumed_blocks: int, num_cached_blocks: int) -> None:
-        """A request was admitted: it resumes after some blocks, and more of its blocks may be cached."""
-        if request.pooling is not None:  # nobody goes on from there
+        """A request was admitted. It resumes after `num_resumed_blocks` blocks; `num_cached_blocks` of its blocks are
+        cached, with or without a state."""
+        if request.pooling is not None:  # no request resumes from a pooled input
             self._requests[request.request_id] = _Progress([], request.num_tokens)
             return
         last = request.num_tokens
@@ -109,7 +114,7 @@ class StateCheckpoints:
         self._requests[request.request_id] = _Progress(sorted(b for b in wanted if b > start), last)
 
     def stop(self, request_id: str) -> None:
-        """The request has left. Slots whose hash never came to be known are free."""
+        """The request has left. Slots whose hash never became known are free."""
         progress = self._requests.pop(request_id, None)
         if progress is not None:
             self._free += [pending.slot for pending in progress.pending]
@@ -120,8 +125,8 @@ class StateCheckpoints:
         return min(num_tokens, boundaries[0] - request.num_computed_tokens) if boundaries else num_tokens
 
     def save(self, request: Request, end: int) -> int | None:
-        """The slot in which a step that computes the request's tokens up to `end` is to leave its state; None if
-        it is not to be kept, or if all slots are being written."""
+        """The slot for the state after a step that computes the request's tokens up to `end`; None if that state is not
+        to be kept, or if all slots are being written."""
         progress = self._requests[request.request_id]
         boundaries = progress.boundaries
         is_wanted = bool(boundaries) and boundaries[0] == end
@@ -155,7 +160,7 @@ class StateCheckpoints:
                 progress.latest = block_hash if is_new else None
 
     def void(self, request: Request) -> None:
-        """What a step behind the request's computed tokens has left has seen wrong tokens."""
+        """Drops the states that steps have left beyond the request's computed tokens: they have seen wrong drafts."""
         pending = self._requests[request.request_id].pending
         while pending and pending[-1].num_blocks * BLOCK_SIZE > request.num_computed_tokens:
             self._free.append(pending.pop().slot)
@@ -180,5 +185,5 @@ class StateCheckpoints:
         return slot
 
     def _on_change(self, block_hash: bytes, *, is_kept: bool) -> None:
-        if self.tell is not None:
-            self.tell(StateChanged(block_hash, is_kept))
+        if self.listener is not None:
+            self.listener(StateChanged(block_hash, is_kept))

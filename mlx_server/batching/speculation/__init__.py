@@ -1,1 +1,1 @@
-"""Drafts: who makes them, who may, and how many a step carries."""
+"""Drafts: what makes them, which requests get them, and how many a step carries."""

@@ -1,5 +1,5 @@
-"""A burst of a draft model: for whom and how far it is to draft, what it has of each request, and the steps that it
-runs."""
+"""A burst of a draft model: for which requests and how far it drafts, what it has computed of each request, and the
+steps that it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from mlx_server.request import Request
 
 
 class Burst(NamedTuple):
-    """How far a draft model should draft, and for whom. `saved_s` is how much sooner a token of a stream comes then."""
+    """How many tokens a draft model should draft, and for whom. `saved_s` is how much sooner a stream gets a token
+    then."""
 
     depth: int
     request_ids: frozenset[str]
@@ -30,21 +31,21 @@ NO_BURST = Burst(0, frozenset(), 0.0)
 def choose_burst(
     rates: Mapping[str, float], most: int, room: StepRoom, target: RowCosts, draft: RowCosts, wait_s: float = 0.0
 ) -> Burst:
-    """The burst of up to `most` tokens a request with which most tokens a second come of it and of the step behind it,
-    if they are 5 % more than without.
+    """The burst of up to `most` tokens a request that gives the most tokens a second, counting its own time and that of
+    the step after it; `NO_BURST` if that is not 5 % more than without drafts.
 
-    All requests of a burst get equally many drafts: its steps take nearly as long for few as for many. So of n
-    requests, those m whose drafts are right most often are drafted for, k tokens each, for the best m and k.
+    All requests of a burst get the same number of drafts, since its steps take nearly as long for few requests as for
+    many. So of n requests, the m whose drafts are accepted most often get k tokens each, for the best m and k.
 
-        one stream, drafts right at 0.8; the model's steps of 1, 2, 3, 4, 5 rows take 40, 41, 42, 43, 44 ms, the
-        draft model's 4 ms
+        one stream, drafts accepted at 0.8; the model's steps of 1, 2, 3, 4, 5 rows take 40, 41, 42, 43, 44 ms, those of
+        the draft model 4 ms
         drafts                0      1      2      3      4
         tokens                1      1.8    2.44   2.95   3.36
         milliseconds          40     45     50     55     60
         tokens a second       25     40     48.8   53.7   56.0       so it drafts four, if no more are allowed
         with steps of 30 ms of the draft model: 25, 25.4, 23.9, ...  so it does not draft
 
-    Rows that a wrong draft has computed again count as in `choose_depths`.
+    Rows that are computed again after a wrong draft count as in `choose_depths`.
     """
     names = sorted(rates, key=lambda name: -rates[name])
     num_known = room.num_known_rows
@@ -75,7 +76,7 @@ def choose_burst(
 def _expected_rows_again(
     names: Sequence[str], rates: Mapping[str, float], most: int, room: StepRoom
 ) -> npt.NDArray[np.float64]:
-    """By how many of `names`, from the first on, draft how many tokens."""
+    """Expected rows that are computed again, by how many of `names`, from the first on, draft how many tokens."""
     known = room.num_known
     if known is None:
         return np.zeros((len(names), most))
@@ -85,21 +86,17 @@ def _expected_rows_again(
 
 @dataclass(slots=True, eq=False)
 class Follower:
-    """What the draft model has of a request. `shadow` shares its tokens and counts those computed here, of which
-    `num_checked` are ids that the draft model knows. `fed` are drafts whose K/V stand behind them."""
+    """What the draft model has computed of a request. `shadow` shares the request's tokens and counts those computed by
+    the draft model, which knows the ids of the first `num_checked`. `fed` are drafts whose K/V lie after them."""
 
     shadow: Request
     fed: tuple[int, ...] = ()
     num_checked: int = 0
     knows_ids: bool = True
 
-    @classmethod
-    def of(cls, request: Request) -> Follower:
-        return cls(cls.shadow_of(request))
-
     @staticmethod
     def shadow_of(request: Request, kind: type[Request] = Request) -> Request:
-        """The request as the draft model computes it: its tokens, and none of what only its answer shows."""
+        """The request as the draft model computes it: its tokens, without what only its answer shows."""
         shadow = kind(
             request.request_id,
             request.prompt_token_ids,
@@ -113,7 +110,8 @@ class Follower:
         return shadow
 
     def num_behind(self) -> int:
-        """How many known tokens are to be computed, at least one. What it was fed and was right is not among them."""
+        """How many known tokens the draft model must compute, at least one; drafts that it was fed and that were right
+        count as computed."""
         shadow = self.shadow
         if self.fed:
             came = shadow.token_ids(shadow.num_computed_tokens, shadow.num_tokens)
@@ -124,7 +122,7 @@ class Follower:
         return shadow.num_tokens - shadow.num_computed_tokens
 
     def knows(self, vocab_size: int) -> bool:
-        """Whether the draft model's vocabulary has all ids of the request."""
+        """Whether all ids of the request are in the draft model's vocabulary."""
         shadow = self.shadow
         if self.knows_ids and self.num_checked < shadow.num_tokens:
             self.knows_ids = max(shadow.token_ids(self.num_checked, shadow.num_tokens)) < vocab_size
@@ -133,10 +131,10 @@ class Follower:
 
 
 class BurstSteps:
-    """The steps of a burst while they are put together."""
+    """The steps of a burst while they are being composed."""
 
     def __init__(self, wanted: set[Follower]) -> None:
-        """`wanted` keep what they hold, though others find no room."""
+        """`wanted` keep their blocks even if others find no room."""
         self.wanted = wanted
         self.block_ids: dict[str, BlockIds] = {}
         self.new_requests: list[NewRequestData] = []
@@ -145,7 +143,7 @@ class BurstSteps:
         self._first: list[ScheduledChunk] = []
 
     def add(self, shadow: Request, end: int, *, is_sampling: bool, bitmask: bytes | None = None) -> None:
-        """What was not computed before position `end`, in the first step."""
+        """Adds a request's tokens up to position `end` that are not computed to the first step."""
         start = shadow.num_computed_tokens
         self._first.append(
             ScheduledChunk(
@@ -162,7 +160,7 @@ class BurstSteps:
         )
 
     def follow(self, shadow: Request, start: int, count: int) -> None:
-        """Single tokens from position `start` on, each of which the step before has sampled."""
+        """Adds single tokens from position `start` on, each of which the step before has sampled."""
         for place in range(count):
             if place == len(self.singles):
                 self.singles.append([])

@@ -1,17 +1,17 @@
-"""A model's own multi-token-prediction head as a draft model: it reads the model's hidden states beside tokens.
+"""A model's own multi-token-prediction head as a draft model: it reads the model's hidden states as well as tokens.
 
-The head's position j of a request belongs to the hidden state of the request's position `first + j` and to the token
-behind that. Of each request the last hidden states are kept; so the head begins where they begin, and again if it was
-left behind by more than are kept. Before `first` it sees nothing: what it drafts may be worse for that, never wrong.
+The head's position j of a request stands for the hidden state of the request's position `first + j` and the token after
+it. The model keeps the last hidden states of each request, so the head begins where these begin, and begins again if it
+falls so far behind that it needs others. It sees nothing before `first`; drafts may be worse for that, but not wrong.
 
     a prompt of 300 tokens: hidden states of 44 to 299 are kept, and token 300 was drawn
     the head begins at a block boundary, 64: it reads 236 pairs, (hidden 64, token 65) to (hidden 299, token 300)
 
-Where the prefix cache had the beginning of a prompt, its hidden states were not computed. The head goes on from its own
-K/V then, if it has read the same tokens before from the same `first` on, and so far that no hidden state is missing.
+If the prefix cache had the beginning of a prompt, its hidden states were not computed. Then the head resumes from its
+own K/V, if it has read the same tokens before from the same `first` on, and far enough that no hidden state is missing.
 
     the next turn: 400 tokens, of which the prefix cache had 320, and the head pairs up to (hidden 319, token 320)
-    it finds these from 64 on, and reads (hidden 320, token 321) to (hidden 399, token 400)
+    the head finds its pairs from 64 on, and reads (hidden 320, token 321) to (hidden 399, token 400)
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import NamedTuple
 
 from mlx_server.batching.speculation.draft_burst import BurstSteps, Follower
 from mlx_server.batching.speculation.draft_model import DraftModel
@@ -29,8 +30,8 @@ from mlx_server.outputs import HELD_STATES, ScheduledChunk, SchedulerOutput
 from mlx_server.request import Request
 
 
-class _BehindHidden(Request):
-    """A request as its head counts it: from the token behind the first hidden state on."""
+class _AfterHidden(Request):
+    """A request as its head counts it: from the token after the first hidden state on."""
 
     __slots__ = ("num_before",)
 
@@ -50,16 +51,16 @@ class _BehindHidden(Request):
 
 @dataclass(slots=True, eq=False)
 class _HeadFollower(Follower):
-    """Its own hidden states, which drafts were made from, are worse than the model's: what was fed is computed again
-    with these."""
+    """Drafts were made from the head's own hidden states, which are worse than the model's. So what was fed is computed
+    again with the model's."""
 
     first: int = 0
 
     @classmethod
-    def behind(cls, request: Request, first: int, key: str) -> _HeadFollower:
-        """`request` from the hidden state of position `first` on. `key` is of all that this state depends on."""
-        shadow = cls.shadow_of(request, _BehindHidden)
-        assert isinstance(shadow, _BehindHidden)
+    def after(cls, request: Request, first: int, key: str) -> _HeadFollower:
+        """`request` from the hidden state of position `first` on. `key` names everything that this state depends on."""
+        shadow = cls.shadow_of(request, _AfterHidden)
+        assert isinstance(shadow, _AfterHidden)
         shadow.num_before = first + 1
         shadow.extra_keys = (key,)
         return cls(shadow, first=first)
@@ -69,10 +70,9 @@ class _HeadFollower(Follower):
         return Follower.num_behind(self)
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Hidden states of positions [first, end), of which the last chunk computed those from `start` on. Behind a wrong
-    one of its `token_ids` they are not the request's."""
+class _Held(NamedTuple):
+    """Hidden states of positions [first, end); the last chunk computed those from `start` on. After a wrong draft among
+    its `token_ids`, they are not those of the request."""
 
     first: int
     start: int
@@ -80,19 +80,19 @@ class _Held:
     token_ids: tuple[int, ...]
 
     def right_end(self, request: Request) -> int:
-        """Before which position all of them are."""
+        """The position up to which all hidden states are right."""
         if not self.token_ids:
             return self.end
         pairs = zip(self.token_ids, request.token_ids(self.start, min(self.end, request.num_tokens)))
         return self.start + len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-_MOST_STARTS = 4096
+_MAX_STARTS = 4096
+"""Positions that are remembered as the `first` of a head."""
 
 
 class HeadDrafts(DraftModel):
-    """The policy of a model's head. In its prefix cache a prefix is that of the tokens behind a `first`, and of all
-    before that."""
+    """The policy of a model's head. A prefix in its cache is the tokens after a `first`, and everything before that."""
 
     def __init__(self, *args: object, **more: object) -> None:
         super().__init__(*args, **more)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ class HeadDrafts(DraftModel):
         self._starts: OrderedDict[str, None] = OrderedDict()
 
     def on_chunk(self, chunk: ScheduledChunk) -> None:
-        """A step of the model computes it, and keeps its last hidden states."""
+        """A step of the model computes the chunk, and keeps its last hidden states."""
         held, start, end = self._held.get(chunk.request_id), chunk.start, chunk.start + chunk.num_tokens
         first = start if held is None or start > held.end else held.first
         token_ids = (chunk.token_ids or ()) if chunk.num_drafts else ()
@@ -125,7 +125,7 @@ class HeadDrafts(DraftModel):
         return follower.first
 
     def _can_follow(self, request: Request) -> bool:
-        """Whether the hidden states from where the head goes on to the last known token's are there."""
+        """Whether the hidden states are there from where the head goes on to the last known token."""
         request_id = request.request_id
         held, last = self._held.get(request_id), request.num_tokens - 1
         if held is None or not held.first < last <= held.right_end(request):
@@ -142,27 +142,27 @@ class HeadDrafts(DraftModel):
         return self._is_within(request)
 
     def _begin(self, request: Request, first_held: int) -> _HeadFollower | None:
-        """Where the head has been before, if it finds all from there on that is not held, else at the first block
-        boundary that is held; None if there is none."""
+        """A follower from an earlier `first`, if the head has its pairs up to the hidden states that are held,
+        otherwise from the first block boundary that is held; None if there is none."""
         first = -(-first_held // BLOCK_SIZE) * BLOCK_SIZE
         if first >= request.num_tokens - 1:
             return None
         for earlier in range(0, first, BLOCK_SIZE):
             key = _key(request, earlier)
             if key in self._starts:
-                follower = _HeadFollower.behind(request, earlier, key)
+                follower = _HeadFollower.after(request, earlier, key)
                 if self._reached(follower) >= first_held:
                     self._starts.move_to_end(key)
                     return follower
         key = _key(request, first)
         self._starts[key] = None
         self._starts.move_to_end(key)
-        if len(self._starts) > _MOST_STARTS:
+        if len(self._starts) > _MAX_STARTS:
             self._starts.popitem(last=False)
-        return _HeadFollower.behind(request, first, key)
+        return _HeadFollower.after(request, first, key)
 
     def _reached(self, follower: Follower) -> int:
-        """The request's position before which the head needs no hidden state."""
+        """The position of the request from which on the head needs hidden states."""
         assert isinstance(follower, _HeadFollower)
         shadow = follower.shadow
         if self.blocks.holds(shadow, 1):
@@ -170,14 +170,14 @@ class HeadDrafts(DraftModel):
         return follower.first + BLOCK_SIZE * self.blocks.num_cached(shadow)
 
     def _admit(self, steps: BurstSteps, follower: Follower, num_tokens: int, others: Iterable[Follower]) -> bool:
-        """What was cached may have made room for another of the same burst."""
+        """The cached pairs may have made room for another request of the same burst."""
         held = self._held[follower.shadow.request_id]
         return self._reached(follower) >= held.first and super()._admit(steps, follower, num_tokens, others)
 
 
 def _key(request: Request, first: int) -> str:
-    """Stands for all that the hidden state of position `first` depends on: the model's own key of the blocks before it,
-    or whose they are, and its token. Images are only in the former."""
+    """Names everything that the hidden state of position `first` depends on: the model's own hash of the blocks before
+    it (which includes images), or the request's extra keys and adapter, and its token."""
     num_blocks = first // BLOCK_SIZE
     if len(request.block_hashes) < num_blocks or any(image.end > first for image in request.images):
         return f"alone {request.request_id}"

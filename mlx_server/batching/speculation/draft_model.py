@@ -1,10 +1,11 @@
-"""A smaller model that drafts: for which requests, how far, and what it keeps of them in a pool of its own.
+"""A smaller model that drafts: for which requests, how far, and what it keeps of them in a KV pool of its own.
 
-Between two steps of the model it runs a burst: one step over what it has not seen yet of all requests that it drafts
-for, then single tokens, all requests in one batch. What it was fed of drafts that were right is not computed again.
+Between two steps of the target model it runs a burst: one step over all tokens that it has not computed of its
+requests, then single tokens, all requests in one batch. Drafts that it was fed and that were accepted are not computed
+again.
 
-    known 0..40, drafts 41 42 43 were sampled, of which 41 and 42 were fed; 41 came out, and something else for 42:
-    the next burst computes from 42 on, over what the wrong draft has left there
+    tokens 0..40 are known; 41 42 43 were sampled, of which 41 and 42 were fed; the target accepts 41 and draws
+    another token for 42: the next burst computes from 42 on, and overwrites what the wrong draft has left there
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from mlx_server.request import Request
 
 @dataclass(slots=True)
 class _Composed:
-    """The burst that runs: how many drafts each request is to get, and what is computed."""
+    """The burst that runs: which requests get drafts, how many, and what it computes."""
 
     followers: dict[str, Follower] = field(default_factory=dict)
     depth: int = 0
@@ -45,12 +46,12 @@ class _Composed:
 class DraftModel:
     """The policy of one draft model, whose runner gets `SchedulerOutput.draft_steps`. Event-loop thread only.
 
-    Its pool is full when its share of the memory is: then there are fewer drafts. To `MemoryGuard` it is a scheduler
-    without requests. One burst runs at a time, and none beside a step that it drafts for.
+    Its pool is full when its share of the memory is used; then there are fewer drafts. To `MemoryGuard` it is a
+    scheduler without requests. One burst runs at a time, and none beside a step of the target model.
     """
 
     def __init__(self, blocks: PagedBlockManager, *, vocab_size: int, max_tokens: int, doubling_tokens: float) -> None:
-        """`max_tokens` is the context that the draft model was made for."""
+        """`max_tokens` is the context limit of the draft model."""
         self.blocks = blocks
         self.costs = RowCosts()
         self.wake: Callable[[], None] = lambda: None
@@ -66,26 +67,28 @@ class DraftModel:
         self._has_failed = False
 
     def learn(self, num_prompt_tokens: int, prompt_s: float, decode_s: float) -> None:
-        """What a prompt's chunk from position 0 and one token took, so that something is known before the first."""
+        """Seeds the costs with what a prompt's chunk from position 0 and one token took."""
         self._budget.observe(StepShape(0, num_prompt_tokens, self._budget.cost(0, num_prompt_tokens)), prompt_s)
         for _ in range(2):  # the first of a kind does not count
             self.costs.observe(1, decode_s)
 
     def rate(self, request_id: str) -> float:
-        """How often drafts for this request are right."""
+        """How often drafts for this request are accepted."""
         return self._acceptances.rate(request_id)
 
     def on_result(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """The first `num_accepted` of `num_drafts` drafts were right."""
+        """The first `num_accepted` of `num_drafts` drafts were accepted."""
         self._acceptances.add(request_id, num_drafts, num_accepted)
 
     def discard_drafts(self) -> None:
-        """Those of the last burst are not wanted any more."""
+        """Forgets the drafts of the last burst."""
         self._drafts.clear()
 
     def drafts(self, request: Request) -> tuple[int, ...]:
-        """What the last burst gave for the request as it stands."""
-        num_output_tokens, token_ids = self._drafts.get(request.request_id, (0, ()))
+        """The drafts of the last burst for the request, if it has not got a token since."""
+        if request.request_id not in self._drafts:
+            return ()
+        num_output_tokens, token_ids = self._drafts[request.request_id]
         return token_ids if num_output_tokens == request.num_output_tokens else ()
 
     def forget(self, request: Request) -> None:
@@ -94,27 +97,28 @@ class DraftModel:
         self._acceptances.forget(request.request_id)
 
     def release(self, request: Request) -> None:
-        """The request waits again, or has ended: its blocks are free. A burst that computes it writes them before any
-        later one does."""
+        """The request waits again or has ended: its blocks are free. A burst that still computes it writes them before
+        any later burst does."""
         follower = self._followers.pop(request.request_id, None)
         if follower is not None:
             self._let_go(follower)
 
     def on_chunk(self, chunk: ScheduledChunk) -> None:
-        """A step of the model that is drafted for computes the chunk."""
+        """A step of the target model computes the chunk."""
 
-    # --- a burst ------------------------------------------------------------------------------------------
+    # --- a burst --------------------------------------------------------------------------------------------
 
     def choose(self, free: Mapping[Request, int], most: int, room: StepRoom, target: RowCosts, wait_s: float) -> Burst:
-        """The best burst for those with room for drafts, whether or not the draft model knows their tokens yet."""
+        """The best burst for requests with room for drafts, even if the draft model has not computed their tokens
+        yet."""
         able = [request for request, num_free in free.items() if num_free > 0 and self._can_follow(request)]
         rates = {request.request_id: self.rate(request.request_id) for request in able}
         is_off = self._is_held or self._has_failed
         return NO_BURST if is_off else draft_burst.choose_burst(rates, most, room, target, self.costs, wait_s)
 
     def _pass_over(self, free: Mapping[Request, int], burst: Burst) -> None:
-        """A step comes without drafts for those who are not in `burst`. They are tried again some time, and so is a
-        draft model that is thought too slow."""
+        """A step has no drafts for requests outside `burst`. They are tried again after a while, and so is a draft
+        model that seems too slow."""
         for request in free:
             if request.request_id not in burst.request_ids:
                 self._acceptances.fade(request.request_id)
@@ -124,12 +128,12 @@ class DraftModel:
     def would_draft(
         self, free: Mapping[Request, int], most: int, room: StepRoom, target: RowCosts, wait_s: float
     ) -> bool:
-        """Whether the best burst, once one more token of each is known, would compute anything: the draft model has
-        read the prompt of one of them, or its time has come, and there are blocks for it."""
+        """Whether the best burst, once each request has one more token, would compute anything: the draft model has
+        computed the prompt of one of them, or it is worth computing now, and there are blocks for it."""
         wanted = self.choose(free, most, room, target, wait_s)
         chosen = {self._followers[request_id] for request_id in wanted.request_ids}
         if any(self._would_compute(follower, chosen, wanted.saved_s) for follower in chosen):
-            return True  # and `compose` is asked for the same step
+            return True  # `compose` follows for the same step, and passes over
         self._pass_over(free, wanted)
         return False
 
@@ -147,8 +151,9 @@ class DraftModel:
     def compose(
         self, free: Mapping[Request, int], most: int, room: StepRoom, target: RowCosts, wait_s: float
     ) -> tuple[SchedulerOutput, ...]:
-        """The steps of the best burst. One that is far behind is brought up first, once what drafts would have saved it
-        so far pays for that, and for no longer at a time than a step should take."""
+        """The steps of the best burst. A request of which the draft model lacks more than a block is brought up to date
+        first, once drafts would have saved as much time as that takes, and for no longer at a time than a step should
+        take."""
         self._composed = _Composed()
         wanted = self.choose(free, most, room, target, wait_s)
         self._pass_over(free, wanted)
@@ -179,7 +184,7 @@ class DraftModel:
         for most in dict.fromkeys((depth, 1)):
             if self._admit(steps, follower, num_known + most - 1, self._others(steps.wanted)):
                 break
-        else:  # of two that need the last block each, the first gets it
+        else:  # of two requests that both need the last block, the first gets it
             if not self._admit(steps, follower, num_known, self._others({follower, *steps.computed})):
                 return
         bitmask = None if request.constraint is None else request.constraint.bitmask()
@@ -208,27 +213,27 @@ class DraftModel:
             steps.computed.append(follower)
 
     def _is_paid(self, follower: Follower, num_behind: int, saved_s: float) -> bool:
-        """Whether drafts would have saved so far what it takes to read the tokens that the draft model lacks."""
+        """Whether drafts would by now have saved the time that computing the missing tokens takes."""
         shadow = follower.shadow
         cost = self._budget.cost(shadow.num_tokens - num_behind, num_behind)
-        return shadow.num_output_tokens * saved_s >= self._budget.foretold_s(StepShape(0, num_behind, cost))
+        return shadow.num_output_tokens * saved_s >= self._budget.expected_s(StepShape(0, num_behind, cost))
 
     def _others(self, kept: Container[Follower]) -> list[Follower]:
-        """Who may lose what it holds, those first that joined last."""
+        """Requests that may lose their blocks, the latest first."""
         return [other for other in reversed(self._followers.values()) if other not in kept]
 
     def _find_prefix(self, follower: Follower) -> CachedPrefix | None:
-        """What it may begin with, if it holds nothing yet."""
+        """Its cached prefix, if it holds no blocks yet."""
         return None if self.blocks.holds(follower.shadow, 1) else self.blocks.find_prefix(follower.shadow)
 
     def _admit(self, steps: BurstSteps, follower: Follower, num_tokens: int, others: Iterable[Follower]) -> bool:
-        """Whether there are blocks for so many tokens, maybe of `others`."""
+        """Whether it gets blocks for `num_tokens` tokens, if necessary those of `others`."""
         shadow, prefix = follower.shadow, self._find_prefix(follower)
         for other in others:
             if self.blocks.make_room(self.blocks.num_new_blocks(shadow, num_tokens, prefix)):
                 break
             self._let_go(other)
-            prefix = self._find_prefix(follower)  # whose blocks the other may have been the last to hold
+            prefix = self._find_prefix(follower)  # the other may have been the only one to hold its blocks
         block_ids = self.blocks.allocate(shadow, num_tokens, prefix)
         if block_ids is None:
             return False
@@ -240,7 +245,7 @@ class DraftModel:
         return True
 
     def take(self, output: ModelRunnerOutput) -> None:
-        """The burst that was composed last is over."""
+        """Takes the result of the burst that was composed last."""
         if output.draft_error is not None:
             self._fail()
             return
@@ -251,7 +256,7 @@ class DraftModel:
                 self._drafts[request_id] = follower.shadow.num_output_tokens, token_ids
                 follower.fed = token_ids[:-1]
         num_requests = len(composed.followers)
-        if composed.change is not None:  # it took a part of the time
+        if composed.change is not None:  # its time includes the change
             self.blocks.on_changed(composed.change)
         elif composed.num_prompt_tokens:
             shape = StepShape(num_requests, composed.num_prompt_tokens, composed.prompt_cost)
@@ -260,7 +265,7 @@ class DraftModel:
             self.costs.observe(num_requests, seconds / composed.depth)
 
     def _fail(self) -> None:
-        """The draft model is not used any more; its runner has freed the pool."""
+        """Stops using the draft model; its runner has freed the pool."""
         self._has_failed = True
         for follower in self._followers.values():
             self._let_go(follower)
@@ -273,14 +278,14 @@ class DraftModel:
     def _can_follow(self, request: Request) -> bool:
         follower = self._followers.get(request.request_id)
         if follower is None:
-            follower = self._followers[request.request_id] = Follower.of(request)
+            follower = self._followers[request.request_id] = Follower(Follower.shadow_of(request))
         return self._is_within(request) and follower.knows(self._vocab_size)
 
     def _is_within(self, request: Request) -> bool:
         return request.num_tokens + BLOCK_SIZE <= self._max_tokens
 
     def _num_behind(self, follower: Follower) -> int:
-        """Known tokens that the draft model has not computed, nor finds in its prefix cache."""
+        """Known tokens that the draft model has neither computed nor cached."""
         shadow = follower.shadow
         if self.blocks.holds(shadow, 1):
             return follower.num_behind()
@@ -297,15 +302,15 @@ class DraftModel:
     # --- as a memory guard sees it --------------------------------------------------------------------------
 
     def shrink(self, num_blocks: int, *, saves_first: bool = False) -> int:
-        """Gives up to `num_blocks` of those that nobody references back with the next burst; how many it will be.
-        There is nothing to save."""
+        """Gives up to `num_blocks` unreferenced blocks back with the next burst; returns how many. Nothing needs
+        saving."""
         num_cut = self.blocks.shrink(num_blocks)
         self.wake()
         return num_cut
 
     def give_way(self) -> None:
-        """The model that is drafted for has no memory for its next blocks: half of what nobody references here is given
-        back with the next burst, or of what is drafted for, if all is."""
+        """The target model lacks memory for its next blocks: gives half of the unreferenced blocks back with the next
+        burst, or half of all blocks if all are referenced."""
         if self.blocks.is_changed:
             return
         if not self.blocks.num_free_blocks:
@@ -314,13 +319,13 @@ class DraftModel:
         self.shrink(-(-self.blocks.num_free_blocks // 2))
 
     def hold_admission(self, is_held: bool) -> None:
-        """While it is held, nothing is drafted, and no block referenced."""
+        """While admission is held, nothing is drafted, and no block is referenced."""
         self._is_held = is_held
         for follower in self._followers.values() if is_held else ():
             self._let_go(follower)
 
     def lowest_rank(self) -> None:
-        """Nobody waits for a draft model's memory."""
+        """No request waits for a draft model's memory."""
 
     def preempt_lowest(self) -> bool:
         return False
@@ -335,7 +340,7 @@ class DraftModel:
 
 
 class NoLookup(Drafter):
-    """Finds nothing: `--speculate model` and `mtp`."""
+    """Finds nothing, for `--speculate model` and `mtp`."""
 
     def propose(self, request: Request, most: int) -> tuple[int, ...]:
         return ()
@@ -345,7 +350,7 @@ class NoLookup(Drafter):
 
 
 class ModelSpeculation(Speculation):
-    """Drafts by a model, where looking up finds nothing that is worth its rows."""
+    """Drafts by a model where a lookup finds nothing that is worth its rows."""
 
     has_model = True
 

@@ -1,4 +1,4 @@
-"""Drafts by looking up: what followed the last tokens when they stood somewhere before."""
+"""Drafts by lookup: the tokens that followed the last tokens when these occurred before."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from mlx_server.request import Request
 _SHORTEST_MATCH = 3
 _LONGEST_MATCH = 8
 _ID_BITS = 21
-"""Three ids of up to two million make one 64-bit key."""
+"""Three ids below two million fit one 64-bit key."""
 
 _KEY_MASK = (1 << 3 * _ID_BITS) - 1
 
 _MAX_SHARED_TOKENS = 16_384
 _MAX_SHARED_HISTORIES = 64
-"""Memory of earlier outputs: 12 bytes a token, so 13 MB at most a model."""
+"""Bounds on the memory of earlier outputs: 12 bytes a token, so at most 13 MB a model."""
 
 _BREAK = (1 << _ID_BITS) - 1
-"""Stands between two outputs in a shared history: no token has this id."""
+"""Separates two outputs in a shared history; no token has this id."""
 
 
 class History:
-    """A growing list of tokens in which the continuation of its end, or of another's, can be looked up.
+    """A growing list of tokens that can be searched for what followed the end of this list or of another.
 
-    The key at i is made of the three tokens that end there. A lookup compares all keys at once, 50 microseconds for
-    100,000 tokens, and follows only those that are equal: no index has to be built for a prompt that is never
-    repeated.
+    The key at index i is made of the three tokens that end there. A search compares all keys at once, which takes 50
+    microseconds for 100,000 tokens, and follows only those that are equal. So no index has to be built for a prompt
+    that is never repeated.
     """
 
     def __init__(self, most: int | None = None) -> None:
-        """Of more than `most` tokens the last half of so many is kept."""
+        """With `most`, a list that grows beyond it is cut to its last `most // 2` tokens."""
         self._most = most
         self._clear()
 
@@ -52,10 +52,10 @@ class History:
             size = max(end, 2 * len(self._tokens))
             self._tokens, self._keys = np.resize(self._tokens, size), np.resize(self._keys, size)
         self._tokens[first:end] = token_ids
-        if end - first == 1 and first >= _SHORTEST_MATCH:  # of each step: what follows would take six times as long
+        if end - first == 1 and first >= _SHORTEST_MATCH:  # each decode step; else takes six times as long
             self._keys[first] = (int(self._keys[first - 1]) << _ID_BITS | token_ids[0]) & _KEY_MASK
         else:
-            self._keys[first:end] = _BREAK  # the first two of all have no key
+            self._keys[first:end] = _BREAK  # the first two tokens have no key
             start = max(first, _SHORTEST_MATCH - 1)
             wide = self._tokens[start - 2 : end].astype(np.int64)
             self._keys[start:end] = (wide[:-2] << 2 * _ID_BITS) | (wide[1:-1] << _ID_BITS) | wide[2:]
@@ -66,19 +66,21 @@ class History:
             self.extend(kept)
 
     def tail(self) -> list[int]:
-        """The last tokens, as `find` takes them."""
+        """The last tokens, for `find`."""
         tail: list[int] = self._tokens[max(0, self.num_tokens - _LONGEST_MATCH) : self.num_tokens].tolist()
         return tail
 
     def find(self, tail: Sequence[int], most: int) -> list[int]:
-        """What followed the latest of the longest matches of the end of `tail`, three to eight tokens; up to `most`.
+        """Up to `most` tokens that followed the latest of the longest matches of the end of `tail`, three to eight
+        tokens.
 
-        After `a b c d, x b c d, a b c` the tail `a b c` has matched at 2, and `d` is what follows.
+        In `a b c d, x b c d, a b c`, the tail `a b c` matches the tokens before the first `d`, so `d, x b c ...` is
+        found.
         """
         if len(tail) < _SHORTEST_MATCH:
             return []
         a, b, c = tail[-3:]
-        # The very end has nothing behind it.
+        # The last key has nothing after it.
         key = (a << 2 * _ID_BITS) | (b << _ID_BITS) | c
         (ends,) = (self._keys[: max(0, self.num_tokens - 1)] == key).nonzero()
         if not ends.size:
@@ -95,11 +97,11 @@ class History:
 
 
 class NgramDrafter:
-    """Drafts what followed the last tokens when they stood there before: in what its sender predicts, in the request's
-    own prompt and output, else in recent outputs of its tenant.
+    """Drafts what followed the last tokens when they occurred before: in the output that the client predicts, in the
+    request's own prompt and output, otherwise in recent outputs of its tenant.
 
-    Prompt lookup decoding (Saxena 2023), with the memory over requests of SuffixDecoding (Oliaro et al. 2024) kept to
-    a flat list. Requests share outputs only where they may share cached prefixes: with equal `extra_keys` and adapter.
+    Prompt lookup decoding (Saxena 2023), with SuffixDecoding's memory over requests (Oliaro et al. 2024) reduced to a
+    flat list. Requests share outputs only if they may share cached prefixes: with equal `extra_keys` and adapter.
     """
 
     def __init__(self) -> None:
@@ -125,8 +127,8 @@ class NgramDrafter:
         return found
 
     def _prediction(self, request: Request) -> History:
-        """One for all samples of a prompt. It begins with the prompt's end, so that it is found from the first token
-        on."""
+        """The history of a predicted output, shared by all samples of a prompt. It begins with the prompt's end, so
+        that the first output token can already be drafted."""
         token_ids = (*request.prompt_token_ids[-_LONGEST_MATCH:], *request.prediction_token_ids)
         found = self._predictions.get(token_ids)
         if found is None:
@@ -135,7 +137,7 @@ class NgramDrafter:
         return found
 
     def forget(self, request: Request) -> None:
-        """The end of what the request has put out may help others of its tenant."""
+        """The request has ended. The end of its output may help other requests of its tenant."""
         self._predicted.pop(request.request_id, None)
         if self._own.pop(request.request_id, None) is None or not request.output_token_ids:
             return

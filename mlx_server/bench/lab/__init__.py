@@ -1,1 +1,1 @@
-"""Instruments for developers of the server: what steps, kernels and prefixes on disk cost, and a machine's report."""
+"""Measurements for developers of the server: steps, kernels, the scheduler, and a machine's report."""

@@ -1,9 +1,9 @@
-"""Whether a server gives each request the same bits alone and in batches, over HTTP.
+"""Checks over HTTP whether a server gives each request the same bits alone and in batches.
 
-Every request is sent alone, one after the other; then all of them in another order, in batches of 2 to `--max-batch`
-that are joined at random moments. Prompts share heads, so that some find prefixes, and each is sampled in a way of its
-own with a seed. Token ids and log-probabilities must be equal. A server with few `--num-kv-blocks` preempts, too, which
-the counts behind the result show.
+All requests are sent one at a time, and then in another order, in batches of 2 to `--max-batch` with random delays.
+Prompts share heads, so that some hit cached prefixes, and each request is seeded and sampled in one of several ways.
+Token ids and log-probabilities must be equal. A server with few `--num-kv-blocks` also preempts; the printed counts
+show it.
 
 example:
   mlx-serve serve --batch-invariant --num-kv-blocks 64
@@ -49,14 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=from_1,
         default=300,
         metavar="N",
-        help="of a prompt, beside the head that it may have",
+        help="most words of a prompt, without a shared head",
     )
     add("--max-tokens", type=from_1, default=48, metavar="TOKENS", help="most tokens of an answer")
     add("--seed", type=int, default=0, help="of the requests and of their batches")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints how many answers were equal, and the server's counts; 1 unless all were."""
+    """Prints how many answers are equal, and the server's counts; 1 unless all are."""
     return asyncio.run(_run(args))
 
 
@@ -76,7 +76,7 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 def make_requests(count: int, max_words: int, max_tokens: int, seed: int) -> list[dict[str, Any]]:
-    """Bodies for /v1/completions; half of the prompts begin with one of `_NUM_HEADS` heads."""
+    """Bodies for /v1/completions; half of the prompts begin with one of `_NUM_HEADS` shared heads."""
     rng = random.Random(seed)
     heads = [_words(rng, max_words) for _ in range(_NUM_HEADS)]
     return [
@@ -103,17 +103,17 @@ async def count_equal(
     requests: Sequence[dict[str, Any]],
     max_batch: int,
     seed: int,
-    most_delay_s: float = 0.5,
+    max_delay_s: float = 0.5,
 ) -> int:
-    """How many get the same answer alone and in a batch, which its requests join within so long. Raises
-    `ServeError` for an answer that is none."""
+    """The number of requests with the same answer alone and in a batch. The requests of a batch are sent within
+    `max_delay_s`. Raises `ServeError` for an answer without token ids or log-probabilities."""
     alone = [await _answer(http, model, request) for request in requests]
     rng = random.Random(f"{seed}:batches")
     order = rng.sample(range(len(requests)), len(requests))
     num_equal = 0
     while order:
         batch = [order.pop() for _ in range(min(len(order), rng.randint(2, max(2, max_batch))))]
-        delays = [rng.uniform(0.0, most_delay_s) for _ in batch]
+        delays = [rng.uniform(0.0, max_delay_s) for _ in batch]
         answers = await asyncio.gather(
             *(_answer(http, model, requests[index], delay) for index, delay in zip(batch, delays, strict=True))
         )
@@ -122,7 +122,7 @@ async def count_equal(
 
 
 async def _answer(http: httpx.AsyncClient, model: str | None, request: dict[str, Any], delay_s: float = 0.0) -> Any:
-    """Token ids and log-probabilities, as they stand in the answer."""
+    """Token ids and log-probabilities of an answer."""
     await asyncio.sleep(delay_s)
     response = await http.post("/v1/completions", json=request if model is None else {"model": model, **request})
     try:
@@ -133,7 +133,7 @@ async def _answer(http: httpx.AsyncClient, model: str | None, request: dict[str,
 
 
 async def _counts(http: httpx.AsyncClient) -> dict[str, float]:
-    """Those of `_COUNTERS` that the server has."""
+    """The server's values of `_COUNTERS`."""
     text = (await http.get("/metrics")).text
     found = {name: re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE) for name in _COUNTERS}
     return {name: sum(map(float, values)) for name, values in found.items() if values}

@@ -1,7 +1,7 @@
-"""`mlx-serve doctor --report`: everything that an issue about this machine needs, found out and written to one file.
+"""`mlx-serve doctor --report`: writes what an issue about this machine needs to one file.
 
-Each stage runs whatever became of those before it; one that fails is in the report with its traceback. Paths of the
-user's, names of user and host, and secrets are left out.
+Each stage runs even if another has failed; a failure is reported with its traceback. The user's paths, the names of
+user and host, and secrets are left out.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _VARIABLES = re.compile(r"MLX_(?!SERVE_).*|MTL_.*|METAL_.*")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a stage has found, in Markdown, and what is wrong with it."""
+    """The result of a stage in Markdown, and its problems."""
 
     text: str
     problems: Sequence[str] = ()
@@ -63,7 +63,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage that has run. `problems` is empty if it passed."""
+    """A stage that has run. It passed if the finding has no problems."""
 
     title: str
     elapsed_s: float
@@ -71,7 +71,7 @@ class Stage:
 
 
 def make_report(config: Config, soak_s: float, on_stage: Callable[[str], None]) -> tuple[str, bool]:
-    """Runs all stages, which takes the soak's time and a minute or two; the report, and whether all have passed."""
+    """Runs all stages, which takes a minute or two besides the soak. Returns the report, and whether all passed."""
     with tempfile.TemporaryDirectory(prefix="mlx-serve-report-") as folder:
         log = Path(folder) / "server.log"
         stages: dict[str, Callable[[], Finding]] = {
@@ -93,7 +93,7 @@ def make_report(config: Config, soak_s: float, on_stage: Callable[[str], None]) 
 
 
 def redact(text: str) -> str:
-    """Without the user's paths, and without the names of user and host."""
+    """The text without the user's paths and the names of user and host."""
     folders = {str(Path.home()): "~", os.getcwd(): ".", sys.prefix: "<python>", tempfile.gettempdir(): "<tmp>"}
     folders["/private" + tempfile.gettempdir()] = "<tmp>"
     for folder, shown in sorted(folders.items(), key=lambda item: -len(item[0])):
@@ -108,13 +108,14 @@ def _run(title: str, run: Callable[[], Finding]) -> Stage:
     start_s = time.perf_counter()
     try:
         finding = run()
-    except Exception as error:  # whatever it is belongs into the report
+    except Exception as error:  # any failure belongs in the report
         finding = Finding(_block(traceback.format_exc().splitlines()), [f"{type(error).__name__}: {error}"])
     return Stage(title, time.perf_counter() - start_s, finding)
 
 
 def _machine(config: Config) -> Finding:
-    """Versions, chip, system, memory; the settings that are not the defaults, but for texts, which may be secrets."""
+    """Versions, chip, system, memory, and the settings that differ from the defaults; values of texts may be secret and
+    are left out."""
     facts: dict[str, object] = {
         **describe_environment(),
         "macos": platform.mac_ver()[0] or f"none: {platform.system()}",
@@ -128,7 +129,7 @@ def _machine(config: Config) -> Finding:
 
 
 def _wired_by_the_system() -> dict[str, object]:
-    """On a Mac: bytes wired by everybody, and the GPU's limit in MB, where 0 is the system's own."""
+    """On a Mac: the bytes that all processes have wired, and the GPU's limit in MB (0: the system's default)."""
     wired = getattr(psutil.virtual_memory(), "wired", None)
     if wired is None:
         return {}
@@ -147,7 +148,7 @@ def _changed_settings(config: Config) -> dict[str, object]:
 
 
 def self_tests() -> Finding:
-    """The chosen backend's for every size of heads and every type that it has a kernel for."""
+    """The self-test of the chosen backend, for every head size and type that has a kernel."""
     is_cpu = mx.default_device() == mx.cpu
     rows, problems = [], []
     for spec in _specs(is_cpu):
@@ -187,15 +188,14 @@ def _timings() -> Finding:
 
 
 def _chat(config: Config, log: Path) -> Finding:
-    """One question to a server in a process of its own, with settings of its own, which has a key in case that there
-    are others."""
+    """One question to a server in its own process, with default settings and a key, in case other servers run."""
     key = secrets.token_hex(16)
     environ = {name: value for name, value in os.environ.items() if name not in {setting.env for setting in settings()}}
     environ["MLX_SERVE_SERVER_API_KEY"] = key
     wire = "--wire-memory" if config.memory.wire_memory else "--no-wire-memory"
     command = f"{{python}} -m mlx_server serve --model {{model}} --port {{port}} {wire}"
     body = {"messages": [{"role": "user", "content": _QUESTION}], "temperature": 0, "max_completion_tokens": 40}
-    server = Server(name="mlx-serve", command=command, environ=environ, ready_paths=("/health",))
+    server = Server(name="mlx-serve", command=command, environ=environ)
     with server.session(model=config.model.model, log_path=log, start_timeout_s=_START_S) as url:
         start_s = time.perf_counter()
         headers = {"authorization": f"Bearer {key}"}
@@ -207,7 +207,7 @@ def _chat(config: Config, log: Path) -> Finding:
     num_tokens = int(response.json()["usage"]["completion_tokens"])
     problems = [] if num_tokens and answer.strip() else ["the answer is empty"]
     if config.model.model == DEFAULT_MODEL and _ANSWER not in answer:
-        problems.append(f"the answer does not have the word {_ANSWER}")
+        problems.append(f"the answer does not contain {_ANSWER}")
     quoted = "> " + answer.replace("\n", "\n> ")
     return Finding(f"{_QUESTION}\n\n{quoted}\n\n{num_tokens} tokens in {elapsed_s:.2f} s", problems)
 
@@ -219,28 +219,27 @@ def _soak(config: Config, seconds: float) -> Finding:
 
 def _soak_rows(result: SoakResult) -> list[tuple[str, str]]:
     stats, (before, after) = result.stats, memory_before_and_after(result.samples)
-    first, last = result.samples[0], result.samples[-1]
     num_tokens = stats.num_generated_tokens + stats.num_prompt_tokens_computed
     return [
         ("backend", result.backend),
         ("seconds of load", f"{result.elapsed_s:.1f}"),
         ("requests answered, aborted", f"{result.num_whole}, {result.num_aborted}"),
-        ("answers that were those given alone", f"{result.num_equal} of {result.num_whole}"),
+        ("answers equal to those given alone", f"{result.num_equal} of {result.num_whole}"),
         ("tokens a second, prompts included", format_rate(num_tokens / stats.busy_time_s if stats.busy_time_s else 0)),
-        ("prompt tokens found in the prefix cache", f"{stats.num_prefix_hit_tokens:,}"),
+        ("prompt tokens from the prefix cache", f"{stats.num_prefix_hit_tokens:,}"),
         ("preemptions, blocks evicted", f"{stats.num_preemptions}, {stats.num_block_evictions}"),
         ("blocks free at the end", f"{stats.num_free_blocks} of {stats.num_blocks}"),
-        ("copies of pools", f"{result.num_pool_moves}"),
+        ("copies of KV pools", f"{result.num_pool_moves}"),
         ("MLX's memory, second and last quarter", f"{format_bytes(int(before))}, {format_bytes(int(after))}"),
         ("MLX's memory, peak", format_bytes(int(mx.get_peak_memory()))),
         ("MLX's memory, kept for reuse", format_bytes(int(mx.get_cache_memory()))),
-        ("process, first and last", f"{format_bytes(first.resident_bytes)}, {format_bytes(last.resident_bytes)}"),
+        ("process at the end", format_bytes(psutil.Process().memory_info().rss)),
     ]
 
 
 @contextmanager
 def _logs_kept() -> Iterator[io.StringIO]:
-    """Keeps what our loggers say."""
+    """Collects the log lines of this package."""
     text = io.StringIO()
     handler = logging.StreamHandler(text)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))

@@ -1,7 +1,7 @@
-"""A soak of one engine: concurrent streams, aborts, prefix hits and preemptions in a small pool, for a while.
+"""A soak test of one engine: concurrent streams, aborts, prefix hits and preemptions in a small KV pool.
 
-A request that runs alone gets the same answer before and after, whatever happened in between; afterwards no block is
-held, no pool has moved, and memory is where it was.
+It passes if a request alone gets the same answer before and after, and if afterwards no block is held, no pool was
+copied, and memory has not grown.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
-import psutil
 
 from mlx_server.config import BLOCK_SIZE, CacheConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig
 from mlx_server.engine.engine import AsyncEngine
@@ -30,34 +29,19 @@ _SHARED_TOKENS = 5 * BLOCK_SIZE
 _ABORTED_SHARE = 0.25
 _SAMPLE_S = 0.2
 _AN_HOUR_MS = 3.6e6
-"""Aim of a step: prompts are cut by their lengths alone, not by measured speed, so that who runs alone is computed
-alike each time."""
+"""Target time of a step. With no shorter one, prompts are cut by their lengths and not by measured speed, so that a
+request alone is computed in the same way each time."""
 
 _SETTLE_S = 10.0
-_MOST_GROWTH = 0.05
-_LEAST_GROWTH_BYTES = 16 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A request that can be repeated: sampling is seeded."""
-
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySample:
-    """Bytes that MLX holds, and those of the whole process."""
-
-    active_bytes: int
-    resident_bytes: int
+_MAX_GROWTH = 0.05
+_MAX_GROWTH_BYTES = 16 * 2**20
 
 
 @dataclass(slots=True)
 class SoakResult:
-    """What happened. `num_equal` of the `num_whole` answers that were not aborted were those given alone; the others
-    may differ by the rounding of other batches, so they are no problem by themselves. `problems` are."""
+    """What happened. `num_whole` answers were not aborted, and `num_equal` of them equal the answers given alone. The
+    others may differ by rounding in other batches, which is not a problem. `samples` are the bytes that MLX held, taken
+    at regular times."""
 
     backend: str
     num_whole: int = 0
@@ -66,12 +50,12 @@ class SoakResult:
     num_pool_moves: int = 0
     elapsed_s: float = 0.0
     stats: EngineStats = field(default_factory=EngineStats)
-    samples: list[MemorySample] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
 async def soak(model: str, seconds: float, *, wire_memory: bool = False) -> SoakResult:
-    """Loads the model into an engine of its own, and soaks it for so long. Raises what loading raises."""
+    """Loads the model into a new engine and soaks it. Raises what loading raises."""
     async with _started(model, wire_memory) as engine:
         result = SoakResult(engine.info.backend)
         cases = _make_cases()
@@ -88,21 +72,24 @@ async def soak(model: str, seconds: float, *, wire_memory: bool = False) -> Soak
     return result
 
 
-def _make_cases() -> list[Case]:
-    """Prompts with a common beginning, half of them to be answered greedily."""
+def _make_cases() -> list[GenerationRequest]:
+    """Seeded requests with a common prefix, half of them greedy."""
     rng = random.Random(0)
     shared = _random_ids(rng, _SHARED_TOKENS)
     return [
-        Case(
-            (*shared, *_random_ids(rng, rng.randrange(1, 200))),
-            SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=rng.randrange(8, 49), ignore_eos=True),
+        GenerationRequest(
+            request_id="",
+            prompt_token_ids=(*shared, *_random_ids(rng, rng.randrange(1, 200))),
+            sampling=SamplingParams(
+                temperature=0.8 * (index % 2), seed=index, max_tokens=rng.randrange(8, 49), ignore_eos=True
+            ),
         )
         for index in range(_NUM_CASES)
     ]
 
 
 def _random_ids(rng: random.Random, count: int) -> tuple[int, ...]:
-    """Ids that every vocabulary has."""
+    """Token ids that every vocabulary has."""
     return tuple(rng.randrange(1, 256) for _ in range(count))
 
 
@@ -128,17 +115,18 @@ async def _started(model: str, wire_memory: bool) -> AsyncIterator[AsyncEngine]:
         await engine.stop()
 
 
-async def _answer_alone(engine: AsyncEngine, case: Case) -> tuple[int, ...]:
+async def _answer_alone(engine: AsyncEngine, case: GenerationRequest) -> tuple[int, ...]:
     engine.reset_prefix_cache()
     answer = await _answer(engine, "alone", case, None)
     assert answer is not None
     return answer
 
 
-async def _answer(engine: AsyncEngine, name: str, case: Case, abort_after: int | None) -> tuple[int, ...] | None:
-    """The answer, or None if it was aborted, after so many tokens."""
-    request = GenerationRequest(request_id=name, prompt_token_ids=case.prompt_token_ids, sampling=case.sampling)
-    stream = engine.submit(request)
+async def _answer(
+    engine: AsyncEngine, name: str, case: GenerationRequest, abort_after: int | None
+) -> tuple[int, ...] | None:
+    """The answer, or None if it was aborted after `abort_after` tokens."""
+    stream = engine.submit(replace(case, request_id=name))
     token_ids: list[int] = []
     try:
         if abort_after == 0:
@@ -154,7 +142,11 @@ async def _answer(engine: AsyncEngine, name: str, case: Case, abort_after: int |
 
 
 async def _load(
-    engine: AsyncEngine, cases: Sequence[Case], alone: Sequence[tuple[int, ...]], seconds: float, result: SoakResult
+    engine: AsyncEngine,
+    cases: Sequence[GenerationRequest],
+    alone: Sequence[tuple[int, ...]],
+    seconds: float,
+    result: SoakResult,
 ) -> None:
     start_s = time.monotonic()
 
@@ -171,9 +163,8 @@ async def _load(
             result.num_equal += answer == alone[index]
 
     async def watch() -> None:
-        process = psutil.Process()
         while True:
-            result.samples.append(MemorySample(int(mx.get_active_memory()), process.memory_info().rss))
+            result.samples.append(int(mx.get_active_memory()))
             await asyncio.sleep(_SAMPLE_S)
 
     watching = asyncio.ensure_future(watch())
@@ -187,7 +178,7 @@ async def _load(
 
 
 async def _unsettled(engine: AsyncEngine) -> list[str]:
-    """What is still held when all requests have ended."""
+    """A problem if blocks or requests are left when all streams have ended."""
     deadline_s = time.monotonic() + _SETTLE_S
     while True:
         stats = engine.stats()
@@ -204,20 +195,20 @@ async def _unsettled(engine: AsyncEngine) -> list[str]:
 def _problems(result: SoakResult, num_changed: int) -> list[str]:
     found = []
     if num_changed:
-        found.append(f"{num_changed} of {_NUM_CASES} requests that ran alone were answered otherwise afterwards")
+        found.append(f"{num_changed} of {_NUM_CASES} requests that ran alone had another answer afterwards")
     if result.num_pool_moves:
-        found.append(f"MLX has copied K/V pools {result.num_pool_moves} times")
+        found.append(f"MLX has copied KV pools {result.num_pool_moves} times")
     if not result.stats.num_prefix_hit_tokens:
-        found.append("no prefix was found in the cache")
+        found.append("there was no prefix cache hit")
     before, after = memory_before_and_after(result.samples)
-    if after - before > max(_LEAST_GROWTH_BYTES, _MOST_GROWTH * before):
+    if after - before > max(_MAX_GROWTH_BYTES, _MAX_GROWTH * before):
         found.append(f"MLX's memory has grown by {(after - before) / 2**20:.0f} MiB")
     return found
 
 
-def memory_before_and_after(samples: Sequence[MemorySample]) -> tuple[float, float]:
-    """Medians of what MLX held in the second and in the last quarter of the time."""
+def memory_before_and_after(samples: Sequence[int]) -> tuple[float, float]:
+    """Medians of the second and of the last quarter of the samples."""
     quarter = max(1, len(samples) // 4)
     parts = samples[quarter : 2 * quarter] or samples, samples[-quarter:]
-    before, after = (statistics.median(sample.active_bytes for sample in part) for part in parts)
+    before, after = (statistics.median(part) for part in parts)
     return before, after

@@ -1,4 +1,4 @@
-"""One streamed answer over HTTP, timed from outside: what any client of any server would see."""
+"""Streams answers from a server over HTTP and times them, as any client would."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A class of clients with a key of its own; `weight` is its share of the load."""
+    """A class of clients with its own key; `weight` is its share of the load."""
 
     name: str
     api_key: str | None = None
@@ -38,8 +38,8 @@ DEFAULT_TIER = Tier("all")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A server: `model` is None for the first that it lists; `transport` replaces the network. `extra_body` replaces
-    fields of every request's body, and removes those that it says are None."""
+    """A server and how to address it. `model` is None for the first that the server lists. `extra_body` is merged into
+    every request's body; a value of None removes the field. `transport` replaces the network in tests."""
 
     base_url: str
     model: str | None = None
@@ -51,8 +51,8 @@ class Target:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Times are seconds on one monotonic clock. `token_times_s` has an entry for each event that carried a
-    token; token counts are the server's own `usage`. `group` is the tier, or the request's part in a workload."""
+    """Times are seconds on one monotonic clock. `token_times_s` has an entry for each event with a token; token counts
+    are those of the server's `usage`. `group` is the tier, or the request's part in a workload."""
 
     group: str
     sent_s: float
@@ -77,9 +77,8 @@ class RequestRecord:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Time between successive token events."""
-        times = self.token_times_s
-        return [later - earlier for earlier, later in pairwise(times)]
+        """Times between successive token events."""
+        return [later - earlier for earlier, later in pairwise(self.token_times_s)]
 
     @property
     def tpot_s(self) -> float | None:
@@ -90,11 +89,10 @@ class RequestRecord:
 
 
 class StreamClient:
-    """Streams answers from an OpenAI-compatible server, greedily and past the end of sequence.
+    """Streams answers from an OpenAI-compatible server, with greedy sampling and `ignore_eos`.
 
-    Each request has a connection of its own: a server may close one that is kept just as the next request is sent on
-    it, as llama.cpp's does after a stream, and that request would fail. The clock is the event loop's, so that a test's
-    loop can keep its own time.
+    Each request has its own connection, because a server may close a kept one while the next request is sent, as
+    llama.cpp does after a stream. The clock is the event loop's, so that tests can replace it.
     """
 
     def __init__(self, target: Target, model: str) -> None:
@@ -119,8 +117,8 @@ class StreamClient:
         group: str | None = None,
         on_token: Callable[[RequestRecord], None] = lambda record: None,
     ) -> RequestRecord:
-        """Sends one request and reads it to its end. Failures are in the record, not raised. Where the server
-        completes text, the prompt is the messages' contents, one after the other."""
+        """Sends one request and reads its answer to the end. Failures are in the record, not raised. For text
+        completions, the prompt is the concatenated contents of the messages."""
         clock = asyncio.get_running_loop().time
         record = RequestRecord(tier.name if group is None else group, clock())
         headers = {"authorization": f"Bearer {tier.api_key}"} if tier.api_key else {}
@@ -146,7 +144,7 @@ class StreamClient:
         return record
 
     async def scrape(self) -> str:
-        """The text of the server's `/metrics`; empty where it has none."""
+        """The text of the server's `/metrics`; empty if it has none."""
         try:
             response = await self._http.get("/metrics", timeout=_SCRAPE_TIMEOUT_S)
         except httpx.HTTPError:
@@ -168,7 +166,7 @@ class StreamClient:
         return {name: value for name, value in body.items() if value is not None}
 
     def _take(self, record: RequestRecord, event: dict[str, Any], now_s: float) -> bool:
-        """Notes what the event says; whether it carried a token."""
+        """Records an event; returns whether it carried a token."""
         if "error" in event:
             record.error = str(event["error"])
             return False
@@ -187,8 +185,7 @@ class StreamClient:
 
 @asynccontextmanager
 async def connect(target: Target, api_key: str | None = None) -> AsyncIterator[StreamClient]:
-    """A client of the target's model. Raises `ServeError` where the server does not say which it has; `api_key` is sent
-    to ask."""
+    """A client for the target's model, or for the first that the server lists to this key. Raises `ServeError`."""
     client = StreamClient(target, target.model or (await list_models(target, api_key))[0])
     try:
         yield client
@@ -197,7 +194,7 @@ async def connect(target: Target, api_key: str | None = None) -> AsyncIterator[S
 
 
 async def list_models(target: Target, api_key: str | None) -> list[str]:
-    """What the server says it serves, one model at least. Raises `ServeError`."""
+    """The models that the server lists, at least one. Raises `ServeError`."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with httpx.AsyncClient(base_url=target.base_url, timeout=30.0, transport=target.transport) as http:
@@ -214,14 +211,14 @@ async def list_models(target: Target, api_key: str | None) -> list[str]:
         raise ServeError(f"{target.base_url} cannot be measured: {error or type(error).__name__}") from error
     except (ValueError, LookupError, TypeError) as error:
         raise ServeError(
-            f"{target.base_url} does not answer like an OpenAI-compatible server: /v1/models names no model "
-            f"({error!r}); name it with --model."
+            f"{target.base_url} does not answer like an OpenAI-compatible server: /v1/models lists no model "
+            f"({error!r}); name one with --model."
         ) from error
 
 
 def _carries_token(choice: dict[str, Any]) -> bool:
-    """An event that carries a token may have no text yet (half a character); one that only opens a chat's
-    answer, naming the role, or only ends a stream carries none."""
+    """Whether an event carries a token, which may have no text yet (half a character). The event with a chat's role and
+    the one that only ends the stream carry none."""
     is_end = choice.get("finish_reason") is not None
     delta = choice.get("delta")
     if delta is None:
@@ -232,6 +229,6 @@ def _carries_token(choice: dict[str, Any]) -> bool:
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """What the answer will be in a conversation's next turn."""
+    """The text of an event, without reasoning and tool calls."""
     delta = choice.get("delta")
     return str((choice.get("text") if delta is None else delta.get("content")) or "")

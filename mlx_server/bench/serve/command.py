@@ -1,13 +1,13 @@
-"""Load from outside on any OpenAI-compatible server, and its latencies, under vLLM's names and definitions.
+"""Sends load to any OpenAI-compatible server over HTTP, and measures latencies by vLLM's names and definitions.
 
 examples:
   mlx-serve bench serve --max-concurrency 8 --goodput ttft:1000 tpot:80
-  mlx-serve bench serve --workload mixed --request-rate 2 --burstiness 0.5 --html report.html
+  mlx-serve bench serve --workload mixed --request-rate 2 --burstiness 0.5 --plot out.png
   mlx-serve bench serve --workload agent --endpoint chat --tier gold=KEY1:1 --tier free=KEY2:3
   mlx-serve bench serve --dataset mooncake.jsonl --num-prompts 200 --trace-speed 0.5 --trace-shrink 8
 
-A run prints tables, then one line of JSON. The same seed makes the same prompts: a second run of it meets a
-warm prefix cache.
+A run prints tables, then one line of JSON. The same seed makes the same prompts, so a second run finds them in the
+server's prefix cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mlx_server.bench.arguments import (
     from_1,
     output_file,
 )
-from mlx_server.bench.serve.charts import check_plotting, render_page, write_charts
+from mlx_server.bench.serve.charts import check_plotting, write_charts
 from mlx_server.bench.serve.client import CHAT, COMPLETIONS, Target, Tier
 from mlx_server.bench.serve.report import LIMITED, render, without_arrays
 from mlx_server.bench.serve.run import Arrivals, Intruder, Load, measure
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=KEY[:WEIGHT]",
-        help="a class of clients with a key of its own and its share of the load; repeat for more",
+        help="a class of clients with its own key and its share of the load; repeat for more",
     )
     add("--workload", choices=WORKLOADS, default="random")
     add("--dataset", type=Path, metavar="FILE", help="prompts (JSON lines) or a trace (Mooncake, Azure, BurstGPT)")
@@ -67,39 +67,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace-shrink", type=from_1, default=1, metavar="N", help="divide a trace's lengths by N")
     add_workload_arguments(parser)
     add_request_arguments(parser)
-    add_json_argument(parser, "the result, with every request's times,")
-    add("--html", type=output_file, metavar="FILE", help="write a report with charts, one file that needs no other")
-    add("--plot", type=output_file, metavar="FILE.png", help="write the charts as a picture")
+    add_json_argument(parser, "the result, with the times of every request,")
+    add("--plot", type=output_file, metavar="FILE.png", help="write charts as a picture; needs matplotlib")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the load; 1 if any request failed. Raises `ServeError` and its kinds."""
-    if args.html is not None or args.plot is not None:
+    if args.plot is not None:
         check_plotting()
     name = args.dataset.name if args.dataset else args.workload
-    wanted = load(args, name, dataset=args.dataset, tiers=args.tier)
-    result = _measure_with_progress(target(args, args.base_url, args.model), wanted)
+    load = make_load(args, name, dataset=args.dataset, tiers=args.tier)
+    result = _measure_with_progress(make_target(args, args.base_url, args.model), load)
     write_json(args.json, result)
-    if args.html is not None:
-        args.html.write_text(render_page(result), encoding="utf-8")
     if args.plot is not None:
-        write_charts(result, args.plot, "png")
+        write_charts(result, args.plot)
     print(f"{render(result)}\n{json.dumps(without_arrays(result))}")
     return 1 if result["failed"] else 0
 
 
-def _measure_with_progress(aim: Target, wanted: Load) -> dict[str, Any]:
-    """`measure`, with a bar on stderr where that is a terminal."""
-    with closing(tqdm(desc=wanted.name, unit="req", leave=False, disable=None, file=sys.stderr)) as bar:
-        return asyncio.run(measure(aim, wanted, on_start=bar.reset, on_done=lambda record: bar.update()))
+def _measure_with_progress(target: Target, load: Load) -> dict[str, Any]:
+    """`measure`, with a progress bar on stderr if that is a terminal."""
+    with closing(tqdm(desc=load.name, unit="req", leave=False, disable=None, file=sys.stderr)) as bar:
+        return asyncio.run(measure(target, load, on_start=bar.reset, on_done=lambda record: bar.update()))
 
 
 def span(text: str) -> Span:
-    """A length in tokens, or two with a dash between."""
+    """A length in tokens, or a range like 16-2048."""
     low, dash, high = text.partition("-")
     made = Span(from_1(low), from_1(high if dash else low))
     if made.high < made.low:
-        raise argparse.ArgumentTypeError(f"{text} goes down; write the smaller length first")
+        raise argparse.ArgumentTypeError(f"{text} is not a range; write the smaller length first")
     return made
 
 
@@ -117,14 +114,14 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         made = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text} is no JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text} is not JSON: {error}") from error
     if not isinstance(made, dict):
-        raise argparse.ArgumentTypeError(f"{text} is no JSON object")
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
     return made
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """How requests are written."""
+    """Declares the options for what a request looks like."""
     add = parser.add_argument
     add("--endpoint", choices=(COMPLETIONS, CHAT), default=COMPLETIONS, help="/v1/completions or /v1/chat/completions")
     add(
@@ -132,39 +129,38 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
         type=json_object,
         default={},
         metavar="JSON",
-        help='fields for every request\'s body; null leaves one out, like {"ignore_eos": null} for a server '
-        "that refuses it",
+        help='fields to add to every request; null removes one, like {"ignore_eos": null} for a server that refuses it',
     )
     add("--seed", type=int, default=0, help="of prompts, lengths, arrivals and tiers")
-    add("--num-warmups", type=from_0, default=0, metavar="N", help="requests sent before, not measured")
+    add("--num-warmups", type=from_0, default=0, metavar="N", help="requests sent first and not measured")
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a workload's requests look like, when they come, and which are good; each has its own defaults."""
+    """Declares the options that change a workload: lengths, arrivals, and limits for good requests."""
     add = parser.add_argument
     add("--num-prompts", type=from_1, metavar="N", help="conversations of the workload, or lines of the dataset")
-    add("--prefix-len", type=from_0, metavar="TOKENS", help="tokens that all prompts begin with")
-    add("--input-len", type=span, metavar="TOKENS", help="of a turn's own text, about; also a range, like 16-2048")
-    add("--output-len", type=span, metavar="TOKENS", help="tokens of each answer; also a range")
+    add("--prefix-len", type=from_0, metavar="TOKENS", help="tokens of a prefix that all prompts share")
+    add("--input-len", type=span, metavar="TOKENS", help="about so many in each turn, or a range like 16-2048")
+    add("--output-len", type=span, metavar="TOKENS", help="of each answer, or a range")
     add("--turns", type=from_1, metavar="N", help="turns of each conversation")
     add("--streams", type=from_1, default=4, metavar="N", help=f"decoding streams of {INTRUDER}")
     add("--intruder-len", type=from_1, default=4096, metavar="TOKENS", help=f"the long prompt of {INTRUDER}")
     add("--max-concurrency", type=from_1, metavar="N", help="most conversations at a time; default: all")
-    add("--request-rate", type=above_0, metavar="R", help="arrivals a second; default: all at once, or the trace's")
-    add("--burstiness", type=above_0, help="shape of the gamma-distributed gaps; 1, the default, is Poisson")
-    add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits, like ttft:500 tpot:50 e2el:9000")
+    add("--request-rate", type=above_0, metavar="R", help="requests a second; default: all at once, or the trace's")
+    add("--burstiness", type=above_0, help="shape of the gamma-distributed gaps; default: 1 (Poisson)")
+    add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits of good requests, like ttft:500 tpot:50")
 
 
-def target(args: argparse.Namespace, base_url: str, model: str | None) -> Target:
-    """The server at `base_url`; its key is the flag's or the environment's."""
+def make_target(args: argparse.Namespace, base_url: str, model: str | None) -> Target:
+    """The server at `base_url`, with the key of the flag or the environment."""
     key = api_key(args)
     return Target(base_url=base_url, model=model, api_key=key, endpoint=args.endpoint, extra_body=args.extra_body)
 
 
-def load(args: argparse.Namespace, name: str, *, dataset: Path | None = None, tiers: Sequence[Tier] = ()) -> Load:
-    """The load that the options describe: the workload of this name, or the dataset's. Raises `ConfigError`."""
+def make_load(args: argparse.Namespace, name: str, *, dataset: Path | None = None, tiers: Sequence[Tier] = ()) -> Load:
+    """The load that the options describe: the workload of this name, or the dataset. Raises `ConfigError`."""
     if len({tier.name for tier in tiers}) < len(tiers):
-        raise ConfigError("--tier names one tier twice.")
+        raise ConfigError("--tier names a tier twice.")
     return Load(
         name=name,
         workload=_recorded(args, dataset) if dataset else _workload(args, name),
@@ -183,7 +179,7 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
     for text in texts:
         name, _, value = text.partition(":")
         if name not in LIMITED or not value.replace(".", "", 1).isdigit():
-            raise ConfigError(f"{text} is no limit; write NAME:MS with NAME {', '.join(LIMITED)}, like ttft:500.")
+            raise ConfigError(f"{text} is not a limit; write NAME:MS with NAME {', '.join(LIMITED)}, like ttft:500.")
         limits[name] = float(value)
     return limits
 
@@ -196,7 +192,7 @@ def _workload(args: argparse.Namespace, name: str) -> Shape | Intruder:
 
 
 def shape(args: argparse.Namespace, made: Shape) -> Shape:
-    """With what the flags say in place of its own values."""
+    """The shape with the values of the flags."""
     names = ("num_prompts", "prefix_len", "input_len", "output_len", "turns")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return replace(made, **given)
@@ -212,5 +208,5 @@ def _arrivals(args: argparse.Namespace) -> Arrivals | None:
     if args.request_rate is not None:
         return Arrivals(args.request_rate, 1.0 if args.burstiness is None else args.burstiness)
     if args.burstiness is not None:
-        raise ConfigError("--burstiness shapes arrivals; give --request-rate, too.")
+        raise ConfigError("--burstiness needs --request-rate.")
     return None

@@ -1,13 +1,13 @@
-"""Figures of a load run, under vLLM's names, keys and definitions.
+"""The figures of a measured run, by vLLM's names, keys and definitions.
 
-TTFT   sent to first token event
+TTFT   from sending to the first token event
 ITL    every gap between token events, pooled over requests
-TPOT   (E2EL - TTFT) / (output tokens - 1), a request
-E2EL   sent to last token event
+TPOT   (E2EL - TTFT) / (output tokens - 1), of each request
+E2EL   from sending to the last token event
 goodput  requests a second that met every limit; a request of one token has a TPOT of 0
 
-Token counts come from `usage`. Peaks are those of the whole seconds after the first request was sent: token
-events in one, and requests open at any time in one.
+Token counts come from `usage`. Peaks are over whole seconds since the first request was sent: the most token events in
+one, and the most requests open at any time in one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlx_server.bench.tables import render_items, render_table
 
 FIGURES = ("ttft", "tpot", "itl", "e2el")
 LIMITED = ("ttft", "tpot", "e2el")
-"""Figures that a request has one of, which goodput may limit."""
+"""Figures with one value for each request, which `--goodput` can limit."""
 
 SPREADS = ("mean", "median", "std", "p90", "p95", "p99")
 _SAMPLE = re.compile(r"^vllm:spec_decode_num_(\w+)_total(?:\{(.*)\})? (\S+)", re.MULTILINE)
@@ -34,16 +34,11 @@ _POSITION = re.compile(r'(?:^|,)position="(\d+)"')
 
 
 def summarise(records: Sequence[RequestRecord], duration_s: float, goodput: Mapping[str, float]) -> dict[str, Any]:
-    """`goodput` maps figure names to limits in milliseconds; a request is good if it meets all of them."""
+    """The figures of a run. `goodput` maps names to limits in milliseconds; a good request meets all of them."""
     done = [record for record in records if record.is_complete]
     num_prompt = sum(record.num_prompt_tokens for record in done)
     num_output = sum(record.num_output_tokens for record in done)
-    values_ms = {
-        "ttft": [1e3 * record.ttft_s for record in done],
-        "tpot": [1e3 * tpot for record in done if (tpot := record.tpot_s) is not None],
-        "itl": [1e3 * gap for record in done for gap in record.gaps_s],
-        "e2el": [1e3 * record.e2e_s for record in done],
-    }
+    values_ms = latencies_ms(done)
     num_good = sum(_is_good(record, goodput) for record in done)
     num_events, num_open = _by_second(done)
     result: dict[str, Any] = {
@@ -61,14 +56,24 @@ def summarise(records: Sequence[RequestRecord], duration_s: float, goodput: Mapp
         "max_output_tokens_per_s": float(max(num_events.values(), default=0)),
         "max_concurrent_requests": max(num_open.values(), default=0),
     }
-    for name in FIGURES:
-        result.update(_spread(name, values_ms[name]))
+    for name, values in values_ms.items():
+        result.update(_spread(name, values))
     result["max_itl_ms"] = max(values_ms["itl"], default=0.0)
     return result
 
 
+def latencies_ms(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
+    """The values of each of `FIGURES`, in that order, of complete requests."""
+    return {
+        "ttft": [1e3 * record.ttft_s for record in records],
+        "tpot": [1e3 * tpot for record in records if (tpot := record.tpot_s) is not None],
+        "itl": [1e3 * gap for record in records for gap in record.gaps_s],
+        "e2el": [1e3 * record.e2e_s for record in records],
+    }
+
+
 def describe_requests(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """A value for each request, in seconds and in order; zeros and empty lists for what a failed one lacks."""
+    """Lists with a value for each request, in order, times in seconds; 0 or an empty list if a request failed."""
     start_s = min((record.sent_s for record in records), default=0.0)
     return {
         "start_times": [record.sent_s - start_s for record in records],
@@ -83,7 +88,7 @@ def describe_requests(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 ARRAYS = frozenset(describe_requests([]))
-"""Keys of the document that have a value for each request."""
+"""Keys of the result document with a value for each request."""
 
 
 def _is_good(record: RequestRecord, limits_ms: Mapping[str, float]) -> bool:
@@ -93,8 +98,8 @@ def _is_good(record: RequestRecord, limits_ms: Mapping[str, float]) -> bool:
 
 
 def parse_drafts(scrape: str) -> Counter[str]:
-    """vLLM's counts of speculative decoding in the text of `/metrics`, of all models since the server's start: by name,
-    and `:0`, `:1`, ... for tokens that were accepted at a position of their draft."""
+    """vLLM's counters of speculative decoding in the text of `/metrics`, summed over all models, by name; the keys
+    `:0`, `:1`, ... count accepted tokens by their position in the draft."""
     counts: Counter[str] = Counter()
     for name, labels, value in _SAMPLE.findall(scrape):
         position = _POSITION.search(labels)
@@ -103,8 +108,8 @@ def parse_drafts(scrape: str) -> Counter[str]:
 
 
 def describe_drafts(before: Counter[str], after: Counter[str]) -> dict[str, Any]:
-    """Under vLLM's keys; nothing where the run drafted nothing. A draft's length counts the token that the model adds
-    itself; the rates by position are shares of the drafts."""
+    """Acceptance between two `parse_drafts`, under vLLM's keys; empty if nothing was drafted. The acceptance length
+    includes the token that the model adds; the rates by position are shares of the drafts."""
     new = {name: count - before[name] for name, count in after.items()}
     num_drafts, num_tokens, num_accepted = (new.get(name, 0) for name in ("drafts", "draft_tokens", "accepted_tokens"))
     if num_drafts <= 0 or num_tokens <= 0:
@@ -121,8 +126,8 @@ def describe_drafts(before: Counter[str], after: Counter[str]) -> dict[str, Any]
 
 
 def describe_calls(before: str, after: str) -> dict[str, float]:
-    """Output tokens a call of the model, of all requests, between two texts of `/metrics`; nothing where the server
-    does not count its calls. More than there are streams come of drafts alone."""
+    """Output tokens for each call of the model, between two texts of `/metrics`; empty if the server does not count
+    calls. Without drafts it is at most the number of streams."""
     new = _count_calls(after)
     new.subtract(_count_calls(before))
     num_calls, num_tokens = new["mlx_serve:model_calls"], new["vllm:generation_tokens"]
@@ -137,12 +142,12 @@ def _count_calls(scrape: str) -> Counter[str]:
 
 
 def without_arrays(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures alone, short enough for a line."""
+    """The result document without the lists of `describe_requests`."""
     return {name: value for name, value in result.items() if name not in ARRAYS}
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """All tables for people."""
+    """All tables of a result document."""
     parts = [render_summary(result)]
     if "output_tokens_per_model_call" in result:
         parts.append(f"output tokens a model call: {result['output_tokens_per_model_call']:.2f}")
@@ -163,7 +168,7 @@ def render(result: Mapping[str, Any]) -> str:
 
 
 def render_summary(summary: Mapping[str, Any]) -> str:
-    """The summary as tables for people."""
+    """The tables of totals and latencies."""
     counts = [
         ["requests completed / failed", f"{summary['completed']} / {summary['failed']}"],
         ["duration", f"{summary['duration']:.2f} s"],
@@ -181,7 +186,6 @@ def render_summary(summary: Mapping[str, Any]) -> str:
 
 
 def _render_tiers(tiers: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row a tier."""
     return render_items(
         tiers.items(),
         {
@@ -198,7 +202,7 @@ def _render_tiers(tiers: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def render_errors(errors: Sequence[str]) -> str:
-    """The commonest five errors, a line each."""
+    """The five most common errors, one on each line."""
     counts = Counter(error for error in errors if error)
     return "\n".join(f"{count} x {error}" for error, count in counts.most_common(5))
 
@@ -221,7 +225,7 @@ def _counts(summary: Mapping[str, Any]) -> str:
 
 
 def _spread(name: str, values_ms: Sequence[float]) -> dict[str, float]:
-    """Percentiles interpolate between ranks; all figures of no values are 0."""
+    """Mean, median, deviation and interpolated percentiles; 0 without values."""
     values = np.array(values_ms or [0.0])
     return {
         f"mean_{name}_ms": float(values.mean()),
@@ -232,7 +236,7 @@ def _spread(name: str, values_ms: Sequence[float]) -> dict[str, float]:
 
 
 def _by_second(records: Sequence[RequestRecord]) -> tuple[Counter[int], Counter[int]]:
-    """Token events, and requests open at any time, in each whole second after the first request was sent."""
+    """Token events, and requests open at any time, in each whole second since the first request was sent."""
     start_s = min((record.sent_s for record in records), default=0.0)
     spans = [[math.floor(time - start_s) for time in (r.sent_s, *r.token_times_s)] for r in records]
     events = Counter(second for _, *seconds in spans for second in seconds)

@@ -1,4 +1,4 @@
-"""One measured run: a load on a server, to the result document that `bench serve` writes."""
+"""One measured run: sends a load to a server and makes the result document."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from mlx_server.bench.serve.workloads import (
 from mlx_server.errors import ServeError
 
 _NUM_TOKENS_BEFORE = 8
-"""That each stream has given before anything is done to it."""
+"""Tokens that each stream must have received before the long prompt is sent."""
 
 _NUM_INTRUDER_TOKENS = 8
-"""That the long prompt asks for."""
+"""Output tokens of the long prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
     """`rate` requests a second, with gaps from a gamma distribution of shape `burstiness`: 1 is a Poisson process, less
-    comes in bursts, more is evener."""
+    makes bursts, more makes the gaps more even."""
 
     rate: float
     burstiness: float = 1.0
 
     def times_s(self, count: int, seed: int) -> list[float]:
-        """Of `count` requests, from the start of the run. The rate is met exactly: the last request comes at
-        `count / rate`, so that runs with different seeds offer the same load."""
+        """Times of `count` requests since the start of the run. They are scaled so that the last request is sent at
+        `count / rate`: runs with different seeds have the same rate."""
         rng = random.Random(f"arrivals:{seed}")
         times = list(accumulate(rng.gammavariate(self.burstiness, 1.0 / self.burstiness) for _ in range(count)))
         if not times or times[-1] == 0.0:
@@ -75,8 +75,8 @@ class Intruder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is sent, when, and by whom. `goodput` maps figures to limits in ms; no tiers is one, with the
-    target's key. `arrivals` of None is each session at its own recorded time, or all at once."""
+    """What is sent, when, and by whom. `goodput` maps figures to limits in ms. Without `tiers` there is one, with the
+    target's key. Without `arrivals`, sessions start at their recorded times, or else all at once."""
 
     name: str
     workload: Shape | Recorded | Intruder
@@ -88,9 +88,6 @@ class Load:
     tiers: Sequence[Tier] = ()
 
 
-OnStart = Callable[[int], None]
-"""Told how many requests will be measured."""
-
 OnDone = Callable[[RequestRecord], object]
 
 
@@ -98,10 +95,11 @@ async def measure(
     target: Target,
     load: Load,
     *,
-    on_start: OnStart = lambda num_requests: None,
+    on_start: Callable[[int], None] = lambda num_requests: None,
     on_done: OnDone = lambda record: None,
 ) -> dict[str, Any]:
-    """Calibrates, warms up, and measures once. Raises `ServeError` for a server that cannot be measured."""
+    """Calibrates, warms up, and measures once. `on_start` gets the number of requests, `on_done` each finished one.
+    Raises `ServeError` for a server that cannot be measured."""
     tiers = load.tiers or (Tier(DEFAULT_TIER.name, target.api_key),)
     async with connect(target, tiers[0].api_key) as client:
         try:
@@ -169,10 +167,10 @@ async def send_all(
     seed: int = 0,
     on_done: OnDone = lambda record: None,
 ) -> list[RequestRecord]:
-    """A record for each request sent, in the sessions' order.
+    """Sends all sessions; a record for each request, in the sessions' order.
 
-    Session i starts at `times_s[i]` from now, by default at its own time of arrival or at once, and then waits
-    while `max_concurrency` others are open. Tiers are drawn by weight. A session ends at its first failure.
+    Session i starts `times_s[i]` seconds from now (default: at its own time of arrival, or at once), and waits while
+    `max_concurrency` others are open. Tiers are drawn by weight. A session ends at its first failure.
     """
     clock = asyncio.get_running_loop().time
     start_s = clock()
@@ -182,7 +180,7 @@ async def send_all(
     async def one(session: Session, tier: Tier, time_s: float) -> list[RequestRecord]:
         await asyncio.sleep(start_s + time_s - clock())
         async with gate:
-            return await _hold(client, session, tier, on_done)
+            return await _send_session(client, session, tier, on_done)
 
     if times_s is None:
         times_s = [session.arrival_s or 0.0 for session in sessions]
@@ -190,25 +188,25 @@ async def send_all(
     return [record for records in done for record in records]
 
 
-async def _hold(client: StreamClient, session: Session, tier: Tier, on_done: OnDone) -> list[RequestRecord]:
-    """One conversation: each turn sends along what was said before."""
-    said: list[Message] = []
+async def _send_session(client: StreamClient, session: Session, tier: Tier, on_done: OnDone) -> list[RequestRecord]:
+    """Sends the turns of one conversation; each request has all messages so far."""
+    messages: list[Message] = []
     records: list[RequestRecord] = []
     for turn in session.turns:
-        said += turn.messages
-        record = await client.stream(said, turn.max_tokens, tier)
+        messages += turn.messages
+        record = await client.stream(messages, turn.max_tokens, tier)
         records.append(record)
         on_done(record)
         if not record.is_complete:
             break
-        said.append({"role": "assistant", "content": record.text})
+        messages.append({"role": "assistant", "content": record.text})
     return records
 
 
 async def start_streams(
     client: StreamClient, texts: Sequence[str], max_tokens: int, tier: Tier
 ) -> list[asyncio.Task[RequestRecord]]:
-    """A stream for each text. Returns when each has given `_NUM_TOKENS_BEFORE` tokens, or one has ended."""
+    """Starts a stream for each text. Returns when each has `_NUM_TOKENS_BEFORE` tokens, or one has ended."""
     num_waiting = len(texts)
     all_decode = asyncio.Event()
 
@@ -251,8 +249,8 @@ async def _intrude(
 
 
 def describe_intrusion(intruder: RequestRecord, *streams: RequestRecord) -> dict[str, float]:
-    """What a long prompt did to streams that were decoding: their worst gap that overlaps the time from its sending to
-    its first token, and the worst before it. Raises `ServeError` where the figures would say nothing."""
+    """How a long prompt affected decoding streams: their worst gap that overlaps the time from its sending to its first
+    token, and the worst gap before. Raises `ServeError` if the prompt failed or a stream ended too early."""
     if not intruder.is_complete:
         raise ServeError(f"the long prompt failed: {intruder.error}")
     start_s, end_s = intruder.sent_s, intruder.token_times_s[0]

@@ -1,12 +1,12 @@
-"""What is asked of a server: conversations of one or more turns, made up by seed or read from a file of prompts or a
-trace of arrivals. Files are recognised by their public field names:
+"""Workloads: conversations of one or more turns, generated from a seed, or read from a file of prompts or a trace of
+arrivals. Files are recognized by their field names:
 
 JSON lines   `prompt` or `messages`, and maybe `output_tokens`   prompts (vLLM's custom dataset)
 JSON lines   `timestamp` (ms), `input_length`, `output_length`,
-             `hash_ids` (one a 512 tokens)                       trace as Mooncake published
-CSV          `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`     trace as Azure published
+             `hash_ids` (one for each 512 tokens)                Mooncake's trace
+CSV          `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`     Azure's trace
 CSV          `Timestamp` (s), `Request tokens`,
-             `Response tokens` (0: failed, left out)             trace as BurstGPT published
+             `Response tokens` (0: failed, left out)             BurstGPT's trace
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from mlx_server.errors import ConfigError, ServeError
 
 WORDS = ("time", "river", "stone", "cloud", "green", "table", "seven", "light", "north", "paper", "quiet", "field")
 BLOCK_TOKENS = 512
-"""Tokens behind one hash id of a trace."""
+"""Tokens that one hash id of a trace stands for."""
 
 _CALIBRATION_WORDS = (100, 300)
 
 
 class Prompts:
-    """Random text, its length counted in the server's own tokens, as its `usage` has shown them."""
+    """Random text of a given length in the server's own tokens."""
 
     def __init__(self, tokens_per_word: float, seed: int) -> None:
         self._tokens_per_word = tokens_per_word
@@ -43,19 +43,19 @@ class Prompts:
 
     @classmethod
     async def calibrate(cls, client: StreamClient, seed: int, tier: Tier = DEFAULT_TIER) -> Prompts:
-        """Asks the server twice, so that what a chat template adds to every prompt cancels out.
-        Raises `ServeError` if the server does not count."""
+        """Measures the tokens of a word by two requests; the tokens of a chat template cancel out. Raises `ServeError`
+        if the server does not count tokens."""
         rng = random.Random("calibration")
         counts = []
         for num_words in _CALIBRATION_WORDS:
             text = " ".join(rng.choices(WORDS, k=num_words))
-            record = await client.stream([user_message(text)], 8, tier)  # one alone may be half a character
+            record = await client.stream([user_message(text)], 8, tier)  # a single token may have no text
             if record.error is not None or record.num_prompt_tokens == 0:
                 raise ServeError(f"it did not count a prompt's tokens: {record.error or 'no usage in the stream'}")
             counts.append(record.num_prompt_tokens)
         num_tokens, num_words = counts[1] - counts[0], _CALIBRATION_WORDS[1] - _CALIBRATION_WORDS[0]
         if num_tokens <= 0:
-            raise ServeError(f"{num_words} words more made a prompt {num_tokens} tokens longer")
+            raise ServeError(f"a prompt with {num_words} more words has {num_tokens} more tokens")
         return cls(num_tokens / num_words, seed)
 
     def text(self, num_tokens: int) -> str:
@@ -67,7 +67,7 @@ class Prompts:
         return " ".join(self._rng.choices(WORDS, k=count))
 
     def named_text(self, name: object, num_tokens: int) -> str:
-        """The same text for the same name and seed; a shorter one is the beginning of a longer one."""
+        """The same text for the same name and seed; a shorter text is a prefix of a longer one."""
         rng = random.Random(f"{self._seed}:{name}")
         return " ".join(rng.choices(WORDS, k=self._count(num_tokens)))
 
@@ -81,7 +81,7 @@ def user_message(text: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a client says next, and how much answer it wants. The answers before it are sent along."""
+    """The new messages of a client, and the length of the answer. Requests also contain all earlier messages."""
 
     messages: tuple[Message, ...]
     max_tokens: int
@@ -89,8 +89,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Turns of one client, each sent when the one before it was answered. `arrival_s` counts from the run's
-    start; None where the load generator decides it."""
+    """Turns of one client, each sent after the answer to the previous one. `arrival_s` counts from the start of the
+    run; None leaves it to the load."""
 
     turns: tuple[Turn, ...]
     arrival_s: float | None = None
@@ -98,7 +98,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The sessions that are measured, and those that are sent, one by one, before."""
+    """The sessions that are measured, and those of the `prelude` that are sent first, one by one."""
 
     sessions: tuple[Session, ...]
     prelude: tuple[Session, ...] = ()
@@ -110,7 +110,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A length in tokens, drawn evenly from `low` to `high`."""
+    """A length in tokens, uniform from `low` to `high`."""
 
     low: int
     high: int
@@ -121,8 +121,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A made-up workload: `num_prompts` conversations of `turns` turns, each turn adding `input_len` tokens
-    and asking for `output_len`. All begin with one common prefix; `is_warm` has it sent once beforehand."""
+    """A generated workload: `num_prompts` conversations of `turns` turns. Each turn adds `input_len` tokens and asks
+    for `output_len`. All begin with a common prefix; with `is_warm` it is sent once before."""
 
     num_prompts: int
     prefix_len: int
@@ -151,11 +151,11 @@ SHAPES: MappingProxyType[str, Shape] = MappingProxyType(
         "agent": fixed_shape(8, 512, 64, prefix_len=4096, turns=4),
     }
 )
-"""agent: long common instructions, then results of tools in, short calls out."""
+"""agent: long common instructions, then tool results as input and short calls as output."""
 
 
 def make_plan(shape: Shape, prompts: Prompts, seed: object) -> Plan:
-    """The workload of this shape; the seed and the prompts' own decide all of it."""
+    """A workload of this shape, reproducible by `seed` and the seed of `prompts`."""
     rng = random.Random(f"workload:{seed}")
     head = f"{prompts.text(shape.prefix_len)} " if shape.prefix_len else ""
 
@@ -169,7 +169,7 @@ def make_plan(shape: Shape, prompts: Prompts, seed: object) -> Plan:
 
 
 def warm_up_sessions(plan: Plan, prompts: Prompts, count: int) -> list[Session]:
-    """`count` requests as long as the plan's first, in other words: they warm a server, not its prefix cache."""
+    """`count` requests as long as the plan's first but with other words, so that they do not warm the prefix cache."""
     first = plan.sessions[0].turns[0]
     num_words = sum(len(str(message["content"]).split()) for message in first.messages)
     return [Session((Turn((user_message(prompts.words(num_words)),), first.max_tokens),)) for _ in range(count)]
@@ -177,7 +177,7 @@ def warm_up_sessions(plan: Plan, prompts: Prompts, count: int) -> list[Session]:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as it is to be sent; `output_len` is None where the file leaves it open."""
+    """A prompt of a dataset; `output_len` is None if the file does not say it."""
 
     messages: tuple[Message, ...]
     output_len: int | None
@@ -185,7 +185,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class TraceLine:
-    """One recorded arrival, in seconds, and lengths in tokens. Equal leading hash ids are an equal prefix."""
+    """One request of a trace: its arrival in seconds, and lengths in tokens. Equal leading hash ids are an equal
+    prefix."""
 
     arrival_s: float
     input_len: int
@@ -195,8 +196,8 @@ class TraceLine:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A file's requests: prompts as they are, of which `output_len` is for those that do not say theirs, or a trace,
-    which arrives `speed` times as fast as it was recorded, with lengths divided by `shrink`."""
+    """The requests of a file. `output_len` is for prompts without their own. A trace arrives `speed` times as fast as
+    recorded, with lengths divided by `shrink`."""
 
     lines: Sequence[Prompt] | Sequence[TraceLine]
     output_len: int
@@ -204,7 +205,7 @@ class Recorded:
     shrink: int = 1
 
     def plan(self, prompts: Prompts) -> Plan:
-        """Text of a trace's lengths at a trace's times; prompts all at once."""
+        """Prompts all at once, or generated text with the lengths and arrivals of a trace."""
         return Plan(
             tuple(
                 self._of_prompt(line) if isinstance(line, Prompt) else self._of_trace(line, prompts)
@@ -232,8 +233,8 @@ class Recorded:
 
 
 def read_dataset(path: Path, limit: int | None = None) -> list[Prompt] | list[TraceLine]:
-    """The first `limit` requests of the file; those of a trace in order of arrival, in seconds after the first.
-    Raises `ConfigError` with the line that is none."""
+    """The first `limit` requests of the file; a trace is sorted by arrival, in seconds since the first. Raises
+    `ConfigError` with the number of a wrong line."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:

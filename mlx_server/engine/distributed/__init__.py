@@ -1,1 +1,1 @@
-"""One model over several machines."""
+"""One model on several machines."""

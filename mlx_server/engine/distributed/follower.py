@@ -1,5 +1,5 @@
-"""Any rank but 0 of a model over several machines: it has no port and no scheduler, does what rank 0 says, and ends
-with it."""
+"""A rank other than 0 of a model on several machines: it has no port and no scheduler, follows rank 0, and ends with
+it."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ _MEMORY_S = 1.0
 
 
 def follow(config: Config) -> int:
-    """Does what rank 0 says until that ends; the exit status is rank 0's. Raises `ServeError` if it cannot be joined.
-    The process's main thread."""
+    """Follows rank 0 until that ends, and returns its exit status. Raises `ServeError` if rank 0 cannot be joined. The
+    process's main thread."""
     set_up_logging(config.server.log_level, config.server.log_format)
     thread = MLXThread(wire_memory=config.memory.wire_memory)
     size = config.fleet.tensor_parallel_size
     host = leader_host(config)
     group = thread.call(partial(join_group, own_rank(size), size)).result()
     try:
-        told = thread.call(partial(from_first, group, bytes(TOKEN_BYTES + 2))).result(_JOIN_S)
-        token, port = told[:TOKEN_BYTES], int.from_bytes(told[TOKEN_BYTES:], "big")
+        received = thread.call(partial(from_first, group, bytes(TOKEN_BYTES + 2))).result(_JOIN_S)
+        token, port = received[:TOKEN_BYTES], int.from_bytes(received[TOKEN_BYTES:], "big")
         link = Link(socket.create_connection((host, port), _JOIN_S), token, is_leader=False)
         link.send(Hello(group.rank(), shared_settings(config)))
     except (OSError, RankLostError) as error:
@@ -64,7 +64,7 @@ def follow(config: Config) -> int:
 
 
 class _Follower:
-    """Receives on the main thread, and does everything in that order on the MLX thread."""
+    """Receives messages on the main thread, and acts on them in order on the MLX thread."""
 
     def __init__(self, config: Config, thread: MLXThread, group: Group, link: Link) -> None:
         self._config = config
@@ -80,7 +80,7 @@ class _Follower:
     def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
-        threading.Thread(target=self._tell_memory, name="memory", daemon=True).start()
+        threading.Thread(target=self._send_memory, name="memory", daemon=True).start()
         logger.info("Rank %d follows rank 0", self._group.rank())
         try:
             while not isinstance(message := self._link.receive(), Stop):
@@ -94,7 +94,7 @@ class _Follower:
                     self._thread.call(self._unload)
         except RankLostError as error:
             logger.critical("Rank 0 is lost: %s", error)
-            leave(1)  # the MLX thread may wait for it for ever
+            leave(1)  # the MLX thread may wait for rank 0 forever
         if message.status:
             leave(message.status)  # likewise
         self._thread.call(self._unload)
@@ -114,7 +114,7 @@ class _Follower:
         return described_runner(info)
 
     def _step(self, step: SchedulerOutput) -> None:
-        """Launches a step behind the one that runs, as rank 0 does."""
+        """Launches a step after the one that runs, as rank 0 does."""
         try:
             assert self._runner is not None, "there are steps of a loaded model only"
             launched = self._runner.launch(step)
@@ -143,21 +143,21 @@ class _Follower:
         work.add_done_callback(answer)
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """The pools are unknown after a step that failed, and rank 0 waits for its sums."""
+        """Ends this rank after a failed step: the pools' content is unknown, and rank 0 waits for this rank's sums."""
         logger.critical("A step failed: %s", error, exc_info=error)
         with contextlib.suppress(RankLostError):
             self._link.send(Failed(f"a step failed: {type(error).__name__}: {error}"))
         leave(1)
 
-    def _tell_memory(self) -> None:
+    def _send_memory(self) -> None:
         pause = threading.Event()
-        with contextlib.suppress(RankLostError):  # which the main thread sees, too
+        with contextlib.suppress(RankLostError):  # the main thread sees it, too
             while not pause.wait(_MEMORY_S):
                 self._link.send(Memory(read_memory()))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Rank 0 drains its streams at a signal, and needs this one for that."""
+        """Continues after the first signal, since rank 0 needs this rank to drain its streams."""
         if self._was_signalled:
             leave(128 + number)
         self._was_signalled = True
-        logger.info("This rank ends when rank 0 does; signal it again to end it now")
+        logger.info("This rank ends when rank 0 does; send the signal again to end it now")

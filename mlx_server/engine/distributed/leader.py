@@ -1,8 +1,8 @@
-"""Rank 0 of a model over several machines: gathers the others, tells them of each step, and ends when one is gone.
+"""Rank 0 of a model on several machines: gathers the others, sends them each step, and ends when one is lost.
 
-A sum over ranks never returns on a rank whose neighbour is gone, so the MLX thread may be lost with it. Then all open
-requests get their error by the event loop, as at any engine's death, and the process ends, which the other ranks see;
-whatever may keep it from that is cut off after `_GRACE_S`.
+If a rank is lost, a sum over ranks never returns on its neighbours, so the MLX thread may be stuck. Then the event loop
+answers all open requests with an error, as whenever an engine dies, and the process ends, which the other ranks see. It
+is killed if that takes more than `_GRACE_S`.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ T = TypeVar("T")
 _JOIN_S = 60.0
 _GRACE_S = 4.0
 _AGREE_S = 10.0
-"""How long this rank may go on with what another has failed at: it waits for that one's sums, or fails like it."""
+"""How long this rank may go on after another has failed: it may wait for the other's sums, or fail in the same way."""
 
 _END_S = 5.0
 
 
 class Leader(Ranks):
-    """The event loop's and the MLX thread's; one thread for each other rank reads what that says."""
+    """Used by the event loop's and the MLX thread. One thread for each other rank receives its messages."""
 
     def __init__(self, group: Group, links: dict[int, Link], thread: MLXThread) -> None:
         self.group = group
@@ -93,19 +93,19 @@ class Leader(Ranks):
         return _LeadingRunner(runner, self)
 
     def unload(self) -> None:
-        self.tell(Unload())
+        self.send(Unload())
 
     def close(self) -> None:
         with self._lock:
-            self._is_ending = True  # first: a rank that is told to stop is gone at once, and then it is not lost
-        self.tell(Stop(self._status))
+            self._is_ending = True  # first, so that a rank that has stopped does not count as lost
+        self.send(Stop(self._status))
         for reader in self._readers:
             reader.join(_END_S)
         for link in self._links.values():
             link.close()
 
-    def tell(self, message: Message) -> None:
-        """In the order in which it is told. Any thread."""
+    def send(self, message: Message) -> None:
+        """Sends a message to all other ranks, in the order of the calls. Any thread."""
         for rank, link in self._links.items():
             if self._is_lost:
                 return
@@ -115,11 +115,11 @@ class Leader(Ranks):
                 self.lose(rank, str(error))
 
     def fail(self) -> None:
-        """This rank has failed; when it ends, the others end as it does."""
+        """Notes that this rank has failed: the others end with the same status."""
         self._status = 1
 
     def lose(self, rank: int, reason: str) -> None:
-        """Rank `rank` is gone, and so is the model. Any thread."""
+        """Ends the model and the process, since rank `rank` is lost. Any thread."""
         with self._lock:
             if self._is_lost or self._is_ending:
                 return
@@ -130,7 +130,7 @@ class Leader(Ranks):
         limit.daemon = True
         limit.start()
         for answer in list(self._answers.values()):
-            with contextlib.suppress(InvalidStateError):  # it has come just now
+            with contextlib.suppress(InvalidStateError):  # it was set just now
                 answer.set_exception(error)
         self._thread.give_up(error)
 
@@ -142,12 +142,12 @@ class Leader(Ranks):
         *,
         is_abortable: bool,
     ) -> T:
-        """Has all ranks do what this one does by `work`, with the same result. What `is_abortable` has no sums over
-        ranks in it; of other work, a rank must do all that the others do, cancelled or not."""
+        """Has all ranks do what `work` does on this one, and checks that the results are equal. Work that
+        `is_abortable` has no sums over ranks; other work must run to its end on all ranks, even if it is cancelled."""
         self._number += 1
         number = self._number
         waiting = {rank: self._answers.setdefault((rank, number), Future()) for rank in self._links}
-        self.tell(message(number))
+        self.send(message(number))
         own = asyncio.ensure_future(work)
         others = asyncio.gather(*(asyncio.wrap_future(answer) for answer in waiting.values()))
         try:
@@ -179,7 +179,7 @@ class Leader(Ranks):
                 del self._answers[rank, number]
 
     def _read(self, rank: int, link: Link) -> None:
-        """A thread of its own: what another rank says, to its end."""
+        """Receives another rank's messages until it ends. A thread of its own."""
         try:
             while True:
                 message = link.receive()
@@ -197,7 +197,7 @@ class Leader(Ranks):
         answer = self._answers.get((rank, done.number))
         if answer is None:
             return  # nobody waits for it any more
-        with contextlib.suppress(InvalidStateError):  # nor here
+        with contextlib.suppress(InvalidStateError):  # it was cancelled
             if done.error is None:
                 answer.set_result(done.result)
             else:
@@ -205,7 +205,7 @@ class Leader(Ranks):
 
 
 class _LeadingRunner:
-    """A runner whose steps the other ranks are told of before they are launched here. MLX thread, as that."""
+    """A runner that sends each step to the other ranks before it launches the step here. MLX thread."""
 
     def __init__(self, runner: StepRunner, leader: Leader) -> None:
         self._runner = runner
@@ -216,7 +216,7 @@ class _LeadingRunner:
         return self._runner.launch_is_host_only
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
-        self._leader.tell(step)
+        self._leader.send(step)
         try:
             return self._runner.launch(step)
         except BaseException:
@@ -235,7 +235,7 @@ class _LeadingRunner:
 
 
 def gather_ranks(config: Config, thread: MLXThread) -> Leader:
-    """Waits for all ranks, and listens for them for no longer. Raises `ConfigError`."""
+    """Waits for all ranks, then closes the port. Raises `ConfigError`."""
     size, host = config.fleet.tensor_parallel_size, leader_host(config)
     try:
         server = socket.create_server((host, 0), backlog=size)
@@ -245,21 +245,21 @@ def gather_ranks(config: Config, thread: MLXThread) -> Leader:
         logger.info("Waiting for the other %d ranks", size - 1)
         group = thread.call(partial(join_group, 0, size)).result()
         token = secrets.token_bytes(TOKEN_BYTES)
-        told = token + server.getsockname()[1].to_bytes(2, "big")
+        invitation = token + server.getsockname()[1].to_bytes(2, "big")
         server.settimeout(_JOIN_S)
         links: dict[int, Link] = {}
         try:
-            thread.call(partial(from_first, group, told)).result(_JOIN_S)
+            thread.call(partial(from_first, group, invitation)).result(_JOIN_S)
             while len(links) < size - 1:
                 _welcome(server.accept()[0], token, links, shared_settings(config))
         except TimeoutError:
-            raise ConfigError(f"Of {size} ranks, {size - 1 - len(links)} did not connect to {host}.") from None
+            raise ConfigError(f"{size - 1 - len(links)} of {size} ranks did not connect to {host}.") from None
     logger.info("All %d ranks are here", size)
     return Leader(group, links, thread)
 
 
 def _welcome(connected: socket.socket, token: bytes, links: dict[int, Link], own: dict[str, str]) -> None:
-    """Adds a rank to `links` if that is who connected. Raises `ConfigError` if it has other settings than our `own`."""
+    """Adds a connection to `links` if it is a rank. Raises `ConfigError` if its settings differ from our `own`."""
     try:
         link = Link(connected, token, is_leader=True)
         hello = link.receive()
@@ -267,11 +267,11 @@ def _welcome(connected: socket.socket, token: bytes, links: dict[int, Link], own
         logger.warning("A connection was refused: %s", error)
         return
     if not isinstance(hello, Hello):
-        raise ConfigError(f"A rank has another version: it begins with {type(hello).__name__}.")
+        raise ConfigError(f"A rank has another version: its first message is {type(hello).__name__}.")
     links[hello.rank] = link
     for name, value in own.items():
         if hello.settings.get(name) != value:
             raise ConfigError(
-                f"{name} is {hello.settings.get(name)} on rank {hello.rank}, and {value} on rank 0; it must be the "
+                f"{name} is {hello.settings.get(name)} on rank {hello.rank}, but {value} on rank 0; it must be the "
                 "same on all ranks."
             )

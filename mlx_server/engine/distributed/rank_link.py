@@ -1,12 +1,12 @@
-"""What ranks say to each other beside the model's own sums: frames of one byte for the kind of message and MessagePack
-of its fields, over TCP.
+"""The messages between ranks, besides the model's own sums: frames over TCP, each with one byte for the kind of
+message, and its fields in MessagePack.
 
-Both ends prove first that they know a secret which rank 0 has drawn and given to all ranks of the group
-(`multiprocessing.connection` has the proof and the frames; nothing is pickled). What follows is neither encrypted nor
-signed, as are the sums of the model itself: the network must be the ranks' own.
+First, both ends prove that they know a random secret, which rank 0 has sent to all ranks of the group
+(`multiprocessing.connection` provides the proof and the frames; nothing is pickled). Later messages are neither
+encrypted nor signed, and neither are the model's sums: the network must belong to the ranks alone.
 
-A process that ends closes its connection, which the other end sees at once. Of a machine that ends, or a cable, the
-system's keep-alives tell within some 4 s, whatever Python does meanwhile.
+When a process ends, its connection closes, which the other end sees immediately. If a machine or a cable fails, the
+system's keep-alives show it within about 4 s, whatever Python does meanwhile.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from mlx_server.runtime.memory import MemoryReading
 TOKEN_BYTES = 32
 _MAX_FRAME_BYTES = 1 << 30
 _SILENCE_S = 30
-"""A rank that has said nothing for so long is stuck, also in the middle of a message: it says every second how much
-memory it has."""
+"""A rank that has sent nothing for so long is stuck, even in the middle of a message: each rank sends its memory
+reading every second."""
 
 _PROOF_S = 5
-"""How long rank 0 waits for each step of a proof: who connects and says nothing must not hold up the others."""
+"""How long rank 0 waits for each step of a proof: a silent connection must not delay the others."""
 
 _SOCKET_OPTIONS = {
     "TCP_NODELAY": 1,
@@ -50,16 +50,16 @@ _SOCKET_OPTIONS = {
     "TCP_USER_TIMEOUT": 4000,
 }
 _DARWIN_CONNECTION_DROP_TIME, _DROP_S = 0x80, 4
-"""macOS's `TCP_RXT_CONNDROPTIME`, which Python has no name for: as Linux's `TCP_USER_TIMEOUT`, in seconds."""
+"""macOS's `TCP_RXT_CONNDROPTIME`, which Python does not define: like Linux's `TCP_USER_TIMEOUT`, in seconds."""
 
 
 class RankLostError(Exception):
-    """The other end is gone; the message says how."""
+    """The other end is gone; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank's first words: the settings and versions that must be the same everywhere."""
+    """A rank's first message: the settings and versions that must be equal on all ranks."""
 
     rank: int
     settings: dict[str, str]
@@ -67,7 +67,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The answer to a `Load` or `MakeRunner`: what came of it, or the error."""
+    """The answer to a `Load` or `MakeRunner`: the result's description, or the error."""
 
     number: int
     result: str
@@ -76,31 +76,31 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """How much memory a rank has now, said each second."""
+    """A rank's memory now, sent every second."""
 
     reading: MemoryReading
 
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Rank 0's answer to that."""
+    """Rank 0's answer to `Memory`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A rank's last words."""
+    """A rank's last message: it has failed."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Free the model, behind all steps."""
+    """Free the model after all steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End, with this exit status."""
+    """End with this exit status."""
 
     status: int
 
@@ -128,7 +128,8 @@ class Link:
             _limit_silence(watched, _SILENCE_S)
         except (AuthenticationError, EOFError, OSError) as error:
             self.close()
-            raise RankLostError(f"who connected is no rank of this group: {error or type(error).__name__}") from error
+            reason = error or type(error).__name__
+            raise RankLostError(f"the other end is not a rank of this group: {reason}") from error
         finally:
             watched.close()
 
@@ -146,15 +147,15 @@ class Link:
         try:
             frame = self._connection.recv_bytes(_MAX_FRAME_BYTES)
         except BlockingIOError:
-            raise RankLostError(f"it has said nothing for {_SILENCE_S} s") from None
+            raise RankLostError(f"it has sent nothing for {_SILENCE_S} s") from None
         except (EOFError, ConnectionResetError):
             raise RankLostError("its process has ended") from None
         except OSError as error:
             raise RankLostError(f"its connection has ended: {error}") from error
         try:
             message: Message = _DECODERS[frame[0]].decode(memoryview(frame)[1:])
-        except Exception as error:  # bytes that are no message fail in many ways
-            raise RankLostError(f"it says what cannot be read; is its version another? {error}") from error
+        except Exception as error:  # invalid messages raise anything
+            raise RankLostError(f"it sent an invalid message; does it have another version? {error}") from error
         return message
 
     def close(self) -> None:
@@ -171,13 +172,13 @@ def _set_up(connected: socket.socket) -> None:
 
 
 def _limit_silence(connected: socket.socket, seconds: int) -> None:
-    """Reads fail with `BlockingIOError` when nothing has come for so long. Python's own timeouts would do the same by
-    making the descriptor non-blocking, which `Connection` cannot use."""
+    """Has reads fail with `BlockingIOError` if nothing comes for so long. Python's own timeouts would make the
+    descriptor non-blocking, which `Connection` does not support."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def leader_host(config: Config) -> str:
-    """The address of rank 0: as told, or as `mlx.launch` gives it to the ranks. Raises `ConfigError`."""
+    """The address of rank 0: the configured one, or the one from `mlx.launch`. Raises `ConfigError`."""
     if config.fleet.tensor_parallel_host is not None:
         return config.fleet.tensor_parallel_host
     if coordinator := os.environ.get("MLX_JACCL_COORDINATOR"):
@@ -187,13 +188,13 @@ def leader_host(config: Config) -> str:
         return str(ring[0][0]).rpartition(":")[0]
     except (KeyError, LookupError, OSError, TypeError, ValueError) as error:
         raise ConfigError(
-            "Nothing says where rank 0 is, neither MLX_HOSTFILE nor MLX_JACCL_COORDINATOR: give its address as "
+            "The address of rank 0 is unknown: neither MLX_HOSTFILE nor MLX_JACCL_COORDINATOR has it. Give it as "
             f"--tensor-parallel-host ({type(error).__name__}: {error})."
         ) from error
 
 
 def shared_settings(config: Config) -> dict[str, str]:
-    """What must be the same on all ranks, by name."""
+    """The settings and versions that must be equal on all ranks, by name."""
     libraries = {name: version(name) for name in ("mlx-server", "mlx", "mlx-lm")}
     sections = {**asdict(config.model), **asdict(config.cache), **asdict(config.scheduler)}
     return {name: str(value) for name, value in {**libraries, **sections}.items()}

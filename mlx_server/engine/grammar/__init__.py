@@ -1,1 +1,1 @@
-"""Structured output: what an answer must look like, compiled to a mask of allowed tokens."""
+"""Structured output: grammars that answers must match, compiled to masks of allowed tokens."""

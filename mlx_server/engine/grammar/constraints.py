@@ -1,7 +1,7 @@
-"""Outputs that fit a grammar: constraints compiled with llguidance, and their cursors over one output.
+"""Compiles grammars with llguidance, and follows each output with a cursor.
 
-Clients' grammars are compiled off the event loop, on threads of their own, and one that fails in the middle of an
-output ends its own request only.
+Clients' grammars are compiled on threads of their own, not on the event loop. A grammar that fails in the middle of an
+output ends only its own request.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 _MAX_CACHED = 128
 _MAX_CACHED_CHARS = 256 * 1024
-"""Of the sources of all that is remembered: long ones may take a hundred megabytes."""
+"""Limits the sources of all cached grammars together: long ones may take a hundred megabytes."""
 
 _STACK_BYTES = 256 * 2**20
-"""Three times what `MAX_SOURCE_CHARS` of the deepest grammars take; at the end of its stack, native code ends the
-process. It is address space: memory is taken as far as the recursion goes."""
+"""Three times what the deepest grammars of `MAX_SOURCE_CHARS` need; a stack overflow in native code ends the process.
+This is address space: memory is used only as deep as the recursion goes."""
 
 _RETRY_S = 5.0
 
@@ -49,23 +49,23 @@ _SERVED = {
     'Unimplemented keys: ["uniqueItems"]': "uniqueItems",
     "oneOf not fully supported, falling back to anyOf. This may cause validation errors in some cases.": "oneOf",
 }
-"""llguidance's warnings of what schemas are served without, and the keyword that answers name: sets, and
-branches of which a value may fit several."""
+"""llguidance's warnings that are no reason to refuse a schema, and the keyword that the answer names as not
+enforced."""
 
 _TOLERANCE_S = 0.01
-"""Less of its time than this is not waited for."""
+"""The shortest wait, so that the loop does not spin near a limit."""
 
 
 class GrammarCompiler:
-    """Compiles constraints for one model's vocabulary, and remembers the latest. Any thread may call `compile`; what
-    clients have sent is compiled on one of `threads`.
+    """Compiles grammars for one model's vocabulary, and caches the most recent ones. Any thread may call `compile`;
+    clients' grammars are compiled on one of `threads`.
 
-    `fault` says why the model's tokenizer cannot be constrained, if it cannot.
+    `fault` says why grammars do not work with the model's tokenizer, if they do not.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> None:
-        """`vocab_size` is the width of the model's logits, if it is not the tokenizer's. Takes about a second for the
-        vocabulary's trie: not for the event loop's thread."""
+        """`vocab_size` is the width of the model's logits, if that is not the tokenizer's size. Takes about a second to
+        build the vocabulary's trie: not for the event loop."""
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         self.threads = GrammarThreads()
         self.fault: str | None = None
@@ -75,8 +75,8 @@ class GrammarCompiler:
         self._cache_lock = threading.Lock()
 
     def compile(self, spec: StructuredSpec) -> CompiledGrammar:
-        """Raises `InvalidRequestError` with the reason when there is no such grammar, or it is too long or complex;
-        `UnsupportedError` when the model's tokenizer cannot be constrained."""
+        """Raises `InvalidRequestError` with the reason if the grammar is invalid, too long or too complex, and
+        `UnsupportedError` if grammars do not work with the model's tokenizer."""
         check_length(spec.source, MAX_SOURCE_CHARS, spec.param)
         with self._cache_lock:
             known = self._cache.get(spec)
@@ -111,14 +111,14 @@ class GrammarCompiler:
         ignored = [warning for warning in warnings if warning not in _SERVED]
         if ignored and spec.kind is StructuredKind.JSON_SCHEMA:
             raise _refusal(spec, "; ".join(ignored))
-        matcher.compute_bitmask()  # warms what all cursors share, and finds out whether the grammar is too complex
+        matcher.compute_bitmask()  # fills the cache that all cursors share, and fails if the grammar is too complex
         if matcher.is_error():
             raise _refusal(spec, matcher.get_error())
         notes = dict.fromkeys(_SERVED.get(warning, warning) for warning in warnings)
         return CompiledGrammar(matcher, self._vocabulary, self.vocab_size, tuple(notes))
 
     def _build_vocabulary(self) -> llguidance.LLTokenizer | None:
-        """None, and a `fault`, if there is no way to."""
+        """Sets `fault` and returns None if that is impossible."""
         backend = self._tokenizer.backend_json
         if backend is None:
             self.fault = "Structured output needs a fast tokenizer (tokenizer.json), which this model lacks."
@@ -133,7 +133,7 @@ class GrammarCompiler:
 
 
 def _guidance_grammar(spec: StructuredSpec, tokenizer: Tokenizer) -> str:
-    """The constraint in llguidance's own form. Raises `ValueError`."""
+    """The grammar in llguidance's own form. Raises `ValueError`."""
     match spec.kind:
         case StructuredKind.JSON_SCHEMA | StructuredKind.JSON_OBJECT:
             overrides = {"lenient": True, **json_options(spec.whitespace_pattern)}
@@ -157,8 +157,8 @@ def _refusal(spec: StructuredSpec, reason: str) -> InvalidRequestError:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar at its beginning. `start` gives each output a cursor of its own; any thread. `notes` name what the
-    schema asks for and the grammar does not enforce."""
+    """A compiled grammar. `start` returns a new cursor for each output; any thread. `notes` name the keywords of the
+    schema that the grammar does not enforce."""
 
     matcher: Any
     vocabulary: Any
@@ -172,10 +172,9 @@ class CompiledGrammar:
 class GrammarConstraint:
     """A cursor over one output (`request.TokenConstraint`). One thread at a time.
 
-    The masks have `vocab_size` bits, filled up to whole 32-bit words. Once the grammar is complete and nothing
-    may follow, they allow the end-of-sequence tokens only. When llguidance gives up in the middle of an output
-    (`error`), no token is accepted any more, and the masks leave out the end of sequence: a broken output must not
-    pass for a finished one.
+    The masks have `vocab_size` bits, rounded up to whole 32-bit words. When the grammar is complete and nothing may
+    follow, they allow only the end-of-sequence tokens. If llguidance fails in the middle of an output (`error`), no
+    token is accepted any more, and the masks exclude the end of sequence: a broken output must not look finished.
     """
 
     def __init__(self, matcher: Any, vocabulary: Any, vocab_size: int) -> None:
@@ -186,20 +185,20 @@ class GrammarConstraint:
 
     @property
     def error(self) -> str | None:
-        """Why llguidance has given up (its limits on time and memory), if it has."""
+        """Why llguidance has failed (its limits on time and memory), if it has."""
         return self._matcher.get_error().partition("\n")[0] or None
 
     def accept(self, token_id: int) -> bool:
-        """Advances by one token; False, and nothing done, when the grammar forbids it."""
+        """Advances by one token. Returns False, and changes nothing, if the grammar forbids it."""
         if self.is_terminated():
             return token_id in self._eos_token_ids
-        if token_id >= self._vocabulary.vocab_size:  # llguidance would take this for a failure of its own
+        if token_id >= self._vocabulary.vocab_size:  # llguidance would fail for good
             return False
         return self._consume([token_id]) or self._consume(self._spelling(token_id))
 
     def forced_tokens(self) -> list[int]:
-        """Tokens that are the only continuation, already accepted; none where the vocabulary has no canonical
-        tokenisation, since then they could differ from what the model would have written."""
+        """The tokens that are the only continuation. They are accepted already. None if the vocabulary has no canonical
+        tokenisation, since the model might then have written the text in other tokens."""
         if not self._vocabulary.is_canonical or self._matcher.is_stopped():
             return []
         return [token_id for token_id in self._matcher.compute_ff_tokens() if self.accept(token_id)]
@@ -215,7 +214,7 @@ class GrammarConstraint:
         return GrammarConstraint(self._matcher.deep_copy(), self._vocabulary, 8 * self._num_mask_bytes)
 
     def is_terminated(self) -> bool:
-        """Whether the output is complete and only an end of sequence may follow."""
+        """Whether the output is complete, so that only an end of sequence may follow."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def _all_but_eos(self) -> bytes:
@@ -230,8 +229,8 @@ class GrammarConstraint:
         return bool(self._matcher.consume_tokens(token_ids))
 
     def _spelling(self, token_id: int) -> list[int]:
-        """An added token in other tokens. Where a grammar forces its text, llguidance offers the token, but then
-        understands the spelling only."""
+        """An added token's text in other tokens. If a grammar forces this text, llguidance offers the token, but then
+        accepts only the spelling."""
         if not self._vocabulary.is_special_token(token_id) or token_id in self._eos_token_ids:
             return []
         text = self._vocabulary.decode_str([token_id])
@@ -240,8 +239,8 @@ class GrammarConstraint:
 
 
 class GuardedConstraint:
-    """`request.TokenConstraint` that raises nothing. Once `inner` has failed it accepts no token, and allows one only
-    that is none of `end_ids`: the request ends with an error at its next token, and not as if it was finished."""
+    """A `request.TokenConstraint` that never raises. After `inner` has failed, it accepts no token, and its mask has
+    one token that is not in `end_ids`: the request ends with an error at its next token, and does not look finished."""
 
     def __init__(self, inner: TokenConstraint, request_id: str, end_ids: Collection[int]) -> None:
         self._inner = inner
@@ -276,7 +275,7 @@ class GuardedConstraint:
             return question()
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # a native library's panic is no Exception
+        except BaseException:  # a panic in a native library is not an Exception
             self._has_failed = True
             logger.exception("The grammar of %s has failed", self._request_id)
             return otherwise()
@@ -287,29 +286,30 @@ class GuardedConstraint:
 
 
 class GrammarThreads:
-    """A few threads, so that hostile grammars leave the machine its cores and do not hold up the tokenizing of prompts.
-    Better tiers come first, and the keys of a tier in turn. Event-loop thread only, except the work itself.
+    """A few threads, so that hostile grammars cannot use all cores or delay the tokenizing of prompts. Better tiers
+    come first, and the keys of a tier take turns. Event-loop thread only, except for the work itself.
 
-    A grammar is refused for the processor time that its thread uses, which its client can mend. Where the time on the
-    clock runs out first, the machine is busy, and the client is told to try again.
+    A grammar that uses too much processor time is refused: its client must simplify it. If the wall time runs out
+    first, the machine is busy, and the client should try again.
     """
 
     def __init__(self, num_threads: int = 3, cpu_limit_s: float = 10.0, patience_s: float = 30.0) -> None:
-        """`patience_s` bounds the wait for a thread, and again for the work."""
+        """`patience_s` limits the wait for a thread, and separately the wait for the work."""
         self._cpu_limit_s = cpu_limit_s
         self._patience_s = patience_s
         self._slots = FairSlots(num_threads)
 
     async def run(self, work: Callable[[], T], param: str, asker: Asker = ANYONE) -> T:
-        """What `work` returns or raises. Raises `InvalidRequestError` with the request's field if the work takes too
-        much processor time, and `OverloadedError` if it got too little of it, or no thread was free in time. What is
-        given up goes on, and keeps its thread until it is done."""
+        """Returns or raises what `work` does. Raises `InvalidRequestError` with the request's field `param` if the work
+        takes too much processor time, and `OverloadedError` if it got too little of it, or if no thread was free in
+        time. Abandoned work continues, and keeps its thread until it is done."""
         try:
             async with asyncio.timeout(self._patience_s):
                 slot = await self._slots.acquire(asker)
         except TimeoutError:
             raise OverloadedError(
-                f"Other requests' grammars have been compiled for {self._patience_s:g} s; try again.", _RETRY_S
+                f"The compilation of other requests' grammars takes more than {self._patience_s:g} s; try again.",
+                _RETRY_S,
             ) from None
         timed = _Timed(work)
         working = asyncio.ensure_future(in_daemon_thread(timed, stack_bytes=_STACK_BYTES))
@@ -333,12 +333,12 @@ class GrammarThreads:
                     f"{timed.cpu_s():.1f} s: it is busy with other things. Try again.",
                     _RETRY_S,
                 )
-            # A thread cannot use its time faster than time goes by.
+            # A thread's processor time cannot grow faster than wall time.
             await asyncio.wait((working,), timeout=max(_TOLERANCE_S, min(cpu_left_s, time_left_s)))
 
 
 class _Timed(Generic[T]):
-    """Work whose processor time others can read."""
+    """Work whose processor time other threads can read."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
@@ -349,7 +349,7 @@ class _Timed(Generic[T]):
         return self._work()
 
     def cpu_s(self) -> float:
-        """So far; 0 before it has begun, and meaningless once it is done."""
+        """The time so far; 0 before the work has begun, and meaningless after its end."""
         try:
             return self._clock()
         except OSError:  # it has just ended
@@ -359,4 +359,4 @@ class _Timed(Generic[T]):
 def _on_done(slot: Slot, working: asyncio.Future[T]) -> None:
     slot.release()
     if not working.cancelled():
-        working.exception()  # may have no one to take it, which asyncio would warn of
+        working.exception()  # marks it as retrieved, or asyncio would log a warning

@@ -1,8 +1,7 @@
-r"""Lark grammars without recursion, written as one regex.
+r"""Converts Lark grammars without recursion to a regex.
 
-Clients' free-form tools come with such grammars, but their input stands in a JSON string, in which llguidance follows
-regexes only. A grammar whose rules never lead back to themselves is a regex once each name is replaced by what it
-stands for:
+Clients' free-form tools come with such grammars, but the tools' input is a JSON string, and llguidance can constrain
+that by a regex only. If no rule refers to itself, even indirectly, replacing each name by its definition gives a regex:
 
     start: line+
     line: ("+" | "-") /(.*)/ LF        becomes        (?:(?:(?:\+|-)(?:(.*))(?:\n))+)
@@ -50,7 +49,7 @@ _COMMON = {
 
 
 def lark_regex(grammar: str) -> str:
-    """The regex of what `start` matches. Raises `ValueError` that says why there is none."""
+    """The regex that matches what the rule `start` matches. Raises `ValueError` with the reason if there is none."""
     return _Writer(grammar).rule("start")
 
 
@@ -58,7 +57,7 @@ class _Writer:
     def __init__(self, grammar: str) -> None:
         self._known = dict(_imports(grammar))
         if directive := re.search(r"^%\w+", _IMPORT.sub("", grammar), re.MULTILINE):
-            raise ValueError(f"it has {directive[0]}; only %import of names in common is known")
+            raise ValueError(f"it has {directive[0]}; only %import of names in common is supported")
         body = _IMPORT.sub("", grammar)
         heads = list(_RULE.finditer(body))
         ends = [head.start() for head in heads[1:]] + [len(body)]
@@ -67,7 +66,7 @@ class _Writer:
 
     def rule(self, name: str) -> str:
         if name in self._open:
-            raise ValueError(f"the rule {name} leads back to itself")
+            raise ValueError(f"the rule {name} is recursive")
         if name not in self._known:
             if name not in self._bodies:
                 raise ValueError(f"there is no rule {name}")
@@ -86,7 +85,7 @@ def _imports(grammar: str) -> Iterator[tuple[str, str]]:
     for found in _IMPORT.finditer(grammar):
         for name in re.findall(r"\w+", found[1]):
             if name not in _COMMON:
-                raise ValueError(f"common.{name} is not known")
+                raise ValueError(f"common.{name} is not supported")
             yield found[2] or name, f"(?:{_COMMON[name]})"
 
 
@@ -101,7 +100,7 @@ class _Expression:
     def read(self) -> str:
         written = self._alternatives()
         if self._at < len(self._tokens):
-            raise ValueError(f"{self._tokens[self._at][1]!r} stands alone")
+            raise ValueError(f"{self._tokens[self._at][1]!r} is unexpected")
         return written
 
     def _next(self, *marks: str) -> str | None:
@@ -112,7 +111,7 @@ class _Expression:
         return None
 
     def _alternatives(self) -> str:
-        self._next("|")  # before the first one, in the style of one on each line
+        self._next("|")  # some put one before the first alternative, too
         choices = [self._sequence()]
         while self._next("|"):
             choices.append(self._sequence())
@@ -122,7 +121,7 @@ class _Expression:
         written = ""
         while self._at < len(self._tokens) and self._tokens[self._at][1] not in ("|", ")", "]"):
             written += self._repeated()
-            _check_length(written)  # before rules of rules of rules have multiplied
+            _check_length(written)  # early, since nested rules multiply the length
         return written
 
     def _repeated(self) -> str:
@@ -150,16 +149,16 @@ class _Expression:
             return self._writer.rule(token)
         if kind in ("text", "regex"):
             return token
-        raise ValueError(f"{token!r} cannot stand there")
+        raise ValueError(f"{token!r} is not allowed there")
 
 
 def _tokens(body: str) -> Iterator[tuple[str, str]]:
-    """Kinds and tokens; texts and regexes as regexes, without spaces, comments and aliases."""
+    """Yields the kind and text of each token, without spaces, comments and aliases. Texts become regexes."""
     at = 0
     while at < len(body):
         found = _TOKEN.match(body, at)
         if found is None:
-            raise ValueError(f"{body[at : at + 20]!r} is not understood")
+            raise ValueError(f"{body[at : at + 20]!r} cannot be parsed")
         at = found.end()
         if found["text"] is not None:
             flag = "(?i:" if found["text_flag"] else "(?:"
@@ -179,7 +178,7 @@ def _without_slash(escape: re.Match[str]) -> str:
 
 
 def _unescaped(text: str) -> str:
-    """What Lark's string stands for: the escapes are Python's."""
+    """The text of a Lark string, which has Python's escapes."""
     return re.sub(
         r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)",
         lambda escape: chr(int(escape[1][1:], 16)) if len(escape[1]) > 1 else _ESCAPES.get(escape[1], escape[1]),

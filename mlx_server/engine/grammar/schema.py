@@ -1,16 +1,16 @@
-"""Clients' schemas: how long and deep they may be, whether they are valid, what llguidance needs changed in them; and
-schemas as they are meant: objects have the members that are listed, and a tagged union has its tag.
+"""Clients' schemas: limits on length and depth, validation, workarounds for llguidance, and what clients mean: an
+object has the listed members only, and a tagged union has its tag.
 
 Compiling a grammar takes time and stack in proportion to its length, at best.
 
-JSON Schema lets an object have any members beside those that its schema lists, unless it says that it may not. A small
-model that may invent members goes on doing so, so a schema that is silent counts as closed here:
+JSON Schema lets an object have any members besides the listed ones, unless the schema forbids it. A small model that
+may invent members keeps inventing them, so here a schema that says nothing about other members is closed:
 
-    {"properties": {"a": {}}}                    gets "additionalProperties": false
-    {"properties": {"a": {}}, "patternProperties": ...}, or with any other word on the matter, stays as it is
+    {"properties": {"a": {}}}                              gets "additionalProperties": false
+    {"properties": {"a": {}}, "patternProperties": ...}    stays as it is
 
-What several schemas say of one object together is closed once, where they meet. Each of them alone must let the others'
-members pass:
+If several schemas describe one object together, they are closed only once, in the schema that combines them. Each of
+them alone must allow the members of the others:
 
     {"allOf": [{"properties": {"a": A}}, {"properties": {"b": B}}]}
     gets "properties": {"a": true, "b": true}, "additionalProperties": false    and both branches stay open
@@ -25,25 +25,25 @@ from typing import Any
 from mlx_server.errors import InvalidRequestError
 
 MAX_SOURCE_CHARS = 128 * 1024
-"""Of any constraint. Grammars nest as deep as they are long, and compiling them recurses."""
+"""For any constraint. A grammar may nest as deep as it is long, and compiling it recurses."""
 
 MAX_GRAMMAR_CHARS = 32 * 1024
-"""Of Lark and GBNF, whose terminals are regexes, too."""
+"""For Lark and GBNF, whose terminals are regexes, too."""
 
 MAX_REGEX_CHARS = 8 * 1024
-"""Of a regex, or of all patterns in a schema: 8 Ki of `a?` take 30 MiB, 32 Ki half a gigabyte, and so on."""
+"""For a regex, or all patterns of a schema: 8 Ki characters of `a?` take 30 MiB, 32 Ki take half a gigabyte."""
 
 _PATTERNS = frozenset(("pattern", "regex", "whitespace_pattern", "item_separator", "key_separator"))
 
 
 def check_length(text: str, limit: int, where: str) -> None:
-    """Raises `InvalidRequestError` for a text that is longer than the limit."""
+    """Raises `InvalidRequestError` if the text is longer than the limit."""
     if len(text) > limit:
         raise InvalidRequestError(f"{where} has {len(text)} characters; the most is {limit}.", where)
 
 
 def check_patterns(value: Any, where: str) -> None:
-    """Raises `InvalidRequestError` where all the patterns together in a schema or structural tag are too long."""
+    """Raises `InvalidRequestError` if all patterns of a schema or structural tag together are too long."""
     num_chars = 0
     pending = [value]
     while pending:
@@ -62,7 +62,7 @@ def check_patterns(value: Any, where: str) -> None:
 
 
 MAX_DEPTH = 64
-"""Of schemas within schemas; llguidance reads little more."""
+"""Of nested schemas; llguidance accepts little more."""
 
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _LISTS = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
@@ -70,13 +70,13 @@ _SCHEMAS = frozenset(("items", "additionalProperties", "not"))
 
 
 def checked_schema(schema: Any, where: str, depth: int = MAX_DEPTH) -> Any:
-    """A copy in which keywords that are null, as some clients send what they leave out, are left out. Raises
-    `InvalidRequestError` with the path of the first part that is no schema, or is nested too deeply."""
+    """Returns a copy without keywords that are null, which some clients send instead of leaving them out. Raises
+    `InvalidRequestError` with the path of the first part that is not a schema, or is nested too deeply."""
     if isinstance(schema, bool):
         return schema
     _expect(isinstance(schema, Mapping), where, "a JSON schema: an object, or a boolean")
     if depth == 0:
-        raise InvalidRequestError(f"{where} lies {MAX_DEPTH} schemas deep, which is the most; flatten it.", where)
+        raise InvalidRequestError(f"{where} is nested {MAX_DEPTH} schemas deep, which is the most; flatten it.", where)
     return {
         key: _checked(key, value, f"{where}.{key}", depth - 1)
         for key, value in schema.items()
@@ -85,7 +85,7 @@ def checked_schema(schema: Any, where: str, depth: int = MAX_DEPTH) -> Any:
 
 
 def _checked(key: str, value: Any, where: str, depth: int) -> Any:
-    """The value of one keyword."""
+    """Checks the value of one keyword."""
     if key in _NAMED:
         _expect(isinstance(value, Mapping), where, "an object of schemas")
         return {name: checked_schema(inner, f"{where}.{name}", depth) for name, inner in value.items()}
@@ -115,11 +115,11 @@ def _expect(is_so: bool, where: str, wanted: str) -> None:
 
 
 _VALUES = frozenset(("const", "enum", "default", "examples"))
-"""Keywords that hold values, in which nothing is a schema."""
+"""Keywords that hold values, not schemas."""
 
 
 def changed_schema(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
-    """A copy in which `change` was done to each schema, the innermost first. Raises `RecursionError`."""
+    """Returns a copy after `change` was applied to each schema, innermost first. Raises `RecursionError`."""
     if isinstance(schema, list):
         return [changed_schema(item, change) for item in schema]
     if not isinstance(schema, Mapping):
@@ -130,17 +130,17 @@ def changed_schema(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any
 
 
 _STEP = 1e-6
-"""How far a bound is moved: the numbers between are lost to the model, which hardly writes any of them."""
+"""How far a bound is moved. The model cannot write the numbers in between, which it hardly ever would."""
 
 _LARGEST = 2.0**32
-"""Beyond it, a step may be too small to change a number."""
+"""Above this, a step may be too small to change a number."""
 
 
 def keep_bounds(schema: Any) -> Any:
-    """The schema, with each exclusive bound moved inwards that llguidance takes for an inclusive one.
+    """Moves those exclusive bounds inwards that llguidance treats as inclusive.
 
-    It does so for a whole number when the other bound is less than 1 away: `{"exclusiveMinimum": 1, "maximum": 1.5}`
-    would allow 1, and becomes `{"minimum": 1.000001, "maximum": 1.5}`.
+    It does so for a whole number if the other bound is less than 1 away: `{"exclusiveMinimum": 1, "maximum": 1.5}`
+    would allow 1, so it becomes `{"minimum": 1.000001, "maximum": 1.5}`.
     """
     return changed_schema(schema, _move_bounds)
 
@@ -168,24 +168,24 @@ def _number(schema: Mapping[str, Any], key: str, otherwise: float) -> float:
 _SAYS_ITSELF = frozenset(
     ("additionalProperties", "patternProperties", "unevaluatedProperties", "const", "enum", "if", "dependentSchemas")
 )
-"""Keywords of a schema that says which members there are beside its `properties`."""
+"""Keywords by which a schema itself says which members an object may have besides its `properties`."""
 
 _BRANCHES = ("allOf", "anyOf", "oneOf")
 _INNER = frozenset(("items", "prefixItems", "additionalProperties"))
-"""Where schemas stand within a schema. In `not`, the fewest are the most: what stands there is left alone."""
+"""Keywords that hold schemas. `not` is left out: closing the schema in it would allow more values."""
 
 
 def adapted_schema(schema: Any, *, is_closed: bool) -> Any:
-    """A copy of a whole schema with its tags required, and closed if asked for. Raises `RecursionError`."""
+    """Returns a copy of a whole schema with its tags required, and closed if `is_closed`. Raises `RecursionError`."""
     return _with_tags(_Closing(schema).copy(schema, "#", "") if is_closed else schema)
 
 
 def _with_tags(schema: Any) -> Any:
-    """A copy of a whole schema in which each branch of a `oneOf` with a `discriminator` requires the tag: without it
-    nobody can tell which branch is meant, and pydantic refuses it. The `oneOf` becomes an `anyOf`, which llguidance
-    can always follow. Raises `RecursionError`."""
+    """Returns a copy of a whole schema in which each branch of a `oneOf` with a `discriminator` requires the tag:
+    without the tag the branch is unknown, and pydantic refuses the value. The `oneOf` becomes an `anyOf`, which
+    llguidance always supports. Raises `RecursionError`."""
 
-    tags: dict[str, str] = {}  # by the branch's path: llguidance reads nothing beside a circular reference
+    tags: dict[str, str] = {}  # by the branch's path, since llguidance ignores keywords next to a circular $ref
 
     def find(inner: Any, path: str, key: str) -> Any:
         if isinstance(inner, Mapping):
@@ -201,7 +201,7 @@ def _with_tags(schema: Any) -> Any:
             return inner
         copy = _copied(inner, path, require)
         if "oneOf" in copy and "anyOf" not in copy and copy.pop("discriminator", None) is not None:
-            copy["anyOf"] = copy.pop("oneOf")  # the same, where tags tell the branches apart
+            copy["anyOf"] = copy.pop("oneOf")  # the tags make the branches exclusive
         if tags.get(path, "") in copy.get("properties", ()):
             copy["required"] = list(dict.fromkeys((*copy.get("required", ()), tags[path])))
         return copy
@@ -215,7 +215,7 @@ def _reference(schema: Any) -> str | None:
 
 
 class _Closing:
-    """`_parts` are the references to schemas that say a part of what holds for an object."""
+    """`_parts` are the references to schemas that describe an object only in part."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -223,7 +223,7 @@ class _Closing:
         self._find_parts(root, "#", "")
 
     def copy(self, schema: Any, path: str, key: str) -> Any:
-        """`key` says where the schema stands; `allOf` if it is a part."""
+        """`key` is the keyword that holds the schema; `allOf` if the schema is a part."""
         if not isinstance(schema, Mapping):
             return schema
         is_part = key == "allOf" or path in self._parts
@@ -251,7 +251,7 @@ class _Closing:
                 copy["additionalProperties"] = False
 
     def _names(self, schema: Any, seen: set[str]) -> dict[str, None] | None:
-        """Of all members that a schema lists; None if it lets others pass on purpose."""
+        """The names of all members that a schema lists; None if it allows others on purpose."""
         if not isinstance(schema, Mapping):
             return {}
         if not _SAYS_ITSELF.isdisjoint(schema):
@@ -287,15 +287,15 @@ class _Closing:
 
 
 def _meets(schema: Mapping[str, Any]) -> bool:
-    """Whether several schemas say together what holds for an object. One alone in an `allOf`, as older versions of
-    pydantic write references, does not."""
+    """Whether several schemas describe an object together. A single one in an `allOf` does not count: older versions of
+    pydantic write references so."""
     own = not schema.keys().isdisjoint(("properties", "required"))
     others = sum(key in schema for key in ("anyOf", "oneOf", "$ref"))
     return "unevaluatedProperties" in schema or own + others + len(schema.get("allOf", ())) > 1
 
 
 def _copied(schema: Mapping[str, Any], path: str, change: Callable[[Any, str, str], Any]) -> dict[str, Any]:
-    """A copy with `change(inner, path, key)` in the place of each schema that stands in `schema`."""
+    """Returns a copy in which each schema directly inside `schema` is replaced by `change(inner, path, key)`."""
     copy = dict(schema)
     for key, value in schema.items():
         below = f"{path}/{key}"
@@ -310,12 +310,12 @@ def _copied(schema: Mapping[str, Any], path: str, change: Callable[[Any, str, st
 
 
 def _escaped(name: str) -> str:
-    """As a JSON pointer has it (RFC 6901)."""
+    """Escapes a name for a JSON pointer (RFC 6901)."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def referenced(root: Any, reference: str) -> Any:
-    """What a reference within the schema points at; a schema of unknown members for any other."""
+    """The target of a reference within the schema; for any other reference, a schema with unknown members."""
     if not reference.startswith("#"):
         return _UNKNOWN
     target = root

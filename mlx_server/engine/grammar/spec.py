@@ -1,4 +1,4 @@
-"""What a request wants its output to look like, read from the several fields in which clients say so."""
+"""The structured output that a request asks for, read from the various fields that clients use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlx_server.errors import InvalidRequestError
 
 
 class StructuredKind(enum.StrEnum):
-    """The kinds of constraint, by the form of `StructuredSpec.source`."""
+    """The kinds of constraint: what `StructuredSpec.source` is."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -35,9 +35,9 @@ class StructuredKind(enum.StrEnum):
 class StructuredSpec:
     """One constraint on an output; equal ones compile to the same grammar.
 
-    `source` is JSON text for schemas, choices and structural tags, else the regex or grammar itself. Between the
-    tokens of JSON stands what `whitespace_pattern` matches: None for what usual printing needs, empty for none.
-    `param` is the request's field, for messages.
+    `source` is JSON text for schemas, choices and structural tags, else the regex or grammar itself.
+    `whitespace_pattern` matches the white space between the tokens of JSON: None means usual printing, an empty pattern
+    no white space. `param` is the request's field, for error messages.
     """
 
     kind: StructuredKind
@@ -49,7 +49,7 @@ class StructuredSpec:
 JSON_OBJECT_SCHEMA = '{"type":"object"}'
 
 _TAG_SCHEMAS = frozenset(("json_schema", "schema"))
-"""Where schemas stand in a structural tag."""
+"""The keys of schemas in a structural tag."""
 
 _OPTION_TYPES = {"disable_any_whitespace": bool, "disable_additional_properties": bool, "whitespace_pattern": str}
 
@@ -57,10 +57,10 @@ _OPTION_TYPES = {"disable_any_whitespace": bool, "disable_additional_properties"
 def parse_structured(body: Mapping[str, Any]) -> StructuredSpec | None:
     """The constraint that a request's body asks for, or None.
 
-    OpenAI's `response_format`; vLLM's `structured_outputs` and its former `guided_*`; SGLang's `json_schema`,
+    Reads OpenAI's `response_format`; vLLM's `structured_outputs` and its older `guided_*`; SGLang's `json_schema`,
     `regex` and `ebnf`; llama.cpp's `grammar`; Ollama's `format`. Null fields count as absent. Schemas are closed
-    (`adapted_schema`) unless `open_schemas` is true, or `disable_additional_properties` false. Raises
-    `InvalidRequestError` with the field's name for wrong values, and for more than one constraint.
+    (`adapted_schema`) unless `open_schemas` is true or `disable_additional_properties` is false. Raises
+    `InvalidRequestError` with the field's name for invalid values, and for more than one constraint.
     """
     found = list(_constraints_in(body))
     if len(found) > 1:
@@ -97,7 +97,7 @@ def _from_response_format(value: Any) -> StructuredSpec | None:
         case "text":
             return None
         case "json_object" | "json_schema" if value.get("schema") is not None and value.get("json_schema") is None:
-            return _schema(value["schema"], f"{where}.schema")  # where llama.cpp and others have it
+            return _schema(value["schema"], f"{where}.schema")  # as llama.cpp and others have it
         case "json_object":
             return StructuredSpec(StructuredKind.JSON_OBJECT, JSON_OBJECT_SCHEMA, param=where)
         case "json_schema":
@@ -138,7 +138,7 @@ def _schema(value: Any, where: str) -> StructuredSpec:
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise InvalidRequestError(f"{where} must be a JSON schema that something fits: an object or true.", where)
+        raise InvalidRequestError(f"{where} must be a JSON schema that a value can fit: an object or true.", where)
     check_patterns(schema, where)
     return StructuredSpec(StructuredKind.JSON_SCHEMA, _json_text(schema, where), param=where)
 
@@ -215,7 +215,7 @@ def _whitespace(pattern: str | None, where: str) -> str | None:
 
 
 def _adapted(spec: StructuredSpec, *, is_closed: bool) -> StructuredSpec:
-    """The constraint with its schemas as `adapted_schema` has them."""
+    """The constraint with its schemas changed by `adapted_schema`."""
 
     def adapted(value: Any) -> Any:
         if isinstance(value, list):
@@ -238,7 +238,7 @@ def _adapted(spec: StructuredSpec, *, is_closed: bool) -> StructuredSpec:
 
 
 def _json_value(value: Any, where: str) -> Any:
-    """Some clients send JSON as text."""
+    """Parses the JSON text that some clients send instead of a value."""
     if not isinstance(value, str):
         return value
     try:
@@ -248,7 +248,7 @@ def _json_value(value: Any, where: str) -> Any:
 
 
 def _json_text(value: Any, where: str) -> str:
-    """Keeps the order of keys: it is the order in which properties are generated."""
+    """Keeps the order of keys, since properties are generated in this order."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,9 +1,8 @@
-"""Structural tags: free text in which certain tags, once begun, must be filled as their schemas say.
+"""Structural tags: free text in which certain tags, once begun, must have content that fits their schemas.
 
-Two forms exist among clients. OpenAI's older one lists `structures` and `triggers`; the one of XGrammar and vLLM
-has a `format`, which nests. The older is read as the newer's `triggered_tags`.
-
-Pieces of grammars in llguidance's dialect of Lark.
+Clients use two forms. The older one lists `structures` and `triggers`; the one of XGrammar and vLLM has a `format`,
+which nests. The older form is read as the newer one's `triggered_tags`. `LarkWriter` and the functions after it write
+grammars in llguidance's dialect of Lark.
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ from mlx_server.engine.grammar.schema import keep_bounds
 from mlx_server.engine.text.tokenizer import Tokenizer
 
 ANY_TEXT = r"/(.|\n)*/"
-"""Matches all text, but no added token that looks like a marker."""
-
+"""Matches any text, but no added token."""
 
 _USUAL_WHITESPACE = r" |\n{1,2}[ \t]{0,40}"
-"""What printing JSON needs. Unbounded white space, which JSON allows, is a trap that small models never leave."""
+"""What printed JSON needs. JSON allows unlimited white space, but small models would then never stop writing it."""
 
 
 class LarkWriter:
-    """Collects the rules of one grammar. `added_tokens` are the vocabulary entries that are tokens of their own."""
+    """Collects the rules of one grammar. `added_tokens` are the ids of the tokenizer's added tokens."""
 
     def __init__(self, added_tokens: Mapping[str, int]) -> None:
         self._added_tokens = added_tokens
@@ -34,7 +32,7 @@ class LarkWriter:
         self._rules: dict[str, str] = {}
 
     def rule(self, name: str, expression: str) -> str:
-        """Adds a rule; returns its name, which may be numbered to be unique. `name` may end in an attribute,
+        """Adds a rule, and returns its name: `name` with a number that makes it unique. `name` may end in an attribute,
         like `text[lazy]`."""
         stem, bracket, attribute = name.partition("[")
         unique = self.declare(stem)
@@ -42,7 +40,7 @@ class LarkWriter:
         return unique
 
     def declare(self, name: str) -> str:
-        """The unique name of a rule that `define` will add: it may name itself then."""
+        """Returns the unique name of a rule that `define` adds later, so that the rule can refer to itself."""
         unique = f"{name}_{len(self._rules)}"
         self._rules[unique] = ""
         return unique
@@ -51,12 +49,12 @@ class LarkWriter:
         self._rules[name] = f"{name}: {expression}"
 
     def text(self, start: str) -> str:
-        """The grammar, beginning at the expression `start`."""
+        """Returns the grammar that starts with the expression `start`."""
         return "\n".join([f"start: {start}", *self._rules.values()])
 
     def literal(self, text: str) -> str:
-        """Exactly `text`. Added tokens in it are matched as the tokens that they are: a model was not trained on
-        their spelling in other tokens, and llguidance does not find them in quoted text."""
+        """Matches exactly `text`. Added tokens in it are matched as single tokens: models were not trained on their
+        spelling in other tokens, and llguidance does not find them in quoted text."""
         pieces: list[str] = []
         end = 0
         for match in self._added.finditer(text):
@@ -66,8 +64,8 @@ class LarkWriter:
         return " ".join(pieces + _quoted(text[end:])) or '""'
 
     def one_of(self, texts: Iterable[str]) -> str:
-        """Exactly one of `texts`, of which there may be thousands: those without added tokens are one terminal, since
-        llguidance follows only 2000 alternatives of a rule."""
+        """Matches exactly one of `texts`. There may be thousands, but llguidance allows only 2000 alternatives in a
+        rule, so all texts without added tokens become one terminal."""
         plain: list[str] = []
         others: list[str] = []
         for text in texts:
@@ -81,7 +79,7 @@ class LarkWriter:
         return self._added.match(text) is not None
 
     def text_until(self, end: str, text: str = ANY_TEXT) -> str:
-        """What matches `text`, up to where `end` first stands, and `end`."""
+        """Matches `text` up to the first `end`, and that `end`."""
         if self.begins_with_added_token(end):
             return f"{self.rule('TEXT', text)} {self.literal(end)}"
         return self.rule("text[lazy]", f"{text} {self.literal(end)}")
@@ -96,20 +94,20 @@ def alternatives(expressions: Iterable[str]) -> str:
 
 
 def json_options(whitespace_pattern: str | None) -> dict[str, Any]:
-    """llguidance's options for what may stand between the tokens of JSON: None is usual printing, empty nothing."""
+    """llguidance's options for white space in JSON: None means usual printing, an empty pattern none at all."""
     if whitespace_pattern == "":
         return {"whitespace_flexible": False}
     return {"whitespace_pattern": _USUAL_WHITESPACE if whitespace_pattern is None else whitespace_pattern}
 
 
 def json_expression(schema: Any, options: Mapping[str, Any]) -> str:
-    """An expression for JSON that fits the schema, with llguidance's `options`."""
+    """Matches JSON that fits the schema, with llguidance's `options`."""
     schema = {**keep_bounds(schema), "x-guidance": options} if isinstance(schema, Mapping) else schema
     return f"%json {json.dumps(schema)}"
 
 
 def structural_tag_grammar(tag: Mapping[str, Any], tokenizer: Tokenizer, json_options: Mapping[str, Any]) -> str:
-    """The Lark grammar of a structural tag. Raises `ValueError` with what is wrong in it."""
+    """The Lark grammar of a structural tag. Raises `ValueError` that says what is wrong with the tag."""
     converter = _Converter(LarkWriter(tokenizer.added_tokens), json_options)
     if "format" in tag:
         return converter.writer.text(converter.expression(tag["format"]))
@@ -176,7 +174,7 @@ class _Converter:
         return f"{self.writer.literal(begin)} {self._content(item, end)}"
 
     def _content(self, item: Mapping[str, Any], end: str) -> str:
-        """What stands between a tag's begin and end, and the end; text ends where `end` first stands."""
+        """Matches a tag's content and its end. Text ends at the first `end`."""
         content = _need(item, "content", dict)
         if content.get("type") == "any_text" and end:
             return self.writer.text_until(end)
@@ -198,7 +196,7 @@ class _Converter:
         return f"{tag}{'+' if item.get('at_least_one') else '*'} {text}"
 
     def _triggered(self, trigger: str, tags: list[Any]) -> str:
-        """Free text up to the trigger, then the rest of one of the tags that begin with it."""
+        """Matches free text up to the trigger, and the rest of one of the tags that begin with it."""
         rests = alternatives(
             [
                 f"{self.writer.literal(tag['begin'][len(trigger) :])} {self._content(tag, _need(tag, 'end', str))}"

@@ -1,4 +1,4 @@
-"""Prompts, chats and inputs of scripts on their way in, and completions, vectors and scores on the way out."""
+"""What `LLM` and `AsyncLLM` share: requests made of prompts, chats and inputs, and results made of their outputs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from typing import Any, NoReturn, TypeAlias
 
 from tqdm import tqdm
 
-from mlx_server.engine.embeddings import FloatArray, InputTruncation, embedder_of, pair_up, scorer_of
+from mlx_server.engine.embeddings import FloatArray
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.grammar.constraints import CompiledGrammar
 from mlx_server.engine.grammar.spec import parse_structured
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
 from mlx_server.engine.text.chat import ChatOptions
 from mlx_server.engine.vision.decoding import UnreadableImageError, as_file, read_base64
-from mlx_server.engine.vision.parts import ImageParts
-from mlx_server.engine.vision.prompt import Pictures
+from mlx_server.engine.vision.parts import ImageParts, Pictures
 from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import InvalidRequestError
 from mlx_server.outputs import CompletionDelta, PositionLogprobs
@@ -28,7 +27,7 @@ from mlx_server.request import FinishReason, PoolingParams, PromptImage, Vector
 from mlx_server.sampling_params import SamplingParams, plain_ints
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or either under vLLM's names: `{"prompt": …}`, `{"prompt_token_ids": …}`."""
+"""Text, token ids, or one of them under vLLM's name: `{"prompt": …}`, `{"prompt_token_ids": …}`."""
 
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 """OpenAI's messages."""
@@ -48,7 +47,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt and its answers, `SamplingParams.n` of them. What only one has is the first's."""
+    """A prompt and its `SamplingParams.n` answers. The properties are those of the first answer."""
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
@@ -79,21 +78,22 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt, ready to be submitted."""
+    """A prompt and its requests, one for each answer."""
 
     prompt: str | None
     requests: tuple[GenerationRequest, ...]
 
 
 class Asker:
-    """Makes requests of prompts and chats."""
+    """Makes requests of prompts and chats. Any thread."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._ids = itertools.count()
 
     def prompts(self, prompts: Any, sampling: Any, adapters: Any) -> list[Asked]:
-        """Of each prompt, with the one or its own of the others. Raises `InvalidRequestError`."""
+        """Makes the requests of each prompt. `sampling` and `adapters` are one for all prompts, or one for each. Raises
+        `InvalidRequestError`."""
         each = as_prompts(prompts)
         samplings = for_each(sampling, len(each), "prompts", "sampling_params", SamplingParams)
         return list(map(self.prompt, each, samplings, for_each(adapters, len(each), "prompts", "adapters", str)))
@@ -139,7 +139,7 @@ class Asker:
             try:
                 if part.source.lower().startswith(("http:", "https:", "file:")):
                     raise UnreadableImageError(
-                        "is at a URL, and none is opened here. Give its bytes, its pathlib.Path or a data URL"
+                        "is at a URL, which the library does not open. Give its bytes, its pathlib.Path or a data URL"
                     )
                 prepared[index] = seeing.prepare(read_base64(part.source), self._max_pixels)
             except UnreadableImageError as error:
@@ -185,7 +185,7 @@ class Asker:
 
 
 def _with_sources(messages: Chat, max_pixels: int) -> list[Any]:
-    """Messages with all images in base64: bytes, files and pictures of Pillow, too. Raises `InvalidRequestError`."""
+    """Converts images that are bytes, files or Pillow images to base64. Raises `InvalidRequestError`."""
 
     def read(part: Any) -> Any:
         image = part.get("image") if isinstance(part, Mapping) else None
@@ -207,7 +207,7 @@ def _with_sources(messages: Chat, max_pixels: int) -> list[Any]:
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """A single prompt is a list of one; token ids in a row are one prompt."""
+    """Makes a list of prompts. A single prompt becomes a list of one; a sequence of token ids is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     try:
@@ -219,7 +219,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def for_each(given: Any, count: int, of_what: str, name: str, kind: type[Any]) -> list[Any]:
-    """`given` for all, or one for each."""
+    """Returns `given` for all `count` items, or checks that it has one for each."""
     if given is None or isinstance(given, kind):
         return [given] * count
     if not isinstance(given, Sequence):
@@ -234,7 +234,7 @@ def for_each(given: Any, count: int, of_what: str, name: str, kind: type[Any]) -
 
 
 async def complete(engine: AsyncEngine, asked: Sequence[Asked], use_tqdm: bool) -> list[Completion]:
-    """The answers, all in one continuous batch."""
+    """Completes all prompts in one continuous batch."""
     requests = itertools.chain.from_iterable(one.requests for one in asked)
     answers = iter(await run_all(engine, requests, "Completions", use_tqdm))
     return [_completion(one, list(itertools.islice(answers, len(one.requests)))) for one in asked]
@@ -243,8 +243,8 @@ async def complete(engine: AsyncEngine, asked: Sequence[Asked], use_tqdm: bool) 
 async def run_all(
     engine: AsyncEngine, requests: Iterable[GenerationRequest], what: str, use_tqdm: bool
 ) -> list[list[CompletionDelta]]:
-    """Runs requests, all of which are submitted first; what came of each, in the same order. If one fails or the wait
-    is cancelled, all are aborted."""
+    """Submits all requests, and returns the deltas of each, in the same order. If one fails or the wait is cancelled,
+    all are aborted."""
     streams: list[RequestStream] = []
     try:
         for request in requests:
@@ -297,47 +297,10 @@ class Embedding:
     embedding: FloatArray
 
 
-async def embed(
-    engine: AsyncEngine,
-    prompts: str | Sequence[str | Sequence[int]],
-    *,
-    dimensions: int | None,
-    prompt_name: str | None,
-    truncate_prompt_tokens: int | None,
-    use_tqdm: bool,
-) -> list[Embedding]:
-    """Every prompt's vector. Raises `InvalidRequestError` before anything runs."""
-    truncation = InputTruncation(truncate_prompt_tokens)
-    prompts = [prompts] if isinstance(prompts, str) else prompts
-    embedder = embedder_of(engine.pooling, engine.model_name)
-    embedder.check_dimensions(dimensions)
-    before = embedder.prompt(prompt_name)
-    items = [prompt if isinstance(prompt, str) else plain_ints(prompt, "prompts") for prompt in prompts]
-    inputs = [embedder.token_ids(item, before, truncation, f"prompts[{index}]") for index, item in enumerate(items)]
-    results = await _pool(engine, inputs, embedder.params, use_tqdm)
-    vectors = (embedder.vector(result, dimensions) for result in results)
-    return [Embedding(tuple(ids), vector) for ids, vector in zip(inputs, vectors, strict=True)]
-
-
-async def score(
-    engine: AsyncEngine,
-    text_1: str | Sequence[str],
-    text_2: str | Sequence[str],
-    *,
-    truncate_prompt_tokens: int | None,
-    use_tqdm: bool,
-) -> list[float]:
-    """The score of each pair. Raises `InvalidRequestError` before anything runs."""
-    names = ("text_1", "text_2")
-    firsts, seconds = ([texts] if isinstance(texts, str) else list(texts) for texts in (text_1, text_2))
-    scorer = scorer_of(engine.pooling, engine.model_name)
-    plan = scorer.plan(pair_up(firsts, seconds, names), names, InputTruncation(truncate_prompt_tokens))
-    return plan.scores(await _pool(engine, plan.inputs, scorer.params, use_tqdm))
-
-
-async def _pool(
+async def pool(
     engine: AsyncEngine, inputs: Sequence[Sequence[int]], params: PoolingParams, use_tqdm: bool
 ) -> list[Vector]:
+    """The pooled result of each input, computed in one continuous batch."""
     requests = [
         GenerationRequest(
             request_id=f"llm-input-{next(_ids)}", prompt_token_ids=token_ids, sampling=SamplingParams(), pooling=params

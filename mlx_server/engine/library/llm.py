@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
-from mlx_server.config import FULL_KV, WHOLE_WEIGHTS, Config, load_config
+from mlx_server.config import Config, load_config
+from mlx_server.engine.embeddings import InputTruncation, embedder_of, pair_up, scorer_of
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.library.completions import (
     Asked,
@@ -22,9 +22,8 @@ from mlx_server.engine.library.completions import (
     Embedding,
     Prompt,
     complete,
-    embed,
     for_each,
-    score,
+    pool,
 )
 from mlx_server.engine.parts import GivenModels, Surroundings
 from mlx_server.engine.text.chat import ChatOptions
@@ -32,80 +31,63 @@ from mlx_server.errors import ConfigError, InvalidRequestError
 from mlx_server.outputs import CompletionDelta, EngineStats
 from mlx_server.runtime.executor import MLXThread
 from mlx_server.runtime.models.loader import LoadedModel, RunnerInfo
-from mlx_server.sampling_params import SamplingParams
+from mlx_server.sampling_params import SamplingParams, plain_ints
 
 __all__ = ["LLM", "AsyncLLM", "Completion", "CompletionOutput"]
 
 _T = TypeVar("_T")
 
 _AN_HOUR_MS = 3.6e6
-"""Nobody watches the tokens come, so that steps are as long as their token budget lets them be."""
+"""`LLM` streams no tokens, so only the token budget bounds its steps."""
+
+
+class EngineOptions(TypedDict, total=False):
+    """What `LLM` and `AsyncLLM` take besides the model: the server's settings of the same names, with their defaults.
+
+    `draft_model` is a smaller model of the same vocabulary; it must be loaded if and only if the model is. `mtp_from`
+    says where the heads for `speculate="mtp"` are fetched from. `adapters` are folders by name, or folders that have
+    their adapters' names. `max_chunk_tokens` bounds one prompt's share of a step.
+    """
+
+    draft_model: str | LoadedModel | None
+    mtp_from: str | None
+    adapters: Mapping[str, str] | Sequence[str]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_chunk_tokens: int | None
+    kv_cache_memory: str
+    num_kv_blocks: int | None
+    kv_bits: str
+    attention_backend: str
+    dtype: str
+    quantize: str
+    batch_invariant: bool
+    async_scheduling: bool
+    speculate: str
+    max_draft_tokens: int
+    prefix_caching: bool
+    max_model_len: int | None
+    pooling: str
+    target_step_ms: float | None
+    max_step_ms: float
 
 
 class LLM:
-    """A model with the server's scheduler and runner, used from synchronous code: scripts, and notebooks too, since its
-    event loop has a thread of its own. Several threads may use one. `AsyncLLM` is the same for code that awaits.
+    """A model with the server's scheduler and runner, for synchronous code: scripts and notebooks. Its event loop has a
+    thread of its own. Several threads may share one `LLM`. `AsyncLLM` is the same for async code.
 
-    Close it, or use it as a context manager, to give its memory back.
+    Close it, or use it as a context manager, to free its memory.
     """
 
-    def __init__(
-        self,
-        model: str | LoadedModel = "smollm2",
-        *,
-        draft_model: str | LoadedModel | None = None,
-        mtp_from: str | None = None,
-        adapters: Mapping[str, str] | Sequence[str] = (),
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        max_chunk_tokens: int | None = None,
-        kv_cache_memory: str = "auto",
-        num_kv_blocks: int | None = None,
-        kv_bits: str = FULL_KV,
-        attention_backend: str = "auto",
-        dtype: str = "auto",
-        quantize: str = WHOLE_WEIGHTS,
-        batch_invariant: bool = False,
-        async_scheduling: bool = True,
-        speculate: str = "auto",
-        max_draft_tokens: int = 8,
-        prefix_caching: bool = True,
-        max_model_len: int | None = None,
-        pooling: str = "auto",
-    ) -> None:
-        """Loads the model; raises what loading raises. `draft_model` is a smaller one of the same vocabulary, loaded
-        already only if the model is; `mtp_from` is where heads are fetched from, with `speculate="mtp"`. `adapters` are
-        folders by name, or folders named like their adapters; `max_chunk_tokens` bounds one prompt's share of a step;
-        `pooling` is the setting of that name."""
-        self._engine, self._thread = _make_engine(
-            model,
-            max_chunk_tokens,
-            draft_model=draft_model,
-            mtp_from=mtp_from,
-            adapters=adapters,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            kv_cache_memory=kv_cache_memory,
-            num_kv_blocks=num_kv_blocks,
-            kv_bits=kv_bits,
-            attention_backend=attention_backend,
-            dtype=dtype,
-            quantize=quantize,
-            batch_invariant=batch_invariant,
-            async_scheduling=async_scheduling,
-            speculate=speculate,
-            max_draft_tokens=max_draft_tokens,
-            prefix_caching=prefix_caching,
-            max_model_len=max_model_len,
-            pooling=pooling,
-            target_step_ms=_AN_HOUR_MS,
-            max_step_ms=_AN_HOUR_MS,
-        )
-        self._asker = Asker(self._engine)
+    def __init__(self, model: str | LoadedModel = "smollm2", **options: Unpack[EngineOptions]) -> None:
+        """Loads the model; raises what loading raises. The options are those of `EngineOptions`."""
+        options.setdefault("target_step_ms", _AN_HOUR_MS)
+        options.setdefault("max_step_ms", _AN_HOUR_MS)
+        self._llm = AsyncLLM(model, **options)
         self._loop = _LoopThread()
-        self._finalizer = weakref.finalize(self, _drop, self._loop, self._engine, self._thread)
+        self._finalizer = weakref.finalize(self, _drop, self._loop, self._llm)
         try:
-            self._loop.run(self._engine.start())
+            self._loop.run(self._llm.start())
         except BaseException:
             self.close()
             raise
@@ -118,15 +100,15 @@ class LLM:
         use_tqdm: bool = True,
         adapters: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
-        """Completes every prompt, all in one continuous batch; results in the same order. A single prompt, text or
-        token ids, gives a list of one.
+        """Completes all prompts in one continuous batch, and returns the results in the same order. A single prompt,
+        text or token ids, gives a list of one.
 
-        `sampling_params` is for all prompts, or one for each; None is what the model's folder asks for. So is
-        `adapters`, the name of one; None is the model without any. Raises `InvalidRequestError` before anything runs if
-        a prompt cannot be served, `ModelNotFoundError` for an adapter that is not there, and `EngineDeadError` if the
-        model fails.
+        `sampling_params` is one for all prompts, or one for each; None means the defaults in the model's folder.
+        `adapters` is the name of one adapter for all prompts, or one name for each; None means no adapter. Raises
+        `InvalidRequestError` before anything runs if a prompt cannot be served, `ModelNotFoundError` for an unknown
+        adapter, and `EngineDeadError` if the model fails.
         """
-        return self._complete(self._asker.prompts(prompts, sampling_params, adapters), use_tqdm)
+        return self._complete(self._llm.asker.prompts(prompts, sampling_params, adapters), use_tqdm)
 
     def chat(
         self,
@@ -141,9 +123,9 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
-        """Answers one chat, or each of several, as `generate` does. Prompts are written by the model's chat template,
-        or by `chat_template`; `tools` are shown to the model, and its calls are in the text. `add_generation_prompt`
-        opens the assistant's turn (None: unless a message is continued)."""
+        """Answers one chat, or each of several, as `generate` does. The model's chat template, or `chat_template`,
+        writes the prompts. The model sees `tools`, and its calls stay in the text. `add_generation_prompt` opens the
+        assistant's turn (None: unless a message is continued)."""
         chats = [messages] if isinstance(next(iter(messages), None), Mapping) else list(messages)
         sampling = for_each(sampling_params, len(chats), "chats", "sampling_params", SamplingParams)
         named = for_each(adapters, len(chats), "chats", "adapters", str)
@@ -153,7 +135,10 @@ class LLM:
             chat_template=chat_template,
             template_kwargs=chat_template_kwargs or {},
         )
-        asked = [self._asker.chat(*one, tools, options) for one in zip(chats, sampling, named)]  # type: ignore[arg-type]
+        asked = [
+            self._llm.asker.chat(chat, params, adapter, tools, options)  # type: ignore[arg-type]
+            for chat, params, adapter in zip(chats, sampling, named, strict=True)
+        ]
         return self._complete(asked, use_tqdm)
 
     def embed(
@@ -165,14 +150,13 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[Embedding]:
-        """Every prompt's vector (text or token ids), all in one continuous batch; results in the same order.
+        """Returns every prompt's vector (text or token ids), computed in one continuous batch, in the same order.
 
-        `prompt_name` is one of the model's, to go before texts; `dimensions` cuts the vectors (Matryoshka), and
-        `truncate_prompt_tokens` long prompts (-1: to what the model takes). Raises `InvalidRequestError` before
-        anything runs if the model gives no vectors or a prompt cannot be served.
+        `prompt_name` is one of the model's own prompts, which then precedes each text. `dimensions` shortens the
+        vectors (Matryoshka), and `truncate_prompt_tokens` shortens long prompts (-1: to the model's limit). Raises
+        `InvalidRequestError` before anything runs if the model gives no vectors or a prompt cannot be served.
         """
-        work = embed(
-            self._engine,
+        work = self._llm.embed(
             prompts,
             dimensions=dimensions,
             prompt_name=prompt_name,
@@ -189,29 +173,29 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[float]:
-        """How well each of `text_2` fits `text_1`, one text for all or one for each: 0 to 1 of a reranker, the cosine
-        of both vectors of an embedder. Raises as `embed`."""
-        work = score(self._engine, text_1, text_2, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm)
+        """Returns how well each of `text_2` fits `text_1` (one text for all, or one for each): a number from 0 to 1 for
+        a reranker, the cosine of both vectors for an embedding model. Raises as `embed` does."""
+        work = self._llm.score(text_1, text_2, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm)
         return self._loop.run(work)
 
     def stats(self) -> EngineStats:
         """Totals since the model was loaded."""
-        return self._engine.stats()
+        return self.engine.stats()
 
     @property
     def info(self) -> RunnerInfo:
         """Pool size, attention backend and the like."""
-        return self._engine.info
+        return self.engine.info
 
     @property
     def engine(self) -> AsyncEngine:
         """The engine itself, for introspection."""
-        return self._engine
+        return self._llm.engine
 
     def close(self) -> None:
-        """Unloads the model. Calling it again does nothing; an `LLM` that is dropped is closed, too."""
+        """Unloads the model. Idempotent. The garbage collector closes an `LLM`, too."""
         if self._finalizer.detach() is not None:
-            _close(self._loop, self._engine, self._thread)
+            _close(self._loop, self._llm)
 
     def __enter__(self) -> LLM:
         return self
@@ -222,30 +206,40 @@ class LLM:
         self.close()
 
     def _complete(self, asked: Sequence[Asked], use_tqdm: bool) -> list[Completion]:
-        return self._loop.run(complete(self._engine, asked, use_tqdm))
+        return self._loop.run(complete(self.engine, asked, use_tqdm))
 
 
 class AsyncLLM:
-    """`LLM` for code that awaits, in whose event loop it runs: `async with AsyncLLM("owner/name") as llm`.
+    """`LLM` for async code: `async with AsyncLLM("owner/name") as llm`. It runs in the caller's event loop.
 
-    Answers come token by token, and steps are short enough to watch them.
+    Answers can be streamed token by token, so steps are short, as on the server.
     """
 
-    def __init__(self, model: str | LoadedModel = "smollm2", **options: Any) -> None:
-        """`options` are those of `LLM`. Nothing is loaded before `start`."""
-        given = inspect.signature(LLM).bind(model, **options)
-        given.apply_defaults()
-        options = dict(given.arguments)
-        self._engine, self._thread = _make_engine(options.pop("model"), options.pop("max_chunk_tokens"), **options)
-        self._asker = Asker(self._engine)
+    def __init__(self, model: str | LoadedModel = "smollm2", **options: Unpack[EngineOptions]) -> None:
+        """The options are those of `EngineOptions`. Nothing is loaded before `start`."""
+        unknown = options.keys() - EngineOptions.__annotations__.keys()
+        if unknown:
+            raise TypeError(f"{sorted(unknown)[0]} is no option of LLM or AsyncLLM")
+        max_chunk_tokens = options.pop("max_chunk_tokens", None)
+        given = GivenModels(_if_loaded(model), _if_loaded(options.get("draft_model")))
+        config = _config(model, {**options})
+        self._thread = MLXThread()
+        try:
+            self.engine = AsyncEngine(
+                config, Surroundings(self._thread), given=given, max_chunk_tokens=max_chunk_tokens
+            )
+        except BaseException:
+            self._thread.stop()
+            raise
+        self.asker = Asker(self.engine)
 
     async def start(self) -> None:
         """Loads the model; raises what loading raises."""
-        await self._engine.start()
+        await self.engine.start()
 
     async def stop(self) -> None:
-        """Ends what is open, and unloads the model."""
-        await self._engine.stop()
+        """Aborts open requests, and unloads the model."""
+        await self.engine.stop()
         self._thread.stop()
 
     async def __aenter__(self) -> AsyncLLM:
@@ -262,9 +256,9 @@ class AsyncLLM:
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> AsyncGenerator[CompletionDelta, None]:
-        """What comes of one prompt, as it comes; closing the generator ends the request. Its first answer
-        raises as `LLM.generate` does."""
-        return self._answer(partial(self._asker.prompt, prompt, sampling_params, adapter))
+        """Streams the answer to one prompt. Closing the generator aborts the request. Its first item raises as
+        `LLM.generate` does."""
+        return self._answer(partial(self.asker.prompt, prompt, sampling_params, adapter))
 
     def chat(
         self,
@@ -275,9 +269,9 @@ class AsyncLLM:
         tools: Sequence[dict[str, Any]] | None = None,
         options: ChatOptions | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
-        """The answer to one chat, as `generate` gives it."""
+        """Streams the answer to one chat, as `generate` does."""
         return self._answer(
-            partial(self._asker.chat, messages, sampling_params, adapter, tools, options or ChatOptions())
+            partial(self.asker.chat, messages, sampling_params, adapter, tools, options or ChatOptions())
         )
 
     async def complete(
@@ -287,8 +281,8 @@ class AsyncLLM:
         *,
         adapters: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
-        """As `LLM.generate`, without a bar of progress."""
-        return await complete(self._engine, self._asker.prompts(prompts, sampling_params, adapters), use_tqdm=False)
+        """As `LLM.generate`, without a progress bar."""
+        return await complete(self.engine, self.asker.prompts(prompts, sampling_params, adapters), use_tqdm=False)
 
     async def embed(
         self,
@@ -297,33 +291,40 @@ class AsyncLLM:
         dimensions: int | None = None,
         prompt_name: str | None = None,
         truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = False,
     ) -> list[Embedding]:
-        """As `LLM.embed`, without a bar of progress."""
-        return await embed(
-            self._engine,
-            prompts,
-            dimensions=dimensions,
-            prompt_name=prompt_name,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            use_tqdm=False,
-        )
+        """As `LLM.embed`."""
+        truncation = InputTruncation(truncate_prompt_tokens)
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        embedder = embedder_of(self.engine.pooling, self.engine.model_name)
+        embedder.check_dimensions(dimensions)
+        before = embedder.prompt(prompt_name)
+        items = [prompt if isinstance(prompt, str) else plain_ints(prompt, "prompts") for prompt in prompts]
+        inputs = [embedder.token_ids(item, before, truncation, f"prompts[{index}]") for index, item in enumerate(items)]
+        results = await pool(self.engine, inputs, embedder.params, use_tqdm)
+        vectors = (embedder.vector(result, dimensions) for result in results)
+        return [Embedding(tuple(ids), vector) for ids, vector in zip(inputs, vectors, strict=True)]
 
     async def score(
-        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = False,
     ) -> list[float]:
-        """As `LLM.score`, without a bar of progress."""
-        return await score(self._engine, text_1, text_2, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=False)
-
-    @property
-    def engine(self) -> AsyncEngine:
-        """The engine itself, for introspection."""
-        return self._engine
+        """As `LLM.score`."""
+        names = ("text_1", "text_2")
+        firsts, seconds = ([texts] if isinstance(texts, str) else list(texts) for texts in (text_1, text_2))
+        scorer = scorer_of(self.engine.pooling, self.engine.model_name)
+        plan = scorer.plan(pair_up(firsts, seconds, names), names, InputTruncation(truncate_prompt_tokens))
+        return plan.scores(await pool(self.engine, plan.inputs, scorer.params, use_tqdm))
 
     async def _answer(self, ask: Callable[[], Asked]) -> AsyncGenerator[CompletionDelta, None]:
         asked = await asyncio.to_thread(ask)  # a long text or an image takes up to a second
         if len(asked.requests) > 1:
-            raise InvalidRequestError("One answer can be watched; use complete for several, or n=1.", "n")
-        stream = self._engine.submit(asked.requests[0])
+            raise InvalidRequestError("Only one answer can be streamed; use complete for several, or n=1.", "n")
+        stream = self.engine.submit(asked.requests[0])
         try:
             async for delta in stream:
                 yield delta
@@ -331,29 +332,18 @@ class AsyncLLM:
             stream.abort()
 
 
-def _make_engine(model: str | LoadedModel, max_chunk_tokens: int | None, **flags: Any) -> tuple[AsyncEngine, MLXThread]:
-    """The engine and its thread, which has not been started if this raises."""
-    draft_model = flags["draft_model"]
-    config = _config(model, flags)
-    given = GivenModels(
-        None if isinstance(model, str) else model, draft_model if isinstance(draft_model, LoadedModel) else None
-    )
-    thread = MLXThread()
-    try:
-        return AsyncEngine(config, Surroundings(thread), given=given, max_chunk_tokens=max_chunk_tokens), thread
-    except BaseException:
-        thread.stop()
-        raise
+def _if_loaded(model: str | LoadedModel | None) -> LoadedModel | None:
+    return model if isinstance(model, LoadedModel) else None
 
 
-def _config(model: str | LoadedModel, flags: dict[str, Any]) -> Config:
-    adapters, draft_model = flags.pop("adapters"), flags.pop("draft_model")
+def _config(model: str | LoadedModel, options: dict[str, Any]) -> Config:
+    adapters, draft_model = options.pop("adapters", None), options.pop("draft_model", None)
     if adapters and not isinstance(model, str):
-        raise ConfigError("A model that is loaded already has its adapters; give them to what loads it.")
+        raise ConfigError("A loaded model has its adapters already; give them to the function that loads it.")
     if draft_model is not None and isinstance(draft_model, str) != isinstance(model, str):
-        raise ConfigError("Give the draft model as the model is given: both by name, or both loaded.")
-    wanted = {
-        **flags,
+        raise ConfigError("Give the draft model as you give the model: both by name, or both loaded.")
+    flags = {
+        **options,
         "model": model if isinstance(model, str) else model.name,
         "draft_model": draft_model.name if isinstance(draft_model, LoadedModel) else draft_model,
         "adapter": adapters or None,
@@ -361,11 +351,11 @@ def _config(model: str | LoadedModel, flags: dict[str, Any]) -> Config:
         "max_queued_tokens": 1_000_000_000,
         "queue_timeout_s": 0.0,
     }
-    return load_config(environ={}, flags=wanted)
+    return load_config(environ={}, flags=flags)
 
 
 class _LoopThread:
-    """An event loop on a thread of its own, that does not keep a process from ending."""
+    """An event loop on a daemon thread."""
 
     def __init__(self) -> None:
         self._is_ready = threading.Event()
@@ -380,7 +370,7 @@ class _LoopThread:
         await self._end.wait()
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Its result, waited for on another thread; an interrupt of that cancels it."""
+        """Runs `work` on the loop and waits for its result; an interrupt cancels it. Any other thread."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -393,16 +383,15 @@ class _LoopThread:
         self._thread.join()
 
 
-def _close(loop: _LoopThread, engine: AsyncEngine, thread: MLXThread) -> None:
-    loop.run(engine.stop())
+def _close(loop: _LoopThread, llm: AsyncLLM) -> None:
+    loop.run(llm.stop())
     loop.stop()
-    thread.stop()
 
 
-def _drop(loop: _LoopThread, engine: AsyncEngine, thread: MLXThread) -> None:
-    """Closes what the garbage collector has found, maybe on a thread that closing waits for; or at the process' end,
-    when no thread can be started."""
+def _drop(loop: _LoopThread, llm: AsyncLLM) -> None:
+    """Closes an `LLM` that the garbage collector found, perhaps on a thread that closing waits for; or at the end of
+    the process, when no thread can be started."""
     if threading.current_thread() is threading.main_thread():
-        _close(loop, engine, thread)
+        _close(loop, llm)
     else:
-        threading.Thread(target=_close, args=(loop, engine, thread), name="llm-close").start()
+        threading.Thread(target=_close, args=(loop, llm), name="llm-close").start()

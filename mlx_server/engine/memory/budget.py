@@ -1,6 +1,6 @@
-"""How much memory models take: one ledger for all models of a process. What is promised counts, not what was touched:
-weights, KV pools and room for the temporaries of steps. The system's own memory is read for each question, so that
-other programs count, too.
+"""The memory budget: one ledger for all models of a process. It counts what is booked, whether or not it was used yet:
+weights, KV pools and room for the temporaries of steps. The system's memory is read for each question, so other
+programs count, too.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from mlx_server.runtime.memory import MemoryReading, bounded_memory, read_memory
 from mlx_server.setting import parse_share
 
 _AUTO_SHARE = 0.9
-"""Of what the device recommends: under the pressure at which nobody is admitted any more."""
+"""Of the device's recommended limit. It is below the pressure at which no more requests are admitted."""
 
 
 class MemoryBudget:
-    """What all models of the process may hold together. While there are any, MLX is told so, too. Event-loop thread
-    only."""
+    """What all models of the process may hold together. While there are models, MLX has the same limit. Event-loop
+    thread only."""
 
     def __init__(
         self, limit_bytes: int, reserve_bytes: int = 0, read: Callable[[], MemoryReading] = read_memory
     ) -> None:
-        """`limit_bytes` bounds what is held; `reserve_bytes` of the system's memory are left to others. `read` reads
-        the memory as it is at that moment."""
+        """`limit_bytes` limits what is held; `reserve_bytes` of the system's memory are left to other programs. `read`
+        reads the memory as it is now."""
         self.limit_bytes = limit_bytes
         self.reserve_bytes = reserve_bytes
         self._read = read
@@ -45,7 +45,7 @@ class MemoryBudget:
         return cls(limit, parse_share(settings.memory_reserve, reading.total_bytes), read)
 
     def read(self) -> MemoryReading:
-        """The memory with all that is booked for steps of loaded models in use, whether one runs now or not."""
+        """The memory as if all that is booked for steps of loaded models were in use."""
         loaded = [share for share in self._shares if share.is_settled]
         steps = sum(share.need.activation_bytes for share in loaded)
         return self._read().with_steps(sum(share.need.total_bytes for share in loaded) - steps, steps)
@@ -56,25 +56,24 @@ class MemoryBudget:
 
     @property
     def free_bytes(self) -> int:
-        """What may be taken now: within the limit, without touching the reserve or what models still load."""
-        return self.free_beside(self.pending_bytes())
+        """What may be booked now: within the limit, without the reserve and what loading models need."""
+        return self.free_for(None)
 
-    def pending_bytes(self, asking: MemoryShare | None = None) -> int:
-        """What is being loaded for others than `asking`: not yet seen in the system's memory, and not free all the
-        same."""
+    def pending_bytes(self, asking: MemoryShare | None) -> int:
+        """What models other than `asking` are loading: not yet visible in the system's memory, but not free either."""
         return sum(s.need.total_bytes for s in self._shares if s is not asking and not s.is_settled)
 
-    def free_beside(self, pending_bytes: int) -> int:
-        """What may be taken now if so much of the system's memory is promised."""
-        unused = self.read().available_bytes - self.reserve_bytes - pending_bytes
+    def free_for(self, asking: MemoryShare | None) -> int:
+        """What `asking` may book now."""
+        unused = self.read().available_bytes - self.reserve_bytes - self.pending_bytes(asking)
         return max(0, min(self.limit_bytes - self.held_bytes, unused))
 
     def missing_bytes(self, need: MemoryNeed) -> int:
-        """How much must be given back before `need` fits; 0 if it fits."""
+        """How much must be freed before `need` fits; 0 if it fits."""
         return max(0, need.total_bytes - self.free_bytes)
 
     def take(self, owner: str, need: MemoryNeed) -> MemoryShare:
-        """Books what loading `owner` will take. Raises `InsufficientMemoryError`, with the numbers."""
+        """Books what loading `owner` will need. Raises `InsufficientMemoryError` with the numbers."""
         if self.missing_bytes(need):
             raise InsufficientMemoryError(self._refusal(owner, need))
         if not self._shares:
@@ -84,7 +83,7 @@ class MemoryBudget:
         return share
 
     def forget(self, share: MemoryShare) -> None:
-        """The share's owner holds nothing any more."""
+        """Removes the share: its owner holds nothing any more."""
         self._shares.remove(share)
         if not self._shares:
             self._bound.close()
@@ -95,7 +94,7 @@ class MemoryBudget:
         return (
             f"The model {owner} needs {_mib(need.total_bytes)} (weights {_mib(need.weights_bytes)}, activations "
             f"{_mib(need.activation_bytes)}, first KV blocks {_mib(need.kv_bytes)}), and {_mib(self.free_bytes)} may "
-            f"be taken: the limit is {_mib(self.limit_bytes)}, held are {_mib(self.held_bytes)}"
+            f"be used: the limit is {_mib(self.limit_bytes)}, held are {_mib(self.held_bytes)}"
             f"{f' ({holders})' if holders else ''}; {_mib(reading.available_bytes)} are available on the system, "
             f"of which {_mib(self.reserve_bytes)} stay in reserve. Unload a model, take a smaller or quantised one, "
             "lower --max-num-batched-tokens, close other programs, or raise --memory-limit."
@@ -103,7 +102,7 @@ class MemoryBudget:
 
 
 class MemoryShare:
-    """What one model holds of a budget, which is its `need`. `grow` and `shrink` change its KV part."""
+    """What one model has booked in a budget: its `need`. `grow` and `shrink` change the KV part of it."""
 
     def __init__(self, budget: MemoryBudget, owner: str, need: MemoryNeed) -> None:
         self.owner = owner
@@ -112,23 +111,23 @@ class MemoryShare:
         self._budget = budget
 
     def growable_bytes(self, pressure: float) -> int:
-        """What `grow` would book at most without bringing the memory to that pressure."""
+        """The most that `grow` can book before memory reaches that pressure."""
         pending = self._budget.pending_bytes(self)
         return max(0, min(self._free_bytes, self._budget.read().room_below(pressure) - pending))
 
     @property
     def limit_bytes(self) -> int:
-        """What all models may hold."""
+        """The limit for all models together."""
         return self._budget.limit_bytes
 
     @property
     def kv_limit_bytes(self) -> int:
-        """What the KV pool could ever have: all that the weights and activations leave of the budget."""
+        """The most that the KV pool could ever have: the budget without this model's weights and activations."""
         return max(0, self._budget.limit_bytes - self.need.weights_bytes - self.need.activation_bytes)
 
     @property
     def kv_room_bytes(self) -> int:
-        """What it could have now: what is booked for it, and what is free."""
+        """What the KV pool could have now: what is booked for it, and what is free."""
         return min(self.kv_limit_bytes, self.need.kv_bytes + self._free_bytes)
 
     def read(self) -> MemoryReading:
@@ -136,36 +135,36 @@ class MemoryShare:
         return self._budget.read()
 
     def join(self, need: MemoryNeed) -> bool:
-        """Books what is to be loaded beside the model; False, and nothing booked, if that much is not free."""
+        """Books what is loaded besides the model. Returns False, and books nothing, if that much is not free."""
         if need.total_bytes > self._free_bytes:
             return False
-        self.need = self.need.beside(need)
+        self.need = self.need.plus(need)
         return True
 
     def settle(self, need: MemoryNeed) -> None:
-        """The model is loaded: books what it really took instead of what was estimated."""
+        """Replaces the estimate by what the loaded model really takes."""
         self.need = need
         self.is_settled = True
 
     def grow(self, num_bytes: int) -> bool:
-        """Books more for the KV pool; False, and nothing booked, if that much is not free."""
+        """Books more for the KV pool. Returns False, and books nothing, if that much is not free."""
         if num_bytes > self._free_bytes:
             return False
         self._add_kv(num_bytes)
         return True
 
     def shrink(self, num_bytes: int) -> None:
-        """So much of the KV pool has been given back."""
-        assert num_bytes <= self.need.kv_bytes, "more is given back than was taken"
+        """Unbooks a part of the KV pool that was freed."""
+        assert num_bytes <= self.need.kv_bytes, "more was freed than booked"
         self._add_kv(-num_bytes)
 
     def release(self) -> None:
-        """The model is unloaded."""
+        """Ends the share: the model is unloaded."""
         self._budget.forget(self)
 
     @property
     def _free_bytes(self) -> int:
-        return self._budget.free_beside(self._budget.pending_bytes(self))
+        return self._budget.free_for(self)
 
     def _add_kv(self, num_bytes: int) -> None:
         self.need = replace(self.need, kv_bytes=self.need.kv_bytes + num_bytes)

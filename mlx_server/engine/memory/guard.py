@@ -1,5 +1,5 @@
-"""What models do as the machine runs short of memory: `KvMemory` says by how much one model's KV pool may grow,
-`MemoryGuard` gives some of it back, and `MemoryWatch` tells the guards of all models when to."""
+"""What happens under memory pressure: `KvMemory` decides how much one model's KV pool may grow, `MemoryGuard` frees
+parts of the pool, and `MemoryWatch` watches the memory and calls the guards of all models."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _SAMPLE_S = 1.0
 _RETRY_S = 0.005
 _SAVING_S = 0.05
 _PATIENT_SHARE = 0.5
-"""Of the time that memory may take to be given, for how long cached prefixes may be saved on disk first."""
+"""The part of the time for freeing memory in which cached prefixes may be saved on disk first."""
 
 _MOST_PUT_OFF = 2
-"""Samples at which a cut under pressure may wait for that."""
+"""The number of samples for which a cut under pressure may wait for that."""
 
 _HYSTERESIS = 0.03
-"""A level is left only when the pressure is so much lower than where it began."""
+"""A level ends when the pressure is this much below the level's threshold."""
 
 _REFUSAL_S = 0.2
-"""How long a refusal stands, unless the model has given memory back, before the system is asked again: a full pool asks
-for every block."""
+"""How long a refusal is valid, unless the model frees memory: a full pool asks for every block, and reading the
+system's memory each time would be slow."""
 
 _ROOMY_BELOW = 0.8
-"""Pressure to which a pool doubles and keeps what is cached: well under the one at which it gives that back."""
+"""Up to this pressure a pool doubles and keeps what is cached. Well below the pressure at which it frees that."""
 
 _NEEDED_BELOW = 0.89
-"""Pressure to which it gets what a request needs: under the one at which nobody is admitted any more."""
+"""Up to this pressure a pool gets what a request needs. Below the pressure at which no request is admitted."""
 
 
 class KvMemory:
-    """Lets a pool of blocks grow within its model's share of the budget; a `BlockSupply`. Event-loop thread only."""
+    """A `BlockSupply` that lets a pool grow within its model's share of the budget. Event-loop thread only."""
 
     def __init__(self, share: MemoryShare, block_bytes: int, clock: Callable[[], float]) -> None:
         self.block_bytes = block_bytes
@@ -77,20 +77,20 @@ class KvMemory:
         self._given_back.set()
 
     async def given_back(self, num_blocks: int) -> None:
-        """Returns when so many blocks have been given back in all."""
+        """Waits until `num_blocks` blocks were freed in all."""
         while self._num_given_back < num_blocks:
             self._given_back.clear()
             await self._given_back.wait()
 
 
 class PressureLevel(enum.IntEnum):
-    """How short memory is; each level does what those before it do, too.
+    """How short memory is. Each level includes the actions of the lower ones.
 
-    EVICT    the pool gives half of its idle blocks back at each sample, cached ones included, and grows only by what
-             requests need; for two samples at most, what is worth keeping on disk is saved first
-    HOLD     the pool does not grow, and nobody starts beside those who run
-    PREEMPT  at each sample, the running request of the lowest priority of all models waits again, unless it is the
-             only one of its model, and all idle blocks go
+    EVICT    at each sample, the pool frees half of its idle blocks, including cached ones, and grows only by what
+             requests need; for up to two samples, prefixes that are worth it are saved on disk first
+    HOLD     the pool does not grow, and no request starts
+    PREEMPT  at each sample, the running request with the lowest priority among all models is preempted, unless it is
+             the only one of its model, and all idle blocks are freed
     """
 
     NONE = 0
@@ -99,7 +99,7 @@ class PressureLevel(enum.IntEnum):
     PREEMPT = 97
 
     def after(self, pressure: float) -> PressureLevel:
-        """The level at the next reading."""
+        """The level after a reading of the pressure, 0 to 1 and more."""
         reached = max(level for level in PressureLevel if pressure * 100 >= level)
         if reached >= self:
             return reached
@@ -109,7 +109,7 @@ class PressureLevel(enum.IntEnum):
 
 @dataclass(slots=True)
 class GuardCounters:
-    """Totals since start; `EngineStats` says what each means."""
+    """Totals since the start, explained at `EngineStats`."""
 
     num_pressure_cuts: int = 0
     num_pressure_holds: int = 0
@@ -117,7 +117,7 @@ class GuardCounters:
 
 
 class PoolPolicy(Protocol):
-    """Who decides about a pool of blocks, as `ContinuousBatchingScheduler` does, whose docstrings hold."""
+    """The owner of a pool of blocks. See the docstrings of `ContinuousBatchingScheduler`."""
 
     @property
     def blocks(self) -> PagedBlockManager: ...
@@ -132,7 +132,7 @@ class PoolPolicy(Protocol):
 
 
 class MemoryGuard:
-    """One pool's part in what `MemoryWatch` does, between its steps. Event-loop thread only."""
+    """Acts on one pool for `MemoryWatch`. Event-loop thread only."""
 
     def __init__(self, scheduler: PoolPolicy, kv_memory: KvMemory) -> None:
         self.level = PressureLevel.NONE
@@ -143,13 +143,13 @@ class MemoryGuard:
         self._num_put_off = 0
 
     def act(self, level: PressureLevel) -> None:
-        """Does what `level` asks of every model."""
+        """Does what `level` demands of every model."""
         self.counters.num_pressure_holds += level >= PressureLevel.HOLD > self.level
         self.level = level
         self._scheduler.hold_admission(level >= PressureLevel.HOLD)
         if level < PressureLevel.EVICT:
             if self._num_put_off:
-                self._scheduler.shrink(0)  # nobody waits for what is being saved
+                self._scheduler.shrink(0)  # saving for the cut is no longer urgent
             self._num_put_off = 0
         else:
             is_urgent = level >= PressureLevel.PREEMPT
@@ -160,17 +160,17 @@ class MemoryGuard:
             self._num_put_off = 0 if is_cut or not num_blocks else self._num_put_off + 1
 
     def lowest_rank(self) -> Rank | None:
-        """That of the request that `preempt_lowest` would make wait; None where there is none: a model's only running
-        request goes on."""
+        """The rank of the request that `preempt_lowest` would preempt; None if there is none. A model's only running
+        request is never preempted."""
         return self._scheduler.lowest_rank()
 
     def preempt_lowest(self) -> None:
-        """Makes that request wait."""
+        """Preempts that request."""
         self.counters.num_pressure_preemptions += self._scheduler.preempt_lowest()
 
     async def give_memory(self, num_bytes: int, timeout_s: float) -> int:
-        """Gives idle blocks back, cached ones included, up to that many bytes, and waits until they are free for
-        others; how many bytes are. For half of the time at most, what is worth keeping on disk is saved first."""
+        """Frees up to `num_bytes` of idle blocks, including cached ones, waits until others can use them, and returns
+        the number of bytes. For up to half of the time, prefixes that are worth it are saved on disk first."""
         wanted = -(-num_bytes // self._kv_memory.block_bytes)
         try:
             async with asyncio.timeout(timeout_s):
@@ -181,10 +181,10 @@ class MemoryGuard:
                     if num_cut:
                         await self._kv_memory.given_back(self._num_cut)
                         return num_cut * self._kv_memory.block_bytes
-                    is_changed = self._scheduler.blocks.is_changed  # already; else what would be lost is being saved
+                    is_changed = self._scheduler.blocks.is_changed  # else prefixes are being saved
                     await asyncio.sleep(_RETRY_S if is_changed else _SAVING_S)
         except TimeoutError:
-            self._scheduler.shrink(0)  # what is being saved for this cut need not be saved in a hurry any more
+            self._scheduler.shrink(0)  # saving for the cut is no longer urgent
         return 0
 
     def _shrink(self, num_blocks: int, *, saves_first: bool) -> int:
@@ -194,19 +194,19 @@ class MemoryGuard:
 
     @property
     def num_idle_bytes(self) -> int:
-        """What `give_memory` could give."""
+        """What `give_memory` could free."""
         return self._num_idle_blocks * self._kv_memory.block_bytes
 
     @property
     def _num_idle_blocks(self) -> int:
-        """Those that can go and leave a pool that is of use."""
+        """The blocks that can be freed without making the pool too small to use."""
         blocks = self._scheduler.blocks
         return max(0, min(blocks.num_free_blocks, blocks.num_blocks - MIN_BLOCKS * len(blocks.groups)))
 
 
 class MemoryWatch:
-    """Reads the memory once a second while there are models, and has each of them do what the level asks for; at
-    `PREEMPT`, one request of one of them waits, whichever ranks lowest. Event-loop thread only."""
+    """Reads the memory once a second while there are models, and calls each model's guard with the level. At `PREEMPT`,
+    the lowest-ranking request of all models is preempted. Event-loop thread only."""
 
     def __init__(self, read: Callable[[], MemoryReading]) -> None:
         self.level = PressureLevel.NONE
@@ -215,13 +215,13 @@ class MemoryWatch:
         self._sampling: asyncio.Task[None] | None = None
 
     def join(self, *guards: MemoryGuard) -> None:
-        """A model is loaded, and its pools are watched from now on."""
+        """Watches the pools of a model from now on."""
         self._guards += guards
         if self._sampling is None:
             self._sampling = asyncio.create_task(self._sample_forever(), name="memory")
 
     def leave(self, *guards: MemoryGuard) -> None:
-        """A model goes. Does nothing for one that is not watched."""
+        """Stops watching a model's pools. Does nothing if they are not watched."""
         self._guards = [guard for guard in self._guards if guard not in guards]
         if not self._guards and self._sampling is not None:
             self._sampling.cancel()
@@ -242,8 +242,8 @@ class MemoryWatch:
         while True:
             try:
                 self.sample()
-            except Exception:  # of any kind: without a watch, the machine could run out of memory
-                logger.exception("Acting on the memory has failed; trying again in %g s", _SAMPLE_S)
+            except Exception:  # without a watch, the machine could run out of memory
+                logger.exception("The memory watch has failed; it tries again in %g s", _SAMPLE_S)
             await asyncio.sleep(_SAMPLE_S)
 
     def _enter(self, level: PressureLevel, pressure: float) -> None:
@@ -259,7 +259,7 @@ class MemoryWatch:
 
 _ACTIONS = {
     PressureLevel.NONE: "back to normal",
-    PressureLevel.EVICT: "the KV pools give idle and cached blocks back",
-    PressureLevel.HOLD: "no request starts beside those that run",
-    PressureLevel.PREEMPT: "requests of the lowest priority wait",
+    PressureLevel.EVICT: "the KV pools free idle and cached blocks",
+    PressureLevel.HOLD: "no new request starts",
+    PressureLevel.PREEMPT: "requests of the lowest priority are preempted",
 }

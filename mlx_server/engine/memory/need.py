@@ -1,4 +1,4 @@
-"""What a model will need, told from its files before anything of it is loaded."""
+"""Estimates the memory that a model needs, from its files, before it is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mlx_server.runtime.kernels.gpu.rows import FUSED_DIMS
 from mlx_server.runtime.layers.adapters import adapter_tensors, merged_adapter
 from mlx_server.runtime.memory import MAX_IN_FLIGHT, first_kv_blocks, max_elements
 from mlx_server.runtime.models import random_models
-from mlx_server.runtime.models.blueprint import bfloat16_shapes, foresee_cache, why_blind
+from mlx_server.runtime.models.blueprint import bfloat16_shapes, predict_cache, why_no_vision
 from mlx_server.runtime.models.folder import CONTEXT_KEYS, TensorHeader, read_headers
 from mlx_server.runtime.models.loader import is_gpu, is_metal
 from mlx_server.runtime.models.resolve import find_folder
@@ -32,7 +32,7 @@ from mlx_server.runtime.models.resolve import find_folder
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """What a model takes when it is loaded: weights, room for a step's activations, first KV blocks and states."""
+    """What a model needs when it is loaded: weights, room for a step's activations, first KV blocks and states."""
 
     weights_bytes: int
     activation_bytes: int
@@ -42,17 +42,17 @@ class MemoryNeed:
     def total_bytes(self) -> int:
         return self.weights_bytes + self.activation_bytes + self.kv_bytes
 
-    def beside(self, other: MemoryNeed) -> MemoryNeed:
-        """Of two models whose steps never run at the same time."""
+    def plus(self, other: MemoryNeed) -> MemoryNeed:
+        """The need of both models, whose steps never run at the same time."""
         activation_bytes = max(self.activation_bytes, other.activation_bytes)
         return MemoryNeed(self.weights_bytes + other.weights_bytes, activation_bytes, self.kv_bytes + other.kv_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shape:
-    """Sizes that a `config.json` gives, by whichever of their names. `queries`, `keys_and_values` and `recurrent` are
-    elements of a token in a layer; `inner` is the width of the MLP, or of one expert (Mixtral names it as if it were
-    the only one); `num_experts` run for a token."""
+    """Sizes in a `config.json`, whose names differ between models. `queries`, `keys_and_values` and `recurrent` are
+    elements for each token in a layer; `inner` is the width of the MLP, or of one expert (Mixtral uses the same name
+    for both); `num_experts` is the number of experts that run for a token."""
 
     num_layers: int
     vocab: int
@@ -89,19 +89,19 @@ class _Shape:
 
     @property
     def row_elements(self) -> int:
-        """Elements that a layer makes for each token; of layers of several kinds, those of each."""
+        """The elements that a layer computes for each token. If layers differ, this counts each kind."""
         mixer = 3 * max(self.queries + self.keys_and_values, 2 * self.recurrent)
         experts = self.num_experts * (4 * self.hidden + 3 * self.inner) if self.num_experts else 3 * self.inner
         return 8 * self.hidden + mixer + experts + 3 * self.shared_expert
 
     @property
     def widest_elements(self) -> int:
-        """Elements for each token of the two largest arrays that one operation uses."""
+        """The elements for each token of the two largest arrays that one operation uses."""
         return 2 * max(1, self.num_experts) * max(self.hidden, self.inner)
 
 
 def _first_size(described: Mapping[str, Any], *names: str) -> int:
-    """The first that there is; of a list, one for each layer, the largest. 0 if there is none."""
+    """The first size that is present, or the largest if it is a list (one for each layer). 0 if there is none."""
     for name in names:
         value = described.get(name)
         sizes = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
@@ -112,19 +112,19 @@ def _first_size(described: Mapping[str, Any], *names: str) -> int:
 
 _STEPS_LAUNCHED = 2
 _WORD_BYTES = 4
-"""Of packed weights, which are most; of others, this counts fewer elements than there are, and so more temporaries."""
+"""Of packed weights, the common case. For others, this undercounts their elements, and so overestimates temporaries."""
 
 _SAMPLER_ARRAYS = 6
 _FUSED_DIMS = range(129)
-"""Head dimensions for which MLX keeps the logits of prompts' attention to itself."""
+"""Head dimensions for which MLX's attention over prompts does not store its logits."""
 
 _LOGITS_SHARE = 1.3
-"""What command buffers with such logits hold beside others: they end late by half of these."""
+"""By how much command buffers are larger if logits are stored: they end late by half of these."""
 
 _LONG_CONTEXT = 32768
 _LAYERS_GATHERED = 2
-"""A prompt's chunk attends over rows gathered from the pool: those of so many layers are there at a time. At longer
-contexts than that there may be more than is booked, and MLX waits where there is no room."""
+"""A prompt's chunk attends over rows gathered from the pool, of at most so many layers at a time. At contexts longer
+than `_LONG_CONTEXT` there may be more than is booked; MLX then waits until there is room."""
 
 
 def step_bytes(
@@ -137,13 +137,12 @@ def step_bytes(
     item_bytes: int,
     buffer_elements: int,
 ) -> int:
-    """The most that steps of up to `num_tokens` tokens, of which `num_seqs` rows sample, have in memory beside weights
-    and pools, with contexts of up to `context_tokens`. Activations take `item_bytes` each; a command buffer ends at
-    `buffer_elements`.
+    """The peak memory of steps besides weights and pools, for up to `num_tokens` tokens, `num_seqs` sampled rows, and
+    contexts of up to `context_tokens`. An activation takes `item_bytes`; a command buffer ends at `buffer_elements`.
 
-    MLX keeps what a command buffer of Metal uses until it has ended, and has up to 12 in flight. Each ends at a number
-    of elements of all buffers that it uses, weights included. So temporaries take as much of these as they are of all
-    that a layer uses, but no more than two steps, the most that are launched, make in all.
+    MLX keeps what a Metal command buffer uses until the buffer has ended, and has up to 12 in flight. Each ends at a
+    number of elements of all arrays that it uses, weights included. So the temporaries' share of these elements is
+    their share of what a layer uses. It is at most what two steps, the most that are launched, compute in all.
 
     Llama-3-8B in 4 bits, 2,048 tokens, 96 x 2^20 elements (a Mac with 16 GiB): a layer has about 0.19 G elements of
     temporaries and 0.035 G of weights, so 12 x 96 x 2^20 x 2 bytes x 0.85 = 1.9 GiB, and 0.4 GiB for what is wide and
@@ -160,22 +159,21 @@ def step_bytes(
 
 
 _MASKS = 2
-"""Some encoders make one, as wide as the logits of a head, in another type first."""
+"""Some encoders make a mask, as large as the logits of a head, in another type first."""
 
 _INPUT_COPIES = 3
-"""Of an image on its way to the encoder: as it came, in its type, and in the order that the encoder wants."""
-
+"""Of an image before the encoder: as it came, in the encoder's type, and in the encoder's order."""
 
 _PIXTRAL_HIDDEN, _PIXTRAL_LAYERS = 1024, 24
-"""What Pixtral's config.json leaves out, as the hub has it."""
+"""Values that Pixtral's config.json leaves out, from the hub."""
 
 
 def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: int) -> int:
-    """The most that a vision encoder has in memory beside its weights while it encodes an image of up to `max_pixels`,
-    what comes of that included; `described` is a whole config.json. Attention is over all patches of an image.
+    """The peak memory of a vision encoder besides its weights while it encodes an image of up to `max_pixels`,
+    including its output. `described` is a whole config.json. Attention is over all patches of an image.
 
-    1.5 million pixels in patches of 14 x 14 are 7,653 patches; in float32, logits of 16 heads take 3.5 GiB where they
-    are not fused, as on the CPU.
+    1.5 million pixels in patches of 14 x 14 are 7,653 patches; in float32, the logits of 16 heads take 3.5 GiB if they
+    are stored, as on the CPU.
     """
     vision = described["vision_config"]
     size = partial(_first_size, vision)
@@ -214,41 +212,41 @@ def vision_bytes(described: Mapping[str, Any], *, max_pixels: int, item_bytes: i
 
 
 _SQUARES = ("gemma3", "idefics3", "smolvlm")
-"""Families that make squares of one size of what they are given."""
+"""Families that scale every image to a square of one size."""
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 _STORED_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-"""Types in which a model may compute, the smallest first: what is smaller is packed, what is larger a norm or scale."""
+"""Types in which a model may compute, smallest first: smaller ones are packed, larger ones are norms or scales."""
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FIRST_STATES = 4
-"""Requests whose recurrent state is foreseen, with the states kept for their prefixes: as many run at a time where
-there is no more room. The rest is taken as far as there is some when the model is loaded."""
+"""The number of requests for which recurrent states are estimated, with the states kept for their prefixes. At least so
+many run at a time; the model takes more if there is room when it is loaded."""
 
 _HELD_AT_A_TIME = 6
-"""Arrays of the largest sizes that a step on the CPU has at once, with some to spare: its peak was never above that,
-and above a fifth of it."""
+"""How many arrays of the largest size a step on the CPU has at once, with a margin: measured peaks were between a fifth
+of this and all of it."""
 
 _NO_BOUND = 2**62
 
 _OTHER_TOWERS = re.compile(
     r"(^|\.)(vision_\w+|visual|audio_tower|embed_(vision|audio)|multi_modal_projector|mm_projector)\."
 )
-"""Weights of models that can see or hear, of which only the text part is loaded."""
+"""Weights of the vision and audio parts of models, which are not loaded if only the text part is."""
 
 _WHOLE = re.compile(r"embed|lm_head|wte\b|norm")
-"""Weights of which each rank of a model that is spread over machines has all."""
+"""Weights that are not split between the ranks of a model on several machines."""
 
 
 def estimate_need(config: Config) -> MemoryNeed:
-    """What loading the model of `config` takes, and its draft model, or the heads that it needs. Fetches their files if
-    they are not there, and reads what they say of themselves; of bfloat16 weights on the CPU it needs the native
-    library, built if need be: not for the event loop's thread. Raises `ModelLoadError` or `DownloadError`."""
+    """Estimates the need of the model of `config`, with its draft model or the heads that it needs. Fetches missing
+    files. For bfloat16 weights on the CPU it also builds the native library if that is missing: not for the event loop.
+    Raises `ModelLoadError` or `DownloadError`."""
     heads = _needed_heads(config) if config.needs_heads else None  # refused before the model is quantised
     need = _estimate_model(config)
     if heads is not None:
-        return need.beside(heads)
-    return need if config.draft_model is None else need.beside(_estimate_model(config.draft_model))
+        return need.plus(heads)
+    return need if config.draft_model is None else need.plus(_estimate_model(config.draft_model))
 
 
 def _needed_heads(config: Config) -> MemoryNeed:
@@ -258,8 +256,9 @@ def _needed_heads(config: Config) -> MemoryNeed:
 
 
 def estimate_heads(config: Config, files: HeadFiles, folder: Path | None) -> MemoryNeed:
-    """Of the head in `files` of the model in `folder`, with the hidden states kept for it. Weights that are among the
-    model's are counted there if they are loaded from there, and not from a folder that was quantised without them."""
+    """Estimates the need of the head in `files` of the model in `folder`, with the hidden states kept for it. Weights
+    in the model's own files are counted with the model, unless it is loaded from a folder that was quantised without
+    them."""
     settings = config.model
     tensors: dict[str, TensorHeader] = {}
     for path, names in files.names.items():
@@ -288,11 +287,11 @@ def _estimate_model(config: Config) -> MemoryNeed:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         paths = sorted(folder.glob("model*.safetensors"))
         headers = [header for path in paths for header in read_headers(path).items()]
-        sees = num_ranks == 1 and not why_blind(folder)
+        sees = num_ranks == 1 and not why_no_vision(folder)
         tensors = {name: tensor for name, tensor in headers if sees or _OTHER_TOWERS.search(name) is None}
         sizes = {name: _tensor_bytes(tensor, settings) for name, tensor in tensors.items()}
         weights = sum(size if _WHOLE.search(name) else size // num_ranks for name, size in sizes.items())
-        if num_ranks == 1 and merged_adapter(settings.adapters) is None:  # a part of a layer, or a changed one, is wide
+        if num_ranks == 1 and merged_adapter(settings.adapters) is None:  # split or merged layers are not bfloat16
             weights -= _spared_bytes(described, tensors, settings, sees=sees)
         stored = {tensor["dtype"] for tensor in tensors.values()}
     for adapter in settings.adapters:
@@ -306,15 +305,15 @@ def _estimate_model(config: Config) -> MemoryNeed:
 
 
 def _pool_bytes(config: Config, described: Mapping[str, Any], stored: Set[str]) -> int:
-    """Of the first KV blocks and of the first requests' recurrent state, with weights that are `stored` so. What code
-    of the folder's own keeps is not known before it runs."""
+    """The bytes of the first KV blocks and the first requests' recurrent states, for weights of the types `stored`.
+    Unknown, so 0, for a folder with code of its own."""
     if "model_file" in described:
         return 0
     dtype: str = config.model.dtype
     if dtype == "auto":
         found = (name for kind, name in _STORED_DTYPES.items() if kind in stored and is_gpu())
         dtype = next(found, "float32")
-    cache = foresee_cache(described, dtype)
+    cache = predict_cache(described, dtype)
     if config.cache.kv_bits in FEWER_KV:  # what `auto` chooses is not known yet
         cache.quantize(KvBits.of(config.cache.kv_bits))
     plan = plan_pools(
@@ -330,7 +329,7 @@ def _pool_bytes(config: Config, described: Mapping[str, Any], stored: Set[str]) 
 
 
 def _item_bytes(settings: ModelConfig, stored: int) -> int:
-    """Bytes of a number that is stored in so many, once it is loaded."""
+    """The bytes of a loaded number that takes `stored` bytes in the file."""
     if settings.dtype == "auto":
         return stored if is_gpu() else 4
     return _DTYPE_BYTES[settings.dtype]
@@ -338,7 +337,7 @@ def _item_bytes(settings: ModelConfig, stored: int) -> int:
 
 def _tensor_bytes(tensor: TensorHeader, settings: ModelConfig) -> int:
     stored = _ITEM_BYTES.get(tensor["dtype"])
-    if stored is None:  # packed or whole numbers stay as they are
+    if stored is None:  # packed numbers and integers stay as they are
         begin, end = tensor["data_offsets"]
         return int(end - begin)
     return int(math.prod(tensor["shape"]) * _item_bytes(settings, stored))
@@ -347,8 +346,8 @@ def _tensor_bytes(tensor: TensorHeader, settings: ModelConfig) -> int:
 def _spared_bytes(
     described: Mapping[str, Any], tensors: Mapping[str, TensorHeader], settings: ModelConfig, *, sees: bool = False
 ) -> int:
-    """By how much `_tensor_bytes` is too much for weights that stay in bfloat16 on the CPU. The model's layers and the
-    files' tensors have the same shapes in some order; where its code joins or cuts tensors, nothing is spared."""
+    """By how much `_tensor_bytes` overestimates weights that stay in bfloat16 on the CPU. Compares the shapes of the
+    model's layers with those of the files' tensors; tensors that the model's code joins or splits do not count."""
     if settings.dtype != "auto" or is_gpu() or "model_file" in described:
         return 0
     stored = Counter(
@@ -360,15 +359,15 @@ def _spared_bytes(
         return 0
     try:
         kept = Counter(tuple(sorted(shape)) for shape in bfloat16_shapes(described, sees=sees))
-    except ModelLoadError:  # loading says what is wrong, or goes on without the encoder
+    except ModelLoadError:  # loading reports it, or continues without the encoder
         return 0
     spared = _DTYPE_BYTES["float32"] - _DTYPE_BYTES["bfloat16"]
     return int(spared * sum(count * math.prod(shape) for shape, count in (stored & kept).items()))
 
 
 def _activation_bytes(config: Config, described: Mapping[str, Any], weights_bytes: int) -> int:
-    """Of the steps that are launched. Off Metal, of one: hidden states in and out of the widest layer, and the logits
-    of those that sample, in float32, with all that is made of them meanwhile."""
+    """The bytes of the launched steps' activations. Without Metal, those of one step, in float32: hidden states in and
+    out of the widest layer, the logits of sampled rows, and their temporaries."""
     settings = config.scheduler
     if is_metal():
         return step_bytes(
@@ -387,7 +386,8 @@ def _activation_bytes(config: Config, described: Mapping[str, Any], weights_byte
 
 
 def _random_weight_bytes(described: Mapping[str, Any], item_bytes: int, num_ranks: int) -> int:
-    """Of a plain transformer, or of a rank's part. A group of packed weights has a scale and a bias."""
+    """The bytes of a plain transformer's weights, or of a rank's part of them. Each group of packed weights has a scale
+    and a bias."""
     shape = _Shape.of(described)
     layer = (2 * shape.queries + shape.keys_and_values + 3 * shape.inner) // num_ranks
     num_embeddings = 1 if described["tie_word_embeddings"] else 2

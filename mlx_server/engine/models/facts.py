@@ -1,4 +1,4 @@
-"""What a model on this machine is and needs, and whether it fits, told from its folder without loading it."""
+"""Facts about a model on this machine, and whether it fits, read from its folder without loading it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mlx_server.engine.memory.budget import MemoryBudget
 from mlx_server.engine.memory.need import estimate_need
 from mlx_server.engine.models.store import StoredModel, find_pulled
 from mlx_server.errors import ModelLoadError, ServeError
-from mlx_server.runtime.models.blueprint import why_blind
+from mlx_server.runtime.models.blueprint import why_no_vision
 from mlx_server.runtime.models.conversions import find_converted
-from mlx_server.runtime.models.embedder import read_pooling
 from mlx_server.runtime.models.folder import CONTEXT_KEYS, TensorHeader, read_headers
 from mlx_server.runtime.models.progress import progress_of
+from mlx_server.runtime.pooling import read_pooling
 
 _DTYPES = ("BF16", "F16", "F32")
 _MAX_LICENSE_BYTES = 64 * 1024
 _NO_CONTEXT = 2**31
-"""Tokens from which a length says that there is no limit."""
+"""A context length of so many tokens or more means no limit."""
 _REASONING_WORDS = ("enable_thinking", "reasoning_content", "<think>", "reasoning_effort")
-"""Of templates of models that reason."""
+"""Words in the templates of models that reason."""
 
 _PACKED = "U32"
 """Words of quantized weights, 32 bits each."""
@@ -41,9 +41,9 @@ _Tensors = Mapping[str, TensorHeader]
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """`folder` is where the model lies. `config` is config.json, the part on text where a model has several; `digest`
-    (SHA-256, hexadecimal) changes with the folder's content, `modified_s` is when that was. `quantization` is like `Q4`
-    or `BF16`, empty if unknown. `license` is empty where no file has it."""
+    """`folder` is the model's folder. `config` is config.json, with the text part's values on top if there is one.
+    `digest` (SHA-256, hexadecimal) changes with the folder's content, `modified_s` is the time of the last change.
+    `quantization` is like `Q4` or `BF16`, empty if unknown. `license` is empty if no file has it."""
 
     folder: Path
     num_bytes: int
@@ -55,7 +55,7 @@ class ModelFacts:
     chat_template: str
     license: str
     may_see: bool
-    """Whether images of such models are served, and what computes them is installed."""
+    """Whether images are supported for such models, and the packages for them are installed."""
 
     @property
     def family(self) -> str:
@@ -63,14 +63,14 @@ class ModelFacts:
 
     @property
     def context_length(self) -> int:
-        """What the model was made for, in tokens; 0 if it does not say."""
+        """The model's context length in tokens; 0 if its config does not say."""
         lengths = (self.config.get(key) for key in CONTEXT_KEYS)
         return next((length for length in lengths if type(length) is int and 0 < length < _NO_CONTEXT), 0)
 
     def capabilities(self, name: str, pooling: str, sees: bool | None = None) -> list[str]:
-        """What the model of that name does with the setting --pooling, in Ollama's words; nothing if it is refused with
-        it. `sees` images, or None if that is not known before it is loaded. Tools are shown to every model that writes
-        chats, in words if its template has no place for them."""
+        """The capabilities of the model `name` with the setting `pooling`, in Ollama's words; none if loading would
+        fail with it. `sees` says whether it reads images; None if that is not known before it is loaded. Every chat
+        model has tools: if its template has no place for them, they are explained in words."""
         try:
             spec = read_pooling(self.folder, name, self.config, pooling)
             kinds = capabilities(spec, sees=self.may_see if sees is None else sees)
@@ -83,8 +83,8 @@ class ModelFacts:
 
 
 def folder_of(model: str) -> Path | None:
-    """Where a model lies that is configured as a folder, a GGUF file, a hub id or the bundled one; None if it is not
-    here."""
+    """The folder of a model that is configured as a folder, a GGUF file, a hub id or the bundled model; None if it is
+    not on this machine."""
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return find_converted(path)
@@ -92,8 +92,8 @@ def folder_of(model: str) -> Path | None:
 
 
 def read_facts(model: str) -> ModelFacts | None:
-    """The facts of a model as it is configured; None if it is not here, or no model. Reads files, once as long as they
-    stay the same: not for the event loop."""
+    """The facts of a configured model; None if it is not on this machine, or not a model. Cached until its files
+    change. Reads files: not for the event loop."""
     folder = folder_of(model)
     if folder is None:
         return None
@@ -101,19 +101,19 @@ def read_facts(model: str) -> ModelFacts | None:
         files = sorted((path.name, path.stat().st_size, path.stat().st_mtime) for path in folder.iterdir())
         return _read(folder, tuple(files))
     except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
-        return None  # files that are not what their names say
+        return None  # files with unexpected content
 
 
 def read_preparation(model: str) -> dict[str, Any] | None:
-    """How far the folder of a model is, by the name that it is configured by; None if none is being made. Any
-    thread."""
+    """The progress of a model's folder that is being fetched or converted, by its configured name; None if there is
+    none. Any thread."""
     progress = progress_of(model)
     return None if progress is None else progress.reading()
 
 
 @functools.lru_cache(maxsize=256)
 def _read(folder: Path, files: tuple[tuple[str, int, float], ...]) -> ModelFacts:
-    """`files` are its names, sizes and times, which tell whether anything has changed."""
+    """`files` are the folder's names, sizes and times: the cache key that shows changes."""
     text = (folder / "config.json").read_text(encoding="utf-8")
     whole = json.loads(text)
     inner = whole.get("text_config")
@@ -136,7 +136,7 @@ def _read(folder: Path, files: tuple[tuple[str, int, float], ...]) -> ModelFacts
 
 def _may_see(folder: Path) -> bool:
     try:
-        return not why_blind(folder)
+        return not why_no_vision(folder)
     except ModelLoadError:
         return False
 
@@ -148,8 +148,8 @@ def _headers(folder: Path) -> Iterator[_Tensors]:
 
 
 def _num_parameters(headers: Sequence[_Tensors], config: Mapping[str, Any]) -> int:
-    """A word of 32 bits holds 32 / bits weights, by what its layer has or else all; scales and biases of quantized
-    weights are none."""
+    """A 32-bit word holds 32 / bits weights, with the bits of its layer or of the model. Scales and biases of quantized
+    weights do not count."""
     total = 0
     for tensors in headers:
         for name, tensor in tensors.items():
@@ -164,7 +164,7 @@ def _num_parameters(headers: Sequence[_Tensors], config: Mapping[str, Any]) -> i
 
 
 def _bits(config: Mapping[str, Any], layer: str | None = None) -> int | None:
-    """Of all quantized layers, or what one has for itself."""
+    """The bits of all quantized layers, or those of one layer if it differs."""
     quantization = config.get("quantization") or config.get("quantization_config")
     if layer is not None and isinstance(quantization, Mapping):
         quantization = quantization.get(layer)
@@ -181,7 +181,7 @@ def _quantization(headers: Sequence[_Tensors], config: Mapping[str, Any]) -> str
 
 
 def _chat_template(folder: Path) -> str:
-    """Empty where there is none; the one without a name where there are several."""
+    """The chat template, or the default one of several; empty if there is none."""
     with contextlib.suppress(OSError):
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     try:
@@ -202,9 +202,9 @@ def _license(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelFit:
-    """`weights` is like `Q4` or `BF16`, empty if unknown; `context_length` 0 if the model does not say. `need_bytes` is
-    what loading it takes with default settings, None if it cannot be loaded: `reason` says why then. `fits` is `yes`,
-    `not now` (others have the memory), or `no`."""
+    """`weights` is like `Q4` or `BF16`, empty if unknown; `context_length` is 0 if unknown. `need_bytes` is the need
+    with default settings; None if the model cannot be loaded, with the `reason`. `fits` is `yes`, `not now` (other
+    programs use the memory), or `no`."""
 
     weights: str = ""
     context_length: int = 0
@@ -214,7 +214,7 @@ class ModelFit:
 
 
 def fits_of(models: Sequence[StoredModel], config: Config) -> Iterator[ModelFit]:
-    """One for each, in their order, beside the limits of `config.memory`. Reads files and this machine's memory."""
+    """Yields whether each model fits within the limits of `config.memory`. Reads files and this machine's memory."""
     budget = MemoryBudget.of(config.memory)
     for model in models:
         folder = find_pulled(model.name) if model.place == "hub" else model.folder
@@ -226,7 +226,7 @@ def fits_of(models: Sequence[StoredModel], config: Config) -> Iterator[ModelFit]
         try:
             need = estimate_need(Config(model=ModelConfig(model=str(folder)))).total_bytes
         except Exception as error:  # a folder may hold anything
-            reason = str(error) if isinstance(error, ServeError) else f"its files make no sense ({error!r})"
+            reason = str(error) if isinstance(error, ServeError) else f"its files are invalid ({error!r})"
             yield ModelFit(fit.weights, fit.context_length, reason=reason)
             continue
         fits = "no" if need > budget.limit_bytes else "yes" if need <= budget.free_bytes else "not now"

@@ -1,7 +1,7 @@
-"""The models on this machine, pulled into the home folder or the hub's cache, or in folders of models; and those on
-their way here.
+"""The models on this machine: pulled into the home folder or the hub's cache, or in folders of models; and those that
+are being fetched.
 
-Names are looked up among what is there and never made into paths, so no name leads anywhere else.
+Names are compared with what is there and never made into paths, so no name leads to another place.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class StoredModel:
 
 
 def stored_models() -> list[StoredModel]:
-    """What has been pulled, by name."""
+    """All pulled models, sorted by name."""
     return sorted([*_home_models(), *_hub_models()], key=lambda model: (model.name, model.folder))
 
 
 def find_pulled(name: str) -> Path | None:
-    """The folder of a pulled model, by its name or its page's address, the bundled one in the weight format that suits
-    this machine if there are several; nothing is fetched."""
+    """The folder of a pulled model, by its name or its page's address; nothing is fetched. If the bundled model is
+    there in several weight formats, the one that suits this machine is returned."""
     folders = sorted(folder for known, folder in _home_folders() if known == name)
     found = folders[0] if folders else None
     if len(folders) > 1:
@@ -74,7 +74,7 @@ def models_in(folder: Path) -> list[str]:
 
 
 def remove_stored(name: str) -> int:
-    """Deletes a pulled model; the bytes that are free now, 0 if there is no such model."""
+    """Deletes a pulled model, and returns the number of freed bytes; 0 if there is no such model."""
     num_bytes = 0
     for model in stored_models():
         if model.name == name:
@@ -118,26 +118,26 @@ def _num_bytes(folder: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A model on its way here, by its name or its id on the hub. `done` ends with what keeps it from coming, a
-    `ServeError` where that is known."""
+    """A model that is being fetched, by its name or its id on the hub. `done` fails with a `ServeError` if the model
+    cannot be fetched for a known reason."""
 
     name: str
     done: asyncio.Task[None]
 
     def reading(self) -> dict[str, Any]:
-        """Its stage, bytes, rate and the time left, for people and programs to read."""
+        """Its stage, bytes, rate and the time left."""
         return {"model": self.name, **(progress_of(self.name) or Progress("fetching")).reading()}
 
 
 class Fetches:
-    """Those in progress. On the event loop's thread. A fetch goes on when nobody waits for it any more: what is here
-    already would be lost otherwise."""
+    """The fetches in progress. Event-loop thread only. A fetch continues when nobody waits for it any more, or what is
+    already here would be lost."""
 
     def __init__(self) -> None:
         self._running: dict[str, Fetch] = {}
 
     def join(self, name: str) -> Fetch:
-        """The fetch of a model that `can_be_fetched`, begun if it is not in progress."""
+        """The fetch of a model that `can_be_fetched`; starts it unless it is in progress."""
         name = hub_id(name) or name
         running = self._running.get(name)
         if running is None:
@@ -157,12 +157,11 @@ class Fetches:
 
 
 def can_be_fetched(name: str) -> bool:
-    """Whether models are fetched by such a name: the bundled model's, or a hub id or its page. It may be
-    nobody's."""
+    """Whether such a name can be fetched: the bundled model's, or a hub id or its page. The hub may not have it."""
     return name == SMOLLM2.name or hub_id(name) is not None
 
 
 def _take_error(task: asyncio.Task[None]) -> None:
-    """Whoever waits gets it; if nobody does, it is no fault of the program."""
+    """Marks a fetch's error as retrieved, or asyncio would log it if nobody waits for the fetch."""
     if not task.cancelled():
         task.exception()

@@ -1,1 +1,1 @@
-"""What is told and kept of a model's cached prefixes: events for routers, the tier on disk."""
+"""Cached prefixes beyond the scheduler: events for routers, and the tier on disk."""

@@ -1,14 +1,14 @@
-"""Tells routers which prefixes are cached here, in the frames in which vLLM tells it: ZeroMQ and MessagePack.
+"""Publishes which prefixes are cached, for routers, in vLLM's format: ZeroMQ and MessagePack.
 
     topic | sequence number, 8 bytes, big endian | [time, [event, ...], 0]
 
-The topic names the server and the model; each topic has sequence numbers of its own. Events are maps, `BlockStored`,
+The topic names the server and the model; each topic has its own sequence numbers. Events are the maps `BlockStored`,
 `BlockRemoved` and `AllBlocksCleared`. A block's hash is the low 64 bits of its digest. Blocks in memory have the medium
-`GPU`, those on disk `DISK`. After the pattern of vLLM's `kv_events.py`: https://docs.vllm.ai.
+`GPU`, those on disk `DISK`. Modelled on vLLM's `kv_events.py`: https://docs.vllm.ai.
 
 A scheduler only appends changes to a queue (`ModelEvents.add`, on the event loop's thread). One thread reads the
-queues, follows each cache (`PrefixMirror`) and has both sockets. It looks for changes every 10 ms and is woken only
-when there have been none for a second: waking it from within a step lets it take the interpreter from that step.
+queues, mirrors each cache (`PrefixMirror`) and owns both sockets. It looks for changes every 10 ms. It is woken only if
+there were none for a second: waking it during a step would let it take the interpreter lock from that step.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 MEMORY, DISK = "GPU", "DISK"
 RING_BATCHES = 10_000
 MAX_QUEUED = 100_000
-"""Changes that wait for the thread. More than that, and subscribers are told to forget all."""
+"""The most changes that wait for the thread. If there are more, subscribers must forget everything."""
 
 HIGH_WATER_MARK = 100_000
-"""Messages that wait for one subscriber; it loses those that come then, and sees that by their numbers."""
+"""The most messages that wait for one subscriber. It loses later ones, and notices that by the sequence numbers."""
 
 _RING_BYTES = 32 * 2**20
 _MOST_BLOCKS_AN_EVENT = 256
@@ -57,8 +57,8 @@ _REMEDY = "Install it with `pip install 'mlx-server[fleet]'`."
 
 @dataclass(frozen=True, slots=True)
 class CacheEvents:
-    """How the cache of a model that was just loaded is told: `lora_name` is what clients call the model with an
-    adapter, `shown_keys` what is told of the keys that keep prefixes apart."""
+    """How to publish the cache of a model that was just loaded. `lora_name` returns clients' name of the model with an
+    adapter, `shown_keys` the published ones of the extra keys that separate prefixes."""
 
     mirror: PrefixMirror
     lora_name: Callable[[str], str]
@@ -73,7 +73,7 @@ class _DiskChange:
 
 @dataclass(slots=True)
 class _Ring:
-    """The last batches of a topic, by number."""
+    """The last batches of a topic, with their sequence numbers."""
 
     batches: deque[tuple[int, bytes]] = field(default_factory=deque)
     num_bytes: int = 0
@@ -86,8 +86,8 @@ class _Ring:
 
 
 class ModelEvents:
-    """One model's changes on their way to its topic. `open` and `add` are called on the event loop's thread, what the
-    disk adds on one of its own, and all else on the publisher's."""
+    """One model's queue of changes, and the batches made of them. `open` and `add` are called on the event loop's
+    thread (for changes on disk, on the disk's thread), all else on the publisher's thread."""
 
     def __init__(self, topic: str, wake: Callable[[], None]) -> None:
         self.topic = topic
@@ -101,17 +101,17 @@ class ModelEvents:
         self._is_closed = False
 
     def open(self, cache: CacheEvents) -> None:
-        """What is added from here on is of a new cache, which is empty."""
+        """Begins with a new, empty cache: later changes are changes of it."""
         self._opened = cache
         self.add(cache)
 
     def close(self) -> None:
-        """Nobody reads the queue any more."""
+        """Drops all changes from now on, since nobody reads the queue any more."""
         self._is_closed = True
         self._queue.clear()
 
     def add(self, change: PrefixChange | CacheEvents | _DiskChange) -> None:
-        """Takes a change to be told. Never waits."""
+        """Adds a change to publish. Never waits."""
         if self._is_closed:
             return
         if len(self._queue) >= MAX_QUEUED:
@@ -123,8 +123,8 @@ class ModelEvents:
         self._wake()
 
     def batches(self, now: float, encode: Callable[[object], bytes]) -> Iterator[tuple[int, bytes]]:
-        """All that has come since the last time: number and payload of each batch."""
-        with contextlib.suppress(IndexError):  # also where it is emptied meanwhile
+        """Yields the sequence number and payload of each new batch."""
+        with contextlib.suppress(IndexError):  # `add` may empty the queue meanwhile
             while True:
                 self._follow(self._queue.popleft())
         if self._cache is None:
@@ -180,10 +180,10 @@ def _stored(cache: CacheEvents, chain: Sequence[MirroredBlock], medium: str) -> 
 
 
 class KvEvents:
-    """The publisher of a process: its sockets, its thread, and a `ModelEvents` for each model that was loaded."""
+    """A process's publisher: its sockets, its thread, and a `ModelEvents` for each model that was loaded."""
 
     def __init__(self, settings: FleetConfig) -> None:
-        """Opens the sockets. Raises `ConfigError` for an endpoint that cannot be had, and without the libraries."""
+        """Opens the sockets. Raises `ConfigError` for an endpoint that cannot be used, and for missing libraries."""
         assert settings.kv_events is not None, "events are published at an endpoint"
         try:
             import msgspec
@@ -214,7 +214,7 @@ class KvEvents:
         self._thread.start()
 
     def open(self, topic: str, cache: CacheEvents) -> ModelEvents:
-        """The events of a model that was just loaded, whose cache is empty. Numbers go on from an earlier load's."""
+        """The events of a model that was just loaded, with an empty cache. Sequence numbers continue after a reload."""
         channel = self._channels.get(topic)
         if channel is None:
             channel = ModelEvents(topic, self._wake)
@@ -223,12 +223,12 @@ class KvEvents:
         return channel
 
     def on_disk_change(self, digest: bytes, is_there: bool) -> None:
-        """A record of some model was written to the disk, or is gone. Any thread."""
+        """Publishes that a record of some model was written to the disk, or removed. Any thread."""
         for channel in self._channels.values():
             channel.add(_DiskChange(digest, is_there))
 
     def sources(self) -> dict[str, dict[str, Any]]:
-        """What routers ask for at `/kv_event_sources`: one entry a topic, in the order of the models' first loads."""
+        """The answer of `/kv_event_sources`: one entry for each topic, in the order of the models' first loads."""
         return {
             str(rank): {
                 "enable_kv_cache_events": True,
@@ -245,16 +245,16 @@ class KvEvents:
 
     @property
     def num_sent(self) -> dict[str, int]:
-        """Batches published by each topic."""
+        """The number of batches published, by topic."""
         return {topic: channel.num_sent for topic, channel in self._channels.items()}
 
     @property
     def num_lost(self) -> dict[str, int]:
-        """Changes that no subscriber was told of, by topic."""
+        """The number of changes that were not published, by topic."""
         return {topic: channel.num_lost for topic, channel in self._channels.items()}
 
     def close(self) -> None:
-        """Sends what waits, and ends the thread."""
+        """Publishes what is queued, and ends the thread."""
         self._is_closing = True
         self._alert()
         self._thread.join(5.0)
@@ -275,7 +275,7 @@ class KvEvents:
         try:
             self._work()
         except Exception:
-            logger.exception("No more KV events are published until a restart")
+            logger.exception("Publishing KV events has failed; there are none until a restart")
         finally:
             for channel in self._channels.values():
                 channel.close()
@@ -291,7 +291,7 @@ class KvEvents:
             poller.register(self._replay, zmq.POLLIN)
         is_last, busy_s = False, time.monotonic()
         while not is_last:
-            self._sleeps = time.monotonic() - busy_s > _IDLE_S  # before the queues are looked at, or a change is missed
+            self._sleeps = time.monotonic() - busy_s > _IDLE_S  # set before the queues are read, or a change is missed
             is_last = self._is_closing
             if self._publish():
                 busy_s = time.monotonic()
@@ -300,11 +300,11 @@ class KvEvents:
                 self._alarm.recv(64)
                 busy_s = time.monotonic()
             if self._replay is not None and self._replay in ready:
-                self._publish()  # so that the replay has all that had changed when it was asked for
+                self._publish()  # so that the replay includes all changes before the request
                 self._answer(self._replay, self._replay.recv_multipart())
 
     def _publish(self) -> bool:
-        """Sends what has changed; whether anything had."""
+        """Publishes the changes; returns whether there were any."""
         has_news = False
         for channel in self._channels.values():
             for sequence, payload in channel.batches(time.monotonic(), self._encode):
@@ -313,8 +313,8 @@ class KvEvents:
         return has_news
 
     def _answer(self, replay: zmq.Socket[bytes], request: list[bytes]) -> None:
-        """Sends the batches from a number on, of the topic that the request names, else of the first model; to what is
-        no request, their end alone."""
+        """Sends the batches from a sequence number on, of the requested topic or else the first model's. An invalid
+        request gets only the end mark."""
         client, start, *topics = [request[0], *(request[2:] or [b""])]
         channels = self._channels
         topic = topics[0].decode(errors="replace") if topics else next(iter(channels), "")
@@ -328,17 +328,17 @@ class KvEvents:
 
 
 def open_events(config: Config) -> KvEvents | None:
-    """The publisher that is configured, if one is. Raises `ConfigError`."""
+    """Opens the configured publisher; None if there is none. Raises `ConfigError`."""
     settings = config.fleet
     if settings.kv_events is None:
         if settings.kv_events_replay is not None:
-            raise ConfigError("kv_events_replay is set, and kv_events is not: there is nothing to replay.")
+            raise ConfigError("kv_events_replay is set, but kv_events is not: there is nothing to replay.")
         return None
     has_several = len(config.models) > 1 or config.pool.pulled_models or config.pool.model_folders
     if has_several and "{model}" not in settings.kv_events_topic:
         raise ConfigError(
-            f"kv_events_topic is {settings.kv_events_topic!r}, and there are several models: name the {{model}} in it, "
-            "so that each has a topic of its own."
+            f"kv_events_topic is {settings.kv_events_topic!r}, but there are several models: put {{model}} into it, so "
+            "that each model has its own topic."
         )
     return KvEvents(settings)
 
@@ -350,8 +350,8 @@ def follow(
     blocks: PagedBlockManager,
     disk: ModelRecords | None,
 ) -> ModelEvents:
-    """Has all changes of a model's prefix cache told from now on; nothing is cached yet. `name_with` is what clients
-    call the model with an adapter, or without; `disk` where its blocks are kept on disk, if they are."""
+    """Publishes all changes of a model's prefix cache from now on; it must be empty. `name_with` returns clients' name
+    of the model with an adapter or without; `disk` is the model's part of the disk tier, if there is one."""
     mirror = PrefixMirror(
         blocks.groups.windows,
         has_states=blocks.checkpoints is not None,
@@ -359,21 +359,20 @@ def follow(
     )
     named = {"host": config.server.host, "port": config.server.port, "model": name_with(None)}
     topic = config.fleet.kv_events_topic.format(**named)
-    # Whose prefix it is comes first, and is not told: routers know nothing of it, and would find no prefix of anyone's.
+    # The first key is the prefix's owner. Routers do not know owners, and would find no prefix if it was published.
     first = 0 if config.cache.isolation == "none" else 1
-
     channel = events.open(topic, CacheEvents(mirror, name_with, lambda keys: keys[first:]))
     blocks.watch_prefixes(channel.add)
     return channel
 
 
 def event_hash(digest: bytes) -> int:
-    """A block's digest as events have it: its low 64 bits, unsigned, never 0, which some take for no parent."""
+    """A block's hash in events: the low 64 bits of its digest, unsigned; never 0, which some read as no parent."""
     return int.from_bytes(digest[-8:], "big") or 1
 
 
 def _in_batches(events: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Lists of events with about 2,048 blocks at most, since subscribers bound what they read at a time."""
+    """Yields lists of events with at most about 2,048 blocks, since subscribers limit the size of a message."""
     batch: list[dict[str, Any]] = []
     num_blocks = 0
     for event in events:
@@ -387,26 +386,26 @@ def _in_batches(events: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any
 
 
 def _open(opened: zmq.Socket[bytes], name: str, endpoint: str, *, may_connect: bool) -> str:
-    """Binds a socket, or connects it where the address is another machine's; the endpoint, with its port."""
+    """Binds a socket, or connects it if the address is another machine's. Returns the endpoint with its port."""
     import zmq
 
     host, port = parse_endpoint(endpoint)
     try:
         address = _address(opened, host)
         opened.bind(f"tcp://{address}:{port or '*'}")
-    except OSError as error:  # zmq.ZMQError is none of them
+    except OSError as error:  # zmq.ZMQError is not an OSError
         raise ConfigError(f"{name}: {host} is no known host: {error}.") from error
     except zmq.ZMQError as error:
         if may_connect and port and error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
             opened.connect(f"tcp://{address}:{port}")
             return endpoint
-        raise ConfigError(f"{name}: {endpoint} cannot be listened at: {error}.") from error
+        raise ConfigError(f"{name}: cannot listen at {endpoint}: {error}.") from error
     bound = opened.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
     return f"tcp://{host}:{bound}"
 
 
 def _address(opened: zmq.Socket[bytes], host: str) -> str:
-    """What ZeroMQ takes for a host. Raises `OSError` for one that is not known."""
+    """The host's address for ZeroMQ. Raises `OSError` for an unknown host."""
     import zmq
 
     if host == "*":

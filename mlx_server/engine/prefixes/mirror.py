@@ -1,18 +1,19 @@
-"""What a prefix cache offers, followed from outside by its changes: which blocks to announce, and which to take back.
+"""Mirrors a prefix cache from its changes, and finds the blocks to announce to routers, and to withdraw.
 
-A block is *offered* while it is a part of a prefix that a request can hit. That is more than being cached, and less:
+A block is *offered* while it is part of a prefix that a request can hit. This differs from being cached:
 
-- all layers keep everything: every block before it is cached, too;
-- some layers have a window: a prefix can be hit at a boundary if those layers have the blocks that the window sees
-  there. All blocks before the boundary are offered, also those that the windowed layers have given up;
+- all layers keep everything: every block before it must be cached, too;
+- some layers have a window: a prefix can be hit at a boundary if these layers have the blocks that the window covers
+  there. All blocks before the boundary are offered, even those that the windowed layers have freed;
 - recurrent layers: a prefix can be hit where a state is kept, and all blocks before are offered.
 
-Example: blocks A B C D, a window of two blocks, and the windowed layers have lost A. At B the window misses A: no
-boundary. At C and D it is whole: boundaries, so all four are offered. They lose D, too: C is the last boundary, and D
-is taken back. They lose B: there is none, and A, B and C are taken back, which other layers may still hold.
+Example: blocks A B C D, a window of two blocks, and the windowed layers have freed A. At B the window lacks A, so B is
+no boundary. C and D are boundaries, so all four blocks are offered. If the windowed layers free D, too, C is the last
+boundary, and D is withdrawn. If they free B, there is no boundary left, and A, B and C are withdrawn, although other
+layers may still have them.
 
-Whoever hits anything hits what is offered. Where all layers keep everything the reverse holds, too. Elsewhere a prompt
-that parts from an offered prefix hits at the last boundary before.
+Every hit is on offered blocks. If all layers keep everything, every offered block can be hit. Otherwise a prompt that
+differs from an offered prefix at some point hits up to the last boundary before that point.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from mlx_server.batching.blocks.prefix_changes import (
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.request import images_within
 
-TELL_AGAIN_S = 60.0
-"""Blocks that are hit are announced again after so long, for whoever has come late."""
+ANNOUNCE_AGAIN_S = 60.0
+"""A block that is hit is announced again after this time, for routers that started late."""
 
 _MOST_REMEMBERED = 8192
-"""Blocks that are cached no more, but may just be on their way to the disk."""
+"""Blocks that are no longer cached, but may be about to be written to the disk."""
 
 
 @dataclass(slots=True, eq=False)
 class MirroredBlock:
-    """A block that is cached, or was and has others behind it. `parent` is None for a prefix's first block, and where
-    it is not known; without `token_ids`, only its hash is known. `image_keys` name the images that it has placeholders
-    of, and its place in them. `groups` are the layer groups that have it, as bits.
-    `runs` are, for each window, how many blocks of it are there from this one backwards. `told_s` is when it was
-    announced last; None while it is not."""
+    """A block that is cached, or was cached and has cached blocks after it. `parent` is None for a prefix's first
+    block, and if it is unknown; without `token_ids`, only the hash is known. `image_keys` name the images whose
+    placeholder tokens it has, and its place in them. `groups` are the layer groups that have it, as bits. `runs` are,
+    for each window, how many of its blocks are present from this one backwards. `announced_s` is the time of the last
+    announcement; None if it is not announced."""
 
     block_hash: bytes
     parent: MirroredBlock | None = None
@@ -59,7 +60,7 @@ class MirroredBlock:
     is_boundary: bool = False
     num_offered_behind: int = 0
     children: set[MirroredBlock] = field(default_factory=set)
-    told_s: float | None = None
+    announced_s: float | None = None
 
     @property
     def is_offered(self) -> bool:
@@ -68,8 +69,8 @@ class MirroredBlock:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What has changed since the last one, in this order: everything is gone, blocks are gone, and chains of blocks are
-    there, each behind the one before. `on_disk` is the same of blocks on disk, each by itself."""
+    """The changes since the last announcement, in this order: the cache was cleared, blocks were removed, and chains of
+    consecutive blocks were stored. `removed_from_disk` and `on_disk` are the same for single blocks on disk."""
 
     is_cleared: bool
     removed: list[bytes]
@@ -79,7 +80,7 @@ class Announcement:
 
 
 class PrefixMirror:
-    """One model's cache. Not thread-safe."""
+    """The mirror of one model's cache. Not thread-safe."""
 
     def __init__(
         self,
@@ -88,11 +89,11 @@ class PrefixMirror:
         has_states: bool = False,
         is_on_disk: Callable[[bytes], bool] | None = None,
     ) -> None:
-        """`windows` are those of the layer groups; `has_states` says that prefixes are hit only where a state is kept;
-        `is_on_disk` whether a block can be read from a disk, if there is one."""
+        """`windows` are those of the layer groups. `has_states`: prefixes are hit only where a state is kept.
+        `is_on_disk` says whether a block can be read from the disk tier, if there is one."""
         self._full = sum(1 << group for group, window in enumerate(windows) if window is None)
         self._windows = [(1 << g, -((1 - window) // BLOCK_SIZE)) for g, window in enumerate(windows) if window]
-        self._before = tuple(num_seen for _, num_seen in self._windows)  # the runs in front of a first block
+        self._before = tuple(num_seen for _, num_seen in self._windows)  # the runs before a first block
         self._states: set[bytes] | None = set() if has_states else None
         self._is_on_disk = is_on_disk
         self._blocks: dict[bytes, MirroredBlock] = {}
@@ -100,7 +101,7 @@ class PrefixMirror:
         self._hits: list[MirroredBlock] = []
         self._unused: dict[MirroredBlock, None] = {}  # perhaps; they may come back before the next announcement
         self._gone: OrderedDict[bytes, MirroredBlock] = OrderedDict()
-        self._told_on_disk: set[bytes] = set()
+        self._announced_on_disk: set[bytes] = set()
         self._disk_changes: dict[bytes, bool] = {}
         self._is_cleared = True
 
@@ -108,7 +109,7 @@ class PrefixMirror:
         return len(self._blocks)
 
     def apply(self, change: PrefixChange) -> None:
-        """Follows one change of the cache."""
+        """Applies one change of the cache."""
         if isinstance(change, BlocksStored):
             self._store(change)
         elif isinstance(change, BlockRemoved):
@@ -124,32 +125,32 @@ class PrefixMirror:
             self._clear()
 
     def change_disk(self, block_hash: bytes, is_there: bool) -> None:
-        """A block of this model, or of another, was written to the disk, or is not there any more."""
+        """Notes that a block, perhaps of another model, was written to the disk, or removed from it."""
         if self._is_on_disk is not None:
             self._disk_changes[block_hash] = is_there
 
     def take(self, now: float) -> Announcement:
-        """What is to be announced, at that time on the caller's clock."""
-        removed = [block.block_hash for block in self._changed if block.told_s is not None and not block.is_offered]
+        """Returns what to announce. `now` is the caller's clock in seconds."""
+        removed = [
+            block.block_hash for block in self._changed if block.announced_s is not None and not block.is_offered
+        ]
         stored = []
         for block in reversed(self._changed):
             if not block.is_offered:
-                block.told_s = None
-            elif block.told_s is None:
-                stored.append(_told(_untold_to(block), now))
+                block.announced_s = None
+            elif block.announced_s is None:
+                stored.append(_announce(_unannounced_to(block), now))
         for block in self._hits:
-            stored += [_told(run, now) for run in _old_runs_to(block, now - TELL_AGAIN_S)]
+            stored += [_announce(run, now) for run in _old_runs_to(block, now - ANNOUNCE_AGAIN_S)]
         is_cleared = self._is_cleared
         for block in self._unused:
             self._drop_unused(block)
         self._changed, self._hits, self._unused, self._is_cleared = {}, [], {}, False
         removed_from_disk = [
-            h for h, is_there in self._disk_changes.items() if not is_there and h in self._told_on_disk
+            h for h, is_there in self._disk_changes.items() if not is_there and h in self._announced_on_disk
         ]
-        self._told_on_disk.difference_update(removed_from_disk)
+        self._announced_on_disk.difference_update(removed_from_disk)
         return Announcement(is_cleared, removed, stored, removed_from_disk, list(self._take_disk(stored)))
-
-    # --- inside ---------------------------------------------------------------------------------------------
 
     def _store(self, change: BlocksStored) -> None:
         parent = None if change.parent is None else self._block(change.parent)
@@ -185,7 +186,7 @@ class PrefixMirror:
     def _clear(self) -> None:
         self._blocks, self._changed, self._hits, self._unused = {}, {}, [], {}
         self._gone.clear()
-        self._told_on_disk.clear()
+        self._announced_on_disk.clear()
         if self._states is not None:
             self._states.clear()
         self._is_cleared = True
@@ -197,8 +198,7 @@ class PrefixMirror:
         return block
 
     def _settle(self, block: MirroredBlock) -> None:
-        """Finds out anew whether prefixes can be hit at the end of a block, and of those behind it as far as that
-        changes them."""
+        """Updates whether prefixes can be hit at the end of a block, and of the blocks after it that this affects."""
         todo = [block]
         while todo:
             block = todo.pop()
@@ -230,14 +230,15 @@ class PrefixMirror:
             at = above
 
     def _drop_unused(self, block: MirroredBlock) -> None:
-        """Forgets a block that no layer has and that no other comes behind, and those before it that are so then."""
+        """Forgets a block that no layer has and that no other block follows; then the blocks before it if the same is
+        true of them."""
         at: MirroredBlock | None = block
         while at is not None and not at.groups and not at.children and at.block_hash in self._blocks:
             del self._blocks[at.block_hash]
             above = at.parent
             if above is not None:
                 above.children.discard(at)
-                at.parent = MirroredBlock(above.block_hash)  # or one that is remembered would hold all before it
+                at.parent = MirroredBlock(above.block_hash)  # so that a remembered block does not keep its ancestors
             if self._is_on_disk is not None:
                 self._gone[at.block_hash] = at
                 if len(self._gone) > _MOST_REMEMBERED:
@@ -245,7 +246,7 @@ class PrefixMirror:
             at = above
 
     def _take_disk(self, stored: Sequence[Sequence[MirroredBlock]]) -> Iterator[MirroredBlock]:
-        """Blocks on disk that are not announced as such: what was written, and what was there and is now known."""
+        """Yields blocks on disk to announce: those just written, and known ones that were there already."""
         is_on_disk = self._is_on_disk
         if is_on_disk is None:
             return
@@ -253,26 +254,26 @@ class PrefixMirror:
         self._disk_changes = {}
         known = [block for chain in stored for block in chain if is_on_disk(block.block_hash)]
         for block in [*written, *known]:
-            if block is not None and block.token_ids and block.block_hash not in self._told_on_disk:
-                self._told_on_disk.add(block.block_hash)
+            if block is not None and block.token_ids and block.block_hash not in self._announced_on_disk:
+                self._announced_on_disk.add(block.block_hash)
                 yield block
 
 
-def _untold_to(block: MirroredBlock) -> list[MirroredBlock]:
-    """The blocks up to this one that are to be announced, in their order."""
+def _unannounced_to(block: MirroredBlock) -> list[MirroredBlock]:
+    """The unannounced blocks up to this one, in order."""
     chain = [block]
-    while (above := chain[-1].parent) is not None and above.told_s is None:
+    while (above := chain[-1].parent) is not None and above.announced_s is None:
         chain.append(above)
     return chain[::-1]
 
 
 def _old_runs_to(block: MirroredBlock, before_s: float) -> list[list[MirroredBlock]]:
-    """Those of the blocks up to this one that were announced before a time, as chains without gaps."""
+    """The blocks up to this one that were announced before `before_s`, as chains without gaps."""
     runs: list[list[MirroredBlock]] = []
     at: MirroredBlock | None = block
     is_open = False
     while at is not None:
-        is_old = at.is_offered and at.told_s is not None and at.told_s <= before_s
+        is_old = at.is_offered and at.announced_s is not None and at.announced_s <= before_s
         if is_old:
             if not is_open:
                 runs.append([])
@@ -282,7 +283,7 @@ def _old_runs_to(block: MirroredBlock, before_s: float) -> list[list[MirroredBlo
     return [run[::-1] for run in reversed(runs)]
 
 
-def _told(chain: list[MirroredBlock], now: float) -> list[MirroredBlock]:
+def _announce(chain: list[MirroredBlock], now: float) -> list[MirroredBlock]:
     for block in chain:
-        block.told_s = now
+        block.announced_s = now
     return chain

@@ -1,4 +1,4 @@
-"""One model's prefixes on disk: what their digests are rooted in, and how what is worth it gets there at the end."""
+"""One model's prefixes on disk: the root of their digests, and what is saved when the model is unloaded."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from mlx_server.setting import parse_size
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 10.0
-"""The longest that a model's end waits for its prefixes to be written."""
+"""How long unloading a model may take to save its prefixes."""
 
 
 def disk_folder(settings: MemoryConfig) -> Path:
-    """Where prefixes are, or would be."""
+    """The folder for prefixes, whether or not it exists."""
     return Path(settings.kv_disk_dir).expanduser() if settings.kv_disk_dir else home() / "kv-disk"
 
 
 def open_configured(settings: MemoryConfig) -> KvDisk | None:
-    """The tier that is configured; None without one, or if it cannot be used, which is logged."""
+    """Opens the configured tier; None if there is none, or if it cannot be used, which is logged."""
     if settings.kv_disk is None:
         return None
     return open_disk(disk_folder(settings), settings.kv_disk, parse_size(settings.kv_disk_writes_per_day))
@@ -51,30 +51,30 @@ def open_configured(settings: MemoryConfig) -> KvDisk | None:
 @dataclass(frozen=True, slots=True)
 class ModelOnDisk:
     """`model_key` is the root of the model's digests: weights, code, versions and layout. `adapter_keys` are the
-    fingerprints of adapters, by name: that alone does not say what is in their folders."""
+    fingerprints of adapters by name, since a name does not identify an adapter's content."""
 
     disk: KvDisk
     records: ModelRecords
     model_key: str
     adapter_keys: Mapping[str, str]
 
-    def tell(self, wake: Callable[[], None]) -> None:
-        """`wake` is called on this loop's thread whenever a read or a write is over."""
+    def on_change(self, wake: Callable[[], None]) -> None:
+        """Has `wake` called on this loop's thread after each read and write."""
         self.records.notify = partial(_call_in, asyncio.get_running_loop(), wake)
 
 
 async def join_disk(
     disk: KvDisk, config: Config, loaded: LoadedModel, runner: ModelRunner, info: RunnerInfo, thread: MLXThread
 ) -> ModelOnDisk | None:
-    """A model's part of the tier; None if it can have none, and the log says why."""
+    """Makes a model's part of the tier; None, with a line in the log, if the model cannot have one."""
     contents = BlockContents(runner.cache)
     refusal = await asyncio.wrap_future(thread.call(contents.refusal))
     if loaded.folder is None:
-        refusal = "it has no files by which it is known again"
+        refusal = "it has no files that identify it"
     elif not config.cache.prefix_caching:
         refusal = "--no-prefix-caching"
     elif info.is_recurrent and not info.num_checkpoints:
-        refusal = "no memory is left for recurrent states of prefixes"
+        refusal = "no memory is left for the recurrent states of prefixes"
     elif not disk.is_on:
         refusal = f"the disk failed: {disk.error}"
     if refusal is not None or loaded.folder is None:
@@ -107,14 +107,14 @@ async def join_disk(
 
 
 async def flush(model: ModelOnDisk, scheduler: ContinuousBatchingScheduler, executor: Executor) -> None:
-    """Writes what is worth it, the longest unused first, for `FLUSH_S` at most. The scheduler has stopped, and nothing
-    is in flight."""
+    """Saves the prefixes that are worth it, the least recently used first, for up to `FLUSH_S`. The scheduler has
+    stopped, and no step is in flight."""
     tier, disk = scheduler.disk, model.disk
     assert tier is not None, "the scheduler of a model on disk has a tier"
     end_s = time.monotonic() + FLUSH_S
     tier.close()
     copies, change = tier.take_copies(), scheduler.blocks.take_change()
-    if change is not None or copies is not None:  # together: a cut's saves name blocks as they were before it
+    if change is not None or copies is not None:  # together: saves for a cut use the block numbers before it
         result = await executor.submit(SchedulerOutput(-1, (), pool_change=change, copies=copies))
         if copies is not None:
             tier.saves.on_copied(result.saved_blocks)
@@ -126,24 +126,24 @@ async def flush(model: ModelOnDisk, scheduler: ContinuousBatchingScheduler, exec
             result = await executor.submit(SchedulerOutput(-1, (), copies=copies))
             tier.saves.on_copied(result.saved_blocks)
         elif await asyncio.to_thread(disk.drain, left_s) and not tier.saves.is_due:
-            break  # for today: not even one more may be written
+            break  # the day's limit on writes is reached
     await asyncio.to_thread(disk.drain, max(0.0, end_s - time.monotonic()))
     if tier.saves:
         logger.info("%d of %d blocks were not written to disk at the end", len(tier.saves), num_left)
 
 
 def _rounding(config: Config, dtype: str | None, block_bytes: int) -> Rounding | None:
-    """To 8 bits, if that is asked for; None, and a line of the log, for a model of which it cannot be."""
+    """Rounding to 8 bits, if that is configured; None, with a line in the log, if the model does not support it."""
     if config.memory.kv_disk_bits == FULL_KV:
         return None
     if config.model.batch_invariant or dtype is None or not block_bytes:
-        reason = "--batch-invariant" if config.model.batch_invariant else "its pool is not of one type of 16 or 32 bits"
+        reason = "--batch-invariant" if config.model.batch_invariant else "its pool has no single 16-bit or 32-bit type"
         logger.warning("Prefixes of %s are not rounded on disk: %s.", config.model.name, reason)
         return None
     rounding = Rounding(dtype, block_bytes)
     logger.info(
-        "Prefixes of %s take %.0f %% of the room on disk in 8 bits. Answers behind them may differ from those behind "
-        "computed ones.",
+        "Prefixes of %s take %.0f %% of the usual space on disk, in 8 bits. Answers after them may differ from answers "
+        "after computed prefixes.",
         config.model.name,
         100 * rounding.packed_bytes / block_bytes,
     )
@@ -151,7 +151,7 @@ def _rounding(config: Config, dtype: str | None, block_bytes: int) -> Rounding |
 
 
 def _libraries(loaded: LoadedModel) -> tuple[str, ...]:
-    """Whose code computes the model's K/V."""
+    """The libraries whose code computes the model's K/V."""
     return ("mlx", "mlx-lm", "mlx-vlm") if isinstance(loaded.model, VlmModel) else ("mlx", "mlx-lm")
 
 

@@ -1,4 +1,4 @@
-"""How chats become prompts, by the chat template of a model's folder; and all that the folder says about text."""
+"""How chats become prompts, by the model's chat template; and a model's other text settings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from mlx_server.config import ModelConfig
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.text.messages import normalise_messages
-from mlx_server.engine.text.prompt_memory import PromptMemory
-from mlx_server.engine.text.template_fit import Repair, Repairs, adapt, find_repairs
-from mlx_server.engine.text.tokenizer import Tokenizer
+from mlx_server.engine.text.template_fit import Repairs, adapt, developer_as_system, find_repairs
+from mlx_server.engine.text.tokenizer import PromptMemory, Tokenizer
 from mlx_server.engine.tools.formats import Tool
-from mlx_server.engine.vision.prompt import Layout, Pictures, cut_images
+from mlx_server.engine.vision.parts import Layout, Pictures, cut_images
 from mlx_server.errors import InvalidRequestError, ModelLoadError
 from mlx_server.request import PromptImage
 from mlx_server.runtime.models.folder import read_model_json
@@ -35,7 +34,7 @@ Message = dict[str, Any]
 
 _RESERVED_KWARGS = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 _RESERVED_KWARGS = _RESERVED_KWARGS - {"documents", "kwargs"} | {"conversations", "messages"}
-"""What is no variable of the template's, but an argument of transformers or another field of the request."""
+"""Names that are not template variables, but arguments of transformers or other fields of the request."""
 
 _PROBE = "What is seen of this?"
 _ASKS = {"role": "user", "content": _PROBE}
@@ -49,8 +48,8 @@ class ChatOptions:
 
     `add_generation_prompt` opens the assistant's turn (None: unless a message is continued);
     `continue_final_message` leaves the last message open. `chat_template` replaces the model's own; it runs in a
-    sandbox, but nothing bounds its time. `template_kwargs` are variables for the template; `reasoning_effort` is
-    one, too, and sets `enable_thinking` where that is not given.
+    sandbox, but without a time limit. `template_kwargs` are variables for the template; `reasoning_effort` is one,
+    too, and also sets `enable_thinking` unless that is given.
     """
 
     add_generation_prompt: bool | None = None
@@ -62,8 +61,8 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """What the model reads. `token_ids` are those of `text`, or of the part of it that was to be tokenized; where an
-    image is, the text has one token of the many."""
+    """What the model reads. `token_ids` are those of `text`, or of the part of it that was to be tokenized. The text
+    has only one of the many tokens of an image."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -71,7 +70,7 @@ class ChatPrompt:
 
 
 class ChatFormatter:
-    """Writes prompts for one model. Every method may be called from any thread.
+    """Writes prompts for one model. Any thread.
 
     `renderer` is a chat template in Python, for models that have one instead of a Jinja template; it takes the
     messages, and the template's variables as keywords.
@@ -85,7 +84,7 @@ class ChatFormatter:
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Finds out what the model's own templates need, so that its first chat need not wait for that."""
+        """Tries the model's own templates now, so that its first chat need not wait for that."""
         own = self._tokenizer.hf.chat_template
         if own is not None and self._renderer is None:
             for template in own.values() if isinstance(own, Mapping) else (own,):
@@ -100,45 +99,41 @@ class ChatFormatter:
         owner: str = "",
         pictures: Pictures | None = None,
     ) -> ChatPrompt:
-        """The prompt for OpenAI's messages and tools; `cut` says what of its text is to be tokenized, None all of it;
-        what an `owner` has sent before is tokenized no more. `pictures` are those whose marks the messages have.
-        Raises `InvalidRequestError`, for content that is neither text nor such a mark, too. Takes time in proportion to
-        the prompt: not for the event loop."""
-        if pictures is None:
-            text = self.render(messages, tools, options)
-            part = text if cut is None else cut(text)
+        """Writes the prompt for OpenAI's messages and tools. `cut` returns the part of the text to tokenize (None: all
+        of it). What an `owner` has sent before is not tokenized again. `pictures` are the images whose marks are in the
+        messages. Raises `InvalidRequestError`, also for content that is neither text nor such a mark. Takes time in
+        proportion to the prompt: not for the event loop."""
+        text, layout = self._written(messages, tools, options or ChatOptions(), pictures)
+        part = text if cut is None else cut(text)
+        if layout is None:
             return ChatPrompt(text, tuple(self._memory.encode(part, owner)))
-        text, layout = self._illustrated(messages, tools, options or ChatOptions(), pictures)
-        if cut is not None and cut(text) != text:
+        if part != text:
             raise cut_images()
-        token_ids, images = layout.encode(text, lambda part: self._memory.encode(part, owner))
+        token_ids, images = layout.encode(text, lambda piece: self._memory.encode(piece, owner))
         return ChatPrompt(layout.shown(text), tuple(token_ids), images)
 
     def render(
         self, messages: Sequence[Any], tools: Sequence[Tool] | None = None, options: ChatOptions | None = None
     ) -> str:
-        """The prompt's text alone; raises as `format` does."""
-        options = options or ChatOptions()
-        variables = _template_variables(options)
-        if self._renderer is not None and options.chat_template is None:
-            chat = normalise_messages(messages, parses_arguments=False)
-            return _guarded(self._renderer, chat, {"tools": tools, **variables})
-        template = self._template(options, tools)
-        fit = self._fit(template)
-        chat, shown = adapt(normalise_messages(messages), tools, fit.repairs)
-        return self._apply(chat, template, fit.wants_parts, {"tools": shown, **variables})
+        """Returns the prompt's text only. Raises as `format` does."""
+        return self._written(messages, tools, options or ChatOptions(), None)[0]
 
-    def _illustrated(
-        self, messages: Sequence[Any], tools: Sequence[Tool] | None, options: ChatOptions, pictures: Pictures
-    ) -> tuple[str, Layout]:
-        """As `render`, for a chat with images."""
+    def _written(
+        self, messages: Sequence[Any], tools: Sequence[Tool] | None, options: ChatOptions, pictures: Pictures | None
+    ) -> tuple[str, Layout | None]:
+        """The prompt's text, and the places of its images."""
         variables = _template_variables(options)
+        if self._renderer is not None and options.chat_template is None and pictures is None:
+            chat = normalise_messages(messages, parses_arguments=False)
+            return _guarded(self._renderer, chat, {"tools": tools, **variables}), None
         template = self._template(options, tools)
         fit = self._fit(template)
         chat, shown = adapt(normalise_messages(messages), tools, fit.repairs)
-        layout = pictures.lay_out(chat, lambda trial: self._tried(template, False, trial, None), fit.wants_parts)
-        text = self._apply(layout.chat, template, False, {"tools": shown, **variables})
-        return layout.fill(text), layout
+        variables = {"tools": shown, **variables}
+        if pictures is None:
+            return self._apply(chat, template, fit.needs_parts, variables), None
+        layout = pictures.lay_out(chat, lambda trial: self._tried(template, False, trial, None), fit.needs_parts)
+        return layout.fill(self._apply(layout.chat, template, False, variables)), layout
 
     def _template(self, options: ChatOptions, tools: Sequence[Tool] | None) -> str:
         if options.chat_template is not None:
@@ -152,23 +147,24 @@ class ChatFormatter:
         template: str = self._tokenizer.hf.get_chat_template(None, tools)  # some models have several
         return template
 
-    def _apply(self, chat: Sequence[Message], template: str, wants_parts: bool, variables: Mapping[str, Any]) -> str:
-        if wants_parts:
+    def _apply(self, chat: Sequence[Message], template: str, needs_parts: bool, variables: Mapping[str, Any]) -> str:
+        if needs_parts:
             chat = [_with_parts(message) for message in chat]
         own = {"chat_template": template, "tokenize": False}
         return _guarded(self._tokenizer.hf.apply_chat_template, chat, {**variables, **own})
 
     def _fit(self, template: str) -> _Fit:
-        """Found by trying; remembered for the templates of late, since requests may bring their own."""
+        """Tries the template, or returns what an earlier trial found. Requests may bring templates of their own, so
+        only the most recent ones are remembered."""
         with self._lock:
             found = self._fits.pop(template, None)
         if found is None:
             shown = [_PROBE in (self._tried(template, parts, [_ASKS], None) or "") for parts in (False, True)]
-            wants_parts = shown == [False, True]
-            # Many templates write any role down, whether the model has learned it or not.
-            known = frozenset() if "developer" in template else {Repair.DEVELOPER_AS_SYSTEM}
-            shows = partial(self._tried, template, wants_parts)
-            found = _Fit(wants_parts, find_repairs(shows, frozenset(known)))
+            needs_parts = shown == [False, True]
+            # Many templates write any role, whether the model was trained on it or not.
+            known = frozenset() if "developer" in template else {developer_as_system}
+            shows = partial(self._tried, template, needs_parts)
+            found = _Fit(needs_parts, find_repairs(shows, frozenset(known)))
         with self._lock:
             self._fits[template] = found
             if len(self._fits) > _MAX_FITS:
@@ -176,10 +172,10 @@ class ChatFormatter:
         return found
 
     def _tried(
-        self, template: str, wants_parts: bool, chat: Sequence[Message], tools: Sequence[Tool] | None
+        self, template: str, needs_parts: bool, chat: Sequence[Message], tools: Sequence[Tool] | None
     ) -> str | None:
         try:
-            text = self._apply(chat, template, wants_parts, {"tools": tools, "add_generation_prompt": True})
+            text = self._apply(chat, template, needs_parts, {"tools": tools, "add_generation_prompt": True})
         except InvalidRequestError:
             return None
         return text
@@ -187,10 +183,10 @@ class ChatFormatter:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """How chats are written for a template. `wants_parts`: it drops content that is a string, and shows lists of
+    """How chats are written for a template. `needs_parts`: it drops content that is a string, but shows lists of
     parts."""
 
-    wants_parts: bool
+    needs_parts: bool
     repairs: Repairs
 
 
@@ -217,7 +213,7 @@ def _template_variables(options: ChatOptions) -> dict[str, Any]:
 
 
 def _guarded(render: Callable[..., str], chat: Sequence[Message], variables: Mapping[str, Any]) -> str:
-    """Renders; whatever a template raises was caused by the messages, the variables or the request's template."""
+    """Renders. Every error of a template is the request's: of its messages, variables or own template."""
     try:
         return render(chat, **variables)
     except jinja2.TemplateSyntaxError as error:
@@ -237,8 +233,8 @@ _OTHER_FILES = ("chat_template.json", "tokenizer_config.json")
 
 
 def check_chat_templates(hf: Any, folder: Path) -> None:
-    """Compiles every template of the tokenizer `hf`, which came from `folder`; none is run. Raises `ModelLoadError`
-    with the file and the line."""
+    """Compiles every template of the tokenizer `hf`, which came from `folder`, without rendering anything. Raises
+    `ModelLoadError` with the file and the line."""
     templates = hf.chat_template or {}
     named = templates if isinstance(templates, Mapping) else {"default": templates}
     for name, text in named.items():
@@ -253,7 +249,7 @@ def check_chat_templates(hf: Any, folder: Path) -> None:
 
 
 def _source(folder: Path, text: str) -> Path:
-    """The file that the template stands in, as far as can be told."""
+    """The file that has the template, or the folder if no file is found."""
     paths = [*sorted(folder.glob("**/*.jinja")), *(folder / name for name in _OTHER_FILES)]
     found = (path for path in paths if path.is_file() and _holds(path, text))
     return next(found, folder)
@@ -269,10 +265,10 @@ _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 
 
 def read_default_sampling(folder: Path) -> SamplingParams:
-    """The sampling that `folder` asks for; OpenAI's defaults where it says nothing.
+    """Reads the default sampling parameters in `folder`; what it leaves out has OpenAI's defaults.
 
-    `max_new_tokens` and `do_sample` are not taken: the one would cut answers that nobody wanted short, the other is
-    false in most files that nevertheless name a temperature. Raises `ModelLoadError` for values that cannot be.
+    `max_new_tokens` and `do_sample` are ignored: the first would cut answers short that nobody asked to be short, and
+    the second is false in most files that also give a temperature. Raises `ModelLoadError` for invalid values.
     """
     content = read_model_json(folder / FILE)
     found = {name: content[name] for name in (*_NUMBERS, "top_k") if content.get(name) is not None}
@@ -286,7 +282,7 @@ def read_default_sampling(folder: Path) -> SamplingParams:
         raise _unusable(folder, error.message) from error
     if found:
         values = ", ".join(f"{name} {value}" for name, value in found.items())
-        logger.info("Requests that leave it out are sampled with %s, as %s says", values, folder / FILE)
+        logger.info("The default sampling parameters are %s (from %s)", values, folder / FILE)
     return sampling
 
 
@@ -296,8 +292,7 @@ def _unusable(folder: Path, fault: str) -> ModelLoadError:
 
 @dataclass(frozen=True, slots=True)
 class TextTools:
-    """A model's tokenizer, its chat template, grammars over its vocabulary, and how it samples unless told
-    otherwise."""
+    """A model's tokenizer, chat template, grammar compiler and default sampling parameters."""
 
     tokenizer: Tokenizer
     chat: ChatFormatter
@@ -306,8 +301,8 @@ class TextTools:
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, settings: ModelConfig) -> TextTools:
-        """Reads a model's folder; `vocab_size` is the width of its logits. Takes up to seconds: not for the
-        event loop's thread. Raises `ModelLoadError`."""
+        """Reads a model's folder; `vocab_size` is the width of its logits. Takes up to some seconds: not for the event
+        loop. Raises `ModelLoadError`."""
         reads_defaults = settings.generation_config == "auto"
         default_sampling = read_default_sampling(folder) if reads_defaults else SamplingParams()
         tokenizer = Tokenizer.from_folder(folder, trust_remote_code=settings.trust_remote_code)
@@ -315,7 +310,7 @@ class TextTools:
         if renderer is None:
             check_chat_templates(tokenizer.hf, folder)
         grammars = GrammarCompiler(tokenizer, vocab_size)
-        if grammars.fault is not None:  # it answers all requests but those with a grammar
+        if grammars.fault is not None:  # requests without a grammar still work
             logger.warning("%s", grammars.fault)
         chat = ChatFormatter(tokenizer, renderer)
         chat.prepare()

@@ -1,8 +1,8 @@
-"""Fill in the middle: prompts of what stands before and behind a gap, in the form that a family of models knows.
+"""Fill in the middle: prompts made of the text before and after a gap, in the form that a model family was trained on.
 
-Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle": the text around the gap is cut into
-prefix and suffix, each behind a token of its own, and the model goes on behind a third token with the middle. Families
-differ in the tokens and in which part comes first (PSM: prefix, suffix, middle; SPM: suffix, prefix, middle).
+Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle": the prefix and the suffix each
+follow a special token, and the model writes the middle after a third token. Families differ in these tokens and in the
+order (PSM: prefix, suffix, middle; SPM: suffix, prefix, middle).
 
 `def add(a, b):` / `    return` | `\\n\\nprint(add(1, 2))` with Qwen2.5-Coder's tokens:
 
@@ -21,8 +21,8 @@ from mlx_server.engine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillFormat:
-    """One family's tokens, as its vocabulary spells them; empty where it has none. `file` comes before a file's path,
-    and `repository` before all files. `ends` are tokens behind the middle that need be no end of sequence."""
+    """One family's tokens, as its vocabulary spells them; empty if it has no such token. `file` precedes a file's path,
+    and `repository` precedes all files. `ends` are tokens that may end the middle without being an end of sequence."""
 
     prefix: str
     suffix: str
@@ -34,7 +34,7 @@ class FillFormat:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Those without which it is not this format."""
+        """The tokens that a vocabulary must have for this format."""
         return tuple(filter(None, (self.prefix, self.suffix, self.middle, self.repository, self.file)))
 
 
@@ -50,7 +50,7 @@ FORMATS = (
     replace(_BARS, repository="<|repo_name|>", file="<|file_sep|>"),
     # CodeGemma
     replace(_BARS, file="<|file_separator|>"),
-    # Granite 3.3 and after
+    # Granite 3.3 and later
     replace(_BARS, repository="<|reponame|>", file="<|filename|>"),
     _BARS,
     # StarCoder2
@@ -60,32 +60,32 @@ FORMATS = (
     _ANGLES,
     # SantaCoder
     FillFormat(prefix="<fim-prefix>", suffix="<fim-suffix>", middle="<fim-middle>", ends=("<|endoftext|>",)),
-    # DeepSeek-Coder, and DeepSeek's models since V2
+    # DeepSeek-Coder, and DeepSeek's models from V2 on
     FillFormat(prefix="<｜fim▁begin｜>", suffix="<｜fim▁hole｜>", middle="<｜fim▁end｜>", ends=("<|EOT|>",)),
     # Seed-Coder
     FillFormat(prefix="<[fim-prefix]>", suffix="<[fim-suffix]>", middle="<[fim-middle]>", is_suffix_first=True),
     # Code Llama
     FillFormat(prefix="▁<PRE>", suffix="▁<SUF>", middle="▁<MID>", ends=("▁<EOT>",)),
-    # Codestral: the middle follows the prefix at once
+    # Codestral: the middle follows the prefix directly
     FillFormat(prefix="[PREFIX]", suffix="[SUFFIX]", is_suffix_first=True),
 )
-"""A tokenizer is of the first format whose tokens it has all."""
+"""A tokenizer has the first format of which it has all tokens."""
 
 _NAMELESS_REPOSITORY, _NAMELESS_FILE, _FILE_ASKED_FOR = "myproject", "tmp", "filename"
-"""llama.cpp's: clients name neither the repository nor the file that they ask about."""
+"""llama.cpp's: clients do not name the repository or the file with the gap."""
 
 _SNIPPET = "\n\n--- snippet ---\n\n"
-"""llama.cpp's, before each file for a model that has no token for that."""
+"""llama.cpp's: precedes each file if the model has no token for files."""
 
 _PREFIX_SHARE = 0.75
-"""Of the room for text around the gap, where not all fits; llama.cpp's, too."""
+"""The prefix's share of the room for text around the gap, if not all of it fits; llama.cpp's, too."""
 
 _INSIDE = "\u263a"
-"""What stands before a text so that a tokenizer does not take it for the beginning of one."""
+"""Put before a text so that the tokenizer does not treat it as the beginning of one."""
 
 
 def find_fill_format(tokenizer: Tokenizer) -> FillFormat | None:
-    """The format whose tokens the tokenizer has; None if it has those of none."""
+    """The first format of which the tokenizer has all tokens, or None."""
     return next(
         (form for form in FORMATS if all(tokenizer.token_to_id(token) is not None for token in form.tokens)), None
     )
@@ -93,7 +93,7 @@ def find_fill_format(tokenizer: Tokenizer) -> FillFormat | None:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """What is known around a gap: its files first, each a path (None: not known) and a text."""
+    """A gap's surroundings. `files` are other files of the project, each a path (None: unknown) and a text."""
 
     prefix: str | Sequence[int]
     suffix: str
@@ -110,13 +110,13 @@ class FillWriter:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """What ends a middle beside the model's own ends: no token of the format belongs into it."""
+        """The tokens that end a middle, besides the model's own end tokens: no token of the format may be in it."""
         return tuple(sorted({self._id(token) for token in (*self._form.tokens, *self._form.ends) if self._has(token)}))
 
     def write(self, gap: Gap, most: int | None, *, add_special_tokens: bool = True) -> list[int]:
-        """The prompt's token ids, of which there are at most `most` (None: no bound) as long as that leaves room for
-        the format's own. What lies farthest from the gap is left out: whole files, the first ones first, then the
-        beginning of the prefix and the end of the suffix, three to one."""
+        """Returns the prompt's token ids, at most `most` of them (None: no limit) if that has room for the format's own
+        tokens. What is farthest from the gap is left out: whole files, the first ones first; then the beginning of the
+        prefix and the end of the suffix, which share the room three to one."""
         begin = self._beginning() if add_special_tokens else []
         prefix, suffix = self._around(gap, most)
         form = self._form
@@ -142,24 +142,24 @@ class FillWriter:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _beginning(self) -> list[int]:
-        """What the tokenizer puts before a raw prompt (BOS)."""
+        """The tokens that the tokenizer puts before a raw prompt (BOS)."""
         ends = self._tokenizer.eos_token_ids
         return [token_id for token_id in self._tokenizer.encode("") if token_id not in ends]
 
     def _around(self, gap: Gap, most: int | None) -> tuple[list[int], list[int]]:
         prefix, suffix = gap.prefix, gap.suffix
-        if most is not None:  # what is far too long is not tokenized as a whole
+        if most is not None:  # do not tokenize all of a text that is far too long
             suffix = self._tokenizer.part_of(suffix, most)
             prefix = self._tokenizer.part_of(prefix, most, is_end=True) if isinstance(prefix, str) else prefix
         return self._encode(prefix) if isinstance(prefix, str) else list(prefix), self._encode_inside(suffix)
 
     def _encode_inside(self, text: str) -> list[int]:
-        """Without the space that SentencePiece puts before a text: a suffix begins in the middle of one."""
+        """Encodes without the space that SentencePiece puts before a text, since a suffix begins inside one."""
         if text != self._inside[0]:
-            self._inside = text, self._encode_behind_mark(text)
+            self._inside = text, self._encode_after_mark(text)
         return self._inside[1]
 
-    def _encode_behind_mark(self, text: str) -> list[int]:
+    def _encode_after_mark(self, text: str) -> list[int]:
         exact = self._tokenizer.exact_bytes
         if exact is None or not exact.strips_leading_space:
             return self._encode(text)
@@ -167,7 +167,7 @@ class FillWriter:
         return whole[len(mark) :] if whole[: len(mark)] == mark else self._encode(text)
 
     def _files(self, files: Sequence[tuple[str | None, str]], room: int | None) -> list[int]:
-        """As many of the last files as fit, behind the repository, and the head of the file that is asked about."""
+        """The repository's name, as many of the last files as fit, and the head of the file with the gap."""
         if not files:
             return []
         form = self._form
@@ -193,7 +193,8 @@ class FillWriter:
 
 
 def _fitting(prefix: list[int], suffix: list[int], room: int) -> tuple[list[int], list[int]]:
-    """The end of the one and the beginning of the other; a side that needs less than its share leaves it to the
-    other. With room for 100: 200 and 200 become 75 and 25, 200 and 10 become 90 and 10, 10 and 200 10 and 90."""
+    """Keeps the end of the prefix and the beginning of the suffix. A side that needs less than its share leaves the
+    rest to the other. With room for 100, 200 and 200 become 75 and 25; 200 and 10 become 90 and 10; 10 and 200 become
+    10 and 90."""
     num_prefix = min(len(prefix), max(int(room * _PREFIX_SHARE), room - len(suffix)))
     return prefix[len(prefix) - num_prefix :], suffix[: room - num_prefix]

@@ -1,8 +1,8 @@
-"""OpenAI's messages, in all the forms that clients send, made into the one form that chat templates expect.
+"""Turns OpenAI's messages, in all the forms that clients send, into the one form that chat templates expect.
 
-Text is read, whichever protocol's parts it comes in. Other media are refused by name where a user sends them; where a
-tool or another model has put them into the history, a note stands in their place, since that agent's session could not
-go on. Where a template has no place for tools, they are explained in words, and calls and results are written as text.
+Text parts of any protocol are accepted. Other media are refused by name if a user sends them. If a tool or another
+model put them into the history, a note replaces them, since the agent's session could not continue otherwise. If a
+template has no place for tools, the tools are explained in words, and calls and results are written as text.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "re
 
 
 def text_of(content: Any, where: str, *, mixes_strings: bool = False, notes_media: bool = False) -> str:
-    """The text of OpenAI's content: a string, or a list of parts (and strings, with `mixes_strings`), which are joined
-    by line breaks. `where` is its path in the request. Media are refused, or with `notes_media` noted. Raises
-    `InvalidRequestError`."""
+    """The text of OpenAI's content: a string, or a list of parts (and of strings, with `mixes_strings`), joined by line
+    breaks. `where` is its path in the request. Other media become notes with `notes_media`. Otherwise, and for invalid
+    content, raises `InvalidRequestError`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -46,7 +46,7 @@ def _part_text(part: Any, where: str, notes_media: bool) -> str:
 
 
 def string_in(part: Mapping[str, Any], field: str, where: str) -> str:
-    """The string that `part` must have there. Raises `InvalidRequestError`."""
+    """The string in `part[field]`. Raises `InvalidRequestError` if it is not a string."""
     value = part.get(field)
     if not isinstance(value, str):
         raise InvalidRequestError(f"{where}.{field} must be a string.", f"{where}.{field}")
@@ -54,12 +54,12 @@ def string_in(part: Mapping[str, Any], field: str, where: str) -> str:
 
 
 def normalise_messages(messages: Sequence[Any], *, parses_arguments: bool = True) -> list[dict[str, Any]]:
-    """Copies with: `content` a string (text parts joined by line breaks, null made empty); `tool_calls` present
-    only if there are any, their arguments objects instead of JSON text (`parses_arguments`); `reasoning` under
-    the name `reasoning_content`.
+    """Returns copies in which `content` is a string (text parts joined by line breaks, null becomes empty),
+    `tool_calls` is present only if there are any, with arguments as objects instead of JSON text (`parses_arguments`),
+    and `reasoning` is called `reasoning_content`.
 
-    Other keys are kept for the template. Raises `InvalidRequestError`, for parts that are no text, too, unless a tool
-    or the assistant has sent them: they are noted.
+    Other keys are kept for the template. Media of a tool or the assistant become notes. Raises `InvalidRequestError`
+    for media of other roles, and for invalid messages.
     """
     if not messages:
         raise InvalidRequestError("messages is empty; send at least one message.", "messages")
@@ -73,7 +73,7 @@ def _normalise(message: Any, where: str, parses_arguments: bool) -> dict[str, An
     if "function_call" in copy or copy["role"] == "function":
         where = f"{where}.function_call" if "function_call" in copy else f"{where}.role"
         raise InvalidRequestError(
-            f"{where}: the former function calls are not read; send tool_calls, and their results as role tool.", where
+            f"{where}: OpenAI's old function calls are not supported; send tool_calls, and results as role tool.", where
         )
     by_agent = copy["role"] in ("tool", "assistant")
     copy["content"] = text_of(copy.get("content", ""), f"{where}.content", mixes_strings=True, notes_media=by_agent)
@@ -100,9 +100,10 @@ def _tool_call(call: Any, where: str, parses_arguments: bool) -> dict[str, Any]:
 
 
 def parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """Templates iterate over arguments, but clients send them as JSON text. Text that is no JSON is shown to the model
-    under the key `invalid_json`: it wrote it, when its answer was cut off, and a client that sends its conversation
-    back must be able to go on. Raises `InvalidRequestError` for other JSON than an object."""
+    """Parses a call's arguments, which clients send as JSON text and templates iterate over. Text that is not JSON is
+    shown to the model under the key `invalid_json`: the model itself wrote it in an answer that was cut off, and a
+    client that sends its conversation back must be able to continue. Raises `InvalidRequestError` for JSON that is not
+    an object."""
     parsed = arguments
     if isinstance(arguments, str):
         try:
@@ -125,7 +126,7 @@ The result will be given to you. These are the functions, one JSON object a line
 
 
 def write_tools_into_messages(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The messages with the tools explained in the system message, for a template that has no place for them."""
+    """Explains the tools in the system message, for a template that has no place for tools."""
     functions = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
     explanation = _EXPLANATION + "\n".join(functions)
     chat = [calls_as_text(message) for message in messages]
@@ -135,7 +136,7 @@ def write_tools_into_messages(messages: Sequence[dict[str, Any]], tools: Sequenc
 
 
 def calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls, or whose result of one, stand in its text."""
+    """Writes a message's calls, or a tool's result, as text."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     calls = message.get("tool_calls")
@@ -162,13 +163,12 @@ _MEDIA = {
     "file": "file",
     "upload": "file",
 }
-"""Words in the types of such parts, in any protocol (`image_url`, `input_audio`, `computer_screenshot`), and what the
-note calls them."""
+"""Words in the types of media parts, in any protocol (`image_url`, `input_audio`, `computer_screenshot`), and how the
+note names the medium."""
 
 
 def media_note(kind: str) -> str | None:
-    """What a model reads in the place of a part of type `kind`; None for types of no medium. The log says so once for
-    each medium."""
+    """The note that replaces a part of type `kind`; None if that is not a media type. Logged once for each medium."""
     medium = next((name for word, name in _MEDIA.items() if word in kind), None)
     return None if medium is None else _noted(medium)
 
@@ -177,8 +177,8 @@ def media_note(kind: str) -> str | None:
 def _noted(medium: str) -> str:
     note = f"[{medium} omitted: this model reads text only]"
     logger.warning(
-        "A conversation holds a tool's result of type %s: models are given text only here, so they read %r in its "
-        "place. This is said once.",
+        "A conversation has a tool's result of type %s. This model reads text only, so it sees %r instead. "
+        "This is logged once.",
         medium,
         note,
     )
@@ -186,14 +186,14 @@ def _noted(medium: str) -> str:
 
 
 class UnseenPartError(InvalidRequestError):
-    """A part of type `kind` at `where` is no text, and the model is given text only; `reason` says why it sees no
-    image, if that is known."""
+    """The part of type `kind` at `where` is not text, and the model reads text only. `reason` says why it cannot see
+    images, if that is known."""
 
     def __init__(self, kind: str, where: str, reason: str = "") -> None:
         because = f": {reason}" if reason and "image" in (_MEDIA[word] for word in _MEDIA if word in kind) else ""
         super().__init__(
-            f"{where} is of type {kind}, which this model is not given here{because} (GET /v1/models says which models "
-            "see). Leave the part out, or send what it says as a part of type text.",
+            f"{where} is of type {kind}, which this model cannot read{because} (GET /v1/models says which models can "
+            "see images). Leave the part out, or send its content as a part of type text.",
             where,
         )
         self.kind = kind
@@ -201,7 +201,7 @@ class UnseenPartError(InvalidRequestError):
 
 
 def unreadable_part(kind: Any, where: str) -> InvalidRequestError:
-    """The refusal of a part of type `kind`: what no model is given here so far, or what has no place at `where`."""
+    """The error for a part of type `kind` that the model cannot read, or that is not allowed at `where`."""
     if isinstance(kind, str) and any(word in kind for word in _MEDIA):
         return UnseenPartError(kind, where)
-    return InvalidRequestError(f"{where} is of type {kind}, which cannot stand there; send parts of type text.", where)
+    return InvalidRequestError(f"{where} is of type {kind}, which is not allowed; send parts of type text.", where)

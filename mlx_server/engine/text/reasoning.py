@@ -1,6 +1,6 @@
-"""Reasoning that a model writes between two markers before its answer: found, split off, and bounded.
+"""The reasoning that a model writes between two markers before its answer: how to find, separate and limit it.
 
-A model's dialect is how it marks all that is not its answer: reasoning and tool calls.
+A model's dialect is how it marks whatever is not part of its answer: reasoning and tool calls.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class ReasoningMarkers:
     """The texts that a model puts around its reasoning.
 
-    `answer_start` is what it must write before an answer behind it. `dropped` are texts that belong to the format
-    wherever they stand outside of the reasoning, and are not content.
+    `answer_start` must stand between the reasoning and an answer. `dropped` are texts of the format that are removed
+    from the content, wherever they are.
     """
 
     start: str
@@ -35,10 +35,10 @@ class ReasoningMarkers:
     dropped: tuple[str, ...] = ()
 
     def is_open_after(self, prompt: str, *, continues_message: bool = False) -> bool:
-        """Whether the output begins inside the reasoning, because the prompt has opened it.
+        """Whether the prompt has opened the reasoning, so that the output begins inside it.
 
-        Chat templates do so at the very end of the prompt. With `continues_message` (the client's own beginning
-        of an answer), the reasoning may have been opened anywhere in it.
+        Chat templates open it at the very end of the prompt. With `continues_message` (the client began the answer),
+        it may have been opened anywhere in the prompt.
         """
         if continues_message:
             return prompt.rfind(self.start) > prompt.rfind(self.end)
@@ -59,7 +59,7 @@ _HARMONY = ReasoningMarkers(
 )
 _THINK = ReasoningMarkers("<think>", "</think>")
 _KNOWN: tuple[tuple[ReasoningMarkers, tuple[str, ...]], ...] = (
-    # The markers, and the vocabulary entries that show that a model was trained with them, if not the markers.
+    # The markers, and the vocabulary entries that identify such a model, if these are not the markers.
     (_THINK, ()),
     (ReasoningMarkers("<longcat_think>", "</longcat_think>"), ()),
     (ReasoningMarkers("<|think:start|>", "<|think:end|>"), ()),
@@ -72,7 +72,7 @@ _KNOWN: tuple[tuple[ReasoningMarkers, tuple[str, ...]], ...] = (
 
 
 def find_reasoning_markers(tokenizer: Tokenizer) -> ReasoningMarkers | None:
-    """The markers of this model, told by its vocabulary or by its chat template; None if it has none."""
+    """The markers of this model, by its vocabulary or its chat template; None if it does not reason."""
     for markers, entries in _KNOWN:
         if all(tokenizer.token_to_id(entry) is not None for entry in entries or (markers.start, markers.end)):
             return markers
@@ -82,18 +82,18 @@ def find_reasoning_markers(tokenizer: Tokenizer) -> ReasoningMarkers | None:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSplit:
-    """What a piece of output turned out to be. The reasoning stands before the content."""
+    """A piece of output. The reasoning comes before the content."""
 
     reasoning: str = ""
     content: str = ""
 
 
 class ReasoningSplitter:
-    """Splits streamed output into reasoning and content, wherever the markers are cut.
+    """Splits streamed output into reasoning and content; a marker may come in several pieces.
 
-    Reasoning opens in the prompt (`is_open`) or as the first thing of the output; some models repeat the marker
-    that the template has written already, so it is dropped in both cases. Once there is content, markers are
-    ordinary text: an answer may talk about them. Line breaks right behind a marker belong to neither part.
+    The reasoning begins in the prompt (`is_open`) or at the beginning of the output. Some models repeat the marker that
+    the template has already written, so it is dropped in both cases. After the first content, markers are ordinary
+    text, since an answer may be about them. Line breaks right after a marker are dropped.
     """
 
     def __init__(self, markers: ReasoningMarkers, is_open: bool = False) -> None:
@@ -110,7 +110,7 @@ class ReasoningSplitter:
         return self._is_reasoning
 
     def append(self, text: str) -> ReasoningSplit:
-        """Takes new text; what may be the beginning of a marker is held back."""
+        """Takes new text. Holds back what may be the beginning of a marker."""
         if self._beginning is not None:
             self._beginning += text
             if self._may_become_start():
@@ -127,7 +127,7 @@ class ReasoningSplitter:
         return ReasoningSplit(reasoning, self._content(scan.rest))
 
     def finish(self) -> ReasoningSplit:
-        """What was held back, at the end of the output."""
+        """Ends the output; returns the text that was held back."""
         text, self._beginning = self._beginning or "", None
         if self._is_reasoning:
             return ReasoningSplit(reasoning=self._trim(text + self._end.flush()))
@@ -138,7 +138,7 @@ class ReasoningSplitter:
         return len(shown) < len(self._start) and self._start.startswith(shown)
 
     def _read_beginning(self) -> str:
-        """Takes the start marker off the output's beginning if it stands there; returns the text that follows."""
+        """Removes the start marker from the beginning of the output, if it is there, and returns the rest."""
         text = self._beginning or ""
         self._beginning = None
         if not text.lstrip().startswith(self._start):
@@ -163,7 +163,7 @@ class ReasoningSplitter:
 
 
 class _Phase(enum.Enum):
-    """BEGINNING -> REASONING -> AFTER -> ANSWER, or from BEGINNING to ANSWER at once."""
+    """BEGINNING -> REASONING -> AFTER -> ANSWER, or BEGINNING -> ANSWER."""
 
     BEGINNING = "beginning"
     REASONING = "reasoning"
@@ -172,12 +172,12 @@ class _Phase(enum.Enum):
 
 
 class ReasoningConstraint:
-    """Lets reasoning through as it is, and holds the answer behind it to `answer` (`request.TokenConstraint`).
+    """Leaves the reasoning free, and constrains only the answer after it by `answer` (a `request.TokenConstraint`).
 
-    The reasoning ends with its end marker, or when it has `max_tokens` tokens: the marker is then forced. Behind it
-    the line breaks that models are used to write there are allowed once. Without `is_open`, an output that does
-    not begin with the start marker is all answer. `answer` None leaves the answer free; `is_answer_opened` says that
-    it begins with its own marker, which is then not forced.
+    The reasoning ends with its end marker, which is forced after `max_tokens` tokens. One line break or two may follow
+    it, as models usually write. Without `is_open`, an output that does not begin with the start marker is only an
+    answer. With `answer` None the answer is free. `is_answer_opened`: the grammar of `answer` has the marker before the
+    answer, so it is not forced.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class ReasoningConstraint:
         self._num_reasoning = 0
         self._pending: list[int] = []  # while a marker is being written out, the only tokens that may follow
         if answer is not None and not is_open and self._has_answer_start:
-            # An answer needs its own marker, so that it cannot be told from reasoning by the first token.
+            # An answer begins with a marker, too, so the first token cannot tell it from reasoning.
             self._phase, self._pending = _Phase.REASONING, list(self._start_ids)
         self._spend_budget()
 
@@ -218,7 +218,7 @@ class ReasoningConstraint:
         return self._phase is _Phase.REASONING
 
     def accept(self, token_id: int) -> bool:
-        """Advances by one token; False, and nothing done, when it is not allowed."""
+        """Advances by one token. Returns False, and changes nothing, if the token is not allowed."""
         if self._pending and token_id != self._pending[0]:
             return False
         is_marker = bool(self._pending)
@@ -238,13 +238,13 @@ class ReasoningConstraint:
         return True
 
     def fork(self) -> ReasoningConstraint | None:
-        other = copy(self)  # of what it holds, only the answer's cursor is ever changed in place
+        other = copy(self)  # only the answer's cursor is ever changed in place
         if self._answer is not None:
             other._answer = self._answer.fork()
         return None if self._answer is not None and other._answer is None else other
 
     def forced_tokens(self) -> list[int]:
-        """Tokens that are the only continuation, already accepted."""
+        """The tokens that are the only continuation. They are accepted already."""
         forced: list[int] = []
         while self._pending:
             token_id = self._pending[0]
@@ -271,12 +271,12 @@ class ReasoningConstraint:
 
     @property
     def error(self) -> str | None:
-        """Why the answer's grammar was given up, if it was."""
+        """Why the answer's grammar has failed, if it has."""
         return None if self._answer is None else self._answer.error
 
     def _reason(self, token_id: int, is_marker: bool) -> None:
         self._num_reasoning += not is_marker
-        # By bytes rather than ids: text can be cut into tokens in more ways than one.
+        # Compare bytes, not ids: a text can be tokenized in more than one way.
         written = self._last_bytes + self._token_bytes(token_id)
         self._last_bytes = written[-len(self._end) :]
         if self._end in written:
@@ -290,7 +290,7 @@ class ReasoningConstraint:
 
 
 def _line_breaks(tokenizer: Tokenizer) -> frozenset[int]:
-    """Single tokens for one or two line breaks."""
+    """The single tokens for one line break and for two."""
     encoded = [tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "\n\n")]
     return frozenset(ids[0] for ids in encoded if len(ids) == 1)
 
@@ -304,14 +304,14 @@ def _with_tokens(mask: bytes, token_ids: Iterable[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`reasoning` is None for models that do not reason. `tool_parser` reads JSON between tags where the model was
-    trained on no format, as its prompt then asks for."""
+    """`reasoning` is None for models that do not reason. `tool_parser` reads JSON between tags for models without a
+    format of their own, since their prompt asks for it."""
 
     reasoning: ReasoningMarkers | None
     tool_parser: ToolParser
 
     def kept_token_ids(self, tokenizer: Tokenizer, *, with_tools: bool) -> frozenset[int]:
-        """Special tokens that stand in the markers: the text must show them to what splits it."""
+        """The special tokens in the markers. They must stay in the text so that it can be split."""
         markers: list[str] = []
         if with_tools:
             form = FORMATS.get(self.tool_parser.name)
@@ -326,8 +326,8 @@ class Dialect:
 
 
 def find_dialect(tokenizer: Tokenizer) -> Dialect:
-    """The dialect of a tokenizer's model. A folder that asks for a tool parser that is not there is warned of, and read
-    as one that asks for none: all but its own format of calls works."""
+    """The dialect of a tokenizer's model. If its folder names an unknown tool parser, this logs a warning and uses the
+    default one: everything but the model's own format of calls works."""
     found = None
     try:
         found = find_tool_parser(tokenizer.hf)

@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls: one table, by which calls are read, streamed and forced."""
+"""The formats in which models write tool calls: one table for reading, streaming and forcing calls."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TAG_SAFE = re.compile(r"[^\s<>\"'=:|]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """Each argument stands between `before`, where `{key}` and `{type}` are filled in, and `after`.
+    """Each argument is between `before`, with `{key}` and `{type}` filled in, and `after`.
 
     Texts have no quotes. The parser strips one line break at both ends if `before` ends in one, otherwise all white
-    space. With `has_cdata`, texts that XML cannot hold stand in a CDATA section.
+    space. With `has_cdata`, texts that XML cannot hold are in a CDATA section.
     """
 
     before: str
@@ -34,10 +34,10 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notation:
-    """Arguments stand between commas in a notation of the model's own. `argument` is what stands before one, with
-    `{key}`; `member` the same inside of objects, None where the model's parser cannot read arrays and objects.
-    Texts stand between two of `quote`: what matches `text`, or with `is_escaped` what JSON would escape. `keys` is
-    what arguments may be called.
+    """Arguments are separated by commas, in the model's own notation. `argument` precedes each one, with `{key}` filled
+    in; `member` does the same inside objects, and is None if the model's parser cannot read arrays and objects. Texts
+    are between two of `quote`, and match `text`; with `is_escaped` they have JSON's escapes. `keys` matches the allowed
+    names of arguments.
     """
 
     argument: str
@@ -53,16 +53,16 @@ class Notation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """One call is `before`, its arguments, and `after`; `{name}` and `{json_name}` are filled in. `before` may go on
-    with a number and `number`. The arguments are one JSON object, or stand as `parameter` or `notation` says.
+    """One call is `before`, its arguments, and `after`; `{name}` and `{json_name}` are filled in. A number and `number`
+    may follow `before`. The arguments are one JSON object, or are written as `parameter` or `notation` says.
 
-    Each call stands between the parser's markers, or with `around` (what follows the first marker, and what comes
-    before the last) all calls do. `lead` comes before the first marker; `is_opened`: it stands in the place of what
-    the model writes between its reasoning and an answer. `names` is what functions may be called, None anything.
+    Each call is between the parser's markers; with `around` (the texts after the first marker and before the last) all
+    calls are between one pair of markers. `lead` precedes the first marker; with `is_opened` it replaces what the model
+    writes between its reasoning and an answer. `names` matches the allowed names of functions; None allows any.
 
-    JSON arguments are streamed behind what `head` matches, which may come several times in a region; `tail` may
-    follow the last. `fails_when_cut`: the parser never takes the beginning of a call for a whole one, so that a
-    missing end marker can be forgiven. `special` are the vocabulary entries besides the markers that must be seen.
+    JSON arguments are streamed after a match of `head`, which may occur several times in a region; `tail` may follow
+    the last. `fails_when_cut`: the parser never reads the beginning of a call as a whole one, so a missing end marker
+    does no harm. `special` are the special tokens besides the markers that must stay in the text.
     """
 
     before: str
@@ -83,7 +83,7 @@ class ToolFormat:
 
     @property
     def streamed_parameter(self) -> Parameter | None:
-        """`parameter` where texts can be passed on while they are written: as they stand, and of one call a region."""
+        """`parameter` if texts can be streamed: they are written literally, and a region has one call."""
         is_plain = self.parameter is not None and not self.parameter.has_cdata
         return self.parameter if is_plain and self.around is None else None
 
@@ -209,9 +209,9 @@ FORMATS = {
         lead="<|channel|>commentary ",
         is_opened=True,
         names=re.compile(r"[\w.-]+"),
-        max_calls=1,  # it writes the next one when it has seen the first one's result
-        # What is read lacks the special tokens, which are no content either.
+        max_calls=1,  # the model writes the next call only after the result of the first
+        # The text that is read lacks the special tokens, which are not content either.
         head=re.compile(r"(?P<name>[\w.-]+)\s*(?:json|code)?\s*(?=\{)"),
     ),
 }
-"""By the parser's name; mlx-lm's other formats are read when a region is whole, and never forced."""
+"""By the parser's name. mlx-lm's other formats are read when a region is complete, and cannot be forced."""

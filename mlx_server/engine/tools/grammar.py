@@ -1,5 +1,5 @@
-"""Grammars that make a model call a tool (`tool_choice` required or named), in the format it was trained on; or that
-hold it to the tools' grammars where it calls one by itself."""
+"""Grammars that force a model to call a tool (`tool_choice` required or named), in the format it was trained on; or
+that only enforce the tools' own grammars if the model calls one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from mlx_server.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class ForcedCalls:
-    """`spec` admits calls only. `is_opened`: the calls begin with what a model writes between its reasoning and them,
-    so that nothing else belongs there."""
+    """`spec` allows only calls. `is_opened`: it includes the text between the reasoning and the calls."""
 
     spec: StructuredSpec
     is_opened: bool
@@ -40,20 +39,20 @@ def force_tool_calls(
     patterns: Mapping[str, str] | None = None,
     is_free: bool = False,
 ) -> ForcedCalls:
-    """Admits one call of one of `tools`, or several with `is_parallel`, with arguments that fit their schemas,
-    which are closed first unless not `is_closed` (`adapted_schema`). Texts in calls of the tools in `patterns` match
-    their regexes. With `is_free` any text may stand before and behind the calls, of which there may be none.
+    """Allows one call of one of `tools`, or several with `is_parallel`, with arguments that fit their schemas, which
+    are closed first if `is_closed` (`adapted_schema`). Texts in calls of the tools in `patterns` match their regexes.
+    With `is_free` there may be any text before and after the calls, and no call at all.
 
-    Keywords of schemas that llguidance does not know are ignored: in a tool they are hints to the model. Raises
-    `InvalidRequestError` for a format that has no grammar here, and for names and arguments that the format cannot
-    write.
+    Schema keywords that llguidance does not support are ignored: in a tool they are hints to the model. Raises
+    `InvalidRequestError` for a format without a grammar here, and for names and arguments that the format cannot
+    express.
     """
     form = _format_of(parser, tokenizer)
     grammar = _CallGrammar(LarkWriter(tokenizer.added_tokens), parser, form, is_closed, patterns or {})
     write = grammar.write_free if is_free else grammar.write
     try:
         source = write(tools, form.max_calls if is_parallel else 1)
-    except RecursionError as error:  # of references, which are as deep as there are definitions
+    except RecursionError as error:  # references can nest as deep as there are definitions
         raise InvalidRequestError("The parameters of tools are nested too deeply; flatten them.", "tools") from error
     return ForcedCalls(StructuredSpec(StructuredKind.LARK, source, param="tools"), form.is_opened and not is_free)
 
@@ -78,17 +77,15 @@ class _CallGrammar:
     ) -> None:
         self._is_closed = is_closed
         self._patterns = patterns
-        self._is_held = False  # of the function that is being written
+        self._has_pattern = False  # the function that is being written
         self._writer = writer
         self._parser = parser
         self._format = form
         self._json_options = {**json_options(None), "lenient": True}
 
     def write(self, tools: Sequence[Tool], max_calls: int) -> str:
-        functions = [self._call(tool["function"], f"tools[{index}].function") for index, tool in enumerate(tools)]
-        call = self._writer.rule("call", alternatives(functions))
         literal, form = self._writer.literal, self._format
-        following = f"{literal(form.separator)} {call}" if form.separator else call
+        call, following = self._any_call(tools, self._parser.start)
         calls = call if max_calls == 1 else f"{call} ({following}){{0,{max_calls - 1}}}"
         if form.around is None:
             return self._writer.text(f"{literal(form.lead)} {calls}" if form.lead else calls)
@@ -97,26 +94,33 @@ class _CallGrammar:
         return self._writer.text(f"{literal(before)} {calls} {literal(after)}")
 
     def write_free(self, tools: Sequence[Tool], max_calls: int) -> str:
-        """Text, and calls wherever the marker before them stands first."""
+        """Allows text, and calls after their first marker."""
         form, literal, start = self._format, self._writer.literal, self._parser.start
         if form.lead or not start:
             raise InvalidRequestError(
-                f"In this model's format of calls ({self._parser.name}) a custom tool's grammar is only enforced where "
+                f"In this model's format of calls ({self._parser.name}) a custom tool's grammar is only enforced if "
                 "a call is required; set tool_choice to required, or leave format out.",
                 "tools",
             )
-        functions = [self._call(tool["function"], f"tools[{index}].function", "") for index, tool in enumerate(tools)]
-        call = self._writer.rule("call", alternatives(functions))
+        call, following = self._any_call(tools, "")
         if form.around is not None:
             before, after = form.around
-            following = f"{literal(form.separator)} {call}" if form.separator else call
             call = f"{literal(before)} {call} ({following}){{0,{max_calls - 1}}} {literal(after + self._parser.end)}"
             max_calls = 1
         text = self._writer.rule("TEXT", ANY_TEXT)
         return self._writer.text(f"({self._writer.text_until(start)} {call}){{0,{max_calls}}} {text}")
 
-    def _call(self, function: Mapping[str, Any], where: str, marker: str | None = None) -> str:
-        """One function's call behind `marker`, which is the parser's unless given."""
+    def _any_call(self, tools: Sequence[Tool], marker: str) -> tuple[str, str]:
+        """Matches one call of any tool after `marker`; and such a call after another one."""
+        functions = [
+            self._call(tool["function"], f"tools[{index}].function", marker) for index, tool in enumerate(tools)
+        ]
+        call = self._writer.rule("call", alternatives(functions))
+        separator = self._format.separator
+        return call, f"{self._writer.literal(separator)} {call}" if separator else call
+
+    def _call(self, function: Mapping[str, Any], where: str, marker: str) -> str:
+        """Matches one function's call, after `marker` unless one pair of markers encloses all calls."""
         name, form = function["name"], self._format
         if form.names is not None and form.names.fullmatch(name) is None:
             raise self._unwritable(f"{where}.name is {name!r}, which", f"{where}.name")
@@ -124,10 +128,9 @@ class _CallGrammar:
         schema = checked_schema(schema, f"{where}.parameters")
         check_patterns(schema, f"{where}.parameters")
         schema = adapted_schema(schema, is_closed=self._is_closed)
-        self._is_held = name in self._patterns
+        self._has_pattern = name in self._patterns
         schema = self._with_pattern(schema, name, where)
-        start, end = (self._parser.start, self._parser.end) if form.around is None else ("", "")
-        start = start if marker is None else marker
+        start, end = (marker, self._parser.end) if form.around is None else ("", "")
         before = self._writer.literal(start + form.before.format(name=name, json_name=json.dumps(name)))
         if form.number is not None:
             before += f" {self._writer.rule('NUMBER', '/[0-9]{1,3}/')} {self._writer.literal(form.number)}"
@@ -135,7 +138,7 @@ class _CallGrammar:
         return self._writer.rule("function", f"{before} {arguments} {self._writer.literal(form.after + end)}")
 
     def _with_pattern(self, schema: Any, name: str, where: str) -> Any:
-        """The schema with its tool's pattern in each text."""
+        """Adds the tool's pattern to each text of the schema."""
         pattern, form = self._patterns.get(name), self._format
         if pattern is None:
             return schema
@@ -155,12 +158,12 @@ class _CallGrammar:
             return json_expression({"type": "object", **schema}, self._json_options)
         written = _NotationWriter(self._writer, self._format.notation, schema).arguments()
         if written is None:
-            raise self._unwritable(f"{where} requires arguments of names or types that", where)
+            raise self._unwritable(f"{where} requires arguments whose names or types", where)
         return written
 
     def _unwritable(self, what: str, where: str) -> InvalidRequestError:
         return InvalidRequestError(
-            f"{what} this model's format of calls ({self._parser.name}) cannot write; rename it with letters, digits "
+            f"{what} this model's format of calls ({self._parser.name}) cannot express; rename it with letters, digits "
             "and `_`, or set tool_choice to auto.",
             where,
         )
@@ -180,18 +183,18 @@ class _CallGrammar:
         return " ".join(written) or '""'
 
     def _value(self, schema: Any, definitions: Mapping[str, Any], parameter: Parameter) -> str:
-        """A value and what follows it. Strings stand unquoted, up to where `after` first stands."""
+        """Matches a value and what follows it. Strings are unquoted, and end at the first `after`."""
         after = parameter.after
         if not _may_be_text(schema):
             whole = {**schema, **definitions}
             if not self._writer.begins_with_added_token(after):
                 whole = changed_schema(whole, _exclude_closing_tags)
             return f"{json_expression(whole, self._json_options)} {self._writer.literal(after)}"
-        if self._is_held:
+        if self._has_pattern:
             pattern = schema["pattern"][1:-1]
             if self._writer.begins_with_added_token(after):
                 return f"{self._writer.rule('REGEX', _terminal(pattern))} {self._writer.literal(after)}"
-            # One terminal: llguidance never goes back to where a shorter text could have ended.
+            # One terminal: llguidance never backtracks to an earlier end of the text.
             return self._writer.rule("REGEX", _terminal(pattern + re.escape(after)))
         choices = schema.get("enum") if isinstance(schema, Mapping) else None
         if choices and all(isinstance(choice, str) for choice in choices):
@@ -205,13 +208,13 @@ class _CallGrammar:
 
 
 def _terminal(regex: str) -> str:
-    """A regex as Lark has it: between slashes, on one line."""
+    """Writes a regex as Lark needs it: between slashes, on one line."""
     written = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
     return "/" + re.sub(r"\\.|/|\n", lambda found: written.get(found[0], found[0]), regex, flags=re.DOTALL) + "/"
 
 
 def _exclude_closing_tags(schema: dict[str, Any]) -> None:
-    """So that texts cannot hold what a parser would take for the end of the argument."""
+    """Forbids texts that a parser would read as the end of the argument."""
     if schema.get("type") == "string" and not _DECIDED & schema.keys():
         schema["pattern"] = "^([^<]|<+[^</])*$"
 
@@ -236,12 +239,12 @@ def _written_type(schema: Any) -> str:
 _NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _INTEGER = r"/-?(0|[1-9][0-9]{0,30})/"
 _NUMBER = r"/-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?/"
-"""Without the exponents that JSON allows: some are numbers that no parser can hold."""
+"""Without JSON's exponents: some such numbers are too large for any parser."""
 _WORD = re.compile(r"\w+", re.ASCII)
 
 
 class _NotationWriter:
-    """Writes the values of one tool's schema. Bounds of lengths and patterns are left out: they are hints."""
+    """Writes the values of one tool's schema. Limits on lengths, and patterns, are left out: they are hints."""
 
     def __init__(self, writer: LarkWriter, notation: Notation, schema: Mapping[str, Any]) -> None:
         self._writer = writer
@@ -251,7 +254,7 @@ class _NotationWriter:
         self._any: str | None = None
 
     def arguments(self) -> str | None:
-        """An expression for all arguments; None if one that is required cannot be written."""
+        """Matches all arguments; None if the notation cannot express a required one."""
         required = self._schema.get("required", ())
         properties = {
             key: schema
@@ -269,9 +272,9 @@ class _NotationWriter:
         return isinstance(types, str) and types not in ("array", "object")
 
     def _members(self, properties: Mapping[str, Any], required: Sequence[str], before: str) -> str:
-        """Those required and any of the others, in their order, with separators only between them."""
+        """Matches the required members and any of the others, in order, with separators between them."""
         separator = self._writer.literal(self._notation.separator)
-        first = rest = '""'  # what may follow where nothing has been written yet, and where something has
+        first = rest = '""'  # what may follow before the first member, and after it
         for key, schema in reversed(list(properties.items())):
             member = self._writer.rule("member", f"{self._key(before, key)} {self.value(schema)}")
             begun = f"{member} {rest}"
@@ -283,12 +286,12 @@ class _NotationWriter:
         return first
 
     def _key(self, before: str, key: str) -> str:
-        """Parsers of bare keys know words only, but let those in quotes stand."""
+        """Quotes keys that are not words, which parsers of bare keys cannot read."""
         is_bare = before == "{key}:" and _WORD.fullmatch(key) is None
         return self._writer.literal(before.format(key=json.dumps(key) if is_bare else key))
 
     def value(self, schema: Any) -> str:
-        """An expression for one value that fits `schema`."""
+        """Matches one value that fits `schema`."""
         if not isinstance(schema, Mapping):
             return self._anything()
         if "$ref" in schema:
@@ -330,7 +333,7 @@ class _NotationWriter:
                 return self._anything()
 
     def _referenced(self, reference: str) -> str:
-        """Schemas may contain themselves, so each has a rule that it can name."""
+        """Writes a rule for each referenced schema, since schemas may be recursive."""
         if reference not in self._references:
             if not reference.startswith("#/"):
                 return self._anything()
@@ -373,7 +376,7 @@ class _NotationWriter:
         return f"{self._writer.literal(quote)} {self._writer.text_until(quote, self._notation.text)}"
 
     def _constant(self, value: Any) -> str:
-        """A value as it stands; objects and arrays are left to the model."""
+        """Matches exactly `value`; objects and arrays match anything."""
         if isinstance(value, str):
             quote = self._notation.quote
             written = json.dumps(value, ensure_ascii=False) if self._notation.is_escaped else quote + value + quote

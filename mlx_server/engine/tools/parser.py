@@ -1,7 +1,7 @@
-"""Tool calls in a model's output: found while it streams, and handed on call by call.
+"""Finds tool calls in a model's output while it streams.
 
-Regions of calls stand between two markers. What stands in one is read by the model's parser once it is whole;
-arguments are streamed before that where they are JSON, or stand one by one between tags.
+Calls are in regions between two markers. The model's parser reads a region when it is complete. Arguments are streamed
+earlier if they are JSON, or if each of them is between tags.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mlx_server.engine.tools.untagged import JsonObjectCursor, UntaggedCalls
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """News of one call. `id` and `name` are set on its first delta only; `arguments_fragment` is a part of the
-    arguments' JSON text."""
+    """A piece of one call. Only the first has `id` and `name`; `arguments_fragment` is a part of the arguments' JSON
+    text."""
 
     index: int
     id: str | None
@@ -31,7 +31,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """What a piece of output turned out to be."""
+    """A piece of output, read."""
 
     content: str = ""
     calls: tuple[ToolCallDelta, ...] = ()
@@ -44,16 +44,16 @@ class _Call(NamedTuple):
 
 
 _MAX_HEAD_CHARS = 1024
-"""Where no head stands in this much text, none will: the region is read whole."""
+"""If this much text has no head, no head follows: the region is read when it is complete."""
 
 
 class ToolCallExtractor:
-    """Turns one choice's streamed text into content and tool calls, wherever the markers are cut.
+    """Splits one choice's streamed text into content and tool calls; a marker may come in several pieces.
 
-    Arguments are streamed where the format is JSON or has tags around each, otherwise they come whole when their
-    region ends. A region that is no call comes out as the content it was, markers included; arguments that break off
-    have been streamed by then and stay as they are. White space alone around calls is dropped. Where calls are JSON
-    between tags, an answer that begins with a call of an offered tool may lack them.
+    Arguments are streamed if the format is JSON or has tags around each, otherwise they come whole when their region
+    ends. A region that is not a call becomes content again, markers included; arguments that break off after they were
+    streamed stay as they are. White space around calls is dropped. If the format is JSON between tags, an answer that
+    begins with a call of an offered tool may lack the tags.
     """
 
     def __init__(self, parser: ToolParser, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
@@ -71,17 +71,17 @@ class ToolCallExtractor:
         self._num_calls = 0
         self._ids: set[str] = set()
         self._num_streamed = 0
-        self._blank: str | None = ""  # white space that is shown only if content follows; None within content
+        self._blank: str | None = ""  # white space that is content only if text follows; None inside content
         self._content: list[str] = []
         self._deltas: list[ToolCallDelta] = []
 
     @property
     def has_calls(self) -> bool:
-        """Whether a call has begun, which makes the finish reason `tool_calls`."""
+        """Whether a call has begun, so that the finish reason is `tool_calls`."""
         return self._num_calls > 0
 
     def append(self, text: str) -> ToolOutput:
-        """Takes new text; what may be the beginning of a marker or of a call is held back."""
+        """Takes new text. Holds back what may be the beginning of a marker or a call."""
         self._take_in(self._untagged.feed(text))
         return self._take()
 
@@ -90,7 +90,7 @@ class ToolCallExtractor:
             text = self._read(text)
 
     def finish(self) -> ToolOutput:
-        """What was held back, at the end of the output."""
+        """Ends the output; returns what was held back."""
         self._take_in(self._untagged.finish())
         if self._read == self._read_body:
             is_forgiven = not self._parser.end or self._format.fails_when_cut
@@ -106,7 +106,7 @@ class ToolCallExtractor:
         self._deltas.clear()
         return output
 
-    # Each reader takes what it understands of the text and returns the rest, which the then current reader gets.
+    # Each reader takes its part of the text and returns the rest, which goes to the reader that is then current.
 
     def _read_content(self, text: str) -> str:
         scan = self._outside.scan(text)
@@ -132,9 +132,9 @@ class ToolCallExtractor:
         if end < 0:
             return ""
         self._read = self._read_content
-        behind = end + len(self._parser.end)
-        self._close_region(self._body[:end], self._body[end:behind])
-        return self._body[behind:]
+        after = end + len(self._parser.end)
+        self._close_region(self._body[:end], self._body[end:after])
+        return self._body[after:]
 
     def _read_arguments(self, text: str) -> str:
         length = self._json.feed(text)
@@ -145,7 +145,8 @@ class ToolCallExtractor:
         return text[len(fragment) :]
 
     def _read_head(self) -> str | None:
-        """Begins a streamed call if its head stands in the body, and returns the rest: the arguments' beginning."""
+        """Begins a streamed call if the body has its head, and returns the text after it: the beginning of the
+        arguments."""
         if self._format.head is None or len(self._body) > _MAX_HEAD_CHARS:
             return None
         head = self._format.head.match(self._body)
@@ -168,7 +169,7 @@ class ToolCallExtractor:
             self._deltas.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
 
     def _close_region(self, body: str, end: str, *, may_call: bool = True) -> None:
-        """Handles what stands in the region behind the last streamed call, or all of it."""
+        """Reads what follows the last streamed call in the region, or all of the region."""
         if self._parameters is not None and self._parameters.name is not None:
             self._close_parameters(self._parameters, self._parse(body) if may_call else [], bool(end))
             return
@@ -182,7 +183,7 @@ class ToolCallExtractor:
             self._show(start + body + end)
 
     def _close_parameters(self, parameters: _ParameterStream, calls: list[_Call], is_complete: bool) -> None:
-        """Ends the call that was streamed; `calls` are all of the region. One that was cut off stays as it is."""
+        """Ends the streamed call; `calls` are all calls of the region. A call that was cut off stays as it is."""
         if calls or is_complete:
             fragment = parameters.finish(json.loads(calls[0].arguments) if calls else None)
             self._deltas.append(ToolCallDelta(self._num_calls - 1, None, None, fragment))
@@ -198,11 +199,11 @@ class ToolCallExtractor:
         try:
             parsed = self._parser.parse(body, self._tools)
             return [_as_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
-        except Exception:  # the parsers are foreign code, and every way to fail means: not a call
+        except Exception:  # whatever a parser raises, the text is not a call
             return []
 
     def _begin(self, call: _Call) -> None:
-        call_id = call.id if call.id and call.id not in self._ids else self._new_id()  # models count wrong
+        call_id = call.id if call.id and call.id not in self._ids else self._new_id()  # models repeat ids
         self._ids.add(call_id)
         self._deltas.append(ToolCallDelta(self._num_calls, call_id, call.name, call.arguments))
         self._num_calls += 1
@@ -224,7 +225,7 @@ def _function_name(tool: Tool) -> str | None:
 
 
 def _name_in(head: re.Match[str]) -> str | None:
-    """The function's name; None when its JSON text is none."""
+    """The function's name; None if it is invalid JSON."""
     if "name" in head.groupdict():
         return head["name"]
     try:
@@ -236,7 +237,7 @@ def _name_in(head: re.Match[str]) -> str | None:
 
 
 def _as_call(parsed: Any) -> _Call:
-    """Raises when `parsed` is not a call; arguments may be an object, its JSON text, or missing."""
+    """Raises some exception if `parsed` is not a call. The arguments may be an object, its JSON text, or missing."""
     name, call_id = parsed["name"], parsed.get("id")
     arguments = parsed.get("arguments", parsed.get("parameters"))
     if isinstance(arguments, str):
@@ -246,7 +247,7 @@ def _as_call(parsed: Any) -> _Call:
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("not a tool call")
     written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    (name + written).encode()  # JSON can spell halves of characters, which nothing can send on
+    (name + written).encode()  # raises for halves of surrogate pairs, which JSON can spell
     return _Call(call_id if isinstance(call_id, str) else None, name, written)
 
 
@@ -255,16 +256,16 @@ def _random_id() -> str:
 
 
 _MAX_WORD_CHARS = len("null")
-"""Texts of this length may turn out to be no text for a parser, so that they are not begun before they are longer."""
+"""A parser may read a text this short as another type, so longer ones only are streamed."""
 
 
 class _ParameterStream:
-    r"""Arguments between tags, made into JSON text while they are written: follows the first call of one region.
-    `parse` returns the arguments of a whole call's text, or raises.
+    r"""Converts arguments between tags to JSON text while the model writes them: those of the first call of a region.
+    `parse` returns the arguments in a complete call's text, or raises.
 
-    What it writes is what `parse` would return for the whole text, as far as it has come: for
-    `<function=f>\n<parameter=path>\n/etc/a` that is `{"path": "/etc/a`. It reads on where it has stopped, so that long
-    arguments cost no more than their length.
+    The JSON text is the beginning of what `parse` would return for the complete text: for
+    `<function=f>\n<parameter=path>\n/etc/a` it is `{"path": "/etc/a`. Each piece is read only once, so the cost of long
+    arguments is proportional to their length.
     """
 
     def __init__(
@@ -274,7 +275,7 @@ class _ParameterStream:
         tools: Sequence[Tool],
         parse: Callable[[str], Mapping[str, Any]],
     ) -> None:
-        # A bare name has ended when the first argument begins.
+        # A name without an end of its own ends where the first argument begins.
         ahead = re.escape(parameter.before.partition("{")[0]) if form.before.strip().endswith("}") else ""
         self._head = re.compile(rf"{_pattern(form.before)}\s*(?={ahead})")
         self._opening = re.compile(_pattern(parameter.before))
@@ -284,18 +285,19 @@ class _ParameterStream:
         self._tools = tools
         self._parse = parse
         self._at = 0
-        self._searched = 0  # no closing begins before
+        self._searched = 0  # there is no closing before this position
         self._key: str | None = None  # of the argument that begins at `_at`; None between arguments
-        self._shown: int | None = None  # where what is written of its text ends; None before it is begun
+        self._shown: int | None = None  # the end of the part of its text that is written; None before the beginning
         self._written: set[str] = set()
         self.name: str | None = None
 
     def follow(self, body: str) -> str:
-        """The arguments' JSON text that `body`, the region's text so far, adds to what was written."""
+        """Takes the region's text so far, and returns the JSON text that was not returned before."""
         return "".join(self._pieces(body))
 
     def finish(self, arguments: Mapping[str, Any] | None) -> str:
-        """What is left at the end of the region: `arguments` are all of the call's, or None if it is broken."""
+        """Returns the remaining JSON text at the end of the region. `arguments` are all of the call's, or None if the
+        call is broken."""
         pieces = [] if self._shown is None else ['"']
         pieces += [self._argument(key, value) for key, value in (arguments or {}).items() if key not in self._written]
         return "".join([*pieces, "}" if self._written else "{}"])
@@ -321,8 +323,8 @@ class _ParameterStream:
             yield self._close(self._key, body, end)
 
     def _text(self, key: str, body: str, end: int) -> Iterator[str]:
-        """Writes what is certain of a text that closes at `end`, or not yet: its closing may have begun, and what
-        stands before that may be stripped."""
+        """Writes the certain part of a text. It ends at `end`; if that is negative, the end is unknown: the closing tag
+        may have begun, and white space before it may be stripped."""
         stop = len(body) - _overlap(body, self._closing) if end < 0 else end
         if self._shown is None:
             begin = self._at + self._num_leading(body[self._at : stop])
@@ -344,15 +346,15 @@ class _ParameterStream:
         return int(text.startswith("\n"))
 
     def _close(self, key: str, body: str, end: int) -> str:
-        """Ends the argument that stands before `end`."""
-        behind = end + len(self._closing)
-        self._key, self._at = None, behind
+        """Ends the argument whose text ends at `end`."""
+        after = end + len(self._closing)
+        self._key, self._at = None, after
         if self._shown is not None:
             self._shown = None
             return '"'
         try:
-            arguments = self._parse(body[:behind] + self._rest)
-        except Exception:  # the parsers are foreign code; the end of the region decides what this was
+            arguments = self._parse(body[:after] + self._rest)
+        except Exception:  # whatever a parser raises; the end of the region decides
             return ""
         return self._argument(key, arguments[key]) if key in arguments else ""
 
@@ -365,7 +367,7 @@ class _ParameterStream:
         return f"{separator}{json.dumps(key, ensure_ascii=False)}: "
 
     def _is_text(self, key: str) -> bool:
-        """Whether the parser takes the argument as it stands."""
+        """Whether the parser reads the argument as literal text."""
         for tool in self._tools:
             function = tool.get("function") or {}
             if function.get("name") == self.name:
@@ -375,8 +377,8 @@ class _ParameterStream:
 
 
 def _pattern(template: str) -> str:
-    r"""What `template` matches, with any white space where it breaks lines; what is filled in are groups:
-    `<f={name}>\n` is matched by `\s*<f=(?P<name>[^\s<>"]+)>`."""
+    r"""A regex for `template`, with any white space for its line breaks, and a group for each field:
+    `<f={name}>\n` becomes `\s*<f=(?P<name>[^\s<>"]+)>`."""
     lines = [re.escape(line) for line in template.split("\n") if line]
     return r"\s*" + re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^\\s<>\"]+)", r"\s*".join(lines))
 
@@ -385,12 +387,12 @@ _MIXED = frozenset(("enum", "anyOf", "oneOf", "allOf"))
 
 
 def _member(value: Any, key: str) -> Any:
-    """Of what a client calls a schema, and may be anything."""
+    """`value[key]` of a part of a client's schema, which may be anything; None if it has no such member."""
     return value.get(key) if isinstance(value, Mapping) else None
 
 
 def _overlap(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `marker`."""
+    """How many characters at the end of `text` are the beginning of `marker`."""
     start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
     while start >= 0 and not marker.startswith(text[start:]):
         start = text.find(marker[0], start + 1)

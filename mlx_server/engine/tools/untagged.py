@@ -1,5 +1,5 @@
-"""Tool calls without their markers: small models that were taught `<tool_call>` often write the call alone, in a code
-fence, or in the wrapper in which they were shown the tools."""
+"""Tool calls without their markers: small models that were trained on `<tool_call>` often write only the call itself,
+in a code fence, or in the tags in which they saw the tools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MARKERS = ("```json", "```", "<tools>", "</tools>")
 _AROUND = re.compile(r"(?:\s|[,;]|```(?:json)?|</?tools>)*")
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
 _BEFORE_NAME = '{"name":"'
-_BEHIND_NAME = (',"arguments":{', ',"parameters":{')
+_AFTER_NAME = (',"arguments":{', ',"parameters":{')
 _MAX_HEAD_CHARS = 512
 _SPACES = re.compile(r"\s+")
 _BRACKET = re.compile(r'["{}\[\]]')
@@ -19,7 +19,7 @@ _IN_STRING = re.compile(r'"|\\.?', re.DOTALL)
 
 
 class JsonObjectCursor:
-    """Finds the end of a JSON object in streamed text, by its brackets and strings. Does not validate."""
+    """Finds the end of a JSON object in streamed text by its brackets and strings, without validation."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -27,15 +27,15 @@ class JsonObjectCursor:
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
-        """How many characters of `text` belong to the object, once its end has been read; None before. Not for empty
-        text."""
+        """Returns how many characters of `text` belong to the object if its end is among them, else None. `text` is not
+        empty."""
         at, self._is_escaped = int(self._is_escaped), False
         while (found := (_IN_STRING if self._in_string else _BRACKET).search(text, at)) is not None:
             mark, at = found.group(), found.end()
             if mark == '"':
                 self._in_string = not self._in_string
             elif self._in_string:
-                self._is_escaped = mark == "\\"  # what it escapes is still to come
+                self._is_escaped = mark == "\\"  # the escaped character is in the next piece
             else:
                 self._depth += 1 if mark in "{[" else -1
                 if self._depth <= 0:
@@ -44,8 +44,8 @@ class JsonObjectCursor:
 
 
 class UntaggedCalls:
-    """Puts `start` and `end` around calls of the tools `names` with which an answer begins, one after the other; other
-    text passes unchanged, as soon as it cannot become such a call any more.
+    """Puts `start` and `end` around the calls of the tools `names` at the beginning of an answer. Other text passes
+    unchanged, as soon as it cannot become such a call any more.
 
         ```json
         {"name": "look", "arguments": {"at": "north"}}
@@ -59,34 +59,34 @@ class UntaggedCalls:
         self._end = end
         self._held = ""
         self._cursor: JsonObjectCursor | None = None
-        self._is_behind_call = False
+        self._is_after_call = False
         self._is_over = not self._names
 
     def feed(self, text: str) -> str:
-        """What of the output so far is certain."""
+        """Takes new text, and returns the part of the output so far that is certain."""
         done: list[str] = []
         while text and not self._is_over:
             text = self._follow(self._cursor, text, done) if self._cursor is not None else self._look(text, done)
         return "".join((*done, text))
 
     def finish(self) -> str:
-        """What was held back, without what closes a call's fence."""
+        """Ends the output; returns the text that was held back, without the end of a call's code fence."""
         held, self._held, self._is_over = self._held, "", True
-        around = _AROUND.match(held) if self._is_behind_call else None
+        around = _AROUND.match(held) if self._is_after_call else None
         return held if around is None else held[around.end() :]
 
     def _follow(self, cursor: JsonObjectCursor, text: str, done: list[str]) -> str:
-        """Passes the call on; what stands behind it."""
+        """Passes the call on; returns the text after it."""
         length = cursor.feed(text)
         if length is None:
             done.append(text)
             return ""
         done += (text[:length], self._end)
-        self._cursor, self._is_behind_call = None, True
+        self._cursor, self._is_after_call = None, True
         return text[length:]
 
     def _look(self, text: str, done: list[str]) -> str:
-        """Holds text back until it is known whether a call begins; the call, if one does."""
+        """Holds text back until it is known whether a call begins; then returns the call's text."""
         self._held += text
         around = _AROUND.match(self._held)
         body = self._held[around.end() :] if around is not None else self._held
@@ -109,14 +109,14 @@ class UntaggedCalls:
             return _BEFORE_NAME.startswith(squeezed)
         if not squeezed.startswith(_BEFORE_NAME):
             return False
-        name, quote, behind = squeezed[len(_BEFORE_NAME) :].partition('"')
+        name, quote, after = squeezed[len(_BEFORE_NAME) :].partition('"')
         if quote:
-            return name in self._names and any(one.startswith(behind) for one in _BEHIND_NAME)
+            return name in self._names and any(one.startswith(after) for one in _AFTER_NAME)
         return any(one.startswith(name) for one in self._names)
 
 
 def _may_be_marker(text: str) -> bool:
-    """Whether it ends in the beginning of a marker, with nothing but white space and markers before that."""
+    """Whether the text ends with the beginning of a marker, after nothing but white space and markers."""
     beginnings = (marker[:length] for marker in _MARKERS for length in range(1, len(marker)))
     return any(text.endswith(one) and _AROUND.fullmatch(text[: len(text) - len(one)]) for one in beginnings)
 

@@ -1,1 +1,2 @@
-"""Images on the host's side: found in messages, decoded, made into a vision encoder's inputs and a prompt's tokens."""
+"""Images before the model: found in messages, decoded, and prepared as inputs of the encoder and tokens of the
+prompt."""

@@ -1,4 +1,4 @@
-"""Bytes of an image file to pixels, within bounds that are checked before anything is decoded."""
+"""Decodes image files, within limits that are checked first."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ from mlx_server.errors import UnsupportedError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_PIXELS = 50_000_000
-"""As many as the largest cameras of phones have. Three bytes each, and several copies on the way."""
+"""As many as the largest phone cameras have. A pixel takes three bytes, and there are several copies."""
 
 MAX_BYTES = 20 * 1024 * 1024
 """Of a file."""
-
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/\r\n]*=*[\r\n]*")
 
 
 class UnreadableImageError(Exception):
-    """Says what is wrong with an image, as the end of a sentence about it."""
+    """What is wrong with an image, as the end of a sentence that begins with the image."""
 
 
 def read_base64(source: str) -> bytes:
-    """The file in a data URL, or in base64 alone. Raises `UnreadableImageError`."""
+    """Reads the file in a data URL or in plain base64. Raises `UnreadableImageError`."""
     if source[:5].lower() == "data:":
         head, comma, source = source.partition(",")
         if not comma or not head.lower().endswith(";base64"):
             raise UnreadableImageError("is a data URL without base64. Send data:image/png;base64,...")
     if len(source) > MAX_BYTES * 4 // 3 + 4096:
         raise UnreadableImageError(
-            f"has {len(source):,} characters of base64; files of {MAX_BYTES:,} bytes are read at most. Send it smaller"
+            f"has {len(source):,} characters of base64; a file may have {MAX_BYTES:,} bytes. Send a smaller one"
         )
-    if _BASE64.fullmatch(source[:64]):  # what is none further on is left out by the decoder
+    if _BASE64.fullmatch(source[:64]):  # the decoder skips later characters that are not base64
         with contextlib.suppress(ValueError):
             return binascii.a2b_base64(source)
     raise UnreadableImageError(
@@ -47,8 +46,9 @@ def read_base64(source: str) -> bytes:
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
-    """The first frame as an upright `PIL.Image.Image` in RGB, made smaller where it has more than `max_pixels`. Raises
-    `UnreadableImageError`, and `UnsupportedError` without Pillow. Any thread; holds the interpreter only for short."""
+    """Decodes the first frame as an upright `PIL.Image.Image` in RGB, scaled down to at most `max_pixels`. Raises
+    `UnreadableImageError`, and `UnsupportedError` without Pillow. Any thread; releases the interpreter lock while it
+    decodes."""
     try:
         from PIL import Image, ImageOps  # of the extra `vision`
     except ImportError as error:
@@ -58,22 +58,22 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
         width, height = image.size
         if width * height > MAX_PIXELS:
             raise UnreadableImageError(
-                f"has {width} x {height} pixels; at most {MAX_PIXELS:,} are read. Send it smaller"
+                f"has {width} x {height} pixels; at most {MAX_PIXELS:,} are allowed. Send a smaller one"
             )
         if width * height > max_pixels:
-            image.draft(None, _bounded(width, height, max_pixels))  # JPEG is decoded at 1/2, 1/4 or 1/8, not below this
+            image.draft(None, _bounded(width, height, max_pixels))  # decodes a JPEG at 1/2, 1/4 or 1/8 of its size
         return _made_small(_rgb(ImageOps.exif_transpose(image)), max_pixels)
     except UnreadableImageError:
         raise
-    except Exception as error:  # decoders raise whatever a broken file leads them to
+    except Exception as error:  # decoders raise anything for broken files
         names = ", ".join(FORMATS)
         raise UnreadableImageError(
-            f"cannot be decoded ({len(data):,} bytes; {names} are read). Send a whole file in one of these formats"
+            f"cannot be decoded ({len(data):,} bytes; {names} are supported). Send a whole file in one of these formats"
         ) from error
 
 
 def as_file(picture: Any, max_pixels: int) -> bytes:
-    """A picture of Pillow as a file that `decode` reads as it would have read the picture's own."""
+    """Writes a Pillow image as a file from which `decode` makes the same pixels as from the image's own file."""
     from PIL import ImageOps
 
     file = io.BytesIO()
@@ -93,15 +93,15 @@ def _made_small(image: Any, max_pixels: int) -> Any:
 def _rgb(image: Any) -> Any:
     from PIL import Image
 
-    if image.mode == "P":  # its transparency may be bytes, which Pillow warns about
+    if image.mode == "P":  # Pillow warns if its transparency is bytes
         image = image.convert("RGBA")
-    if image.mode[0] in "IF":  # grey of 16 bits, of which Pillow would make white all that is above 255
+    if image.mode[0] in "IF":  # 16-bit grey: Pillow would turn all values above 255 into white
         image = Image.fromarray((np.clip(np.asarray(image), 0, 0xFFFF) / 0x101).astype(np.uint8))
     return image.convert("RGB")
 
 
 def _bounded(width: int, height: int, max_pixels: int) -> tuple[int, int]:
-    """The largest size of these proportions with at most so many pixels, each side at least one."""
+    """The largest size with the same proportions and at most `max_pixels`; each side is at least 1."""
     share = math.sqrt(max_pixels / (width * height))
     short = max(1, int(min(width, height) * share))
     long = min(int(max(width, height) * share), max_pixels // short)

@@ -1,5 +1,5 @@
-"""What a model that can see needs of the host: an image file becomes the inputs of its encoder, and what stands for it
-in a prompt, as the model's own processor has them."""
+"""Prepares images for a model that can see: an image file becomes the inputs of the encoder and the placeholder tokens
+in the prompt, as the model's own processor makes them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mlx_server.errors import ModelLoadError
 logger = logging.getLogger(__name__)
 
 MAX_KEPT_BYTES = 256 * 2**20
-"""Of the inputs of images that were seen of late: a conversation sends its images again with every turn."""
+"""For the inputs of recent images: a conversation sends its images again with every turn."""
 
 _DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImagePiece:
-    """A run of placeholders, nearly all of them the image token; the rest is as `PromptImage` has it."""
+    """A run of placeholder tokens, nearly all of them the image token. The other fields are those of `PromptImage`."""
 
     token_ids: tuple[int, ...]
     digest: bytes
@@ -44,14 +44,14 @@ class ImagePiece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedImage:
-    """`text` is what a prompt has for the image, with one image token for each piece."""
+    """`text` represents the image in a prompt's text, with one image token for each piece."""
 
     text: str
     pieces: tuple[ImagePiece, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Of placeholders."""
+        """The number of placeholder tokens."""
         return sum(piece.num_tokens for piece in self.pieces)
 
     @property
@@ -61,32 +61,32 @@ class PreparedImage:
 
 _Arrays = Mapping[str, Any]
 _Key = tuple[str, int, bytes]
-"""Whose image it is, its most pixels, and its file's digest."""
+"""The image's owner, the limit on its pixels, and its file's digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How models of a family are given images. `placeholder` is what their chat templates write for one, None the image
-    token itself; `around` what is written where a template has no place for one; `is_bidirectional` as `PromptImage`
-    has it."""
+    """How a model family takes images. `placeholder` is what the chat templates write for an image (None: the image
+    token); `around` are the texts before and after it if a template has no place for images; `is_bidirectional` is that
+    of `PromptImage`."""
 
     lay_out: Callable[[SeeingModel, _Arrays], PreparedImage]
     placeholder: str | None = None
     around: tuple[str, str] = ("", "")
     options: Callable[[SeeingModel, int], dict[str, Any]] = lambda model, max_pixels: {}
-    """Of the processor's call, for images of at most so many pixels."""
+    """The arguments of the processor's call, for images of at most so many pixels."""
     is_bidirectional: bool = False
 
 
 class SeeingModel:
-    """The image side of one loaded model, which goes with it. Every method may be called from any thread.
+    """Prepares images for one loaded model. Any thread.
 
-    `placeholder` is what the model's chat template writes for an image, `snippet` what stands for one where a template
-    has no place for it, and `image_token` the token whose embeddings are the image's.
+    `placeholder` is what the model's chat template writes for an image. `snippet` is written instead if a template has
+    no place for images. `image_token` is the token whose embeddings are replaced by the image's.
     """
 
     def __init__(self, config: Mapping[str, Any], tokenizer: Tokenizer, processor: Any) -> None:
-        """`config` is the whole config.json; `processor` an image processor of transformers'."""
+        """`config` is the whole config.json; `processor` is an image processor of transformers."""
         self.config = config
         self.tokenizer = tokenizer
         self.processor = processor
@@ -94,15 +94,15 @@ class SeeingModel:
         self.image_token_id = int(config.get("image_token_id", config.get("image_token_index", -1)))
         (self.image_token,) = tokenizer.convert_ids_to_tokens([self.image_token_id])
         self.placeholder = self._family.placeholder or self.image_token
-        before, behind = self._family.around
-        self.snippet = f"{before}{self.placeholder}{behind}"
+        before, after = self._family.around
+        self.snippet = f"{before}{self.placeholder}{after}"
         self._kept: OrderedDict[_Key, PreparedImage] = OrderedDict()
         self._num_kept_bytes = 0
         self._lock = threading.Lock()
 
     @classmethod
     def load(cls, folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> SeeingModel | None:
-        """Reads the processor's files; None for a family whose images are not known here. Takes seconds, since
+        """Reads the processor's files; returns None for a family whose images are not supported. Takes seconds, since
         transformers is slow to import. Raises `ModelLoadError`, also without Pillow."""
         if not is_known(config):
             return None
@@ -111,7 +111,7 @@ class SeeingModel:
 
             processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", local_files_only=True)
             model = cls(config, tokenizer, processor)
-        except Exception as error:  # as many kinds as there are ways to be incomplete
+        except Exception as error:  # an incomplete folder can raise anything
             raise ModelLoadError(
                 f"Images cannot be prepared for {folder}: {error} Install 'mlx-server[vision]', and check that "
                 "preprocessor_config.json is there, or pull the model again."
@@ -129,13 +129,13 @@ class SeeingModel:
 
     @property
     def is_bidirectional(self) -> bool:
-        """Whether the placeholders of an image see each other both ways."""
+        """Whether the placeholder tokens of an image attend to each other in both directions."""
         return self._family.is_bidirectional
 
     def prepare(self, data: bytes, max_pixels: int = MAX_PIXELS, owner: str = "") -> PreparedImage:
-        """The image in a file's bytes, made smaller where it has more than `max_pixels`. Raises `UnreadableImageError`.
-        Takes a few milliseconds to a second: the whole file is decoded first, but for a large JPEG. What was prepared
-        for an owner is kept for that owner only: nobody can tell by the time what another has sent."""
+        """Prepares the image in a file's bytes, scaled down to at most `max_pixels`. Raises `UnreadableImageError`.
+        Takes a few milliseconds to a second: the whole file is decoded first, except for a large JPEG. The result is
+        cached for this `owner` only, so that the time reveals nothing about what others sent."""
         key = (owner, max_pixels, _digest(data))
         with self._lock:
             known = self._kept.get(key)
@@ -146,7 +146,7 @@ class SeeingModel:
         try:
             arrays = self.processor(image, return_tensors="np", **self._family.options(self, max_pixels))
             prepared = self._family.lay_out(self, arrays)
-        except Exception as error:  # processors raise whatever an odd shape leads them to
+        except Exception as error:  # processors raise anything for odd shapes
             size = f"{image.width} x {image.height} pixels"
             raise UnreadableImageError(f"cannot be prepared for {self.model_type} ({size}): {error}") from error
         self._keep(key, prepared)
@@ -166,19 +166,19 @@ class SeeingModel:
 def load_if_seeing(
     folder: Path | None, config: Mapping[str, Any], tokenizer: Tokenizer, no_vision: str
 ) -> SeeingModel | None:
-    """The image side of a model that is loaded; `no_vision` says why its encoder is not, empty where it is. A folder
-    whose images cannot be prepared is served without them, and the log says why. Takes seconds."""
+    """The `SeeingModel` of a loaded model, or None. `no_vision` says why its encoder is not loaded; it is empty if it
+    is. If images cannot be prepared, this logs why, and the model is served without them. Takes seconds."""
     if folder is None or no_vision:
         return None
     try:
         return SeeingModel.load(folder, config, tokenizer)
     except ModelLoadError as error:
-        logger.warning("%s Until then, the model is given text only.", error)
+        logger.warning("%s Until then, the model reads text only.", error)
         return None
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether images of the models with this config.json can be prepared here."""
+    """Whether images can be prepared for models with this config.json."""
     return config.get("model_type") in _FAMILIES and isinstance(config.get("vision_config"), Mapping)
 
 
@@ -187,7 +187,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def _piece(token_ids: Sequence[int], inputs: _Arrays) -> ImagePiece:
-    """Its digest is of all arrays with their names, types and shapes."""
+    """The digest covers all arrays with their names, types and shapes."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for name, array in sorted(inputs.items()):
         digest.update(f"{name} {array.dtype} {array.shape} ".encode())
@@ -196,14 +196,14 @@ def _piece(token_ids: Sequence[int], inputs: _Arrays) -> ImagePiece:
 
 
 def _lay_out_grid(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
-    """Qwen-VL: a token for each square of merged patches. A grid of 1 x 22 x 28 patches, merged 2 x 2, has 154."""
+    """Qwen-VL: one token for each square of merged patches. A grid of 1 x 22 x 28 patches, merged 2 x 2, has 154."""
     inputs = {name: arrays[name] for name in ("pixel_values", "image_grid_thw")}
     num_tokens = int(math.prod(inputs["image_grid_thw"][0].tolist())) // model.processor.merge_size**2
     return PreparedImage(model.image_token, (_piece([model.image_token_id] * num_tokens, inputs),))
 
 
 def _lay_out_square(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
-    """Gemma 3: one square, as many tokens whatever it shows."""
+    """Gemma 3: one square, always with the same number of tokens."""
     num_tokens = int(model.config.get("mm_tokens_per_image", 256))
     text = f"\n\n<start_of_image>{model.image_token}<end_of_image>\n\n"
     inputs = {"pixel_values": arrays["pixel_values"]}
@@ -211,7 +211,7 @@ def _lay_out_square(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
 
 
 def _lay_out_tiles(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
-    """Idefics 3: rows of tiles, then the whole image small, each a piece that is encoded by itself; or that alone.
+    """Idefics 3: rows of tiles, then the whole image scaled down; or only the latter. Each is a piece of its own.
 
     1 row of 2 tiles: `<fake><row_1_col_1><image><fake><row_1_col_2><image>\\n\\n<fake><global-img><image><fake>`, with
     `<fake>` for `<fake_token_around_image>`.
@@ -234,9 +234,9 @@ def _lay_out_tiles(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
 
 
 def _lay_out_rows(model: SeeingModel, arrays: _Arrays) -> PreparedImage:
-    """Pixtral: a token for each square of merged patches, and one between rows, which is in the run, too.
+    """Pixtral: one token for each square of merged patches, and one between rows, which belongs to the run.
 
-    2 rows of 3: `[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG]`, and `[IMG_END]` behind it.
+    2 rows of 3: `[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG]`, then `[IMG_END]`.
     """
     unit = _merged_patch(model.config)
     num_rows, num_columns = (int(side) // unit for side in arrays["image_sizes"][0])
@@ -252,7 +252,7 @@ def _merged_patch(config: Mapping[str, Any]) -> int:
 
 
 def _grid_size(model: SeeingModel, max_pixels: int) -> dict[str, Any]:
-    """Qwen-VL's least and most pixels, which its processor calls edges; far enough apart to round between."""
+    """Qwen-VL's limits on pixels, which its processor calls edges; far enough apart for rounding."""
     own = model.processor.size
     longest = min(own["longest_edge"], max_pixels)
     return {"size": {"shortest_edge": min(own["shortest_edge"], longest // 2), "longest_edge": longest}}

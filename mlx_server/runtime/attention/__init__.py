@@ -1,1 +1,1 @@
-"""Attention over blocks: its interface, its backends, and how mlx-lm's layers reach them."""
+"""Attention over blocks: its interface, its backends, and how mlx-lm's layers call them."""

@@ -1,6 +1,6 @@
-"""A step's rows cut into groups, and what modules written for rectangular batches see as the cache of a group.
+"""Groups of a step's rows, and cache views for modules that are written for rectangular batches.
 
-Example: two decodes and a prompt chunk of 5 tokens are a ragged batch `[7, 1]`, and two groups, `[2, 1]` and `[1, 5]`.
+Example: two decodes and a prompt chunk of 5 tokens are a ragged batch `[7, 1]` and two groups, `[2, 1]` and `[1, 5]`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mlx_server.runtime.cache.row_pool import RowPool, Rows, Slots
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Where the K/V of a group of rows are, in the layers of one place.
+    """Where a group of rows has its K/V, in the layers of one place.
 
-        slots          [R * length]  where the K/V of the rows go
-        context_slots  [R, C]        slots of each request's first C tokens, C that of the longest; beyond a request's
-                                     own tokens, and before its window, they may be another's
+        slots          [R * length]  slots for the K/V of the rows
+        context_slots  [R, C]        slots of each request's first C tokens, where C is the longest context; after a
+                                     request's own tokens and before its window they may belong to other requests
 
-    Both are made when first used: those of contexts are long.
+    Both are made at first use, because those of contexts are long.
     """
 
     _plan: StepPlan
@@ -48,14 +48,14 @@ class RowPlaces:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows [first, last) of a ragged batch: R requests of `length` tokens each, as a batch `[R, length]`.
+    """Rows [first, last) of a ragged batch: R requests with `length` tokens each, as a batch `[R, length]`.
 
-        starts       [R]  tokens that each request has before
-        places            where its K/V are, in the layers of each place
-        state_slots  [R]  where each request keeps its recurrent state
-        next_slots   [R]  where it is kept behind the step
+        starts       [R]  tokens of each request before the step
+        places            where the K/V are, in the layers of each place
+        state_slots  [R]  slots with the recurrent states
+        next_slots   [R]  slots for the states after the step
 
-    In a fresh group every request starts, in any other none does.
+    In a fresh group all requests start; in other groups none does.
     """
 
     first: int
@@ -76,7 +76,7 @@ class RowGroup:
 
     @property
     def context_length(self) -> int:
-        """Tokens of the longest request, this step's included."""
+        """Tokens of the longest request, including this step's."""
         return int(self.starts.max()) + self.length
 
     def cut(self, rows: mx.array) -> mx.array:
@@ -88,18 +88,18 @@ class RowGroup:
         return rows[self.first] if self.num_requests == 1 else rows[self.first : self.last : self.length]
 
     def flat(self, batch: mx.array) -> mx.array:
-        """`[R * length, 1, ...]` of an array `[R, length, ...]`: the opposite of `cut`."""
+        """`[R * length, 1, ...]` of an array `[R, length, ...]`: the inverse of `cut`."""
         return batch.reshape(self.num_requests * self.length, 1, *batch.shape[2:])
 
 
 def row_groups(plans: Sequence[StepPlan], *, batches_decodes: bool) -> list[RowGroup]:
-    """Groups over all rows of a step, in order: decodes together (or one by one), each prompt chunk alone. `plans` are
-    the step's, one for each place of layers."""
+    """Groups over all rows of a step, in order: decodes together (or one by one), each prompt chunk alone. `plans` has
+    the step's plan for each place of layers."""
     return [_group(plans, first, last) for first, last in _request_ranges(plans[0], batches_decodes)]
 
 
 def _request_ranges(step: StepPlan, batches_decodes: bool) -> Iterator[tuple[int, int]]:
-    """Ranges of requests [first, last) that make a group."""
+    """Ranges of requests [first, last), one for each group."""
     starts = step.positions[step.query_starts[:-1]]
     first = 0
     while first < step.num_requests:
@@ -124,14 +124,14 @@ def _group(plans: Sequence[StepPlan], first: int, last: int) -> RowGroup:
 
 
 class UnpageableError(Exception):
-    """A layer asks for what blocks and slots cannot give; the message says what."""
+    """A layer needs something that blocks and slots cannot provide; the message says what."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMask:
-    """The mask of a ragged batch: position p sees p - window + 1 to p, or all before p without a window.
+    """The mask of a ragged batch: position p sees p - window + 1 to p; without a window, all positions up to p.
 
-    A backend applies it itself; a module that runs on a group gets the group's mask instead.
+    Backends apply it themselves; a module that runs on a group gets the group's mask instead.
     """
 
     window: int | None
@@ -139,7 +139,7 @@ class StepMask:
 
 
 class StateStore(Protocol):
-    """Where a recurrent layer's states lie: `entries[i]` is `[slots, ...]`, None while nothing was written."""
+    """The states of a recurrent layer: `entries[i]` is `[slots, ...]`, None before the first write."""
 
     entries: list[Rows | None]
 
@@ -149,12 +149,12 @@ class StateStore(Protocol):
 class PagedView:
     """A group's K/V as contiguous arrays `[R, num_kv_heads, C, dim]`, gathered from the pool.
 
-    A request that is shorter than the longest has other requests' rows at its end, and before its window at its front;
-    the mask hides them.
+    Requests shorter than the longest have rows of other requests at the end, and before their window; the mask hides
+    these rows.
     """
 
     start_position = 0
-    """As in mlx-lm's chunked cache, which drops its front; this one keeps everything, and the mask hides it."""
+    """mlx-lm's chunked cache drops its front; this view keeps everything, and the mask hides it."""
 
     def __init__(self, pool: RowPool, window: int | None, group: RowGroup, place: int = 0) -> None:
         self._pool = pool
@@ -167,7 +167,8 @@ class PagedView:
 
     @property
     def offset(self) -> int | mx.array:
-        """Tokens before those of the group, or with them once they are stored; an array `[R]` for several requests."""
+        """Tokens before those of the group, and including them once they are stored; an array `[R]` for several
+        requests."""
         if self._group.num_requests == 1:
             return int(self._group.starts[0]) + self._num_new
         return mx.array(self._group.starts) + self._num_new
@@ -190,7 +191,7 @@ class PagedView:
         return None
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        """The mask of N tokens a request after what the cache holds, in mlx-lm's forms."""
+        """The mask for N tokens of each request after the content of the cache, in mlx-lm's forms."""
         group, window = self._group, window_size or self._window
         if self._window is not None and window is not None and window > self._window:
             raise UnpageableError(f"a window of {window} tokens where its cache keeps {self._window}")
@@ -207,12 +208,12 @@ class PagedView:
         return causal_mask(mx.array(group.starts)[:, None, None, None], mx.arange(group.context_length), window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Stores the K/V of the group's tokens, `[R, num_kv_heads, length, dim]`; returns those of whole contexts."""
+        """Stores the K/V of the group's tokens, `[R, num_kv_heads, length, dim]`; returns the K/V of whole contexts."""
         if keys.shape[2] != self._group.length:
             raise UnpageableError(f"{keys.shape[2]} rows of K/V for {self._group.length} tokens")
         self._num_new = self._group.length
         sides = (self._pool.keys, keys), (self._pool.values, values)
-        for pool, rows in sides:  # both before either is read, which may wait for what was written
+        for pool, rows in sides:  # both before a read, which may wait for the writes
             _write(pool, rows, self._places)
         self.keys, self.values = (_read(pool, rows, self._group, self._places) for pool, rows in sides)
         return self.keys, self.values
@@ -222,10 +223,10 @@ class PagedView:
 
 
 class StateView(ArraysCache):  # type: ignore[misc]
-    """A group's recurrent states: entry i is `[R, ...]`, or None for requests that start. Written states may have slots
-    of their own, so that those that were read stay.
+    """A group's recurrent states: entry i is `[R, ...]`, or None for requests that start. States may be written to
+    other slots than they were read from, so that the old ones stay.
 
-    A subclass of mlx-lm's, since some modules write only to that.
+    A subclass of mlx-lm's class, because some modules write only to instances of it.
     """
 
     lengths = None
@@ -241,7 +242,8 @@ class StateView(ArraysCache):  # type: ignore[misc]
         if index not in self._known:
             if entry is None or self._group.is_fresh:
                 return None
-            self._known[index] = entry.read(self._group.state_slots)  # once: a kernel reads even what nothing uses
+            # Once: a kernel reads even if nothing uses the result.
+            self._known[index] = entry.read(self._group.state_slots)
         return self._known[index]
 
     def __setitem__(self, index: int, value: mx.array) -> None:
@@ -273,10 +275,10 @@ class StateView(ArraysCache):  # type: ignore[misc]
 
 
 class ListView(tuple[Any, ...]):
-    """Views of a layer that keeps several caches."""
+    """The views of a layer with several caches."""
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """That of the attention among them."""
+        """The mask for the attention cache among them."""
         paged = next((cache for cache in self if isinstance(cache, PagedView)), None)
         return None if paged is None else paged.make_mask(N, return_array, window_size)
 
@@ -290,12 +292,12 @@ class ListView(tuple[Any, ...]):
 def _write(pool: Rows, rows: mx.array, places: RowPlaces) -> None:
     """Stores `rows` `[R, H, length, dim]`."""
     num_heads, dim = rows.shape[1], rows.shape[3]
-    if dim:  # 0 in caches that have keys only
+    if dim:  # 0 in caches with keys only
         pool.write(places.slots, rows.transpose(0, 2, 1, 3).reshape(-1, num_heads, dim))
 
 
 def _read(pool: Rows, rows: mx.array, group: RowGroup, places: RowPlaces) -> mx.array:
-    """All of the contexts that `rows` belong to: `[R, H, C, dim]`."""
+    """The whole contexts of `rows`: `[R, H, C, dim]`."""
     num_heads, dim = rows.shape[1], rows.shape[3]
     if dim == 0:
         return mx.zeros((group.num_requests, num_heads, group.context_length, 0), rows.dtype)

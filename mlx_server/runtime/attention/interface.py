@@ -1,12 +1,14 @@
-"""Paged attention: the step's plan, the backend interface, and the `reference` backend that is every test's oracle.
+"""Paged attention: the step's plan, the interface of backends, the `reference` backend, which tests compare others
+with, and its variant for bidirectional embedders.
 
-A backend owns the layout of its pools and of its own metadata; the layers only ever call `attend`. Each
-runs on the MLX thread.
+A backend defines the layout of its pools and of its metadata; the layers only call `attend`. Everything runs on the MLX
+thread.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -14,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_server.config import BLOCK_SIZE
+from mlx_server.errors import ModelLoadError
 from mlx_server.outputs import PoolChange
 from mlx_server.runtime.cache.row_pool import (
     KvBits,
@@ -32,22 +35,22 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Where every token of a step stands, for the layers of one group, as NumPy arrays made on the host once a step.
-    Only `slot_mapping` and `block_tables` differ from group to group.
+    """The positions of all tokens of a step, for the layers of one group, as NumPy arrays that the host makes once a
+    step. Only `slot_mapping` and `block_tables` differ between groups.
 
-    R requests hold T tokens: first `num_decodes` requests of one token each, then prompt chunks. Request r
-    owns tokens [query_starts[r], query_starts[r + 1]), which are the last ones of its context:
+    R requests have T tokens: first `num_decodes` requests with one token each, then prompt chunks. Request r has the
+    tokens [query_starts[r], query_starts[r + 1]), which are the last ones of its context:
 
         positions     [T]      position of each token in its request (rope offset)
-        slot_mapping  [T]      block_id * BLOCK_SIZE + offset where its K/V go
+        slot_mapping  [T]      block_id * BLOCK_SIZE + offset, where its K/V are stored
         query_starts  [R + 1]  first token of each request; query_starts[R] == T
         context_lens  [R]      tokens of the request after this step, this step's own included
-        block_tables  [R, B]   block ids, row r valid in its first ceil(context_lens[r] / BLOCK_SIZE) entries,
-                               0 beyond; also 0 in front, where no token of the step sees anything if the layers have
-                               a window. Block 0 may be anybody's: what is read there must not count
-        state_slots   [R]      where each request keeps recurrent state; empty if the planner does not tell
-        next_slots    [R]      where it is to be kept behind the step
-        both_ways     [R]      1 if the request's tokens see those behind them in the step, too; empty if none do
+        block_tables  [R, B]   block ids; row r is valid in its first ceil(context_lens[r] / BLOCK_SIZE) entries and 0
+                               after them. Entries before the window of the layers are 0, too. Block 0 may belong to any
+                               request: what is read there must be masked
+        state_slots   [R]      slots with the requests' recurrent states; may be empty
+        next_slots    [R]      slots for the states after the step
+        both_ways     [R]      1 if the request's tokens see later tokens of the step, too; empty if none do
     """
 
     num_decodes: int
@@ -61,7 +64,7 @@ class StepPlan:
     both_ways: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def part(self, index: int, num_parts: int) -> StepPlan:
-        """The same for layers that see each block as `num_parts` blocks, and use those at `index`."""
+        """The plan for layers that see each block as `num_parts` blocks and use the one at `index`."""
         blocks, offsets = np.divmod(self.slot_mapping, BLOCK_SIZE)
         return replace(
             self,
@@ -70,11 +73,12 @@ class StepPlan:
         )
 
     def with_spans(self, spans: IntArray) -> StepPlan:
-        """For attention alone: each of `spans` `[S, 2]`, rows [first, last) within prompt chunks, as a request whose
-        tokens see each other both ways, and what its chunk has before and behind it as requests, too.
+        """The plan for attention with bidirectional spans `[S, 2]`, rows [first, last) within prompt chunks: each span
+        becomes a request whose tokens see each other in both directions, and the rest of its chunk before and after it
+        becomes a request, too.
 
-        A chunk of positions 40 to 45 that begins at row 3, and the span [5, 7): query starts 3, 5, 7, 9 and context
-        lengths 42, 44, 46. Spans of one row, which may be decodes, stay as they are.
+        Example: a chunk with positions 40 to 45 that starts at row 3, and the span [5, 7): query starts 3, 5, 7, 9 and
+        context lengths 42, 44, 46. Spans of one row, which may be decodes, stay as they are.
         """
         spans = spans[spans[:, 1] - spans[:, 0] > 1]
         query_starts = np.unique(np.concatenate([self.query_starts, spans.reshape(-1)]))
@@ -91,10 +95,12 @@ class StepPlan:
         return bool(len(self.both_ways) and self.both_ways[request])
 
     def by_row(self) -> StepPlan:
-        """The same with each token of a prompt chunk as a decode of its own, which sees its context up to itself.
-        Raises `ValueError` for tokens that see more."""
+        """The plan with each token of a prompt chunk as a decode of its own, which sees its context up to itself.
+        Raises `ValueError` for tokens that see later ones."""
         if self.both_ways.any():
-            raise ValueError("tokens that see each other both ways cannot be one by one, as --batch-invariant has them")
+            raise ValueError(
+                "tokens that see each other both ways cannot be computed one by one, as --batch-invariant requires"
+            )
         owners = np.repeat(np.arange(self.num_requests), np.diff(self.query_starts))
         return replace(
             self,
@@ -115,10 +121,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one attention layer stores: K rows of `key_dim` and V rows of `value_dim` for each KV head, quantised to
-    `bits` if they are given: codes, and a scale and a bias of `dtype` for each of `group_size_of` numbers,
-    which stand for code * scale + bias as MLX's affine quantisation has it. Raises `ConfigError` for dimensions that
-    cannot be quantised."""
+    """What one attention layer stores: for each KV head K rows of `key_dim` and V rows of `value_dim`. With `bits` they
+    are quantised: codes, and a scale and a bias of `dtype` for each group of `group_size_of` numbers, where a number is
+    code * scale + bias as in MLX's affine quantisation. Raises `ConfigError` for dimensions that cannot be
+    quantised."""
 
     num_kv_heads: int
     key_dim: int
@@ -131,30 +137,30 @@ class LayerSpec:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's K and V in this layer."""
+        """Bytes of a token's K and V."""
         return self.num_kv_heads * sum(self.row_bytes)
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes of one token's K, and V, of one head."""
+        """Bytes of a token's K row and V row of one head."""
         keys, values = side_bits(self.bits)
         return row_bytes(self.key_dim, self.dtype, keys), row_bytes(self.value_dim, self.dtype, values)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block's K and V in this layer."""
+        """Bytes of a block's K and V."""
         return BLOCK_SIZE * self.token_bytes
 
     def times(self, num_layers: int) -> LayerSpec:
-        """A layer whose blocks have room for those of so many like this, one after the other."""
+        """A layer whose block has room for the blocks of `num_layers` layers like this one."""
         return replace(self, num_kv_heads=num_layers * self.num_kv_heads)
 
 
 class AttentionBackend(Protocol):
-    """Writes K/V into pools of 32-token blocks and attends over them where they lie.
+    """Writes K/V into pools of 32-token blocks and attends over them in place.
 
-    `needs_synchronous_steps` says that a step may be built but not submitted while another runs: its writes would copy
-    the pools.
+    With `needs_synchronous_steps`, a step may be built but not submitted while another one runs, because its writes
+    would copy the pools.
     """
 
     name: str
@@ -163,32 +169,33 @@ class AttentionBackend(Protocol):
     def needs_synchronous_steps(self) -> bool: ...
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> Any:
-        """Allocates one layer's pool. K and V are `[num_blocks, num_kv_heads, BLOCK_SIZE, dim]` in effect.
-        `max_blocks` is what it may grow to; without it, the size is for ever."""
+        """Allocates one layer's pool. K and V are logically `[num_blocks, num_kv_heads, BLOCK_SIZE, dim]`. The pool may
+        grow to `max_blocks`; without it, the size is fixed."""
         ...
 
     def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
-        """Zeros for recurrent states, and for K/V that modules read by group. Written in place where this backend
+        """Zeros for recurrent states, and for K/V that modules read group by group; written in place if this backend
         can."""
         ...
 
     def change_pool(self, pool: Any, change: PoolChange) -> Any:
-        """The pool after the change; the one given is gone. Every step that names it must have finished."""
+        """The pool after the change; the given pool must not be used any more. All steps that use it must have
+        ended."""
         ...
 
     def view_pool(self, pool: Any, spec: LayerSpec, num_parts: int) -> Any:
-        """The memory of a pool as that of layers like `spec`, of which `num_parts` fill a block: block b of the pool is
-        theirs from num_parts * b on. What is written to either is read from both; `state` of the pool covers its
-        views. They are gone when the pool changes."""
+        """A view of a pool's memory for layers like `spec`, of which `num_parts` fill a block: block b of the pool is
+        their blocks from num_parts * b on. Pool and view share their content, and `state` of the pool covers its views.
+        A view becomes invalid when the pool changes."""
         ...
 
     def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
-        """Compiles what such a layer will need, and proves it, before the first request pays for it."""
+        """Compiles and checks what such a layer needs, before the first request."""
         ...
 
     def plan(self, step: StepPlan) -> Any:
-        """Turns a step's plan into this backend's metadata; called once a step for each place that layers have
-        in blocks, used by all layers that have it."""
+        """Makes this backend's metadata from a step's plan. Called once a step for each place that layers have in
+        blocks, and used by all layers at that place."""
         ...
 
     def attend(
@@ -203,23 +210,22 @@ class AttentionBackend(Protocol):
         window: int | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Stores this step's K/V, then attends causally, or to the end of its context where a request `is_both_ways`.
+        """Stores this step's K/V, then attends causally, or to the end of its context if a request `is_both_ways`.
 
-        queries `[T, H, 1, key_dim]`, keys `[T, Hkv, 1, key_dim]`, values `[T, Hkv, 1, value_dim]` (None: a
-        layer that shares a pool which another layer has written); returns `[T, H, 1, value_dim]`. `window`
-        w lets position p see positions p - w + 1 to p. `sinks` `[H]` are logits that take part in the
-        softmax without a value.
+        queries `[T, H, 1, key_dim]`, keys `[T, Hkv, 1, key_dim]`, values `[T, Hkv, 1, value_dim]` (None if another
+        layer has written the shared pool); returns `[T, H, 1, value_dim]`. With `window` w, position p sees positions
+        p - w + 1 to p. `sinks` `[H]` are logits that take part in the softmax without a value.
         """
         ...
 
     def state(self, pool: Any) -> list[mx.array]:
-        """The arrays that must be evaluated for the pool to hold what was written."""
+        """The arrays to evaluate so that the pool holds what was written."""
         ...
 
 
 def block_sources(num_blocks: int, change: PoolChange) -> IntArray:
-    """For each block of a pool of `num_blocks` after a change, the block before whose content it gets: its own,
-    the moved one's, and block 0's where the pool has grown."""
+    """For each block of a pool after a change, the block whose content it gets: its own, the moved block's, or block 0
+    if the pool has grown. `num_blocks` is the number before the change."""
     sources = np.arange(change.num_blocks, dtype=np.int32)
     sources[num_blocks:] = 0
     for move in change.moves:
@@ -229,7 +235,7 @@ def block_sources(num_blocks: int, change: PoolChange) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceMetadata:
-    """The step's plan, and what its gathers need on the device."""
+    """The step's plan, and the slots that its gathers read."""
 
     step: StepPlan
     slots: Slots
@@ -239,10 +245,10 @@ class ReferenceMetadata:
 
 
 class ReferenceBackend:
-    """Gather and `mx.fast.scaled_dot_product_attention`; scatter to write, or what writes the rows that it is given.
-    Slow and plain: the oracle.
+    """Gathers K/V and calls `mx.fast.scaled_dot_product_attention`; writes through the rows that `make_rows` makes.
+    Slow and simple: other backends are compared with it.
 
-    All decodes go in one padded gather, each prompt chunk in its own.
+    Gathers all decodes together, padded, and each prompt chunk separately.
     """
 
     name = "reference"
@@ -327,14 +333,14 @@ class ReferenceBackend:
 
 
 def context_slots(block_table: IntArray, length: int) -> IntArray:
-    """Slots of positions 0 to length - 1, for one block table `[B]` or several `[R, B]`."""
+    """The slots of positions 0 to length - 1, for one block table `[B]` or several `[R, B]`."""
     offsets = np.arange(BLOCK_SIZE, dtype=np.int32)
     slots = block_table[..., None] * BLOCK_SIZE + offsets
     return slots.reshape(*block_table.shape[:-1], -1)[..., :length]
 
 
 def causal_mask(positions: mx.array, keys: mx.array, window: int | None) -> mx.array:
-    """`[..., keys]`: which keys, given by their positions, the queries at `positions` `[..., 1]` see."""
+    """`[..., keys]`: which keys, given by their positions, are seen by the queries at `positions` `[..., 1]`."""
     mask = keys <= positions
     if window is not None:
         mask = mask & (keys > positions - window)
@@ -345,7 +351,50 @@ _NO_WINDOW = 2**30
 
 
 def chunk_mask(positions: mx.array, keys: mx.array, window: int | None, is_both_ways: bool) -> mx.array:
-    """As `causal_mask`, of one request; one that `is_both_ways` sees all keys but those before its window."""
+    """As `causal_mask` for one request; if it `is_both_ways`, it sees all keys except those before its window."""
     if not is_both_ways:
         return causal_mask(positions, keys, window)
     return keys > positions - (window or _NO_WINDOW)
+
+
+class BidirectionalBackend(ReferenceBackend):
+    """Attention of embedders in which each position sees its whole input. A request's rows of a step are all of its
+    input, so nothing is read from the pools or written to them.
+
+    `window` w lets position p see positions p - w // 2 to p + w // 2, as Gemma 3's embedders were trained.
+    """
+
+    name = "bidirectional"
+    needs_synchronous_steps = False
+
+    def plan(self, step: StepPlan) -> Any:
+        """Where each input's rows start in the step, and the step's end."""
+        return step.query_starts.tolist()
+
+    def attend(
+        self,
+        pool: Any,
+        queries: mx.array,
+        keys: mx.array | None,
+        values: mx.array | None,
+        metadata: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        if keys is None or values is None:
+            raise ModelLoadError("Layers that share K/V cannot be bidirectional; start the model with --pooling off.")
+        parts = []
+        for first, last in pairwise(metadata):
+            mine = [x[first:last].transpose(2, 1, 0, 3) for x in (queries, keys, values)]
+            mask = None
+            if window is not None and last - first > window // 2 + 1:
+                places = mx.arange(last - first)
+                mask = mx.abs(places[:, None] - places[None]) <= window // 2
+            out = mx.fast.scaled_dot_product_attention(*mine, scale=scale, mask=mask, sinks=sinks)
+            parts.append(out.transpose(2, 1, 0, 3))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+
+    def state(self, pool: Any) -> list[mx.array]:
+        return []

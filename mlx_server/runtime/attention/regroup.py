@@ -1,7 +1,7 @@
-"""Runs modules that cannot read a ragged batch on groups of its rows instead.
+"""Runs modules that cannot read a ragged batch on groups of its rows.
 
-Nothing of a model is copied or changed: a stand-in is set in an instance's own namespace, not in the module tree,
-so that parameters, quantisation and saving see the model as it was.
+No model code is copied or changed: a stand-in is set as an attribute of the instance, outside the module tree, so
+parameters, quantisation and saving see the original model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlx_server.runtime.layers.adapters import AdapterRows
 
 
 class Scope(enum.StrEnum):
-    """How much of a model runs once a group instead of once a step."""
+    """The part of a model that runs once a group instead of once a step."""
 
     NOTHING = "ragged"
     RECURRENT_MIXERS = "recurrent mixers"
@@ -33,7 +33,7 @@ class Scope(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A way to run a model over a ragged batch. `batches_decodes`: decodes are one group, not one each."""
+    """A way to run a model on a ragged batch. With `batches_decodes`, all decodes are one group instead of one each."""
 
     scope: Scope
     batches_decodes: bool = True
@@ -50,11 +50,11 @@ LEVELS = (
     Level(Scope.MIXERS, batches_decodes=False),
     Level(Scope.MODEL, batches_decodes=False),
 )
-"""All levels, in the order in which they are tried."""
+"""All levels, in the order of trying."""
 
 
 class StepGroups:
-    """The groups of the running step, shared by all modules that run on groups."""
+    """The groups of the current step, for all modules that run on groups."""
 
     def __init__(self, adapters: AdapterRows) -> None:
         self.adapters = adapters
@@ -77,13 +77,13 @@ class StepGroups:
 
 
 class RegroupedModule:
-    """Replaces a token-mixing module: called with the whole ragged batch and a layer's cache, it calls the module once
-    a group, with the group's rows, view and mask, and joins the results.
+    """Stands in for a token-mixing module: called with the whole ragged batch and a layer's cache, it calls the module
+    once a group, with the group's rows, cache view and mask, and joins the results.
 
-    Other attributes pass through. With `only_recurrent`, calls without a recurrent cache are passed on as they are.
+    Other attributes pass through. With `only_recurrent`, calls without a recurrent cache go to the module unchanged.
 
-    A module with several K/V caches in one selects keys by their distance from the end of the longest context: it gets
-    one request at a time, so that none is padded.
+    A module with several K/V caches selects keys by their distance from the end of the longest context, so it gets one
+    request at a time, without padding.
     """
 
     def __init__(self, inner: nn.Module, step: StepGroups, *, only_recurrent: bool) -> None:
@@ -153,7 +153,7 @@ class Regrouping:
 
 
 def possible_levels(caches: Sequence[LayerCache]) -> list[Level]:
-    """The levels that a model with these caches can run at, the best first."""
+    """The levels at which a model with these caches can run, the best first."""
     is_recurrent = any(cache.is_recurrent for cache in caches)
     refused = Scope.NOTHING if is_recurrent else Scope.RECURRENT_MIXERS
     return [level for level in LEVELS if level.scope is not refused]
@@ -164,8 +164,8 @@ def _takes_cache(module: Any) -> bool:
 
 
 def _cut(value: Any, group: RowGroup, num_tokens: int) -> Any:
-    """The group's part of an argument that has a row for each of the step's `num_tokens` tokens; of positions, the
-    first of each request."""
+    """The group's part of an argument with a row for each of the step's `num_tokens` tokens; for positions, the first
+    of each request."""
     if not isinstance(value, mx.array) or value.shape[:1] != (num_tokens,):
         return value
     if value.ndim == 1:
@@ -182,14 +182,14 @@ def _flat(value: Any, group: RowGroup) -> Any:
 
 
 def _join(parts: list[Any]) -> Any:
-    """One result of all groups', which may be tuples."""
+    """Joins the groups' results, which may be tuples."""
     if isinstance(parts[0], tuple):
         return tuple(_join(list(column)) for column in zip(*parts, strict=True))
     return None if parts[0] is None else mx.concatenate(parts, axis=0)
 
 
 def _after_writes(result: Any, cache: LayerCache) -> Any:
-    """The result, computed after the layer's states are written. Nothing else in the step needs those writes, so MLX
-    would do them at its end, and keep the arrays that states are cut from in every layer until then."""
+    """The result, as a value that depends on the writes of the layer's states. Otherwise MLX would write them at the
+    end of the step, and keep the arrays that contain them in every layer until then."""
     tokens = [] if isinstance(cache, PagedLayerCache) else cache.tokens()
     return mx.depends([result], tokens)[0] if tokens and isinstance(result, mx.array) else result

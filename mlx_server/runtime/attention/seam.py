@@ -1,9 +1,9 @@
-"""The one place where mlx-lm is changed: its attention function lets paged caches compute their own attention, and its
-SwiGLU asks for another way to compute it.
+"""The only change to mlx-lm: its attention function lets paged caches compute their own attention, and its SwiGLU can
+be computed in another way.
 
-mlx-lm's attention layers call `cache.update_and_fetch(k, v)`, take `cache.offset` for rope and then call
-`scaled_dot_product_attention(q, k, v, cache=cache, ...)`. They get a cache of ours, and this module wraps that
-function; no model code is copied or changed. SwiGLU is a function, too, which most models' MLP calls.
+mlx-lm's attention layers call `cache.update_and_fetch(k, v)`, use `cache.offset` for rope, and then call
+`scaled_dot_product_attention(q, k, v, cache=cache, ...)`. They get our cache, and this module wraps that function; no
+model code is copied or changed. SwiGLU is a function that the MLPs of most models call.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _MODELS = ("mlx_lm.models", "mlx_vlm.models")
 
 
 class AttendsItself(ABC):
-    """A layer cache that computes its own attention. `keys` are those that it has returned to the model in the running
-    forward pass, None before."""
+    """A layer cache that computes its own attention. `keys` are the keys that it returned to the model in the current
+    forward pass; None before."""
 
     keys: mx.array | None = None
 
     @abstractmethod
     def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
-        """Attention of this step's queries over what the cache holds."""
+        """Attention of this step's queries over the content of the cache."""
 
 
 caches_in_use: ContextVar[Sequence[AttendsItself]] = ContextVar("caches_in_use", default=())
-"""Those of the model that is being called: attention over K that one of them has returned goes to that one."""
+"""The caches of the model that is being called. Attention over keys that one of them returned goes to that cache."""
 
 
 def check_seam() -> None:
-    """Raises `ModelLoadError` if mlx-lm's attention function no longer has the parameters we rely on."""
+    """Raises `ModelLoadError` if mlx-lm's attention function does not have the expected parameters."""
     original = getattr(base, _NAME, None)
     found = tuple(inspect.signature(getattr(original, _MARK, original)).parameters) if callable(original) else ()
     if found != _PARAMETERS:
@@ -53,8 +53,8 @@ def check_seam() -> None:
 
 
 def install_seam() -> None:
-    """Wraps mlx-lm's attention function, in `base` and in every model module that has imported it. Doing it
-    again only reaches modules imported since. MLX thread, before a model is built."""
+    """Wraps mlx-lm's attention function in `base` and in every model module that has imported it. Further calls only
+    wrap it in modules imported since. MLX thread, before a model is built."""
     check_seam()
     _replace(base, _NAME, _wrap)
     _replace(activations, "swiglu", _wrap_swiglu)
@@ -69,7 +69,7 @@ def install_seam() -> None:
 SwiGLU = Callable[[mx.array, mx.array], mx.array | None]
 
 swiglu_in_use: ContextVar[SwiGLU | None] = ContextVar("swiglu_in_use", default=None)
-"""What the model that is being called computes SwiGLU with; mlx-lm's own where there is none, or it gives None."""
+"""Computes SwiGLU for the model that is being called; mlx-lm's own does if there is none or it returns None."""
 
 
 def _wrap_swiglu(original: Any) -> Any:
@@ -84,7 +84,8 @@ def _wrap_swiglu(original: Any) -> Any:
 
 
 def _replace(home: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Puts a wrapper in the place of a function, unless one is there, in `home` and in all that has imported it."""
+    """Replaces a function by a wrapper, in `home` and in all modules that have imported it, unless it is one
+    already."""
     original = getattr(home, name)
     wrapper = original if hasattr(original, _MARK) else wrap(original)
     setattr(home, name, wrapper)
@@ -105,7 +106,7 @@ def _wrap(original: Any) -> Any:
         sinks: mx.array | None = None,
     ) -> mx.array:
         owner = cache if isinstance(cache, AttendsItself) else None
-        if owner is None or owner.keys is not keys:  # a layer may attend over another's
+        if owner is None or owner.keys is not keys:  # a layer may attend over another layer's keys
             owner = next((other for other in caches_in_use.get() if other.keys is keys), owner)
         if owner is not None:
             return owner.attend(queries, scale, mask, sinks)

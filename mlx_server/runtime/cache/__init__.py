@@ -1,1 +1,1 @@
-"""What layers keep: K/V, states, the pools they lie in."""
+"""What layers keep between steps: K/V, recurrent states, and their pools."""

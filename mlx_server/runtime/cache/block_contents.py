@@ -1,4 +1,4 @@
-"""The bytes of whole blocks and of recurrent states, read from where the model keeps them and written there."""
+"""Reads and writes the bytes of whole blocks and of recurrent states, for the tier on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class _HostSide:
-    """K or V of a pool in memory that the host reads: `[blocks, bytes]`."""
+    """K or V of a pool in memory that the host can read: `[blocks, bytes]`."""
 
     blocks: Bytes
 
@@ -41,7 +41,7 @@ class _HostSide:
 
 @dataclass(frozen=True, slots=True)
 class _RowSide:
-    """Rows that MLX reads and writes, `num_rows` a content from `first` on."""
+    """Rows that MLX reads and writes. Each content has `num_rows` rows; they begin with content number `first`."""
 
     rows: Rows
     num_rows: int
@@ -59,11 +59,11 @@ class _RowSide:
         return math.prod(self.shape) * self.dtype.size
 
     def read(self, number: int) -> mx.array:
-        """Its bytes, lazily."""
+        """The content's bytes, lazily."""
         return self.rows.read(self._slots(number)).reshape(-1).view(mx.uint8)
 
     def write(self, number: int, data: Bytes) -> None:
-        """What `rows.arrays()` are evaluated for."""
+        """Lazy, until `rows.arrays()` are evaluated."""
         self.rows.write(self._slots(number), mx.array(data).view(self.dtype).reshape(self.shape))
 
     def _slots(self, number: int) -> Slots:
@@ -75,14 +75,13 @@ _Side = _HostSide | _RowSide
 
 
 class BlockContents:
-    """Contents of blocks as they lie in the pools: of each pool in turn the bytes of K, then those of V; where a layer
-    group has fewer pools than others, zeros for the rest, which may be another's. Contents of states: those of each
-    layer in turn. MLX thread.
+    """The contents of blocks as they are in the pools: the bytes of K and then of V of each pool, with zeros for the
+    pools that a layer group does not have. The contents of states: those of each layer. MLX thread.
 
-    Where all layers see everything, nothing waits for the device. That is right for blocks that no step in flight uses:
-    those that hold what is cached and nobody references, and those that were just taken. Elsewhere steps may be in
-    flight that use them (`may_be_in_use`): blocks are given up and taken while steps still read them, and a state is
-    found before the step that leaves it has run.
+    If all layers see everything, nothing waits for the device. This is safe because no step in flight uses these
+    blocks: they are cached and not referenced, or were just taken. Otherwise a step in flight may use them
+    (`may_be_in_use`): blocks are freed and taken while steps still read them, and a state is known before the step that
+    writes it has run.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
@@ -92,19 +91,19 @@ class BlockContents:
 
     @property
     def may_be_in_use(self) -> bool:
-        """Whether the steps in flight must be over before anything is read or written."""
+        """Whether the steps in flight must end before anything is read or written."""
         cache = self._cache
         return bool(cache.recurrent) or cache.windows != (None,) or any(pool.is_viewed for pool in cache.pools)
 
     def state_bytes(self) -> int:
-        """Of one content of the layers' states."""
+        """The size of one content of states."""
         return sum([side.num_bytes for side in self._find_states()])
 
     def refusal(self) -> str | None:
-        """Why blocks cannot be copied, in words behind the model's name; None if they can."""
+        """The reason why blocks cannot be copied, None if they can."""
         contents = [pool.contents[0] for pool in self._cache.pools]
         if any(isinstance(content, GpuPool) for content in contents):
-            # Elsewhere than in unified memory, MLX moves a buffer that the host looks at.
+            # Without unified memory, MLX moves a buffer when the host reads it.
             if any(isinstance(content, GpuPool) and content.memory.is_scattered for content in contents):
                 return f"the {self._cache.backend.name} attention backend does not write K/V in place"
             if not mx.metal.is_available():
@@ -112,13 +111,13 @@ class BlockContents:
         return None
 
     def dtype(self) -> str | None:
-        """The type of all numbers of blocks; None if they are in fewer bits, or of several types."""
+        """The type of all numbers in blocks; None if they are quantised, or of several types."""
         kinds = {(pool.spec.dtype, pool.spec.bits) for pool in self._cache.pools}
         dtype, bits = kinds.pop() if len(kinds) == 1 else (None, None)
         return None if dtype is None or bits is not None else str(dtype).removeprefix("mlx.core.")
 
     def layout(self) -> list[str]:
-        """What makes the same content mean the same K/V and states, beside the weights and the code."""
+        """Everything besides weights and code that determines the K/V and states that a content stands for."""
         rotated = f" rotated, by {KV_GROUP_SIZE}"
         specs = [
             f"{pool.spec.num_kv_heads}x{pool.spec.key_dim}+{pool.spec.value_dim} {pool.spec.dtype} {pool.spec.bits}"
@@ -131,14 +130,14 @@ class BlockContents:
         return [self._cache.backend.name, str(mx.default_device().type), *specs, *groups, *states]
 
     def read(self, places: Sequence[CopyPlace]) -> tuple[memoryview, ...]:
-        """Copies of contents. What MLX reads is waited for once: each wait is a round trip to the device."""
+        """Copies of contents. Waits for MLX once: each wait is a round trip to the device."""
         parts = [[side.read(place.number) for side in self._sides_of(place)] for place in places]
         mx.eval([part for of_one in parts for part in of_one if isinstance(part, mx.array)])
         block_bytes = self._cache.block_bytes
         return tuple([_joined(of_one, 0 if p.group == STATES else block_bytes) for p, of_one in zip(places, parts)])
 
     def write(self, contents: Sequence[tuple[CopyPlace, memoryview]]) -> None:
-        """Fills blocks and slots of states with contents. What MLX writes is waited for once."""
+        """Fills blocks and slots of states with contents. Waits for MLX once."""
         written: dict[int, Rows] = {}
         for place, content in contents:
             data, first = np.frombuffer(content, np.uint8), 0
@@ -151,11 +150,9 @@ class BlockContents:
             mx.eval([array for rows in written.values() for array in rows.arrays()])
 
     def forget(self) -> None:
-        """The pools are about to change: their memory is not to be held from here."""
+        """Call before the pools change: drops all references to their memory."""
         self._sides.clear()
         self._states = None
-
-    # --- inside ---------------------------------------------------------------------------------------------
 
     def _sides_of(self, place: CopyPlace) -> list[_Side]:
         if place.group == STATES:
@@ -194,7 +191,5 @@ def _sides_of(content: Any) -> Iterator[_Side]:
 def _joined(parts: Sequence[Bytes | mx.array], least: int) -> memoryview:
     """The bytes of one content, with zeros up to `least`."""
     arrays = [np.array(part) if isinstance(part, mx.array) else part for part in parts]
-    content = np.zeros(max(least, sum([array.size for array in arrays])), np.uint8)
-    if arrays:
-        np.concatenate(arrays, out=content[: sum([array.size for array in arrays])])
-    return content.data
+    missing = max(0, least - sum([array.size for array in arrays]))
+    return np.concatenate([*arrays, np.zeros(missing, np.uint8)]).data

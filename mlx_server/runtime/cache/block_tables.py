@@ -1,5 +1,4 @@
-"""Where running requests keep their K/V and their recurrent states: block tables and slots, and the plan of a step that
-comes of them."""
+"""Block tables and state slots of running requests, and the plan of a step that is made from them."""
 
 from __future__ import annotations
 
@@ -13,47 +12,48 @@ from mlx_server.runtime.attention.interface import IntArray, StepPlan
 
 
 class StateSlots:
-    """The slot of each row of the block tables, which stays a row's own when it goes to another request.
+    """The state slot of each row of the block tables. A row keeps its slot when another request gets the row.
 
-    A step reads and writes it, but for a chunk with drafts: these may be wrong, and a state cannot be cut back. Such a
-    chunk writes a slot that nobody has, and the start of the request's next chunk tells which of both holds its state.
+    A step reads and writes this slot, except for a chunk with drafts, because drafts may be wrong and a state cannot be
+    rolled back. Such a chunk writes to a spare slot, and the start of the request's next chunk shows which of the two
+    slots has its state.
 
         row 3 has slot 3, and 8 is spare
-        tokens 40 to 44 of which four are drafts: reads 3, writes 8
-        next chunk from 45 on: all were right     row 3 has slot 8, and 3 is spare
-        next chunk from 40 on: one was wrong      row 3 has slot 3, and 8 is spare
+        tokens 40 to 44, of which four are drafts: reads 3, writes 8
+        next chunk from 45 on: all were right      row 3 has slot 8, and 3 is spare
+        next chunk from 40 on: one was wrong       row 3 has slot 3, and 8 is spare
 
-    So there are as many slots as there ever were rows and, at a time, chunks with drafts.
+    The number of slots is the largest number of rows so far plus the largest number of chunks with drafts at a time.
     """
 
     def __init__(self) -> None:
         self._slots: IntArray = np.zeros(0, np.int32)
         self._spares: list[int] = []
         self._num_slots = 0
-        self._undecided: dict[int, tuple[int, int]] = {}  # of a row, where its drafts end and the slot behind them
+        self._undecided: dict[int, tuple[int, int]] = {}
+        """By row: the position where its drafts end, and the slot with the state after them."""
 
     @property
     def num_rows(self) -> int:
         return len(self._slots)
 
     def add_row(self) -> None:
-        """One more row of the tables."""
         self._slots = np.append(self._slots, np.int32(self._num_slots))
         self._num_slots += 1
 
     def slot(self, row: int) -> int:
-        """Where the state is behind the last step that was planned."""
+        """The slot with the state after the last planned step."""
         _, slot = self._undecided.get(row, (0, int(self._slots[row])))
         return slot
 
     def forget(self, row: int) -> None:
-        """The row's request is gone."""
+        """Call when the row's request is dropped."""
         if row in self._undecided:
             self._spares.append(self._undecided.pop(row)[1])
 
     def plan(self, chunks: Sequence[ScheduledChunk], rows: IntArray, num_singles: int) -> tuple[IntArray, IntArray]:
-        """Slots that a step reads and those that it writes, for the chunks of these rows, of which the first
-        `num_singles` have one token."""
+        """The slots that a step reads and the slots that it writes, for the chunks of these rows. The first
+        `num_singles` chunks have one token."""
         if self._undecided:
             self._decide(chunks, rows)
         before = after = self._slots[rows]
@@ -81,13 +81,14 @@ class StateSlots:
 
 
 class BlockTables:
-    """Block tables of running requests, one row each in every layer group, which grow as chunks bring new blocks.
+    """Block tables of running requests: one row for each request in every layer group, extended by the new blocks of
+    chunks.
 
-    Entries before a group's window are never cleared here; plans leave them out.
+    Entries before a group's window are not cleared here; plans leave them out.
     """
 
     def __init__(self, windows: Sequence[int | None] = (None,)) -> None:
-        """`windows` are those of the layer groups."""
+        """`windows` has the window of each layer group."""
         self._windows = tuple(windows)
         self._tables: IntArray = np.zeros((len(self._windows), 8, 16), dtype=np.int32)
         self._rows: dict[str, int] = {}
@@ -96,8 +97,8 @@ class BlockTables:
         self._states = StateSlots()
 
     def add(self, request_id: str) -> None:
-        """A request with empty tables."""
-        assert request_id not in self._rows, f"{request_id} is here already"
+        """Adds a request with empty tables."""
+        assert request_id not in self._rows, f"{request_id} was already added"
         row = self._free_rows.pop() if self._free_rows else len(self._rows)
         if row == self._states.num_rows:
             self._states.add_row()
@@ -116,7 +117,7 @@ class BlockTables:
             self._states.forget(row)
 
     def state_slot(self, request_id: str) -> int:
-        """Where the request's recurrent state is behind the last step that was planned."""
+        """The slot with the request's recurrent state after the last planned step."""
         return self._states.slot(self._rows[request_id])
 
     def move(self, moves: Sequence[BlockMove]) -> None:
@@ -130,8 +131,8 @@ class BlockTables:
     def plan(self, chunks: Sequence[ScheduledChunk]) -> tuple[StepPlan, ...]:
         """Appends the chunks' new blocks and plans the step for each layer group. Single-token chunks must come first.
 
-        A decode at position 40 and a prompt of 3 tokens, in blocks (7, 2) and (4,): positions 40, 0, 1, 2; slots
-        2 * 32 + 8 = 72, 128, 129, 130; query starts 0, 1, 4; context lengths 41, 3.
+        Example: a decode at position 40 and a prompt of 3 tokens, in blocks (7, 2) and (4,): positions 40, 0, 1, 2;
+        slots 2 * 32 + 8 = 72, 128, 129, 130; query starts 0, 1, 4; context lengths 41, 3.
         """
         for chunk in chunks:
             if chunk.new_block_ids:
@@ -181,8 +182,8 @@ class BlockTables:
 
 
 def _seen(block_tables: IntArray, starts: IntArray, window: int | None) -> IntArray:
-    """The tables `[R, B]` of requests that go on at `starts` `[R]`, without the blocks before the window, which may be
-    other requests' by now."""
+    """The tables `[R, B]` of requests that continue at `starts` `[R]`, without the blocks before the window, which may
+    belong to other requests by now."""
     if window is not None:
         firsts = np.maximum(starts - window + 1, 0) // BLOCK_SIZE
         block_tables[np.arange(block_tables.shape[1]) < firsts[:, None]] = NULL_BLOCK_ID

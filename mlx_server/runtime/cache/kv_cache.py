@@ -1,4 +1,4 @@
-"""The caches that mlx-lm's layers get: this step's positions, and the pools behind them."""
+"""The caches that mlx-lm's layers get, and all caches and pools of a model."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from mlx_server.runtime.cache.row_pool import KvBits, MakeRows, Rows, Slots, rot
 class PagedLayerCache(AttendsItself):
     """One layer's K/V in a ragged forward pass: T tokens of any requests as a batch `[T, 1]`.
 
-    Implements mlx-lm's cache protocol as far as attention layers use it. K/V of the step are kept until the
-    layer asks for attention, so that a backend may write and attend in one call. `num_query_heads` and
-    `sinks` are those of the last call, None before the first. In a forward pass `offset` is the position of each row,
-    `[T]`, for rope, and `metadata` the backend's plan; `_offset`, the largest of the positions, is mlx-vlm's name for
-    what its models would else read off the device, which waits for all that runs there.
+    Implements the part of mlx-lm's cache protocol that attention layers use. Keeps the step's K/V until the layer asks
+    for attention, so that a backend can write and attend in one call. `num_query_heads` and `sinks` are those of the
+    last call, None before the first. In a forward pass, `offset` is the position of each row, `[T]`, for rope, and
+    `metadata` the backend's plan. `_offset`, mlx-vlm's name, is the largest position: without it, mlx-vlm's models
+    would read it from the device and wait for all running work.
 
-    A layer whose module runs on groups of rows is read through `view`.
+    A module that runs on groups of rows gets `view` instead.
     """
 
     is_recurrent = False
     num_paged = 1
 
     def __init__(self, window: int | None, spec: LayerSpec, *, is_chunked: bool = False) -> None:
-        """`is_chunked`: the module has its own mask, by chunks of the context."""
+        """`is_chunked`: the module has its own mask, which attends within chunks of the context."""
         self.window = window
         self.is_chunked = is_chunked
         self.num_query_heads: int | None = None
@@ -53,13 +53,13 @@ class PagedLayerCache(AttendsItself):
         self._is_written = False
 
     def join(self, place: int, pool: LayerPool, kept_window: int | None) -> None:
-        """The layer stores its K/V in `pool`, which it shares with layers of other places; each place has its own plan.
-        No more than `kept_window` tokens of a context are kept."""
+        """Makes the layer store its K/V in `pool`, which it shares with layers of other places; each place has its own
+        plan. At most `kept_window` tokens of a context are kept."""
         self.place, self.pool, self._kept_window = place, pool, kept_window
         self._seat = pool.seat_of(self.spec)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> StepMask | None:
-        """The backend masks causally; only a window is passed on, which comes back in `attend` or at a group."""
+        """The backend masks causally. Only a window is passed on; it comes back in `attend`, or for a group."""
         if N != 1:
             raise UnpageableError(f"a mask for {N} tokens of one request")
         window = window_size or self.window
@@ -72,13 +72,14 @@ class PagedLayerCache(AttendsItself):
         return keys, values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """For a layer that shares this one's K/V: what `update_and_fetch` returned in this step."""
+        """For a layer that shares this layer's K/V: what `update_and_fetch` returned in this step."""
         if self.keys is None or self.values is None:
-            raise UnpageableError("shared K/V before they are there")
+            raise UnpageableError("shared K/V before they are computed")
         return self.keys, self.values
 
     def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
-        """Writes the K/V of `update_and_fetch`, if not yet written, and attends; `[T, num_heads, 1, value_dim]`."""
+        """Writes the K/V from `update_and_fetch`, unless already written, and attends: `[T, num_heads, 1,
+        value_dim]`."""
         window = self.window
         if mask is not None:
             if not isinstance(mask, StepMask):
@@ -88,7 +89,7 @@ class PagedLayerCache(AttendsItself):
             raise UnpageableError("attention within chunks of the context")
         pool = self.pool
         if pool.is_viewed:
-            raise UnpageableError("paged attention over K/V that another module reads by group")
+            raise UnpageableError("paged attention over K/V that another module reads group by group")
         if self._kept_window is not None and (window is None or window > self._kept_window):
             raise UnpageableError(f"a window of {window or 'all'} tokens where its cache keeps {self._kept_window}")
         is_written, self._is_written = self._is_written, True
@@ -128,14 +129,14 @@ class PagedLayerCache(AttendsItself):
         return y
 
     def view(self, group: RowGroup) -> PagedView:
-        """The layer's K/V as a module that runs on `group` sees them."""
+        """The layer's K/V for a module that runs on `group`."""
         return PagedView(self.pool.rows(self._seat), self.window, group, self.place)
 
 
 class StateLayerCache:
-    """One layer's recurrent states: a slot a request in each of several arrays, `[num_slots, ...]`.
+    """One layer's recurrent states: one slot for each request in each of several arrays, `[num_slots, ...]`.
 
-    After a request's first few tokens a state may be shorter than its slot, which then has zeros before it.
+    After a request's first few tokens, a state may be shorter than its slot; it is then padded with zeros in front.
     """
 
     lengths = None
@@ -144,7 +145,7 @@ class StateLayerCache:
     num_paged = 0
 
     def __init__(self, entries: Sequence[mx.array | None]) -> None:
-        """`entries` have the shapes and types of one request's, `[1, ...]`; None where nothing was written yet."""
+        """`entries` have the shapes and types of one request's states, `[1, ...]`; None if nothing was written yet."""
         self.slot_bytes = sum(entry.nbytes for entry in entries if entry is not None)
         self.entries: list[Rows | None] = [None] * len(entries)
         self._kinds = [None if entry is None else (entry.shape[1:], entry.dtype) for entry in entries]
@@ -153,24 +154,24 @@ class StateLayerCache:
         self.needs_synchronous_steps = False
 
     def allocate(self, make_rows: MakeRows, num_slots: int) -> None:
-        """Makes room for `num_slots` requests; all states are lost."""
+        """Allocates `num_slots` slots; all states are lost."""
         self._make_rows, self._num_slots = make_rows, num_slots
         self.needs_synchronous_steps = False
         self.entries = [None if kind is None else self._make(*kind) for kind in self._kinds]
 
     def release(self) -> None:
-        """Frees the memory and keeps the shapes."""
+        """Frees the memory, but keeps the shapes."""
         self.entries = [None] * len(self._kinds)
 
     def state(self) -> list[mx.array]:
         return [array for entry in self.entries if entry is not None for array in entry.arrays()]
 
     def tokens(self) -> list[mx.array]:
-        """As `Rows.tokens`, of all states."""
+        """As `Rows.tokens`, for all states."""
         return [token for entry in self.entries if entry is not None for token in entry.tokens()]
 
     def write(self, index: int, slots: Slots, values: mx.array) -> None:
-        """Stores `values` `[R, ...]` as entry `index` of the requests at `slots` `[R]`."""
+        """Stores `values` `[R, ...]` as entry `index` at `slots` `[R]`."""
         entry, kind = self.entries[index], self._kinds[index]
         if entry is None or kind is None:
             kind = self._kinds[index] = values.shape[1:], values.dtype
@@ -178,7 +179,7 @@ class StateLayerCache:
         entry.write(slots, _filled_up(values, kind[0]))
 
     def copy(self, sources: Slots, destinations: Slots) -> None:
-        """Copies whole slots; none is both a source and a destination."""
+        """Copies whole slots; no slot may be both a source and a destination."""
         for entry in self.entries:
             if entry is not None:
                 entry.write(destinations, entry.read(sources))
@@ -190,7 +191,7 @@ class StateLayerCache:
         raise UnpageableError("the recurrent state of a whole batch")
 
     def view(self, group: RowGroup) -> StateView:
-        """The states of a group's requests."""
+        """The states for a module that runs on `group`."""
         return StateView(self, group)
 
     def _make(self, shape: tuple[int, ...], dtype: mx.Dtype) -> Rows:
@@ -201,17 +202,17 @@ class StateLayerCache:
 
 
 def _filled_up(values: mx.array, shape: tuple[int, ...]) -> mx.array:
-    """States `[R, ...]` with zeros before those that are not yet as long as their slots, which are of `shape`."""
+    """States `[R, ...]`, padded in front with zeros to the `shape` of their slots."""
     if values.shape[1:] == shape:
         return values
     missing = [long - short for long, short in zip(shape, values.shape[1:])]
     if len(shape) != values.ndim - 1 or min(missing) < 0:
-        raise UnpageableError(f"a state that changes its shape from {shape} to {values.shape[1:]}")
+        raise UnpageableError(f"a state whose shape changes from {shape} to {values.shape[1:]}")
     return mx.pad(values, [(0, 0), *((count, 0) for count in missing)])
 
 
 class ListLayerCache(tuple[Any, ...]):
-    """The caches of a layer that keeps several. `num_paged` of them store K/V."""
+    """The caches of a layer with several, of which `num_paged` store K/V."""
 
     @cached_property
     def is_recurrent(self) -> bool:
@@ -232,7 +233,7 @@ LayerCache = PagedLayerCache | StateLayerCache | ListLayerCache
 
 
 def leaves(caches: Sequence[LayerCache]) -> Iterator[PagedLayerCache | StateLayerCache]:
-    """The caches that store something, without the lists around them."""
+    """All caches that store something, without the lists around them."""
     for cache in caches:
         if isinstance(cache, ListLayerCache):
             yield from leaves(cache)
@@ -241,11 +242,11 @@ def leaves(caches: Sequence[LayerCache]) -> Iterator[PagedLayerCache | StateLaye
 
 
 class PagedKVCache:
-    """All layers' caches and pools of one model. MLX thread only.
+    """The caches and pools of all layers of one model. MLX thread only.
 
-    `layers` is what the model gets as its cache, and `paged` and `recurrent` are its leaves. `groups` are layers that
-    share blocks, where some see a window only and a few of each fill the same memory. Otherwise one group keeps
-    everything and each layer has a pool of its own. `places` are those that `PagedLayerCache.place` counts.
+    The model gets `layers` as its cache; `paged` and `recurrent` are its leaves. `groups` are layers that share block
+    ids, if some layers have a window and blocks of a few layers have equal sizes. Otherwise there is one group that
+    keeps everything, and each layer has its own pool. `PagedLayerCache.place` is an index into `places`.
     """
 
     def __init__(self, layers: Sequence[LayerCache], backend: AttentionBackend) -> None:
@@ -261,12 +262,12 @@ class PagedKVCache:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """What the layers of each group see, None for all."""
+        """The window of each group's layers in tokens, None for all."""
         return tuple(group.window for group in self.groups)
 
     def quantize(self, bits: KvBits | None) -> None:
-        """From the next allocation on, K/V are stored in `bits`, or whole: `backend` must be one for such layers by
-        then. Raises `ConfigError` for dimensions that cannot be."""
+        """From the next allocation on, K/V are stored in `bits`, or unquantised for None. Set a suitable `backend`
+        before. Raises `ConfigError` for dimensions that cannot be quantised."""
         for pool in self.pools:
             pool.quantize(bits)
         for layer in self.paged:
@@ -274,24 +275,24 @@ class PagedKVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one block takes: in as many pools as a group fills."""
+        """Bytes of one block in all pools."""
         return sum(pool.spec.block_bytes for pool in self.pools)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes that one request's recurrent state takes in all layers together."""
+        """Bytes of one request's recurrent states in all layers."""
         return sum(layer.slot_bytes for layer in self.recurrent)
 
     @property
     def needs_synchronous_steps(self) -> bool:
-        """Whether a step may be submitted only when the one before has finished: scatters copy what is in use."""
+        """Whether a step may be submitted only when the previous one has ended, because scatters copy memory in use."""
         return self.backend.needs_synchronous_steps or True in [store.needs_synchronous_steps for store in self._stores]
 
     def allocate(
         self, num_blocks: int, max_blocks: int | None = None, *, num_slots: int, num_checkpoints: int = 0
     ) -> None:
-        """Makes (or makes anew, empty) the pools of all layers, which may grow to `max_blocks`, for `num_slots`
-        states of requests, those behind drafts included, and as many kept states as `num_checkpoints`."""
+        """Allocates the pools of all layers, empty; they may grow to `max_blocks`. `num_slots` is the number of slots
+        for states of requests, including those behind drafts; `num_checkpoints` the number of kept states."""
         self.release()
         for pool in self.pools:
             pool.allocate(self.backend, num_blocks, max_blocks)
@@ -301,8 +302,8 @@ class PagedKVCache:
         self.num_blocks = num_blocks
 
     def change(self, change: PoolChange) -> None:
-        """Moves, cuts or grows the blocks of all pools, one pool after the other, so that memory is needed for one copy
-        of one pool. Every step launched must have finished."""
+        """Moves, removes or adds blocks in one pool after another, so memory is needed for a copy of one pool only. All
+        launched steps must have ended."""
         for pool in self.pools:
             pool.change(change)
         self.num_blocks = change.num_blocks
@@ -314,21 +315,21 @@ class PagedKVCache:
         self.num_blocks = 0
 
     def forget_views(self) -> None:
-        """For a model whose modules were rearranged: the next forward pass shows which layers are read by group."""
+        """Call when stand-ins of the model have changed: the next forward pass shows which layers are read by group."""
         for pool in self.pools:
             pool.is_viewed = False
         for layer in self.paged:
             layer.num_query_heads = None
 
     def warm_up(self) -> None:
-        """Lets the backend get ready for every kind of layer that a forward pass has shown."""
+        """Prepares the backend for every kind of layer that a forward pass has used."""
         kinds = {(layer.spec, layer.num_query_heads, layer.sinks is not None): layer.sinks for layer in self.paged}
         for (spec, num_query_heads, _), sinks in kinds.items():
             if num_query_heads is not None:
                 self.backend.warm_up(spec, num_query_heads, sinks=sinks)
 
     def begin(self, plans: Sequence[StepPlan]) -> tuple[StepPlan, ...]:
-        """Prepares all layers for a forward pass over a step, of which each group has a plan. The plans of all
+        """Prepares all layers for a forward pass. `plans` has the step's plan for each group; returns the plans for all
         places."""
         assert not self.recurrent or plans[0].next_slots.max() < self._num_slots, "a request has no slot for its state"
         plans = tuple([place.plan(plans) for place in self.places])
@@ -339,20 +340,20 @@ class PagedKVCache:
         return plans
 
     def end(self) -> None:
-        """The forward pass is over: references from here would keep its arrays alive while they are computed."""
+        """Call after the forward pass: references from here would keep its arrays alive while they are computed."""
         for layer in self.paged:
             layer.offset = layer.metadata = layer.keys = layer.values = None
 
     def checkpoint_slot(self, checkpoint: int) -> int:
-        """Where a kept state is among the slots of `recurrent`."""
+        """The slot of a kept state in `recurrent`."""
         return self._num_slots + checkpoint
 
     def resume_states(self, resumed: Sequence[tuple[int, int]]) -> None:
-        """Requests go on from kept states; `resumed` are checkpoints and the slots of the requests."""
+        """Copies kept states to requests; `resumed` has pairs of a checkpoint and a request's slot."""
         self._copy_states([(self.checkpoint_slot(checkpoint), slot) for checkpoint, slot in resumed])
 
     def keep_states(self, kept: Sequence[tuple[int, int]]) -> None:
-        """Keeps the states after the forward pass; `kept` are slots of requests and the checkpoints for them."""
+        """Keeps states after the forward pass; `kept` has pairs of a request's slot and a checkpoint."""
         self._copy_states([(slot, self.checkpoint_slot(checkpoint)) for slot, checkpoint in kept])
 
     def _copy_states(self, places: Sequence[tuple[int, int]]) -> None:
@@ -361,17 +362,17 @@ class PagedKVCache:
             states.copy(sources, destinations)
 
     def check_moves(self) -> int:
-        """How many K or V buffers MLX has copied since the first call. Waits for launched steps."""
+        """The number of K or V buffers that MLX has copied since the first call. Waits for launched steps."""
         return sum(pool.check_moves() for pool in self.pools)
 
     def state(self) -> list[mx.array]:
-        """What must be evaluated with a step for its K/V and states to be written."""
+        """The arrays to evaluate with a step, so that its K/V and states are written."""
         pools = [pool.backend.state(pool.contents[0]) for pool in self.pools]
         return list(chain(*pools, *[states.state() for states in self.recurrent]))
 
 
 def _groups_of(layers: Sequence[PagedLayerCache]) -> tuple[list[LayerGroup], list[int]]:
-    """Groups, and how many layers like each fill a block of a pool."""
+    """The groups, and for each layer how many layers like it fill a block of a pool."""
     is_windowed = any(layer.window is not None for layer in layers)
     num_parts = share_blocks([layer.spec for layer in layers]) if is_windowed else None
     if num_parts is not None:
@@ -382,7 +383,7 @@ def _groups_of(layers: Sequence[PagedLayerCache]) -> tuple[list[LayerGroup], lis
 def _join_pools(
     layers: Sequence[PagedLayerCache], groups: Sequence[LayerGroup], num_parts: Sequence[int]
 ) -> tuple[list[LayerPool], list[Place]]:
-    """As many pools as the largest group fills, and the places where layers have their K/V."""
+    """The pools, as many as the largest group needs, and the places of the layers' K/V."""
     pools = []
     for index in range(max(len(group.pools) for group in groups)):
         members = [member for group in groups for member in chain.from_iterable(group.pools[index : index + 1])]

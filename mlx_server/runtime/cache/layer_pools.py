@@ -1,9 +1,9 @@
-"""Which layers share blocks, and the pools that hold their K/V.
+"""Groups of layers that share block ids, and the pools with their K/V.
 
-Layers that see equally many tokens form groups, and each pool holds the K/V of one layer of every group, or of a few
-small ones. Example: of 12 layers, numbers 5 and 11 see everything and ten see 1,024 tokens. Groups of two give
-(5, 11), (0, 1), (2, 3), (4, 6), (7, 8) and (9, 10): two pools instead of twelve, and a block that a windowed group no
-longer needs serves any other group.
+Layers with the same window form groups, and each pool holds the K/V of one layer of every group, or of a few small
+layers. Example: of 12 layers, numbers 5 and 11 see everything and ten see 1,024 tokens. Groups of two layers are (5,
+11), (0, 1), (2, 3), (4, 6), (7, 8) and (9, 10): two pools instead of twelve, and any other group can use a block that a
+windowed group no longer needs.
 """
 
 from __future__ import annotations
@@ -19,28 +19,27 @@ from mlx_server.runtime.cache.row_pool import KvBits, RowPool
 from mlx_server.runtime.kernels.gpu.pool import GpuPool
 
 _MAX_GROUPS = 12
-"""More groups waste less on a last one that is not full, but each has a block table of its own in every step."""
+"""More groups waste less memory in a last group that is not full, but each has its own block table in every step."""
 
 _LONG_CONTEXT = 4
-"""Groups are sized for a request that is this many times as long as the widest window."""
+"""The size of groups is optimised for a request this many times as long as the widest window."""
 
 _MAX_PARTS = 8
-"""Most layers that share one block of a pool. Each reads the block under a number of its own, from a plan of its own.
-"""
+"""The maximum number of layers that share one block of a pool. Each needs its own plan of a step."""
 
 
 class LayerPool:
     """One pool of blocks and the backend that attends over it. MLX thread only.
 
-    A block has the shape of the layer `spec`. Layers with smaller K/V share the memory: they see each block as several
-    of their own shape. `contents[seat_of(spec)]` is the pool as layers of this shape see it, in the backend's form.
+    A block has the shape of the layer `spec`. Layers with smaller K/V see each block as several blocks of their own
+    shape. `contents[seat_of(spec)]` is the pool for layers of this shape, in the backend's form.
 
-    `is_viewed` is set once a layer's own code reads its K/V (`rows`) instead of having the backend attend over them.
-    The pool is then a `RowPool`. From the first allocation on, `needs_synchronous_steps` is as for `PagedKVCache`.
+    `is_viewed` is set once a layer's own code reads its K/V (`rows`) instead of letting the backend attend over them.
+    Then the pool is a `RowPool`. `needs_synchronous_steps` is as for `PagedKVCache`, from the first allocation on.
     """
 
     def __init__(self, spec: LayerSpec, seen_as: Sequence[LayerSpec] = ()) -> None:
-        """`seen_as` are the layers that share it."""
+        """`seen_as` are the specs of the layers that share the pool."""
         self.contents: list[Any] = []
         self.is_viewed = self.needs_synchronous_steps = False
         self._specs = list(dict.fromkeys([spec, *seen_as]))
@@ -55,17 +54,17 @@ class LayerPool:
         return self._specs.index(spec)
 
     def quantize(self, bits: KvBits | None) -> None:
-        """From the next allocation on, K/V are stored in `bits`, or whole."""
+        """From the next allocation on, K/V are stored in `bits`, or unquantised for None."""
         self._specs = [replace(spec, bits=bits) for spec in self._specs]
 
     def allocate(self, backend: AttentionBackend, num_blocks: int, max_blocks: int | None = None) -> None:
-        """Takes memory, which may grow to `max_blocks`."""
+        """Allocates the blocks, which may grow to `max_blocks`."""
         self.backend = ReferenceBackend(backend.make_rows) if self.is_viewed else backend
         self._num_blocks = num_blocks
         self._show(self.backend.make_pool(self.spec, num_blocks, max_blocks))
 
     def rows(self, seat: int = 0) -> RowPool:
-        """What layers at `seat` see, as rows. The first call makes the pool one of rows, and loses what was in it."""
+        """The pool for layers at `seat`, as rows. The first call turns the pool into rows and loses its content."""
         if not self.is_viewed:
             self.is_viewed = True
             self.allocate(self.backend, self._num_blocks)
@@ -74,16 +73,16 @@ class LayerPool:
         return rows
 
     def change(self, change: PoolChange) -> None:
-        """Moves, cuts or grows the blocks. Every step launched must have finished."""
+        """Moves, removes or adds blocks. All launched steps must have ended."""
         self._num_blocks = change.num_blocks
-        del self.contents[1:]  # views would hold the old memory
+        del self.contents[1:]  # views would keep the old memory
         self._show(self.backend.change_pool(self.contents[0], change))
 
     def release(self) -> None:
         self.contents.clear()
 
     def check_moves(self) -> int:
-        """As `GpuPool.check_moves`; 0 for pools that no kernel writes."""
+        """As `GpuPool.check_moves`; 0 for other pools."""
         content = self.contents[0]
         return content.check_moves() if isinstance(content, GpuPool) else 0
 
@@ -100,9 +99,9 @@ class LayerPool:
 class LayerGroup:
     """Layers that use the same block ids: block b of every pool holds their K/V of the same 32 tokens.
 
-    `pools[i]` are the numbers of the layers that keep theirs in the i-th pool: one that fills a block, or several
-    smaller ones that fill it together. `window` is how many tokens they see, the last included; None is all. A block
-    belongs to one group at a time, and any group can take any block, so memory goes to the group that needs it.
+    `pools[i]` has the numbers of the layers that use pool i: one that fills a block, or several smaller ones that fill
+    it together. `window` is how many tokens they see, including the last one; None is all. A block belongs to one group
+    at a time, and any group can take any block, so memory goes to the group that needs it.
 
         pool 0   | layer 0        | layer 5        |      a block of a group with one layer a pool
                  | layer 2, 8     | layer 11       |      and of one with two that are half as large
@@ -114,21 +113,22 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where layers keep their K/V: in the blocks of a layer group, each in part `part` of `num_parts` equal ones."""
+    """Where layers keep their K/V: in blocks of a layer group, in part `part` of `num_parts` equal parts of each
+    block."""
 
     group: int
     part: int = 0
     num_parts: int = 1
 
     def plan(self, plans: Sequence[StepPlan]) -> StepPlan:
-        """The step's plan for these layers, of those of the groups."""
+        """The step's plan for these layers, given the plans of all groups."""
         plan = plans[self.group]
         return plan if self.num_parts == 1 else plan.part(self.part, self.num_parts)
 
 
 def share_blocks(specs: Sequence[LayerSpec]) -> list[int] | None:
-    """For each of `specs`, how many layers like it fill a block, when K and V take the same memory for all; None if no
-    block of a few layers fits all of them."""
+    """For each of `specs`, how many layers like it fill a block, if blocks can have the same sizes of K and of V for
+    all; None otherwise."""
     rows = [(spec.num_kv_heads * spec.key_dim, spec.num_kv_heads * spec.value_dim) for spec in specs]
     whole = math.lcm(*[keys for keys, _ in rows])
     num_parts = [whole // keys for keys, _ in rows]
@@ -139,8 +139,8 @@ def share_blocks(specs: Sequence[LayerSpec]) -> list[int] | None:
 
 
 def group_layers(windows: Sequence[int | None], num_parts: Sequence[int] | None = None) -> list[LayerGroup]:
-    """Groups over layers with these windows, those that see everything first. `num_parts` is how many layers like each
-    fill a block of a pool; one without it."""
+    """Groups of layers with these windows, those that see everything first. `num_parts` is how many layers like each
+    fill a block of a pool; without it, one."""
     kinds: dict[int | None, dict[int, list[int]]] = {}
     for layer, window in enumerate(windows):
         kinds.setdefault(window, {}).setdefault(num_parts[layer] if num_parts else 1, []).append(layer)
@@ -154,7 +154,8 @@ def group_layers(windows: Sequence[int | None], num_parts: Sequence[int] | None 
 
 
 def _fill(layers: dict[int, list[int]]) -> list[tuple[int, ...]]:
-    """Layers, given by how many of them fill a block, cut into blocks; the last block of a kind may have room left."""
+    """Splits layers, given by how many of them fill a block, into blocks; the last block of each kind may have room
+    left."""
     return [
         tuple(alike[first : first + num_parts])
         for num_parts, alike in layers.items()
@@ -163,7 +164,8 @@ def _fill(layers: dict[int, list[int]]) -> list[tuple[int, ...]]:
 
 
 def _group_size(counts: dict[int | None, int]) -> int:
-    """Pools for each group such that a long request takes least; `counts` are how many each window's layers fill."""
+    """The number of pools for each group with which a long request takes least memory. `counts` has the number of pools
+    that the layers of each window fill."""
     longest = _LONG_CONTEXT * max(window or 1 for window in counts)
 
     def num_groups(size: int) -> int:

@@ -1,5 +1,5 @@
-"""What each layer of a model keeps between steps, found by tracing tokens through mlx-lm's own caches; and how large
-the pools for it are and may become."""
+"""What each layer of a model keeps between steps, found by tracing tokens through mlx-lm's own caches; and the sizes of
+the pools for it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from mlx_server.runtime.cache.kv_cache import (
 from mlx_server.runtime.memory import first_kv_blocks, kept_slots, max_kv_blocks, state_slots
 
 _NUM_TRACED = 9
-"""Tokens at a time: more than any convolution or n-gram of mlx-lm's recurrent layers sees."""
+"""Tokens at a time: more than the reach of any convolution or n-gram in mlx-lm's recurrent layers."""
 
 _CACHE_MODULES = ("mlx_lm.models.cache", "mlx_vlm.models.cache")
-"""Whose caches have the same names and say what they keep in the same words."""
+"""The modules of cache classes that are known here by name."""
 
 _NO_METAL = "No Metal back-end"
-"""In MLX's error where a Metal kernel is called without Metal."""
+"""Part of MLX's error for a Metal kernel without Metal."""
 
 
 def discover_layers(model: Any) -> list[LayerCache]:
-    """Our caches in place of mlx-lm's for `model`. Only shapes are needed, so nothing is computed. Raises
-    `ModelLoadError` for a kind of cache that cannot be paged, and for a model that fails in mlx-lm itself."""
+    """Our caches for `model` instead of mlx-lm's. Uses shapes only, so nothing is computed. Raises `ModelLoadError` for
+    a kind of cache that cannot be paged, and for a model that fails in mlx-lm itself."""
     plain = make_prompt_cache(model)
     for index, cache in enumerate(plain):
         _refuse_unpageable(index, cache)
@@ -44,8 +44,7 @@ def discover_layers(model: Any) -> list[LayerCache]:
     for index, cache in enumerate(plain):
         if _state_shapes(cache) != shapes[index]:
             raise ModelLoadError(
-                f"Layer {index} keeps a recurrent state that grows after {_NUM_TRACED} tokens: there is no slot of one "
-                "size for it."
+                f"Layer {index} keeps a recurrent state that grows after {_NUM_TRACED} tokens; slots have a fixed size."
             )
     return [_layer_cache(index, cache) for index, cache in enumerate(plain)]
 
@@ -56,7 +55,7 @@ def model_failure(model: Any, error: Exception) -> ModelLoadError:
     if _NO_METAL in str(error):
         return ModelLoadError(
             f"Models of type {kind} run on Macs only: mlx-lm computes them with Metal kernels, and this machine has no "
-            "Metal."
+            "Metal GPU."
         )
     return ModelLoadError(f"Models of type {kind} do not run in mlx-lm itself: {type(error).__name__}: {error}")
 
@@ -75,13 +74,13 @@ def _state_shapes(cache: Any) -> list[tuple[int, ...]]:
 
 
 def _kind(cache: Any) -> str:
-    """The name of its class; empty if that is none of mlx-lm's or mlx-vlm's own."""
+    """The name of its class; empty if the class is not mlx-lm's or mlx-vlm's."""
     kind = type(cache)
     return kind.__name__ if kind.__module__ in _CACHE_MODULES else ""
 
 
 def attention_specs(caches: list[LayerCache]) -> list[LayerSpec]:
-    """What the layers store that an attention backend has to attend over."""
+    """The specs of layers with attention; others store keys only."""
     specs = [cache.spec for cache in leaves(caches) if isinstance(cache, PagedLayerCache)]
     return [spec for spec in specs if spec.value_dim]
 
@@ -93,11 +92,13 @@ def _refuse_unpageable(index: int, cache: Any) -> None:
             _refuse_unpageable(index, part)
     elif kind not in ("ArraysCache", "ChunkedKVCache", "KVCache", "RotatingKVCache"):
         raise ModelLoadError(
-            f"Layer {index} keeps its state in a {type(cache).__name__}, which cannot be paged yet. Layers with "
-            "mlx-lm's caches for attention (full, sliding window, chunked) and recurrent states are served."
+            f"Layer {index} keeps its state in a {type(cache).__name__}, which is not supported. Supported are "
+            "mlx-lm's caches for attention (full, sliding window, chunked) and recurrent states."
         )
     elif kind == "RotatingKVCache" and cache.keep:
-        raise ModelLoadError(f"Layer {index} keeps its first {cache.keep} tokens out of its sliding window.")
+        raise ModelLoadError(
+            f"Layer {index} keeps its first {cache.keep} tokens outside its sliding window, which is not supported."
+        )
 
 
 def _layer_cache(index: int, cache: Any) -> LayerCache:
@@ -107,7 +108,7 @@ def _layer_cache(index: int, cache: Any) -> LayerCache:
     if kind == "ArraysCache":
         return StateLayerCache(cache.cache)
     if cache.keys is None:
-        raise ModelLoadError(f"Layer {index} has a cache but stores nothing in it; such layers cannot be paged yet.")
+        raise ModelLoadError(f"Layer {index} has a cache but stores nothing in it, which is not supported.")
     _, num_kv_heads, _, key_dim = cache.keys.shape
     spec = LayerSpec(num_kv_heads, key_dim, cache.values.shape[-1], cache.keys.dtype)
     window = cache.max_size if kind == "RotatingKVCache" else None
@@ -116,9 +117,8 @@ def _layer_cache(index: int, cache: Any) -> LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """Slots for the recurrent state of `num_slots` requests, of which `num_spares` may draft at a time, and of
-    `num_checkpoints` prefixes, which take `state_bytes` in all, and `num_blocks` blocks, which may grow to
-    `max_blocks`."""
+    """Slots for the recurrent states of `num_slots` requests, `num_spares` of which may draft at a time, and of
+    `num_checkpoints` prefixes, with `state_bytes` in all; and `num_blocks` blocks, which may grow to `max_blocks`."""
 
     num_slots: int
     num_spares: int
@@ -130,7 +130,7 @@ class PoolPlan:
 
     @property
     def all_slots(self) -> int:
-        """For states of running requests, those behind drafts included."""
+        """Slots for states of running requests, including those behind drafts."""
         return self.num_slots + self.num_spares
 
     @property
@@ -149,11 +149,11 @@ def plan_pools(
     state_limit_bytes: int,
     drafts: bool,
 ) -> PoolPlan:
-    """What `cache` needs for at most `max_num_seqs` requests at a time with `max_num_tokens` tokens in all.
+    """The pools of `cache` for at most `max_num_seqs` requests at a time with `max_num_tokens` tokens in all.
 
-    All of it may take `kv_limit_bytes`. Recurrent state, which does not grow, takes shares of `state_limit_bytes`,
-    the memory that is free now; none is kept for prefixes unless they are cached. Raises `InsufficientMemoryError` or
-    `ConfigError` if the pool asked for is impossible.
+    Everything may take `kv_limit_bytes`. Recurrent states, whose number is fixed, take shares of `state_limit_bytes`,
+    the memory that is free now; none are kept for prefixes unless prefixes are cached. Raises `InsufficientMemoryError`
+    or `ConfigError` if the pool asked for is impossible.
     """
     slot_bytes = cache.slot_bytes
     num_slots = state_slots(slot_bytes, max_num_seqs, state_limit_bytes)

@@ -1,4 +1,4 @@
-"""Arrays of rows, one row a slot: which rows a step reads or writes, and how plain and quantised rows are kept."""
+"""Arrays with one row for each slot, plain or quantised, and the slots that a step reads or writes."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ConfigError
 
 SMALL_ARRAY = 8
-"""MLX passes an input of fewer elements to a kernel in another address space, which would be another kernel."""
+"""MLX passes smaller inputs to kernels in another address space, which would need another kernel."""
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Numbers of slots, of any shape. Known on the host; copied to the device when first asked for there."""
+    """Slot numbers in an array of any shape on the host, copied to the device at first use there."""
 
     numbers: npt.NDArray[np.integer]
 
     @cached_property
     def array(self) -> mx.array:
-        """As they are, for MLX's own operations."""
+        """The numbers for MLX's own operations."""
         return mx.array(self.numbers)
 
     @cached_property
     def padded(self) -> mx.array:
-        """`[N]`, int32, for kernels: never a small array. Entries behind the numbers are padding."""
+        """The numbers for kernels, `[N]`, int32, padded to at least `SMALL_ARRAY`."""
         flat = self.numbers.reshape(-1).astype(np.int32)
         return mx.array(np.pad(flat, (0, max(0, SMALL_ARRAY - flat.size))))
 
     @cached_property
     def places(self) -> slice | npt.NDArray[np.integer]:
-        """For NumPy's: a range where they are one, which is read without a search."""
+        """The numbers for NumPy; a slice if they are consecutive, which is faster."""
         numbers = self.numbers
         if numbers.ndim == 1 and numbers.size and (np.diff(numbers) == 1).all():
             return slice(int(numbers[0]), int(numbers[-1]) + 1)
@@ -46,18 +46,18 @@ class Slots:
 
 
 KV_GROUP_SIZE = 32
-"""Numbers of a quantised row that share a scale and a bias."""
+"""How many numbers of a quantised row share a scale and a bias."""
 
 
 class KvBits(NamedTuple):
-    """Bits of a number of K, and of V. As text what `--kv-bits` takes: `8`, `k8v4`."""
+    """Bits of K and of V. As text in the form of `--kv-bits`: `8`, `k8v4`."""
 
     keys: int
     values: int
 
     @classmethod
     def of(cls, text: str) -> KvBits:
-        """Raises `ValueError` for what is no such text."""
+        """Raises `ValueError` for other texts."""
         keys, _, values = text.removeprefix("k").partition("v")
         return cls(int(keys), int(values or keys))
 
@@ -71,19 +71,19 @@ class KvBits(NamedTuple):
 
 
 def side_bits(bits: KvBits | None) -> tuple[int | None, int | None]:
-    """Those of K and of V; None for whole numbers."""
+    """The bits of K and of V; None for unquantised ones."""
     return bits or (None, None)
 
 
 RowsShape = tuple[int, ...]
-"""Slots, and what is in each: of K/V, heads and dimensions."""
+"""The number of slots and the shape of each: for K/V heads and dimensions."""
 
 
 class Rows(Protocol):
-    """`[num_slots, ...]` in effect, read and written by rows.
+    """Logically an array `[num_slots, ...]` that is read and written by rows.
 
-    `needs_synchronous_steps` says that a step may be built but not submitted while another runs: its writes would copy
-    all of the slots.
+    With `needs_synchronous_steps`, a step may be built but not submitted while another one runs, because its writes
+    would copy all slots.
     """
 
     needs_synchronous_steps: bool
@@ -93,27 +93,27 @@ class Rows(Protocol):
         ...
 
     def read(self, slots: Slots) -> mx.array:
-        """What stands at slots `[...]`: `[..., ...]`."""
+        """The rows at slots `[...]`: `[..., ...]`."""
         ...
 
     def take(self, slots: Slots) -> Rows:
-        """New rows: those at `slots` `[N]` of these. Evaluated."""
+        """A copy with the rows at `slots` `[N]` only, evaluated."""
         ...
 
     def view(self, shape: RowsShape) -> Rows:
-        """The same memory in another shape: what is written to either is read from both."""
+        """The same memory in another shape; both share their content."""
         ...
 
     def parts(self) -> Sequence[Rows]:
-        """The rows that these are made of, which give back the very bytes that were written."""
+        """The rows that these consist of; they return exactly the bytes that were written."""
         ...
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated for the rows to hold what was written."""
+        """The arrays to evaluate so that the rows hold what was written."""
         ...
 
     def tokens(self) -> list[mx.array]:
-        """Small arrays that exist only once the rows are written; empty where a write leaves no token."""
+        """Small arrays that depend on the writes; empty if this kind of rows has none."""
         ...
 
 
@@ -123,16 +123,16 @@ MakeRows = Callable[[RowsShape, mx.Dtype], Rows]
 
 @dataclass(slots=True)
 class _Memory:
-    """The array that rows of one or several shapes are in, and what this step has read from it. A write puts a new
-    array here, in its own shape."""
+    """The array of rows in one or several shapes, and what this step has read from it. A write replaces the array, in
+    the shape of the writer."""
 
     array: mx.array
     readings: list[mx.array] = field(default_factory=list)
 
 
 class PlainRows:
-    """Rows as they are, written by scatter. MLX copies all of them unless nothing else refers to them: so what was read
-    in the same step is computed first, and steps must be synchronous."""
+    """Unquantised rows, written by scatter. MLX copies the array unless nothing else refers to it; so what the same
+    step has read is computed first, and steps must be synchronous."""
 
     def __init__(self, array: mx.array) -> None:
         self._memory = _Memory(array)
@@ -147,7 +147,7 @@ class PlainRows:
 
     def write(self, slots: Slots, rows: mx.array) -> None:
         if self._memory.readings:
-            mx.synchronize()  # a step that still runs has the array, too
+            mx.synchronize()  # a running step refers to the array, too
             mx.eval(self._memory.readings)
             self._memory.readings.clear()
         array = self._array()
@@ -171,7 +171,7 @@ class PlainRows:
         return view
 
     def arrays(self) -> list[mx.array]:
-        self._memory.readings.clear()  # a step ends, whose reads are done when the next one writes
+        self._memory.readings.clear()  # the step ends; its reads are done when the next one writes
         return [self._memory.array]
 
     def tokens(self) -> list[mx.array]:
@@ -183,10 +183,10 @@ class PlainRows:
 
 
 class QuantizedRows:
-    """Rows of `bits` a number, each with a scale and a bias for every group of its numbers."""
+    """Rows with `bits` for each number, and a scale and a bias for each group of numbers."""
 
     def __init__(self, parts: Sequence[Rows], bits: int, group_size: int, dtype: mx.Dtype) -> None:
-        """`parts` are the codes, the scales and the biases."""
+        """`parts` are codes, scales and biases."""
         self._parts = tuple(parts)
         self._bits = bits
         self._group_size = group_size
@@ -195,7 +195,7 @@ class QuantizedRows:
 
     @classmethod
     def zeros(cls, shape: RowsShape, dtype: mx.Dtype, bits: int, make: MakeRows = PlainRows.zeros) -> QuantizedRows:
-        """`make` makes the rows of codes, scales and biases."""
+        """`make` creates the rows for codes, scales and biases."""
         *places, dim = shape
         dtypes = (mx.uint32, dtype, dtype)
         parts = [make((*places, size), kind) for size, kind in zip(_part_sizes(dim, bits), dtypes)]
@@ -232,7 +232,7 @@ class QuantizedRows:
 
 @dataclass(slots=True)
 class RowPool:
-    """K and V of one layer, `num_blocks` blocks of them."""
+    """`num_blocks` blocks of K and V of one layer."""
 
     keys: Rows
     values: Rows
@@ -248,17 +248,17 @@ class RowPool:
         bits: KvBits | None,
         make: MakeRows = PlainRows.zeros,
     ) -> RowPool:
-        """Zeros, with K and V of these dimensions, whole or in `bits`, in rows that `make` makes."""
+        """Zeros for K and V with these dimensions, unquantised or in `bits`, in rows that `make` creates."""
         slots = num_blocks * BLOCK_SIZE
         keys, values = (_zeros((slots, num_heads, dim), dtype, n, make) for dim, n in zip(dims, side_bits(bits)))
         return cls(keys, values, num_blocks)
 
     def take(self, slots: Slots) -> RowPool:
-        """A new pool of whole blocks: the rows at `slots` of this one."""
+        """A new pool with the rows at `slots`, which make whole blocks."""
         return RowPool(self.keys.take(slots), self.values.take(slots), slots.numbers.size // BLOCK_SIZE)
 
     def view(self, num_parts: int, num_heads: int, dims: tuple[int, int]) -> RowPool:
-        """The same memory as `num_parts` times as many blocks, with K and V of these dimensions."""
+        """The same memory as `num_parts` times as many blocks, with these dimensions of K and V."""
         num_blocks = num_parts * self.num_blocks
         keys = self.keys.view((num_blocks * BLOCK_SIZE, num_heads, dims[0]))
         values = self.values.view((num_blocks * BLOCK_SIZE, num_heads, dims[1]))
@@ -275,7 +275,7 @@ def _zeros(shape: RowsShape, dtype: mx.Dtype, bits: int | None, make: MakeRows) 
 
 
 def _part_sizes(dim: int, bits: int) -> tuple[int, int, int]:
-    """Words of codes, scales and biases of one quantised row."""
+    """The numbers of code words, scales and biases of one quantised row."""
     return dim * bits // 32, dim // group_size_of(dim), dim // group_size_of(dim)
 
 
@@ -287,12 +287,12 @@ def group_size_of(dim: int) -> int:
 
 
 def rotate(rows: mx.array) -> mx.array:
-    """Each row `[..., dim]` times a fixed Hadamard matrix, by parts of the largest power of two that divides `dim`: its
-    numbers become sums and differences of all of a part's, over the root of how many.
+    """Multiplies each row `[..., dim]` by a fixed Hadamard matrix, in parts whose length is the largest power of two
+    that divides `dim`: each number becomes a sum of all numbers of its part with signs, divided by the root of their
+    count.
 
-    Products of rows stay what they are, so K may be stored rotated if queries are, too. What is large in one number
-    becomes a little in all of them, and a scale for 32 numbers loses less: (8, 0, 0, 0) becomes (4, 4, 4, 4).
-    (QuaRot, arXiv:2404.00456.)
+    Scalar products do not change, so K may be stored rotated if queries are rotated, too. A large number is spread over
+    all numbers of its part, so quantisation loses less: (8, 0, 0, 0) becomes (4, 4, 4, 4). (QuaRot, arXiv:2404.00456.)
     """
     dim = rows.shape[-1]
     part = dim & -dim

@@ -1,1 +1,1 @@
-"""What is found out of a loaded model before it serves."""
+"""What is checked and measured of a loaded model before it serves."""

@@ -1,9 +1,11 @@
-"""Whether a model sees images in a ragged batch: one, cut by a chunk's end, against mlx-vlm's own forward pass."""
+"""The load-time check of images: compares logits in a ragged batch, with an image that is cut by the end of a chunk,
+with mlx-vlm's own forward pass."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -11,11 +13,10 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from mlx_server.config import BLOCK_SIZE
-from mlx_server.outputs import BlockIds, NewRequestData, ScheduledChunk
+from mlx_server.outputs import NewRequestData, ScheduledChunk
 from mlx_server.request import PromptImage
-from mlx_server.runtime.cache.block_tables import BlockTables
 from mlx_server.runtime.checks.probe import TOLERANCES, relative_error
+from mlx_server.runtime.checks.trial import TrialRequests
 from mlx_server.runtime.layers.adapters import is_adapted
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models.vlm import VlmModel
@@ -25,18 +26,16 @@ from mlx_server.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 _BEFORE, _AFTER = 5, 7
-"""Tokens of text around the image."""
+"""Text tokens before and after the image."""
 
-TEXT_ONLY = "it is a model of text"
+TEXT_ONLY = "it is a text model"
 
 Sample = tuple[list[int], dict[str, Any]]
-"""The placeholders of an image and what the encoder takes for it."""
-
-MakeSample = Callable[[Any, np.random.Generator], Sample]
+"""The placeholder token ids of an image and the arguments of the encoder for it."""
 
 
 def _by_grid(config: Any, rng: np.random.Generator) -> Sample:
-    """Of models whose processor cuts images into patches: 2 x 3 placeholders."""
+    """For models whose processor cuts images into patches: 2 x 3 placeholders."""
     vision, merge = config.vision_config, config.vision_config.spatial_merge_size
     height, width = 2 * merge, 3 * merge
     size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -45,7 +44,7 @@ def _by_grid(config: Any, rng: np.random.Generator) -> Sample:
 
 
 def _by_tile(config: Any, rng: np.random.Generator) -> Sample:
-    """Of models that see square tiles, each by itself."""
+    """For models that encode square tiles separately."""
     vision = config.vision_config
     num_tokens = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
     pixels = rng.standard_normal((1, 1, 3, vision.image_size, vision.image_size), dtype=np.float32)
@@ -53,7 +52,7 @@ def _by_tile(config: Any, rng: np.random.Generator) -> Sample:
 
 
 def _by_row(config: Any, rng: np.random.Generator) -> Sample:
-    """Of models that put a token between rows: 2 x 3 placeholders, and one of text between them."""
+    """For models that put a token between rows: 2 x 3 placeholders with one text token between the rows."""
     unit = _merged_patch(config)
     pixels = rng.standard_normal((1, config.vision_config.num_channels, 2 * unit, 3 * unit), dtype=np.float32)
     row = [image_token_id(config)] * 3
@@ -61,33 +60,19 @@ def _by_row(config: Any, rng: np.random.Generator) -> Sample:
 
 
 def _by_square(config: Any, rng: np.random.Generator) -> Sample:
-    """Of models that make one square of every image."""
+    """For models that scale every image to one square."""
     side = config.vision_config.image_size
     pixels = rng.standard_normal((1, config.vision_config.num_channels, side, side), dtype=np.float32)
     return [image_token_id(config)] * config.text_config.mm_tokens_per_image, {"pixel_values": pixels}
 
 
 def _merged_patch(config: Any) -> int:
-    """The pixels along a side of what is one placeholder."""
+    """The side of one placeholder in pixels."""
     return int(config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1))
 
 
-SAMPLES: Mapping[str, MakeSample] = {
-    "qwen2_vl": _by_grid,
-    "qwen2_5_vl": _by_grid,
-    "qwen3_vl": _by_grid,
-    "qwen3_vl_moe": _by_grid,
-    "gemma3": _by_square,
-    "idefics3": _by_tile,
-    "smolvlm": _by_tile,
-    "pixtral": _by_row,
-    "mistral3": _by_row,
-}
-"""The families whose images are served, by `model_type`, and what each one's encoder takes."""
-
-
 BIDIRECTIONAL = ("gemma3",)
-"""Those of them in which the placeholders of an image see each other both ways."""
+"""The families in which the placeholders of an image attend to each other in both directions."""
 
 
 def _placeholders_by_grid(config: Any, inputs: Mapping[str, Any], is_image: Sequence[bool]) -> int:
@@ -126,62 +111,71 @@ def _placeholders_by_row(config: Any, inputs: Mapping[str, Any], is_image: Seque
     return len(is_image)
 
 
-_COUNTS: Mapping[MakeSample, Callable[[Any, Mapping[str, Any], Sequence[bool]], int]] = {
-    _by_grid: _placeholders_by_grid,
-    _by_square: _placeholders_by_square,
-    _by_tile: _placeholders_by_tile,
-    _by_row: _placeholders_by_row,
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How to make a sample image, and how to count the placeholders of an image (raises if its arrays do not match)."""
+
+    sample: Callable[[Any, np.random.Generator], Sample]
+    count: Callable[[Any, Mapping[str, Any], Sequence[bool]], int]
+
+
+IMAGE_FAMILIES: Mapping[str, _Family] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _Family(_by_grid, _placeholders_by_grid)),
+    "gemma3": _Family(_by_square, _placeholders_by_square),
+    **dict.fromkeys(("idefics3", "smolvlm"), _Family(_by_tile, _placeholders_by_tile)),
+    **dict.fromkeys(("pixtral", "mistral3"), _Family(_by_row, _placeholders_by_row)),
 }
+"""The families whose images are served, by `model_type`."""
 
 
 def _check(*conditions: bool) -> None:
     if not all(conditions):
-        raise ValueError("shapes that do not go together")
+        raise ValueError("shapes that do not match")
 
 
 def count_placeholders(model: VlmModel, token_ids: Sequence[int], inputs: Mapping[str, Any]) -> int | None:
-    """How many placeholders an image with these arrays has; None if the model's encoder cannot take them, or if
-    `token_ids`, which stand for it, are not such as it makes. Any thread."""
+    """The number of placeholders of an image with these arrays; None if the encoder cannot take the arrays, or if
+    `token_ids`, the image's part of the prompt, do not match them. Any thread."""
     placeholder = image_token_id(model.config)
     try:
-        count = _COUNTS[SAMPLES[model.model_type]]
-        return count(model.config, inputs, [token_id == placeholder for token_id in token_ids])
+        is_image = [token_id == placeholder for token_id in token_ids]
+        return IMAGE_FAMILIES[model.model_type].count(model.config, inputs, is_image)
     except (ValueError, KeyError, AttributeError, TypeError):
         return None
 
 
 def image_token_id(config: Any) -> int:
-    """The id of a placeholder, as mlx-vlm's configuration has it."""
+    """The token id of a placeholder in mlx-vlm's configuration."""
     names = ("image_token_index", "image_token_id")
     return int(next(getattr(config, name) for name in names if getattr(config, name, None) is not None))
 
 
 def not_served(model_type: Any) -> str:
-    """Why models of a type that is not in `SAMPLES` take no images."""
-    return f"images are served for models of type {', '.join(SAMPLES)}, and this one is of type {model_type}"
+    """The reason why a model of a type that is not in `IMAGE_FAMILIES` takes no images."""
+    return f"images are served for models of type {', '.join(IMAGE_FAMILIES)}, and this one is of type {model_type}"
 
 
-def find_fault(model: Any, runner: ModelRunner, vocab_size: int) -> str:
-    """Why images are not served; empty if they are. The runner's pools are released. MLX thread."""
+def find_image_fault(model: Any, runner: ModelRunner, vocab_size: int) -> str:
+    """The reason why images are not served; empty if they are. Releases the runner's pools. MLX thread."""
     if not isinstance(model, VlmModel) or not model.has_encoder:
         return TEXT_ONLY
-    sample = SAMPLES.get(model.model_type)
-    if sample is None:
+    family = IMAGE_FAMILIES.get(model.model_type)
+    if family is None:
         fault = not_served(model.model_type)
     elif any(is_adapted(part) for name, part in model.children().items() if name != "language_model"):
-        fault = "one of its adapters changes the vision encoder, whose results all requests share"
+        fault = "one of its adapters changes the vision encoder, and all requests share the encoder's results"
     else:
-        fault = _difference(model, runner, vocab_size, sample)
+        fault = _difference(model, runner, vocab_size, family)
     if fault:
         logger.warning("Images are not served: %s.", fault)
     return fault
 
 
-def _difference(model: VlmModel, runner: ModelRunner, vocab_size: int, sample: MakeSample) -> str:
-    """Why an image in a ragged batch is not good enough, empty if it is."""
+def _difference(model: VlmModel, runner: ModelRunner, vocab_size: int, family: _Family) -> str:
+    """What is wrong with an image in a ragged batch; empty if nothing is."""
     try:
-        worst, dtype = _error(model, runner, vocab_size, *sample(model.config, np.random.default_rng(0)))
-    except Exception as error:  # the model's code met what it was not written for
+        worst, dtype = _error(model, runner, vocab_size, *family.sample(model.config, np.random.default_rng(0)))
+    except Exception as error:  # any error of the model's code
         return f"its images cannot be computed in a ragged batch: {type(error).__name__}: {error}"
     finally:
         runner.cache.release()
@@ -208,8 +202,8 @@ def _error(
 
 
 def _plain_logits(model: Any, prompt: list[int], following: int, image: PromptImage) -> mx.array:
-    """Of mlx-vlm alone, after the prompt and after one more token: `[2, vocabulary]`. Where an image is bidirectional,
-    with our masks: mlx-vlm's own let all tokens of such a prompt see each other."""
+    """mlx-vlm's own logits after the prompt and after one more token: `[2, vocabulary]`. For a bidirectional image with
+    our masks, because mlx-vlm's let all tokens of such a prompt see each other."""
     caches = model.make_cache()
     arrays = {name: mx.array(value) for name, value in image.inputs.items()}
     ids = mx.array([prompt])
@@ -224,8 +218,8 @@ def _plain_logits(model: Any, prompt: list[int], following: int, image: PromptIm
 
 
 class _MaskedCache(KVCache):  # type: ignore[misc]
-    """Keeps everything, and masks as transformers does: a placeholder sees all of its `image` beside what is before it,
-    and a window hides what is before that."""
+    """Keeps everything, and masks as transformers does: a placeholder sees its whole `image` and what precedes it,
+    within the window."""
 
     def __init__(self, image: PromptImage) -> None:
         super().__init__()
@@ -240,37 +234,23 @@ class _MaskedCache(KVCache):  # type: ignore[misc]
 
 
 def _ragged_logits(model: Any, runner: ModelRunner, prompt: list[int], following: int, image: PromptImage) -> mx.array:
-    """The same from three steps, with the end of the first chunk within the image, or behind one that is whole, and a
-    prompt of text alone beside it, which decodes later."""
+    """The same logits from three steps. The first chunk ends within the image, or after a bidirectional one, and a text
+    prompt runs beside it, which decodes in the second step."""
     encoder = ImageEncoder(model, max_bytes=0)
-    windows = runner.cache.windows
-    num_blocks = -(-(len(prompt) + 1) // BLOCK_SIZE)
-    runner.cache.allocate(len(windows) * (num_blocks + 1), num_slots=3)
-    tables = BlockTables(windows)
-    ids_of = {"image": [*prompt, following], "text": [*prompt[: image.start], following, following]}
-    for name in ids_of:
-        tables.add(name)
+    trial = TrialRequests(
+        runner, {"image": [*prompt, following], "text": [*prompt[: image.start], following, following]}
+    )
     encoder.add(NewRequestData("image", tuple(prompt), (), SamplingParams(), frozenset(), images=(image,)))
 
-    def blocks(first: int, count: int) -> BlockIds:
-        """The blocks [first, first + count) of each layer group's own range."""
-        starts = [group * (num_blocks + 1) + first for group in range(len(windows))]
-        return tuple(tuple(range(start, start + count)) for start in starts)
-
     def run(*chunks: ScheduledChunk) -> mx.array:
-        """Logits of the last row, which is the request's with the image."""
-        ids = [token_id for chunk in chunks for token_id in chunk.token_ids or ()]
-        plans = tables.plan(chunks)
-        logits = runner.forward(plans, mx.array(ids), [len(ids) - 1], images=encoder.rows(chunks, plans[0].positions))
-        mx.eval(logits, *runner.cache.state())
-        return logits[0]
+        """Logits of the last row, which belongs to the request with the image."""
+        positions = np.concatenate([np.arange(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks])
+        return trial.run(chunks, [len(positions) - 1], images=encoder.rows(chunks, positions))[0]
 
-    def chunk(name: str, start: int, end: int, block_ids: BlockIds = ()) -> ScheduledChunk:
-        return ScheduledChunk(name, start, end - start, tuple(ids_of[name][start:end]), block_ids, True, 0)
-
+    chunk = trial.chunk
     num_first = image.num_tokens + 1 if image.is_bidirectional else max(1, image.num_tokens // 2)
     cut, end, num_text = image.start + num_first, len(prompt), image.start + 1
-    run(chunk("text", 0, num_text, blocks(0, 1)), chunk("image", 0, cut, blocks(1, num_blocks)))
+    run(chunk("text", 0, num_text), chunk("image", 0, cut))
     last = run(chunk("text", num_text, num_text + 1), chunk("image", cut, end))
     decoded = run(chunk("image", end, end + 1))
     if errors := encoder.take_news().errors:

@@ -1,9 +1,9 @@
-"""Batch invariance: a request's logits have the same bits alone, in any batch, and however its tokens are cut into
-chunks, so after a prefix hit and after a preemption, too.
+"""Batch invariance: a request's logits have the same bits alone and in any batch, and however its tokens are split into
+chunks, hence also after a prefix hit and after a preemption.
 
-Everything is computed by rows whose bits depend on nothing but the row: the sampler and norms always, attention where
-its backend can, and products by `FixedRows`. What a model does besides is not known, so that it must show the same
-bits in two ways of computing the same tokens before it is served.
+Everything is computed so that the bits of a row depend on this row only: sampler and norms always do, attention does
+with some backends, and `FixedRows` makes matrix products do so. Because the rest of a model's code is unknown, the
+model must give the same bits in two ways of computing the same tokens before it is served.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.errors import ModelLoadError
-from mlx_server.outputs import ScheduledChunk
 from mlx_server.runtime.attention.interface import AttentionBackend
 from mlx_server.runtime.attention.regroup import Scope
-from mlx_server.runtime.cache.block_tables import BlockTables
+from mlx_server.runtime.checks.trial import TrialRequests
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.backend import GpuBackend
@@ -29,11 +28,11 @@ from mlx_server.runtime.layers.products import RowProduct, install_products
 from mlx_server.runtime.model_runner import ModelRunner
 
 _BLOCKS = (16, 8, 4)
-"""Numbers of rows that may be computed at a time, the best first. Fewer are padded to it."""
+"""Possible numbers of rows to compute at a time, the best first. Fewer rows are padded."""
 
 _FEW = (*range(1, 16), 17, 24, 31, 33)
 _WHOLE = (32, 48, 80, 256)
-"""Numbers of rows that are tried, some of whole blocks."""
+"""Numbers of rows to try; those in `_WHOLE` are multiples of a block."""
 
 _MOST = max(_WHOLE)
 
@@ -43,17 +42,17 @@ Product = Callable[[mx.array], mx.array]
 
 
 class FixedRows:
-    """Finds for each linear layer that is still MLX's own a product whose rows have the same bits however many there
-    are. A `MakeProduct`.
+    """A `MakeProduct` that finds, for each linear layer with MLX's own product, a product whose rows have the same bits
+    for any number of rows.
 
-    MLX and the BLAS below it take other kernels for few rows than for many, which sum in other orders. With one number
-    of rows, a row's bits do not depend on its place, unless several kernels share these rows. So rows are computed in
-    blocks, the last one padded, where need be each block by itself: of a layer of 576 x 192 on OpenBLAS with AVX-512,
-    16 and 512 rows have the same bits, and 1 to 6 have others, so that 5 rows are computed as 16, and 40 as 48 in one
-    product. With its kernels for Zen, 16 rows are 6 of one kernel and 10 of another, and 8 are of one, so that 40 rows
-    are computed as 5 products.
+    MLX and the BLAS library use different kernels for few and for many rows, which sum in different orders. For a fixed
+    number of rows, the bits do not depend on a row's position, unless several kernels share the rows. So rows are
+    computed in blocks, the last one padded, if necessary one block at a time. Example: for a layer of 576 x 192 on
+    OpenBLAS with AVX-512, 16 and 512 rows give the same bits but 1 to 6 rows do not; 5 rows are computed as 16, and 40
+    as 48 in one product. OpenBLAS's kernels for Zen split 16 rows between two kernels, but not 8; so 40 rows are
+    computed as 5 products.
 
-    Which of it a shape needs is tried once. Raises `ModelLoadError` where even blocks are not enough.
+    Each shape is tried once. Raises `ModelLoadError` if even blocks are not enough.
     """
 
     def __init__(self) -> None:
@@ -67,14 +66,14 @@ class FixedRows:
 
 
 class _Rule(NamedTuple):
-    """How many rows are computed at a time."""
+    """The number of rows is padded to a `multiple`; at most `most` are computed at a time."""
 
     multiple: int
     most: int
 
 
 def _own_product(layer: Any) -> tuple[Product, tuple[Any, ...]]:
-    """MLX's own product of a layer, without its bias; and what its kernels are chosen by, the number of inputs
+    """MLX's own product of a layer, without bias; and the properties that determine its kernel, the number of inputs
     first."""
     weight = layer.weight
     if "scales" not in layer:
@@ -92,7 +91,7 @@ def _own_product(layer: Any) -> tuple[Product, tuple[Any, ...]]:
 
 
 def _by_rule(rule: _Rule, own: Product, x: mx.array) -> mx.array | None:
-    """In pieces of no more rows than were tried; None to leave them to MLX."""
+    """The product by a rule, in pieces of at most as many rows as were tried; None leaves it to MLX."""
     rows = x.reshape(-1, x.shape[-1])
     if rule.multiple == 1 and len(rows) <= rule.most:
         return None
@@ -107,21 +106,21 @@ def _in_pieces(own: Product, x: mx.array, most: int) -> mx.array:
 
 
 def _find_rule(own: Product, kind: tuple[Any, ...]) -> _Rule:
-    """The cheapest one that gives the bits of blocks."""
+    """The cheapest rule that gives the same bits as blocks."""
     inputs, _, dtype = kind[:3]
-    if not mx.issubdtype(dtype, mx.floating):  # scales of other formats than the affine one are codes
+    if not mx.issubdtype(dtype, mx.floating):  # only affine scales are floats
         dtype = mx.bfloat16
     x = mx.random.normal((_MOST, inputs), key=mx.random.key(0)).astype(dtype)
     block = next((block for block in _BLOCKS if _is_the_same_at_all_places(own, x[:block])), None)
     if block is None:
         raise ModelLoadError(
-            f"Products of {inputs} x {kind[1]} numbers give a row other bits at another place here, so that "
-            f"--batch-invariant cannot be kept; {_REMEDY}."
+            f"--batch-invariant is impossible here: in products of {inputs} x {kind[1]} numbers a row's bits depend on "
+            f"its position; {_REMEDY}."
         )
-    wanted = _in_pieces(own, x, block)
-    if not all(_equal(own(x[:count]), wanted[:count]) for count in _WHOLE):
+    expected = _in_pieces(own, x, block)
+    if not all(_equal(own(x[:count]), expected[:count]) for count in _WHOLE):
         return _Rule(block, block)
-    return _Rule(1 if all(_equal(own(x[:count]), wanted[:count]) for count in _FEW) else block, _MOST)
+    return _Rule(1 if all(_equal(own(x[:count]), expected[:count]) for count in _FEW) else block, _MOST)
 
 
 def _is_the_same_at_all_places(own: Product, x: mx.array) -> bool:
@@ -134,8 +133,8 @@ def _equal(a: mx.array, b: mx.array) -> bool:
 
 
 class _OneByOne:
-    """Experts that multiply each row by itself, which always lies in memory alike. Those of MLX group tokens that come
-    sorted by expert, as they do from 64 indices on, and a group's product depends on its size."""
+    """Experts that multiply each row separately. MLX's own experts group tokens that are sorted by expert, which
+    happens from 64 indices on, and the bits of a group's product depend on its size."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         layer: Any = super()
@@ -156,116 +155,87 @@ _EXPERTS = {SwitchLinear: _SwitchLinear, QuantizedSwitchLinear: _QuantizedSwitch
 
 
 def compute_by_row(model: Any, backend: AttentionBackend, adapters: Sequence[str]) -> None:
-    """Makes a model's products, and the attention of its tokens, such as do not depend on the batch. Before its first
-    step; for good. Raises `ModelLoadError` if there are adapters, or where attention has no such way. MLX thread."""
+    """Makes a model's products and its attention independent of the batch, permanently. Call it before the first step.
+    Raises `ModelLoadError` if there are adapters or if the attention backend cannot do it. MLX thread."""
     if isinstance(backend, GpuBackend):
         backend.by_row = True
     elif not isinstance(backend, CpuBackend):
         why = native.why_missing()
-        remedy = "use --attention-backend auto" if why is None else f"have the native library, which is missing ({why})"
-        raise ModelLoadError(
-            f"The {backend.name} attention backend gives rows other bits in another batch, so that --batch-invariant "
-            f"cannot be kept; {remedy}, or {_REMEDY}."
+        remedy = (
+            "use --attention-backend auto" if why is None else f"install the native library, which is missing ({why})"
         )
-    _refuse_adapters(adapters)
+        raise ModelLoadError(
+            f"--batch-invariant is impossible with the {backend.name} attention backend, whose bits depend on the "
+            f"batch; {remedy}, or {_REMEDY}."
+        )
+    if adapters:
+        raise ModelLoadError(
+            f"--batch-invariant is impossible with adapters ({', '.join(adapters)}), whose products depend on the "
+            f"batch: fuse one into the model with `mlx_lm.fuse`, or {_REMEDY}."
+        )
     install_products(model, FixedRows())
     for module in model.modules():
         module.__class__ = _EXPERTS.get(type(module), type(module))
 
 
-def _refuse_adapters(names: Sequence[str]) -> None:
-    """A row's products with adapters depend on which others are in its batch."""
-    if names:
-        raise ModelLoadError(
-            f"--batch-invariant cannot be kept with adapters ({', '.join(names)}), whose products depend on the "
-            f"batch: fuse one into the model with `mlx_lm.fuse`, or {_REMEDY}."
-        )
-
-
-_LONG, _SHORT = 300, 20
-"""Tokens of the two requests that are computed in two ways: of one, more than any number of rows above."""
+_LENGTHS = {"long": 300, "short": 20}
+"""Tokens of the two requests that are computed in two ways; the long one has more than any number of rows above."""
 
 _DECODES = 6
-"""Of the tokens, how many are decoded."""
+"""How many of the tokens are decoded."""
 
 
 def check_invariance(runner: ModelRunner, vocab_size: int) -> None:
-    """Computes two requests each alone in one chunk, and together in chunks and decodes; raises `ModelLoadError` unless
-    all logits have the same bits. Leaves no pools. MLX thread."""
+    """Computes two requests, each alone in one chunk and then together in chunks and decodes, and raises
+    `ModelLoadError` unless all logits have the same bits. Leaves no pools. MLX thread."""
     if runner.forward.level.scope is not Scope.NOTHING:
         raise ModelLoadError(
-            f"This model is computed group by group ({runner.forward.level}), so that its bits depend on the batch and "
-            f"--batch-invariant cannot be kept; {_REMEDY}."
+            f"--batch-invariant is impossible: this model is computed group by group ({runner.forward.level}), so its "
+            f"bits depend on the batch; {_REMEDY}."
         )
     backend = runner.cache.backend
     if isinstance(backend, GpuBackend) and backend.refusals:
         raise ModelLoadError(
-            f"Attention of this model gathers its rows ({backend.refusals[0]}), and gathered rows have other bits in "
-            f"another batch, so that --batch-invariant cannot be kept; {_REMEDY}."
+            f"--batch-invariant is impossible: attention of this model gathers its rows ({backend.refusals[0]}), and "
+            f"the bits of gathered rows depend on the batch; {_REMEDY}."
         )
     rng = np.random.default_rng(0)
-    world = _World(runner, [rng.integers(1, vocab_size, size=size).tolist() for size in (_LONG, _SHORT)])
+    sequences = {name: rng.integers(1, vocab_size, size=size).tolist() for name, size in _LENGTHS.items()}
     try:
-        alone = [world.run(**{name: (0, size)})[name] for name, size in (("0", _LONG), ("1", _SHORT))]
-        long, short = _LONG - _DECODES, _SHORT - _DECODES
-        world.restart()
-        world.run(**{"1": (0, short), "0": (0, BLOCK_SIZE + 5)})
-        together: dict[str, list[mx.array]] = {"0": [], "1": []}
-        first = world.run(**{"1": (short, short + 1), "0": (BLOCK_SIZE + 5, long)})
-        together["1"].append(first["1"])
-        for turn in range(_DECODES):
-            parts = {"0": (long + turn, long + turn + 1)}
-            if turn + 1 < _DECODES:
-                parts["1"] = (short + turn + 1, short + turn + 2)
-            for name, logits in world.run(**parts).items():
-                together[name].append(logits)
+        trial = TrialRequests(runner, sequences)
+        alone = {name: _last_logits(trial, {name: (0, size)})[name] for name, size in _LENGTHS.items()}
+        together = _computed_together(TrialRequests(runner, sequences))
     finally:
         runner.cache.release()
-    for name, wanted in zip(together, alone, strict=True):
-        if not _equal(mx.concatenate(together[name]), wanted):
+    for name, expected in alone.items():
+        if not _equal(mx.concatenate(together[name]), expected):
             raise ModelLoadError(
-                "This model's logits have other bits in another batch, so that --batch-invariant cannot be kept with "
-                f"the {runner.cache.backend.name} attention backend; {_REMEDY}."
+                "--batch-invariant is impossible: this model's bits depend on the batch with the "
+                f"{runner.cache.backend.name} attention backend; {_REMEDY}."
             )
 
 
-class _World:
-    """Requests with blocks of their own, named by their numbers, of which parts are computed in one step."""
+def _computed_together(trial: TrialRequests) -> dict[str, list[mx.array]]:
+    """Logits of the last `_DECODES` tokens of both requests: prompts in chunks side by side, then decodes."""
+    long, short = (size - _DECODES for size in _LENGTHS.values())
+    cut = BLOCK_SIZE + 5
+    _last_logits(trial, {"short": (0, short), "long": (0, cut)})
+    first = _last_logits(trial, {"short": (short, short + 1), "long": (cut, long)})
+    found: dict[str, list[mx.array]] = {"long": [], "short": [first["short"]]}
+    for turn in range(_DECODES):
+        parts = {"long": (long + turn, long + turn + 1)}
+        if turn + 1 < _DECODES:
+            parts["short"] = short + turn + 1, short + turn + 2
+        for name, logits in _last_logits(trial, parts).items():
+            found[name].append(logits)
+    return found
 
-    def __init__(self, runner: ModelRunner, sequences: Sequence[list[int]]) -> None:
-        self._runner = runner
-        self._sequences = sequences
-        self._num_each = -(-max(map(len, sequences)) // BLOCK_SIZE)
-        self._windows = runner.cache.windows
-        self._num_blocks = len(self._windows) * len(sequences) * self._num_each
-        self.restart()
 
-    def restart(self) -> None:
-        """Forgets what was computed."""
-        self._runner.cache.release()
-        self._runner.cache.allocate(self._num_blocks, num_slots=len(self._sequences))
-        self._tables = BlockTables(self._windows)
-        for index in range(len(self._sequences)):
-            self._tables.add(str(index))
-
-    def run(self, **parts: tuple[int, int]) -> dict[str, mx.array]:
-        """Logits of the last of these tokens of the named requests, at most `_DECODES`."""
-        chunks = [self._chunk(int(name), *part) for name, part in parts.items()]
-        chunks.sort(key=lambda chunk: chunk.num_tokens != 1)
-        ids = [token_id for chunk in chunks for token_id in chunk.token_ids or ()]
-        counts = [min(chunk.num_tokens, _DECODES) for chunk in chunks]
-        ends = np.cumsum([chunk.num_tokens for chunk in chunks]).tolist()
-        rows = [row for count, end in zip(counts, ends, strict=True) for row in range(end - count, end)]
-        logits = self._runner.forward(self._tables.plan(chunks), mx.array(ids), rows)
-        mx.eval(logits, *self._runner.cache.state())
-        own = mx.split(logits, np.cumsum(counts)[:-1].tolist())
-        return {chunk.request_id: part for chunk, part in zip(chunks, own, strict=True)}
-
-    def _chunk(self, index: int, start: int, end: int) -> ScheduledChunk:
-        """All blocks come with a request's first chunk."""
-        blocks = tuple(
-            tuple(range(first + index * self._num_each, first + (index + 1) * self._num_each))
-            for first in range(0, self._num_blocks, len(self._sequences) * self._num_each)
-        )
-        ids = tuple(self._sequences[index][start:end])
-        return ScheduledChunk(str(index), start, end - start, ids, blocks if start == 0 else (), True, 0)
+def _last_logits(trial: TrialRequests, parts: dict[str, tuple[int, int]]) -> dict[str, mx.array]:
+    """Computes tokens [start, end) of the named requests in one step; the logits of the last `_DECODES` of each."""
+    chunks = sorted([trial.chunk(name, *part) for name, part in parts.items()], key=lambda chunk: chunk.num_tokens != 1)
+    counts = [min(chunk.num_tokens, _DECODES) for chunk in chunks]
+    ends = np.cumsum([chunk.num_tokens for chunk in chunks]).tolist()
+    rows = [row for count, end in zip(counts, ends, strict=True) for row in range(end - count, end)]
+    own = mx.split(trial.run(chunks, rows), np.cumsum(counts)[:-1].tolist())
+    return {chunk.request_id: part for chunk, part in zip(chunks, own, strict=True)}

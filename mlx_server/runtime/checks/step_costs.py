@@ -1,5 +1,4 @@
-"""What a model's steps cost, so that the scheduler need not guess: the first are measured, and how much a context adds
-is counted."""
+"""What a model's steps cost, for the scheduler: measures the first steps, and computes how much a context adds."""
 
 from __future__ import annotations
 
@@ -17,16 +16,15 @@ from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.sampling_params import SamplingParams
 
 _PROMPT_BLOCKS = 4
-"""Of the prompt of the first steps. 128 tokens fill a matrix product's tiles, and take half a second at 300 tokens a
+"""Length of the measured prompt. 128 tokens fill the tiles of a matrix product, and take half a second at 300 tokens a
 second."""
 
 _REQUEST_ID = "first steps"
-"""Of the request whose first steps are measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstSteps:
-    """Seconds that two steps took: a prompt's chunk from position 0, and one token behind it."""
+    """Seconds that two steps took: a prompt chunk from position 0, and one token after it."""
 
     num_prompt_tokens: int
     prompt_s: float
@@ -34,13 +32,13 @@ class FirstSteps:
 
 
 def measure_first_steps(
-    runner: ModelRunner, num_blocks: int, most_tokens: int
+    runner: ModelRunner, num_blocks: int, max_num_tokens: int
 ) -> Generator[float, None, FirstSteps | None]:
-    """Runs a prompt and one token behind it on empty blocks, and forgets them. Each runs once before it is timed, since
-    a first call compiles. None if the pool is too small. MLX thread; yields between steps."""
+    """Runs a prompt and one token after it on empty blocks, and forgets them. Each runs once before it is timed,
+    because a first call compiles. None if the pool is too small. MLX thread; yields between steps."""
     num_groups = len(runner.cache.windows)
-    num_each = min(_PROMPT_BLOCKS, num_blocks // num_groups, most_tokens // BLOCK_SIZE)
-    num_tokens = num_each * BLOCK_SIZE - 2  # the last two are for the tokens behind it
+    num_each = min(_PROMPT_BLOCKS, num_blocks // num_groups, max_num_tokens // BLOCK_SIZE)
+    num_tokens = num_each * BLOCK_SIZE - 2  # leaves room for the two decodes
     if num_tokens <= 0:
         return None
     block_ids = tuple(tuple(range(group * num_each, (group + 1) * num_each)) for group in range(num_groups))
@@ -72,8 +70,8 @@ def _step_seconds(
 
 
 def context_doubling(model: Any, vocab_size: int, setting: Callable[..., int | None]) -> float:
-    """The context at which attention costs a token as many operations as the weights do. `setting` gives one of the
-    model's configuration by any of its names, or None."""
+    """The context length at which attention needs as many operations for a token as the weights do. `setting` returns a
+    number of the model's configuration by any of its names, or None."""
     num_parameters = sum(_num_elements(array) for _, array in tree_flatten(model.parameters()))
     num_heads = setting("num_attention_heads", "n_heads") or 1
     hidden_size = setting("hidden_size", "dim") or 1

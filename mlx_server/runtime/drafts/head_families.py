@@ -1,10 +1,10 @@
-"""Which tensors of a checkpoint are its multi-token-prediction head, and how they are joined, by architecture. Facts
-are from the reference implementations that each family names."""
+"""The multi-token-prediction heads of each architecture: which tensors of a checkpoint belong to the head, and how it
+computes. The facts come from the reference implementation that each entry names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Config = dict[str, Any]
@@ -12,15 +12,19 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class HeadFamily:
-    """The head of some architectures. Names of its tensors begin with `prefix`, a pattern in which {layers} stands for
-    the number of the model's layers, and `renames` are made behind it; `layer` goes before those of its decoder layers,
-    which are `layers` of a model. Without a `norm` the head has the model's last one.
+    """The head of some architectures.
 
-    `one_layer` is what makes the layers of a model's configuration those of the head. `embedding_first`: the order in
-    which embedding and hidden state are joined. `carries_normed`: the head gives itself its hidden state behind the
-    last norm, not before. `reads_normed`: it was trained on the model's hidden states behind the last norm, not before.
-    `adds_one`: checkpoints that are not in MLX's format keep norms' weights less 1. `scales`: factors of weights, by
-    the ends of their names.
+    prefix           pattern with which the names of its tensors start; {layers} is the model's number of layers
+    renames          replacements in the rest of the names
+    layer            prefix of the names of its decoder layers, after `prefix` and `renames`
+    layers           their prefix in `HeadBody`
+    norm             name of its last norm; empty if it uses the model's last norm
+    one_layer        changes to a model's configuration that make its layers like those of the head
+    embedding_first  whether the embedding precedes the hidden state in the concatenation
+    carries_normed   whether the head passes on its hidden state after the last norm, instead of before it
+    reads_normed     whether it was trained on the model's hidden states after the last norm, instead of before it
+    adds_one         whether checkpoints that are not in MLX's format store the weights of norms minus 1
+    scales           factors of weights, by the ends of their names
     """
 
     prefix: str
@@ -39,7 +43,8 @@ class HeadFamily:
     scales: Callable[[Config], Mapping[str, float]] = lambda _: {}
 
     def parts(self, name: str) -> str | None:
-        """The name in a `HeadBody` of what follows the prefix; None for copies of what is the model's own."""
+        """The name in `HeadBody` of a tensor, given its name without the prefix; None for copies of the model's own
+        tensors."""
         for old, new in self.renames.items():
             name = name.replace(old, new)
         stem, _, kind = name.rpartition(".")
@@ -68,7 +73,7 @@ _QWEN = HeadFamily(
     one_layer=lambda _: {"full_attention_interval": 1},
     adds_one=True,
 )
-"""vLLM's qwen3_next_mtp.py: `fc` over embedding and hidden state, a layer with full attention, `norm`."""
+"""vLLM's qwen3_next_mtp.py: `fc` of embedding and hidden state, one layer with full attention, `norm`."""
 
 _DEEPSEEK = HeadFamily(
     prefix=r"model\.layers\.{layers}\.",
@@ -76,29 +81,25 @@ _DEEPSEEK = HeadFamily(
     one_layer=lambda _: {"first_k_dense_replace": 0, "moe_layer_freq": 1},
     carries_normed=False,
 )
-"""vLLM's deepseek_mtp.py and glm4_moe_mtp.py, and DeepSeek-V3's README_WEIGHTS.md: the layer behind the last one, whose
-embedding and output matrix are the model's."""
+"""vLLM's deepseek_mtp.py and glm4_moe_mtp.py, and DeepSeek-V3's README_WEIGHTS.md: the layer after the last one, with
+the model's embedding and output matrix."""
 
-_BAILING = HeadFamily(
-    prefix=r"model\.layers\.{layers}\.",
-    one_layer=lambda _: {"first_k_dense_replace": 0},
-)
-"""SGLang's bailing_moe_nextn.py: the layer behind the last one, with latent attention and experts."""
+_BAILING = HeadFamily(prefix=r"model\.layers\.{layers}\.", one_layer=lambda _: {"first_k_dense_replace": 0})
+"""SGLang's bailing_moe_nextn.py: the layer after the last one, with latent attention and experts."""
 
 _MIMO = HeadFamily(
     prefix=r"model\.mtp_layers\.0\.",
     embedding_norm="token_layernorm",
     hidden_norm="hidden_layernorm",
     projection="input_proj",
-    norm="final_layernorm",
     embedding_first=False,
 )
-"""vLLM's mimo_mtp.py: the hidden state goes first."""
+"""vLLM's mimo_mtp.py: the hidden state comes first."""
 
 _MIMO_V2 = HeadFamily(
     prefix=r"model\.mtp\.layers\.0\.",
     renames={"pre_mlp_layernorm": "post_attention_layernorm"},
-    # the second layer, with full attention, is none of the head's: mlx-lm's code wants to know where the first such is
+    # The second layer does not belong to the head: mlx-lm's code looks for the first layer with full attention.
     one_layer=lambda _: {"hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0]},
 )
 """SGLang's mimo_v2_flash_nextn.py: a layer with a window, without experts."""
@@ -113,25 +114,17 @@ _ERNIE = HeadFamily(
     one_layer=lambda _: {"moe_layer_start_index": 1},
 )
 """FastDeploy's ernie4_5_mtp.py: a layer without experts, and the model's own last norm, as in training. (vLLM's
-ernie_mtp.py has none.)"""
+ernie_mtp.py has no last norm.)"""
 
 
 def _exaone_layer(config: Config) -> Config:
-    """The model's other layers stay in the list: if any has a window, full attention has no rope."""
+    """Keeps the model's other layers in the list, because full attention has no rope if any of them has a window."""
     own = config.get("mtp_layer_types") or ["full_attention"]
     return {"layer_types": [own[0], *config["layer_types"]], "is_moe_layer": [False]}
 
 
-_EXAONE = HeadFamily(
-    prefix=r"mtp\.",
-    embedding_norm="pre_fc_norm_embedding",
-    hidden_norm="pre_fc_norm_hidden",
-    projection="fc",
-    norm="norm",
-    layer="layers.0.",
-    one_layer=_exaone_layer,
-)
-"""vLLM's exaone_moe_mtp.py: Qwen's names, a layer without experts."""
+_EXAONE = replace(_QWEN, prefix=r"mtp\.", one_layer=_exaone_layer, adds_one=False)
+"""vLLM's exaone_moe_mtp.py: as Qwen, with a layer without experts."""
 
 
 def _nemotron_layers(config: Config) -> Config:
@@ -160,22 +153,15 @@ _STEP_LISTS = ("layer_types", "partial_rotary_factors", "rope_theta", "swiglu_li
 
 
 def _step_layer(config: Config) -> Config:
-    """Lists by layer go on behind the model's last one for its heads; those have a window, and no experts."""
+    """The lists with an entry for each layer continue with the heads after the model's last layer. Heads have a window
+    and no experts."""
     lists = {name: config[name] for name in _STEP_LISTS if isinstance(config.get(name), list)}
     own = {name: values[config["num_hidden_layers"] :] for name, values in lists.items()}
     return {**own, "moe_layers_enum": ""}
 
 
-_STEP = HeadFamily(
-    prefix=r"model\.layers\.{layers}\.",
-    norm="shared_head.norm",
-    renames={"transformer.": ""},
-    one_layer=_step_layer,
-    carries_normed=False,
-    reads_normed=False,
-    adds_one=True,
-)
-"""SGLang's step3p5_mtp.py: hidden states from before the last norm."""
+_STEP = replace(_DEEPSEEK, renames={"transformer.": ""}, one_layer=_step_layer, reads_normed=False, adds_one=True)
+"""SGLang's step3p5_mtp.py: reads hidden states before the last norm."""
 
 
 def _longcat_layer(config: Config) -> Config:
@@ -187,7 +173,7 @@ def _longcat_layer(config: Config) -> Config:
 
 
 def _longcat_scales(config: Config) -> dict[str, float]:
-    """Of latents, which DeepSeek V3's layers do not scale."""
+    """Scales of latents, which DeepSeek V3's layers do not have."""
     ranks = {"q": config["q_lora_rank"], "kv": config["kv_lora_rank"]}
     return {
         f"{part}_a_layernorm.weight": (config["hidden_size"] / rank) ** 0.5

@@ -1,13 +1,13 @@
-"""Multi-token-prediction heads: where a model's head is found, and the head as a model that drafts.
+"""Multi-token-prediction heads: finds a model's head and loads it as a model that drafts.
 
-A head is one more decoder layer. It reads the model's last hidden state of a position and the embedding of the token
-behind it, and predicts the token behind that; embedding and output matrix are the model's own:
+A head is an additional decoder layer. It reads the model's last hidden state at a position and the embedding of the
+next token, and predicts the token after that. Embedding and output matrix are the model's own:
 
     x = projection(concatenate(norm(embedding of token i + 1), norm(hidden state of i)))
     logits of token i + 2 = output matrix(norm(layer(x)))
 
-For the token after that it gets its own hidden state in place of the model's. A model that was trained with several
-heads is drafted for by its first one, over and over.
+For later tokens it reads its own hidden state instead of the model's. If a model was trained with several heads, only
+the first one is used, repeatedly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.drafts.head_families import FAMILIES, Config, HeadFamily
-from mlx_server.runtime.drafts.head_fetch import fetched_heads
+from mlx_server.runtime.drafts.head_fetch import fetch_heads
 from mlx_server.runtime.models.blueprint import build_model
 from mlx_server.runtime.models.folder import read_headers, read_model_json
 from mlx_server.runtime.models.loader import LoadedModel, Pieces, is_gpu, prepare_weights
@@ -37,9 +37,9 @@ _STACKED = re.compile(r"(.*mlp)\.experts\.0\.(\w+)\.(\w+)")
 
 @dataclass(slots=True)
 class HeadLink:
-    """What a head shares with its model, and what goes in and out of it beside token ids: `given` are hidden states
-    `[T, D]` behind the model's last norm for its next call, which makes do with embeddings without; `carried` are those
-    that it leaves then."""
+    """What a head shares with its model, and its inputs and outputs besides token ids. `given` are hidden states `[T,
+    D]` after the model's last norm for the next call (None: it uses the embeddings instead); `carried` are the hidden
+    states that the call leaves."""
 
     embed: Callable[[mx.array], mx.array]
     output: Callable[[mx.array], mx.array]
@@ -68,12 +68,14 @@ class HeadBody(nn.Module):  # type: ignore[misc]
         last_norm = link.last_norm()
         hidden = embedded if link.given is None else link.given.reshape(embedded.shape)
         if not family.reads_normed:
-            hidden = hidden / last_norm.weight  # as before the norm but for the length, which the next norm takes out
+            hidden = (
+                hidden / last_norm.weight
+            )  # the state before the norm, apart from its length, which the next norm removes
         both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
         x = self.projection(mx.concatenate(both if family.embedding_first else both[::-1], axis=-1))
         first = cache[0][0] if isinstance(cache[0], tuple | CacheList) else cache[0]
         mask = create_attention_mask(x, first, return_array=True)
-        for layer, own in zip_longest(self.layers, cache):  # one of experts alone has no cache
+        for layer, own in zip_longest(self.layers, cache):  # a layer with experts only has no cache
             x = layer(x, mask=mask, cache=own)
         normed: mx.array = (self.norm if family.norm else last_norm)(x)
         if link.given is not None:
@@ -83,7 +85,7 @@ class HeadBody(nn.Module):  # type: ignore[misc]
 
 
 class HeadModel(nn.Module):  # type: ignore[misc]
-    """A head in the form of mlx-lm's models, for a `ModelRunner` of its own."""
+    """A head with the interface of mlx-lm's models, for a `ModelRunner` of its own."""
 
     def __init__(self, body: HeadBody, caches: list[Any], model_type: str) -> None:
         super().__init__()
@@ -105,7 +107,7 @@ class HeadModel(nn.Module):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """Where the head of a model is: names of tensors by file. `config` is the model's."""
+    """The files with a model's head, and the names of its tensors in each. `config` is the model's."""
 
     family: HeadFamily
     config: Config
@@ -113,7 +115,7 @@ class HeadFiles:
 
     @property
     def one_layer(self) -> Config:
-        """The configuration of a model whose only layers are like the head's."""
+        """The configuration of a model whose only layers are like those of the head."""
         text = self.config.get("text_config")
         changes = {"num_hidden_layers": 1, **self.family.one_layer({**self.config, **(text or {})})}
         own = {"text_config": {**text, **changes}} if isinstance(text, dict) else changes
@@ -121,42 +123,42 @@ class HeadFiles:
 
 
 def find_heads(folder: Path | None, name: str, origin: str | None = None) -> HeadFiles:
-    """The head of the model `name` in `folder`: in its own weights, in a file `mtp*.safetensors` beside them, or
-    fetched from the hub's model `origin`. Any thread, and as long as that takes. Raises `NoHeadsError`,
-    `ModelLoadError` or `DownloadError`."""
+    """Finds the head of the model `name` in `folder`: in its own weights, in a file `mtp*.safetensors` beside them, or
+    fetched from the hub's model `origin`, which may take long. Any thread. Raises `NoHeadsError`, `ModelLoadError` or
+    `DownloadError`."""
     config = {} if folder is None else read_model_json(folder / "config.json")
     family = FAMILIES.get(config.get("model_type", ""))
     if folder is None or family is None:
         kind = config.get("model_type", "a random one")
-        raise _refused(name, f"its architecture, {kind}, is none of {', '.join(sorted(FAMILIES))}")
+        raise _refused(name, f"its architecture is {kind}; heads are supported for {', '.join(sorted(FAMILIES))}")
     text = {**config, **(config.get("text_config") or {})}
     pattern = re.compile(family.prefix.replace("{layers}", str(text.get("num_hidden_layers"))))
     paths = sorted({*folder.glob("model*.safetensors"), *folder.glob("mtp*.safetensors")})
     found = {path: names for path in paths if (names := list(filter(pattern.match, read_headers(path))))}
     if not found and origin is not None:
-        path = fetched_heads(origin, pattern)
+        path = fetch_heads(origin, pattern)
         found = {path: list(read_headers(path))}
     if not found:
-        raise _refused(name, "there are no weights of a head in its files, as conversions of mlx-lm leave them out")
+        raise _refused(name, "its files have no weights of a head; mlx-lm's conversions leave them out")
     return HeadFiles(family, config, found)
 
 
 class NoHeadsError(ModelLoadError):
-    """A model has none."""
+    """The model has no heads."""
 
 
 def _refused(name: str, reason: str) -> NoHeadsError:
     return NoHeadsError(
         f"{name} has no multi-token-prediction heads: {reason}. Put them beside its weights as mtp.safetensors, name "
-        "the model that it was converted from with --mtp-from, or choose another --speculate."
+        "the original model with --mtp-from, or choose another --speculate."
     )
 
 
 def load_head(files: HeadFiles, target: LoadedModel, dtype: str) -> Pieces[LoadedModel]:
-    """The head in memory, in the target's type, and quantised as it is. MLX thread; raises `ModelLoadError`."""
+    """Loads the head, in the type and the quantisation of its target model. MLX thread. Raises `ModelLoadError`."""
     try:
         head = _build(files, target)
-    except (AttributeError, KeyError, ValueError) as error:  # weights that lack something, or another code's model
+    except (AttributeError, KeyError, ValueError) as error:  # missing weights, or a model of other code
         raise ModelLoadError(f"Cannot load the multi-token-prediction heads of {target.name}: {error}") from error
     yield 0.0
     yield from prepare_weights(head, dtype)
@@ -190,7 +192,7 @@ def _language_model(model: Any) -> Any:
 
 
 def _link(owner: Any) -> HeadLink:
-    """Looks the model's modules up at each call: they may have been replaced."""
+    """The link to a model's modules, which are looked up at each call, because they may have been replaced."""
     body = _name(owner, "model", "backbone")
     embedding = _name(owner[body], "embed_tokens", "word_embeddings", "embeddings")
     norm = _name(owner[body], "norm", "norm_f")
@@ -210,8 +212,8 @@ def _name(module: nn.Module, *names: str) -> str:
 
 
 def _read(files: HeadFiles, template: Any) -> tuple[dict[str, mx.array], bool]:
-    """The head's weights by their names in a `HeadBody`, and whether they are packed. mlx-lm's own code for the
-    architecture converts those of the decoder layer, as the first layer of a model with one."""
+    """The head's weights by their names in `HeadBody`, and whether they are quantised. mlx-lm's code for the
+    architecture converts the weights of the decoder layer, as those of a model with one layer."""
     family, weights = files.family, dict[str, mx.array]()
     layer: dict[str, mx.array] = {}
     is_original = False
@@ -231,7 +233,7 @@ def _read(files: HeadFiles, template: Any) -> tuple[dict[str, mx.array], bool]:
     layer = {f"layers.{name.partition('layers.')[2]}": array for name, array in sanitized.items()}
     _stack_experts(layer)
     if is_original and family.adds_one:
-        # mlx-lm's code has done it for the layer if it has stacked experts, which tells it that this is no conversion
+        # mlx-lm's code has already done it for the layer if it stacked experts: then it sees an original checkpoint.
         is_done = has_stacked and files.config["model_type"] == "qwen3_next"
         _add_one(weights if is_done else layer)
         if not is_done:
@@ -249,7 +251,7 @@ def _add_one(weights: dict[str, mx.array]) -> None:
 
 
 def _stack_experts(weights: dict[str, mx.array]) -> None:
-    """Of experts that are still one by one: mlx-lm expects those of some architectures in one tensor."""
+    """Stacks experts that are still separate: for some architectures, mlx-lm expects them in one tensor."""
     for name in [name for name in weights if _STACKED.fullmatch(name)]:
         mlp, product, kind = _STACKED.fullmatch(name).groups()  # type: ignore[union-attr]
         parts = list(_experts(weights, mlp, f"{product}.{kind}"))
@@ -264,7 +266,7 @@ def _experts(weights: dict[str, mx.array], mlp: str, name: str) -> Iterator[mx.a
 
 
 def _packing(weights: Mapping[str, mx.array], path: str, module: Any) -> bool | dict[str, int]:
-    """How the weights of a module are packed, told from their shapes."""
+    """The quantisation of a module's weights, derived from their shapes."""
     name = path.removeprefix("model.")
     scales = weights.get(f"{name}.scales")
     if scales is None:
@@ -275,7 +277,7 @@ def _packing(weights: Mapping[str, mx.array], path: str, module: Any) -> bool | 
 
 
 def _quantize(head: HeadModel, settings: object, chosen: Callable[[str, Any], bool | dict[str, int]]) -> None:
-    """As the model is quantised by its `settings`, as far as `chosen` and the shapes allow."""
+    """Quantises the head as the model's `settings` say, where `chosen` and the shapes allow it."""
     if not isinstance(settings, dict):
         return
     group_size, bits, mode = settings["group_size"], settings["bits"], settings.get("mode", "affine")

@@ -1,4 +1,4 @@
-"""The last hidden states of running requests, where a model's own head finds them when it drafts."""
+"""The last hidden states of running requests, kept for a multi-token-prediction head."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mlx_server.runtime.cache.row_pool import MakeRows, Slots
 
 
 class KeptRows(NamedTuple):
-    """Rows of a step, and the slots where their hidden states are to go."""
+    """Rows of a step, and the slots for their hidden states."""
 
     rows: list[int]
     slots: Slots
 
 
 class HiddenStates:
-    """A ring of `HELD_STATES` slots for each of `num_requests` requests: the state of position p is in slot
-    p % HELD_STATES of its request's, until that of p + HELD_STATES takes its place. MLX thread only."""
+    """A ring of `HELD_STATES` slots for each of `num_requests` requests: the state of position p is in the request's
+    slot p % HELD_STATES until the state of p + HELD_STATES replaces it. MLX thread only."""
 
     def __init__(self, make_rows: MakeRows, num_requests: int, size: int, dtype: mx.Dtype) -> None:
         self._rows = make_rows((num_requests * HELD_STATES, size), dtype)
@@ -36,26 +36,26 @@ class HiddenStates:
         return self._rows.needs_synchronous_steps
 
     def plan(self, chunks: Sequence[ScheduledChunk], ends: Sequence[int]) -> KeptRows:
-        """The last rows of each chunk, of which the i-th ends before row `ends[i]` of the step.
+        """The last rows of each chunk. Chunk i ends before row `ends[i]` of the step.
 
-        A decode at position 300 and a prompt of 258 tokens, of requests 0 and 1: rows 0, 3, 4, ..., 258; slots
+        Example: a decode at position 300 and a prompt of 258 tokens, of requests 0 and 1: rows 0, 3, 4, ..., 258; slots
         300 % 256 = 44, 256 + 2, 256 + 3, ..., 256 + 255, 256 + 0, 256 + 1.
         """
         for chunk in chunks:
             if chunk.request_id not in self._places:
                 self._places[chunk.request_id] = self._free.pop()
         counts = [min(chunk.num_tokens, HELD_STATES) for chunk in chunks]
-        behind = _counted_down(counts)
-        rows = np.repeat(np.array(ends, dtype=np.int64), counts) - behind
-        positions = np.repeat([chunk.start + chunk.num_tokens for chunk in chunks], counts) - behind
+        back = _counted_down(counts)
+        rows = np.repeat(np.array(ends, dtype=np.int64), counts) - back
+        positions = np.repeat([chunk.start + chunk.num_tokens for chunk in chunks], counts) - back
         return KeptRows(rows.tolist(), self._slots(chunks, counts, positions))
 
     def write(self, kept: KeptRows, hidden: mx.array) -> None:
-        """Keeps `hidden` `[len(kept.rows), D]`."""
+        """Stores `hidden` `[len(kept.rows), D]`."""
         self._rows.write(kept.slots, hidden.astype(self._dtype))
 
     def read(self, chunks: Sequence[ScheduledChunk]) -> mx.array:
-        """`[T, D]`, for all positions of a head's chunks: those that `hidden_offset` says."""
+        """The states `[T, D]` for all positions of a head's chunks, shifted by their `hidden_offset`."""
         counts = [chunk.num_tokens for chunk in chunks]
         ends = [chunk.hidden_offset + chunk.start + chunk.num_tokens for chunk in chunks]
         return self._rows.read(self._slots(chunks, counts, np.repeat(ends, counts) - _counted_down(counts)))
@@ -67,7 +67,7 @@ class HiddenStates:
             self._free.append(place)
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated with a step for its states to be written."""
+        """The arrays to evaluate with a step, so that its states are written."""
         return self._rows.arrays()
 
     def _slots(self, chunks: Sequence[ScheduledChunk], counts: Sequence[int], positions: IntArray) -> Slots:
@@ -76,7 +76,7 @@ class HiddenStates:
 
 
 def _counted_down(counts: Sequence[int]) -> IntArray:
-    """For each count its numbers from it down to 1: of 2 and 3, 2 1 3 2 1."""
+    """For each count the numbers from it down to 1: for 2 and 3, 2 1 3 2 1."""
     ends = np.cumsum(counts)
     left: IntArray = np.repeat(ends, counts) - np.arange(ends[-1])
     return left

@@ -1,4 +1,4 @@
-"""A model's runner and its draft model's, as the one runner that an executor feeds."""
+"""Combines the runners of a model and of its draft model or head into one runner for an executor."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 class DraftSampler(Sampler):
-    """Samples a draft model's tokens as the model itself would if it had these logits: with the same noise, which
-    depends on the width of the vocabulary, too. Models of one family pad theirs to different widths. Drafts are never
-    counted for penalties: `observe` tells what has come of them.
+    """Samples a draft model's tokens with the same noise as the model's sampler. The noise depends on the width of the
+    vocabulary, which models of one family may pad differently. Drafts are not counted for penalties; `observe` counts
+    the accepted tokens.
     """
 
     def sample(self, logits: mx.array, rows: Sequence[SampleRow]) -> SampledBatch:
-        """As `Sampler` does, from logits of any width."""
+        """As `Sampler.sample`, for logits of any width."""
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:
             logits = mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
@@ -34,7 +34,7 @@ class DraftSampler(Sampler):
 
 
 class HeadFeed:
-    """Hands a head the hidden states of each step of a burst: first those that the model has left, then its own."""
+    """Gives a head the hidden states for each step of a burst: first the model's, then its own."""
 
     def __init__(self, link: HeadLink, states: HiddenStates) -> None:
         self._link = link
@@ -42,7 +42,7 @@ class HeadFeed:
         self._rows: dict[str, int] = {}
 
     def give(self, chunks: Sequence[ScheduledChunk], *, is_first: bool) -> None:
-        """Before the step with these chunks is launched."""
+        """Call before the step with these chunks is launched."""
         carried, link = self._link.carried, self._link
         if is_first or carried is None:
             link.given = self.states.read(chunks)
@@ -53,17 +53,16 @@ class HeadFeed:
         self._rows = {chunk.request_id: end - 1 for chunk, end in zip(chunks, ends)}
 
     def end(self) -> None:
-        """The burst is launched: nothing of it is held."""
+        """Call when the burst is launched: drops its hidden states."""
         self._link.given = self._link.carried = None
 
 
 class DraftingRunner:
-    """Runs the model's steps, and `draft_steps` on the draft model, in the order in which they are launched; each has
-    pools of its own. MLX thread only, except `wait`."""
+    """Runs the model's steps, and `draft_steps` on the draft model, in the order of launch. Both have pools of their
+    own. MLX thread only, except `wait`."""
 
     def __init__(self, target: ModelRunner, draft: ModelRunner, feed: HeadFeed | None = None) -> None:
-        """From now on `draft` samples with the noise of `target`, and the hidden states of `target` are kept for
-        `feed`. MLX thread, too."""
+        """From now on `draft` samples with the noise of `target`, and `target` keeps its hidden states for `feed`."""
         self._error: str | None = None
         self._target = target
         self._draft = draft
@@ -72,7 +71,7 @@ class DraftingRunner:
         target.hidden_states = None if feed is None else feed.states
 
     def close_draft(self) -> None:
-        """Frees the draft model's pools; the model's own runner is closed by whoever made it."""
+        """Frees the draft model's pools. The model's own runner is closed by its owner."""
         self._target.hidden_states = self._feed = None
         self._draft.close()
 
@@ -81,15 +80,15 @@ class DraftingRunner:
         return self._target.launch_is_host_only and self._draft.launch_is_host_only
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
-        """Submits a step, or all draft steps at once: a token goes from one to the next on the device. What fails of
-        the draft model ends drafting, not the model: `fetch` says so, and the pool of drafts is free."""
+        """Submits a step, or all draft steps at once: tokens pass from one to the next on the device. An error of the
+        draft model ends drafting, but not the model: `fetch` reports it, and the draft model's pools are freed."""
         if not step.draft_steps:
             return self._target.launch(step)
         launched: list[LaunchedStep] = []
         try:
             if self._error is None:
                 launched = self._launch_drafts(step.draft_steps)
-        except Exception as error:  # of MLX, or of the model's code
+        except Exception as error:  # of MLX or of the model's code
             self._fail(error)
         whole = launched[-1] if launched else self._target.launch(SchedulerOutput(step.step_id, ()))
         return replace(whole, step_id=step.step_id, draft_steps=tuple(launched) or (whole,))
@@ -103,11 +102,11 @@ class DraftingRunner:
                 launched.append(self._draft.launch(step))
         finally:
             if self._feed is not None:
-                self._feed.end()  # or it would hold the hidden states
+                self._feed.end()  # otherwise it would keep the hidden states
         return launched
 
     def wait(self, launched: LaunchedStep) -> None:
-        with suppress(Exception) if launched.draft_steps else nullcontext():  # `fetch` meets it again
+        with suppress(Exception) if launched.draft_steps else nullcontext():  # `fetch` raises it again
             self._target.wait(launched)
 
     def fetch(self, launched: LaunchedStep) -> ModelRunnerOutput:
@@ -118,7 +117,7 @@ class DraftingRunner:
             for draft_step in launched.draft_steps if self._error is None else ():
                 for request_id, token in self._draft.fetch(draft_step).sampled.items():
                     drafts[request_id] = (*drafts.get(request_id, ()), token.token_id)
-        except Exception as error:  # MLX may find it only now
+        except Exception as error:  # MLX may report it only now
             self._fail(error)
         return ModelRunnerOutput(launched.step_id, {}, num_model_calls=0, drafts=drafts, draft_error=self._error)
 

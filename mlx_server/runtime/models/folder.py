@@ -1,12 +1,11 @@
-"""Whether a folder holds a whole model in mlx-lm format, found without loading it: from the names of its files, the
-headers of its safetensors files, and the manifest of a folder that we have made."""
+"""Checks that a folder holds a complete model in mlx-lm format without loading it: by the names of its files, by the
+headers of its safetensors files, and by the manifest of a folder that this server made."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ CONTEXT_KEYS = (
     "seq_length",
     "n_ctx",
 )
-"""Under which of these names a `config.json` says how many tokens the model was made for: the first that is there."""
+"""Names under which a `config.json` may give the context length; the first one present counts."""
 
 HUB_FILES = (
     "*.json",
@@ -39,21 +38,22 @@ HUB_FILES = (
     "mtp*.safetensors",
     "*_Dense/model.safetensors",
 )
-"""What is fetched of a model of the hub."""
+"""The files that are fetched from a model on the hub."""
 
 _MAX_BYTES = 100 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """Of a safetensors file, which has `num_bytes` when it is complete."""
+    """The header of a safetensors file. `num_bytes` is the length of the complete file."""
 
     tensors: dict[str, TensorHeader]
     num_bytes: int
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """By the tensors' names. Raises `ModelLoadError` if there is no safetensors file, or a broken one."""
+    """The headers of all tensors, by name. Raises `ModelLoadError` if the file is missing, broken or not
+    safetensors."""
     return _read(path).tensors
 
 
@@ -69,12 +69,12 @@ def _read(path: Path) -> _Header:
             raise ValueError("no tensors")
         end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     except (OSError, ValueError, TypeError) as error:
-        raise ModelLoadError(f"{path} is no safetensors file, or a broken one; fetch it again.") from error
+        raise ModelLoadError(f"{path} is not a safetensors file, or is broken; fetch it again.") from error
     return _Header(tensors, 8 + length + end)
 
 
 def _is_tensor(found: Any) -> bool:
-    """Whether the header of a file that anybody may have written describes a tensor."""
+    """Whether an entry of a header describes a tensor. The file may come from anyone."""
     if not isinstance(found, dict) or not isinstance(found.get("dtype"), str):
         return False
     shape, span = found.get("shape"), found.get("data_offsets")
@@ -84,7 +84,7 @@ def _is_tensor(found: Any) -> bool:
 
 
 def _parsed(text: str | bytes) -> Any:
-    """Raises `ValueError` for what is no JSON, or nested so deeply that nobody can read it."""
+    """Raises `ValueError` for invalid JSON and for JSON that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -92,7 +92,7 @@ def _parsed(text: str | bytes) -> Any:
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """The object in a file, empty if there is no such file. Raises `ModelLoadError`."""
+    """The JSON object in a file; empty if there is no such file. Raises `ModelLoadError`."""
     if not path.is_file():
         return {}
     try:
@@ -109,7 +109,7 @@ _OTHER_WEIGHTS = ("*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
 def missing_parts(folder: Path) -> list[str]:
-    """What `folder` lacks to be loaded, in words for the user; empty when it is complete."""
+    """What is missing before `folder` can be loaded, in words for the user; empty if it is complete."""
     return [*_config_faults(folder), *_weight_faults(folder), *_tokenizer_faults(folder)]
 
 
@@ -129,23 +129,23 @@ def _weight_faults(folder: Path) -> list[str]:
     present = {path.name for path in folder.glob("model*.safetensors")}
     if not present:
         return [f"weights, model*.safetensors{_hint(folder)}"]
-    lacking = [f"the weights {name}" for name in _indexed_files(folder) if not (folder / name).is_file()]
-    return lacking + [fault for name in sorted(present) if (fault := _file_fault(folder / name)) is not None]
+    missing = [f"the weights {name}" for name in _indexed_files(folder) if not (folder / name).is_file()]
+    return missing + [fault for name in sorted(present) if (fault := _file_fault(folder / name)) is not None]
 
 
 def _file_fault(path: Path) -> str | None:
-    """What is wrong with a file of weights, as its header and its length tell: a copy or a download was cut short."""
+    """What is wrong with a file of weights, by its header and its length: a copy or a download may be cut short."""
     try:
-        wanted, there = _read(path).num_bytes, path.stat().st_size
+        expected, found = _read(path).num_bytes, path.stat().st_size
     except (ModelLoadError, OSError):
         return f"readable weights in {path.name}, which is broken (fetch it again)"
-    if there >= wanted:
+    if found >= expected:
         return None
-    return f"the rest of {path.name}, of which {there:,} of {wanted:,} bytes are there (fetch it again)"
+    return f"the rest of {path.name}, of which {found:,} of {expected:,} bytes are there (fetch it again)"
 
 
 def _hint(folder: Path) -> str:
-    """What may be done with weights of another format."""
+    """What the user can do with weights in another format."""
     others = [path for pattern in _OTHER_WEIGHTS for path in sorted(folder.glob(pattern))]
     if not others:
         return ""
@@ -154,18 +154,13 @@ def _hint(folder: Path) -> str:
     if others[0].suffix == ".safetensors":
         return f" (it has {others[0].name}; name the files model*.safetensors)"
     return (
-        f" (it has {others[0].name}, which may run code when it is read and so is not; look for the same model in "
+        f" (it has {others[0].name}, which is not read because reading it may run code; look for the same model in "
         "safetensors, or load it with transformers and call save_pretrained)"
     )
 
 
-def is_whole_file(path: Path) -> bool:
-    """Whether there is a safetensors file that is as long as its header says."""
-    return path.is_file() and _file_fault(path) is None
-
-
 def _indexed_files(folder: Path) -> list[str]:
-    """The shards that the index names; none when the weights are in one file."""
+    """The shards that the index names; empty if the weights are in one file."""
     try:
         index = _parsed((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
         return sorted(set(index["weight_map"].values()))
@@ -185,44 +180,28 @@ _MANIFEST = "files.json"
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes down the length, the time and the SHA-256 of every file directly in `folder`, and syncs them to the disk,
-    so that a power cut cannot damage the folder later."""
-    files = {path.name: _mark(path) for path in sorted(folder.iterdir()) if path.is_file()}
-    (folder / _MANIFEST).write_text(json.dumps(files, indent=2) + "\n", encoding="utf-8")
-    for path in folder.iterdir():
+    """Records the length of each file directly in `folder`, and syncs all to the disk, so that a power failure cannot
+    damage the folder later."""
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    (folder / _MANIFEST).write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
+    for path in (*folder.iterdir(), folder):
         _sync(path)
-    _sync(folder)
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """The names of files that differ from the manifest; the manifest's own name if that cannot be read. Only files that
-    were written since are read as a whole."""
+    """The names of files whose length differs from the manifest; the manifest's own name if it cannot be read or a file
+    is missing."""
     try:
-        files = _parsed((folder / _MANIFEST).read_text(encoding="utf-8"))
-        return [name for name, mark in files.items() if not _is_as_marked(folder / name, mark)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        sizes = _parsed((folder / _MANIFEST).read_text(encoding="utf-8"))
+        return [name for name, size in sizes.items() if (folder / name).stat().st_size != size]
+    except (OSError, ValueError, AttributeError):
         return [_MANIFEST]
 
 
 def sha256_of(path: Path) -> str:
-    """Of a whole file, in hexadecimal digits."""
+    """The digest of a whole file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _mark(path: Path) -> dict[str, Any]:
-    status = path.stat()
-    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": sha256_of(path)}
-
-
-def _is_as_marked(path: Path, mark: Mapping[str, Any]) -> bool:
-    try:
-        status = path.stat()
-    except OSError:
-        return False
-    if status.st_size != mark["bytes"]:
-        return False
-    return bool(status.st_mtime_ns == mark["mtime_ns"] or sha256_of(path) == mark["sha256"])
 
 
 def _sync(path: Path) -> None:

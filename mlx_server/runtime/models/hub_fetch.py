@@ -1,19 +1,17 @@
-"""Models of the hub, into the hub's own cache: fetched on after a break, and compared with their digests.
+"""Fetches models of the hub into the hub's own cache: continues after an interruption, and checks digests.
 
-The hub's client keeps nothing of a file whose download was broken off, and compares lengths only. So files whose
-SHA-256 the hub tells (those in LFS: weights, large tokenizers) are fetched here and put where the client looks for
-them. It fetches the rest, and links all of them into a snapshot.
+The hub's client keeps nothing of an interrupted file, and compares lengths only. So this module fetches the files whose
+SHA-256 the hub gives (files in LFS: weights, large tokenizers) and puts them where the client looks for them. The
+client fetches the rest, and links all files into a snapshot.
 
-What the hub sends files from has no more than 50 GB for one answer, so no more than a part of that is asked for at a
-time. Of files above some 400 GB it sends nothing: these are left to the hub's client, which has another protocol.
+The hub's file servers send at most 50 GB in one answer, so large files are requested in parts.
 
     blobs/<sha256>              complete, with that digest
-    blobs/<sha256>.incomplete   what is there of it: the next run goes on behind that
+    blobs/<sha256>.incomplete   the beginning of the file; the next run continues after it
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import queue
 import re
@@ -35,23 +33,25 @@ from huggingface_hub.utils._http import get_session, hf_raise_for_status
 from tqdm.auto import tqdm
 
 from mlx_server.errors import DownloadError
+from mlx_server.runtime.models.folder import sha256_of
 from mlx_server.runtime.models.progress import Report, shown
 
 _ASK_S = 10.0
 _READ_S = 30.0
 _NUM_CONNECTIONS = 4
 _MAX_FAILURES = 5
-"""In a row, without a byte between them."""
+"""Attempts in a row without a single byte."""
 _PAUSE_S = 1.0
 _PIECE_BYTES = 2**20
-_MOST_AT_ONCE = 8 * 2**30
+_PART_BYTES = 8 * 2**30
 _PARTIAL, _BUSY, _SERVER_ERROR = 206, 429, 500
 _DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """Of the hub. `etag` is its name in the cache: its SHA-256 if it `is_large`, else git's digest, or `none`."""
+    """A file on the hub. `etag` is its name in the cache: its SHA-256 if it `is_large`, otherwise git's digest or
+    `none`."""
 
     name: str
     num_bytes: int
@@ -60,7 +60,7 @@ class _File:
 
 
 class _Quiet(tqdm):  # type: ignore[type-arg]  # it cannot be subscripted when it runs
-    """The bars of the hub's client, beside which ours stands."""
+    """Hides the progress bars of the hub's client, because there is one of ours."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options.pop("name", None)
@@ -68,14 +68,15 @@ class _Quiet(tqdm):  # type: ignore[type-arg]  # it cannot be subscripted when i
 
 
 def fetch_snapshot(model: str, repo: str, patterns: Sequence[str]) -> Path:
-    """The folder of a model of the hub with its files of such names. What is here is not fetched again, and needs no
-    network. Progress is told of `model`, as users call it. Raises `DownloadError`, and what the hub's client raises."""
+    """The folder with a hub model's files whose names match `patterns`. Uses the network only for missing files.
+    Reports progress under `model`, the user's name for it. Raises `DownloadError`, and whatever the hub's client
+    raises."""
     files = [file for file in _listed(repo, patterns) if not (_blobs(repo) / file.etag).exists()]
     if not files:
         return _linked(repo, patterns)
     num_bytes = sum(file.num_bytes for file in files)
     large = [file for file in files if file.is_large]
-    _check_space(model, num_bytes - sum(_num_there(repo, file) for file in large))
+    _check_space(model, num_bytes - sum(_num_kept(repo, file) for file in large))
     with shown(model, "fetching", num_bytes) as report:
         _Downloads(repo, large, report).run()
         folder = _linked(repo, patterns)
@@ -84,15 +85,16 @@ def fetch_snapshot(model: str, repo: str, patterns: Sequence[str]) -> Path:
 
 
 def _listed(repo: str, patterns: Sequence[str]) -> list[_File]:
-    """Nothing if the hub cannot be asked: its client then finds what is here, or says what is wrong."""
+    """The model's files; empty if the hub cannot be asked. Then its client finds the cached files, or says what is
+    wrong."""
     try:
         found = huggingface_hub.HfApi().model_info(repo, files_metadata=True, timeout=_ASK_S).siblings or []
-    except Exception:  # of the client, and of its HTTP library
+    except Exception:  # of the client or of its HTTP library
         return []
     files = []
     for file in filter_repo_objects(found, allow_patterns=list(patterns), key=lambda file: file.rfilename):
         etag = (file.blob_id if file.lfs is None else file.lfs.sha256) or ""
-        if _DIGEST.fullmatch(etag) is None:  # it becomes a name of a file
+        if _DIGEST.fullmatch(etag) is None:  # it becomes the name of a file
             etag = "none"
         is_large = bool(file.size) and file.lfs is not None and etag != "none"
         files.append(_File(file.rfilename, file.size or 0, etag, is_large))
@@ -111,7 +113,7 @@ def _incomplete(repo: str, file: _File) -> Path:
     return _blobs(repo) / f"{file.etag}.incomplete"
 
 
-def _num_there(repo: str, file: _File) -> int:
+def _num_kept(repo: str, file: _File) -> int:
     try:
         return _incomplete(repo, file).stat().st_size
     except FileNotFoundError:
@@ -129,38 +131,8 @@ def _check_space(model: str, num_bytes: int) -> None:
         )
 
 
-class _Part:
-    """What is there of a file, from its beginning on; `digest` is of that."""
-
-    def __init__(self, file: _File, target: BinaryIO, report: Report) -> None:
-        self.file, self.num_bytes, self.digest = file, 0, hashlib.sha256()
-        self._target, self._report = target, report
-        target.seek(0)
-        while piece := target.read(_PIECE_BYTES):
-            self._count(piece, was_kept=True)
-
-    def add(self, piece: bytes) -> None:
-        try:
-            self._target.write(piece)
-        except OSError as error:
-            raise DownloadError(
-                f"Cannot keep {self.file.name} in {constants.HF_HUB_CACHE}: {error.strerror}."
-            ) from error
-        self._count(piece)
-
-    def restart(self) -> None:
-        self._target.truncate(0)
-        self._report(-self.num_bytes, was_kept=True)
-        self.num_bytes, self.digest = 0, hashlib.sha256()
-
-    def _count(self, piece: bytes, *, was_kept: bool = False) -> None:
-        self.digest.update(piece)
-        self.num_bytes += len(piece)
-        self._report(len(piece), was_kept=was_kept)
-
-
 class _Downloads:
-    """Some files of a model side by side, on threads that do not keep a process from ending."""
+    """Downloads several files of a model at a time, on daemon threads, so that the process can exit meanwhile."""
 
     def __init__(self, repo: str, files: Sequence[_File], report: Report) -> None:
         self._repo = repo
@@ -175,7 +147,7 @@ class _Downloads:
         self._stop = threading.Event()
 
     def run(self) -> None:
-        """Waits until all are here. The first failure ends all; what is here by then is kept."""
+        """Waits until all files are complete. The first failure ends all downloads; what has arrived is kept."""
         threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self._num_threads)]
         try:
             for thread in threads:
@@ -198,76 +170,79 @@ class _Downloads:
             self._stop.set()
 
     def _fetch(self, file: _File) -> None:
-        """One process at a time works on a file, as with the hub's client, whose lock this is."""
+        """Holds the lock of the hub's client, so one process at a time works on a file."""
         blob, incomplete = _blobs(self._repo) / file.etag, _incomplete(self._repo, file)
         lock = blob.parents[2] / ".locks" / blob.parents[1].name / f"{file.etag}.lock"
         for folder in (blob.parent, lock.parent):
             folder.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(lock):
             if blob.exists():
-                self._tell(file.num_bytes, was_kept=True)
+                self._count(file.num_bytes, was_kept=True)
                 return
-            with incomplete.open("a+b") as target:
-                part = _Part(file, target, self._tell)
-                try:
-                    self._complete(part)
-                except HfHubHTTPError:
-                    if part.num_bytes or file.num_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE:
-                        raise
-                    incomplete.unlink()
-                    return  # left to the hub's client
-                is_whole = part.num_bytes == file.num_bytes
-                if part.num_bytes >= file.num_bytes and part.digest.hexdigest() != file.etag:
-                    incomplete.unlink()
-                    raise DownloadError(
-                        f"{file.name} of {self._repo} is corrupt: its SHA-256 is {part.digest.hexdigest()}, expected "
-                        f"{file.etag}. Nothing of it was kept; try again, and check HF_ENDPOINT and proxies if it "
-                        "happens again."
-                    )
+            with incomplete.open("ab") as target:
+                self._count(target.tell(), was_kept=True)
+                self._complete(file, target)
                 target.flush()
                 os.fsync(target.fileno())
-            if is_whole:
-                incomplete.rename(blob)
+                if target.tell() < file.num_bytes:
+                    return  # another file has failed
+            digest = sha256_of(incomplete)
+            if digest != file.etag:
+                incomplete.unlink()
+                raise DownloadError(
+                    f"{file.name} of {self._repo} is corrupt: its SHA-256 is {digest}, expected {file.etag}. Nothing "
+                    "of it was kept; try again, and check HF_ENDPOINT and proxies if it happens again."
+                )
+            incomplete.rename(blob)
 
-    def _complete(self, part: _Part) -> None:
-        """Until all is there, or another file's failure has ended all."""
-        file, num_failures = part.file, 0
-        while part.num_bytes < file.num_bytes and not self._stop.is_set():
-            before = part.num_bytes
+    def _complete(self, file: _File, target: BinaryIO) -> None:
+        """Receives the rest of a file, unless the failure of another file ends all downloads."""
+        num_failures = 0
+        while target.tell() < file.num_bytes and not self._stop.is_set():
+            before = target.tell()
             try:
-                self._receive(part)
+                self._receive(file, target)
                 reason = "the answer was empty"
             except (DownloadError, HfHubHTTPError):
                 raise
             except Exception as error:  # of the HTTP library: the connection has ended
                 reason = str(error) or type(error).__name__
-            if part.num_bytes > before:
+            if target.tell() > before:
                 num_failures = 0
                 continue
             num_failures += 1
             if num_failures == _MAX_FAILURES:
                 raise DownloadError(
-                    f"{file.name} of {self._repo} does not come ({reason}). {part.num_bytes:,} of its "
-                    f"{file.num_bytes:,} bytes are kept: check the connection and try again, and it goes on there."
+                    f"{file.name} of {self._repo} cannot be received ({reason}). {target.tell():,} of its "
+                    f"{file.num_bytes:,} bytes are kept: check the connection and try again to continue there."
                 )
             time.sleep(_PAUSE_S)
 
-    def _receive(self, part: _Part) -> None:
-        """Adds what comes over one connection."""
-        last = min(part.file.num_bytes, part.num_bytes + _MOST_AT_ONCE) - 1
-        headers = {**self._headers, "Range": f"bytes={part.num_bytes}-{last}", "Accept-Encoding": "identity"}
-        url = huggingface_hub.hf_hub_url(self._repo, part.file.name)
+    def _receive(self, file: _File, target: BinaryIO) -> None:
+        """Appends what arrives over one connection."""
+        start = target.tell()
+        last = min(file.num_bytes, start + _PART_BYTES) - 1
+        headers = {**self._headers, "Range": f"bytes={start}-{last}", "Accept-Encoding": "identity"}
+        url = huggingface_hub.hf_hub_url(self._repo, file.name)
         with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=_READ_S) as answer:
             if answer.status_code == _BUSY or answer.status_code >= _SERVER_ERROR:
                 raise OSError(f"status {answer.status_code}")
             hf_raise_for_status(answer)
-            if part.num_bytes and answer.status_code != _PARTIAL:
-                part.restart()  # the server sends whole files only
+            if start and answer.status_code != _PARTIAL:  # the server sends whole files only
+                target.truncate(0)
+                target.seek(0)
+                self._count(-start, was_kept=True)
             for piece in answer.iter_bytes(_PIECE_BYTES):
-                part.add(piece)
-                if self._stop.is_set() or part.num_bytes > part.file.num_bytes:
+                try:
+                    target.write(piece)
+                except OSError as error:
+                    raise DownloadError(
+                        f"Cannot keep {file.name} in {constants.HF_HUB_CACHE}: {error.strerror}."
+                    ) from error
+                self._count(len(piece))
+                if self._stop.is_set() or target.tell() > file.num_bytes:
                     return
 
-    def _tell(self, num_bytes: int, *, was_kept: bool = False) -> None:
+    def _count(self, num_bytes: int, *, was_kept: bool = False) -> None:
         with self._reporting:
             self._report(num_bytes, was_kept=was_kept)

@@ -1,4 +1,4 @@
-"""From a folder to a model in memory, and to a runner that has passed the probe."""
+"""Loads a model from its folder into memory, and makes a runner that has passed the probe."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mlx_server.config import FULL_KV, CacheConfig
 from mlx_server.errors import ModelLoadError
 from mlx_server.model_entries import Adapter
 from mlx_server.runtime.attention.backends import choose_backend
-from mlx_server.runtime.attention.bidirectional import BidirectionalBackend
+from mlx_server.runtime.attention.interface import BidirectionalBackend
 from mlx_server.runtime.attention.regroup import Scope
 from mlx_server.runtime.attention.seam import install_seam
 from mlx_server.runtime.cache.kv_cache import PagedKVCache
 from mlx_server.runtime.cache.layers import attention_specs, discover_layers, plan_pools
-from mlx_server.runtime.checks.image_probe import find_fault
+from mlx_server.runtime.checks.image_probe import find_image_fault
 from mlx_server.runtime.checks.invariance import check_invariance, compute_by_row
 from mlx_server.runtime.checks.kv_loss import quantize_kv
 from mlx_server.runtime.checks.probe import Probe
@@ -33,29 +33,28 @@ from mlx_server.runtime.layers.cpu import bfloat16_weights, install_native, nati
 from mlx_server.runtime.layers.sharding import NO_IMAGES, Group, agreement, shard_model
 from mlx_server.runtime.model_runner import ModelRunner
 from mlx_server.runtime.models import random_models
-from mlx_server.runtime.models.blueprint import DTYPES, load_folder, read_folder, why_blind
-from mlx_server.runtime.models.embedder import PoolingSpec, load_dense, read_pooling
+from mlx_server.runtime.models.blueprint import DTYPES, load_folder, read_folder, why_no_vision
 from mlx_server.runtime.models.folder import CONTEXT_KEYS
 from mlx_server.runtime.models.resolve import find_folder
-from mlx_server.runtime.pooling import Pooler
+from mlx_server.runtime.pooling import Pooler, PoolingSpec, load_dense, read_pooling
 from mlx_server.runtime.vision import IMAGE_SHARE, ImageEncoder
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Pieces = Generator[float, None, T]
-"""Work on the MLX thread that can be interrupted at each yield; what it yields is the share of weights read."""
+"""Work on the MLX thread that can be interrupted at each yield; it yields the share of weights that was read."""
 
 _DEFAULT_CONTEXT = 8192
 _PIECE_BYTES = 64 * 2**20
-"""Weights that are read in one piece, without another model's step in between."""
+"""How much of the weights is read without another model's step in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """An evaluated mlx-lm model and its configuration. `folder` is None for random weights. `adapters` are those that
-    rows of a batch may have. `pooling` is what it gives beside text, or instead of it; None if nothing. `no_vision`
-    says why its vision encoder was not loaded, if it was not. `group` are the ranks that it is spread over."""
+    rows of a batch may use. `pooling` is what it gives besides text, or instead of it; None if nothing. `no_vision`
+    says why its vision encoder was not loaded; empty if it was. `group` has the ranks that share the model."""
 
     name: str
     model: Any
@@ -67,8 +66,8 @@ class LoadedModel:
     group: Group | None = None
 
     def setting(self, *names: str) -> int | None:
-        """The first of these numbers in the configuration or in the model's own arguments: mlx-lm fills in what a
-        configuration leaves out."""
+        """The first of these numbers in the configuration or in the model's arguments, in which mlx-lm fills in
+        defaults."""
         nested = self.config.get("text_config")
         models: tuple[Any, ...] = (getattr(self.model, "language_model", None), self.model)
         arguments = [vars(model.args) for model in models if hasattr(model, "args")]
@@ -78,7 +77,7 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits. Raises `ModelLoadError` if nothing tells."""
+        """Width of the logits. Raises `ModelLoadError` if it is unknown."""
         size = self.setting("vocab_size")
         if size is None:
             raise ModelLoadError(f"The configuration of {self.name} has no vocab_size; add it to config.json.")
@@ -86,7 +85,7 @@ class LoadedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory that the weights take."""
+        """The memory of the weights."""
         return sum(int(array.nbytes) for _, array in tree_flatten(self.model.parameters()))
 
     @property
@@ -97,14 +96,13 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What the floors above need to know of a runner that is ready.
+    """What the engine needs to know about a runner.
 
-    Its pool has `num_blocks` at first and may grow to `max_blocks`; a block holds 32 tokens of one of its layer
-    groups. `windows` are the tokens that each group sees, None for all. `level` says how much of the model runs
-    group by group instead of once a step. `max_num_seqs` is how many requests it has room for: as many as asked for
-    unless each keeps much recurrent state (`is_recurrent`). States take `state_bytes` in all, with
-    `num_spares` behind drafts and `num_checkpoints` that are kept for prefixes. `first_steps` are measured last.
-    `no_vision` says why the model takes no images; it is empty if it does.
+    Its pool has `num_blocks` at first and may grow to `max_blocks`; a block has 32 tokens of one layer group. `windows`
+    are the tokens that each group sees, None for all. `level` says how much of the model runs group by group instead of
+    once a step. `max_num_seqs` is how many requests it has room for: as many as configured, unless each keeps much
+    recurrent state (`is_recurrent`). States take `state_bytes` in all, including `num_spares` behind drafts and
+    `num_checkpoints` for prefixes. `no_vision` says why the model takes no images; empty if it does.
     """
 
     num_blocks: int
@@ -126,7 +124,7 @@ class RunnerInfo:
 def load(
     name: str, dtype: str = "auto", *, adapters: Sequence[Adapter] = (), trust_remote_code: bool = False
 ) -> LoadedModel:
-    """`find_folder` and `load_in_pieces` at once. MLX thread."""
+    """`find_folder` and `load_in_pieces` together. MLX thread."""
     folder = find_folder(name, dtype)
     return exhaust(load_in_pieces(name, folder, dtype, adapters=adapters, trust_remote_code=trust_remote_code))
 
@@ -142,14 +140,13 @@ def load_in_pieces(
     pooling: str = "auto",
     group: Group | None = None,
 ) -> Pieces[LoadedModel]:
-    """Loads a model from its folder, with its adapters, each in theirs. MLX thread; raises `ModelLoadError`.
+    """Loads a model and its adapters from their folders. MLX thread. Raises `ModelLoadError`.
 
-    Yields the share of the weights that is in memory, each time other models' steps may come in between.
-    `auto` keeps the model's own type on a GPU; on the CPU it computes in float32, since products of half-precision
-    numbers are over ten times slower there, and keeps weights in bfloat16 where its own products read them.
-    `batch_invariant` has one kernel for each product on a GPU, however many rows there are, where one is for it.
-    `pooling` is the setting --pooling. Of a `group` of ranks, each reads and keeps its part only, without a vision
-    encoder.
+    Yields the share of the weights that is in memory, each time other models' steps may run in between. `dtype` `auto`
+    keeps the model's own type on a GPU; on the CPU it computes in float32, because products in half precision are over
+    ten times slower there, and keeps weights in bfloat16 where the native products can read them. With
+    `batch_invariant`, each product on a GPU uses one kernel for any number of rows, if there is one. `pooling` is the
+    setting --pooling. With a `group` of ranks, each reads and keeps its own part only, without a vision encoder.
     """
     install_seam()
     no_vision = ""
@@ -157,7 +154,7 @@ def load_in_pieces(
         model, config = random_models.build(name)
     elif group is not None:
         model, config = read_folder(folder, trust_remote_code)
-        no_vision = why_blind(folder) or NO_IMAGES
+        no_vision = why_no_vision(folder) or NO_IMAGES
     else:
         model, config, no_vision = load_folder(folder, trust_remote_code)
     spec = read_pooling(folder, name, config, pooling)
@@ -173,12 +170,13 @@ def load_in_pieces(
 
 
 def prepare_weights(model: Any, dtype: str, *, batch_invariant: bool = False) -> Pieces[None]:
-    """Lazy weights of a built model in memory, in their type, behind this machine's products. As `load_in_pieces`."""
-    wanted = DTYPES.get(dtype) or (mx.float32 if mx.default_device() == mx.cpu else None)
+    """Converts the lazy weights of a built model to their type, loads them, and installs this machine's products. As
+    `load_in_pieces`."""
+    chosen = DTYPES.get(dtype) or (mx.float32 if mx.default_device() == mx.cpu else None)
     kept = bfloat16_weights(model) if dtype == "auto" and native_library() is not None else ()
-    if wanted is not None:
-        model.set_dtype(wanted)
-    if wanted == mx.float32:
+    if chosen is not None:
+        model.set_dtype(chosen)
+    if chosen == mx.float32:
         install_native(model, kept)
     yield 0.0
     yield from _evaluate(model)
@@ -188,7 +186,7 @@ def prepare_weights(model: Any, dtype: str, *, batch_invariant: bool = False) ->
 
 
 def _evaluate(model: Any) -> Pieces[None]:
-    """Reads and converts the weights, which are lazy until then."""
+    """Reads and converts the lazy weights."""
     arrays = [array for _, array in tree_flatten(model.parameters())]
     total_bytes = sum(array.nbytes for array in arrays)
     done_bytes = piece_bytes = 0
@@ -206,7 +204,7 @@ def _evaluate(model: Any) -> Pieces[None]:
 
 
 def exhaust(work: Pieces[T]) -> T:
-    """Does all pieces, one after another."""
+    """Does all pieces and returns the result."""
     while True:
         try:
             next(work)
@@ -227,15 +225,15 @@ def make_runner(
     drafts: bool = False,
     batch_invariant: bool = False,
 ) -> Pieces[tuple[ModelRunner, RunnerInfo]]:
-    """A runner with its pools, after its results were compared with plain mlx-lm's. MLX thread; yields
-    where other models' steps may come in between.
+    """A runner with its pools, after its logits were compared with plain mlx-lm's. MLX thread; yields where other
+    models' steps may run in between.
 
-    The pool never needs room for more than `max_num_tokens`, and may take `kv_limit_bytes`. It starts small, unless
-    its number of blocks is given. At most `max_num_seqs` requests run at a time. Recurrent state, which does not
-    grow, takes shares of `state_limit_bytes`, the memory that is free now, with `drafts` also behind these.
-    `batch_invariant` asks for the same bits in every batch. Raises `ModelLoadError` if the model cannot be paged,
-    gives other logits in a ragged batch, or bits that depend on it where that is not wanted,
-    `InsufficientMemoryError` or `ConfigError` if the pool or the backend asked for is impossible.
+    The pool needs room for at most `max_num_tokens`, and may take `kv_limit_bytes`. It starts small, unless its number
+    of blocks is given. At most `max_num_seqs` requests run at a time. Recurrent states, whose number is fixed, take
+    shares of `state_limit_bytes`, the memory that is free now; with `drafts` there are also states behind drafts.
+    `batch_invariant` requires the same bits in every batch. Raises `ModelLoadError` if the model cannot be paged, gives
+    other logits in a ragged batch, or is not batch-invariant although it must be; `InsufficientMemoryError` or
+    `ConfigError` if the requested pool or backend is impossible.
     """
     install_seam()
     layers = discover_layers(loaded.model)
@@ -251,7 +249,7 @@ def make_runner(
         runner.sampler.agree = agreement(loaded.group)
     try:
         probe.find_level(runner)
-        no_vision = loaded.no_vision or find_fault(loaded.model, runner, loaded.vocab_size)
+        no_vision = loaded.no_vision or find_image_fault(loaded.model, runner, loaded.vocab_size)
         is_bidirectional = _check_pooling(loaded, runner)
         if is_bidirectional:
             cache.backend = BidirectionalBackend(cache.backend.make_rows)
@@ -267,7 +265,7 @@ def make_runner(
             yield 1.0
         runner.warm_up_sampler()
         yield 1.0
-        mx.clear_cache()  # frees what the probe has used
+        mx.clear_cache()  # frees the memory of the probe
         if not no_vision:
             runner.images = ImageEncoder(loaded.model, max_bytes=int(IMAGE_SHARE * kv_limit_bytes))
             kv_limit_bytes -= runner.images.max_bytes
@@ -305,29 +303,28 @@ def make_runner(
 
 
 def _check_pooling(loaded: LoadedModel, runner: ModelRunner) -> bool:
-    """Whether each position sees its whole input. Raises `ModelLoadError` where the model's code does not let its
-    hidden states be seen, or other attention be put into it."""
+    """Whether the model is a bidirectional embedder. Raises `ModelLoadError` if its code gives no access to hidden
+    states, or does not allow bidirectional attention."""
     spec = loaded.pooling
     if spec is None or spec.is_reranker:
         return False
     if not runner.forward.can_select_rows:
         raise ModelLoadError(
-            f"{loaded.name} cannot give vectors: mlx-lm's code for it has no part before its head. Start it with "
-            "--pooling off."
+            f"{loaded.name} cannot give vectors: mlx-lm's code for it does not separate its body from its head. Start "
+            "it with --pooling off."
         )
     if spec.is_bidirectional and runner.forward.level.scope is not Scope.NOTHING:
         raise ModelLoadError(
-            f"{loaded.name} sees all of its input at each position, and mlx-lm's code for it computes attention that "
-            "looks back only."
+            f"{loaded.name} is bidirectional, but mlx-lm's code for it computes causal attention only."
         )
     return spec.is_bidirectional
 
 
 def release(last_references: list[object]) -> None:
-    """Drops a model's last references on the thread of its arrays' streams, and gives MLX's cached memory back to the
+    """Drops the last references to a model on the thread of its arrays' streams, and returns MLX's cached memory to the
     system. MLX thread."""
     last_references.clear()
-    is_frozen = gc.get_freeze_count() > 0  # the server freezes what it has loaded
+    is_frozen = gc.get_freeze_count() > 0  # the server freezes its objects after loading
     gc.unfreeze()
     gc.collect()
     if is_frozen:
@@ -336,10 +333,10 @@ def release(last_references: list[object]) -> None:
 
 
 def is_gpu() -> bool:
-    """Whether MLX computes on a GPU here."""
+    """Whether MLX computes on a GPU."""
     return bool(mx.default_device() != mx.cpu)
 
 
 def is_metal() -> bool:
-    """Whether that GPU is Apple's."""
+    """Whether MLX computes on Apple's GPU."""
     return is_gpu() and bool(mx.metal.is_available())

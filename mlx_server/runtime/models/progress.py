@@ -1,4 +1,4 @@
-"""How far a model is on its way: fetched, converted or quantised. On the terminal, and for whoever asks."""
+"""The progress of models that are being fetched, converted or quantised, for the terminal and the server's routes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 @dataclass(slots=True)
 class Progress:
-    """`stage` is `fetching`, `converting` or `quantizing`. Of `total_bytes`, which grows while files are found,
-    `done_bytes` are done, `kept_bytes` of these by an earlier, interrupted run."""
+    """`stage` is `fetching`, `converting` or `quantizing`. `done_bytes` of `total_bytes` are done, `kept_bytes` of them
+    by an earlier, interrupted run."""
 
     stage: str
     total_bytes: int = 0
@@ -22,10 +22,9 @@ class Progress:
     kept_bytes: int = 0
     started_s: float = field(default_factory=time.monotonic)
 
-    def reading(self, now: float | None = None) -> dict[str, Any]:
-        """For people and programs to read; `bytes_per_s` and `remaining_s` are None until there is something to
-        reckon them by."""
-        passed_s = (time.monotonic() if now is None else now) - self.started_s
+    def reading(self) -> dict[str, Any]:
+        """For people and programs; `bytes_per_s` and `remaining_s` are None until they can be estimated."""
+        passed_s = time.monotonic() - self.started_s
         new_bytes = self.done_bytes - self.kept_bytes
         rate = new_bytes / passed_s if passed_s > 0 and new_bytes > 0 else None
         return {
@@ -38,7 +37,7 @@ class Progress:
 
 
 class Report(Protocol):
-    """Takes bytes that are done, `was_kept` by an earlier run."""
+    """Takes a number of bytes that are done; `was_kept` if an earlier run did them."""
 
     def __call__(self, num_bytes: int, *, was_kept: bool = False) -> None: ...
 
@@ -47,20 +46,20 @@ _running: dict[str, Progress] = {}
 
 
 def progress_of(model: str) -> Progress | None:
-    """Of a model by the name that it is configured by; None if nothing is under way. Any thread."""
+    """The progress of a model, by its configured name; None if it is not being prepared. Any thread."""
     return _running.get(model)
 
 
 @contextlib.contextmanager
 def shown(model: str, stage: str, total_bytes: int) -> Iterator[Report]:
-    """While it is open, `progress_of` tells what its user reports; so does a bar, where standard error is a terminal.
-    Any thread; one at a time for a model."""
+    """While it is open, `progress_of` returns what the caller reports, and a bar shows it if standard error is a
+    terminal. Any thread; one at a time for each model."""
     progress = _running[model] = Progress(stage, total_bytes)
 
     def report(num_bytes: int, *, was_kept: bool = False) -> None:
         progress.done_bytes += num_bytes
         progress.kept_bytes += num_bytes * was_kept
-        if was_kept and not bar.disable:  # no part of the rate
+        if was_kept and not bar.disable:  # does not count for the rate
             bar.initial += num_bytes
             bar.last_print_n += num_bytes
         bar.update(num_bytes)

@@ -1,8 +1,8 @@
-"""Models with random weights by name, so that figures compare across machines without a download.
+"""Models with random weights, by name, for measurements on different machines without a download.
 
-`random:mini` is small enough for a quick run on any CPU; `random:qwen3-0.6b` has the real shape of Qwen3-0.6B, and
-`random:llama-3-8b-4bit` that of Llama 3 8B in 4 bits, which takes 4.6 GB and a GPU.
-They take and give token ids only, since they have no tokenizer.
+`random:mini` is small enough for a quick run on any CPU; `random:qwen3-0.6b` has the shape of Qwen3-0.6B, and
+`random:llama-3-8b-4bit` the shape of Llama 3 8B in 4 bits, which needs 4.6 GB and a GPU. They have no tokenizer, so
+inputs and outputs are token ids.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ _SEED = 20
 
 
 def is_random(name: str) -> bool:
-    """Whether `name` asks for random weights; `config_of` knows the whole names."""
+    """Whether `name` means random weights; `config_of` has the complete names."""
     return name.startswith(PREFIX)
 
 
 def config_of(name: str) -> Config:
-    """Its configuration, as a `config.json` would have it. Raises `ModelLoadError` for an unknown name."""
+    """The model's configuration in the form of a `config.json`. Raises `ModelLoadError` for an unknown name."""
     shape = _SHAPES.get(name)
     if shape is None:
         raise ModelLoadError(f"There is no random model `{name}`; known are {', '.join(_SHAPES)}.")
@@ -90,7 +90,8 @@ def config_of(name: str) -> Config:
 
 
 def build(name: str) -> tuple[nn.Module, Config]:
-    """The mlx-lm model of that name, evaluated, in float32 or in the type and bits of its configuration; and that.
+    """The mlx-lm model with that name, evaluated, in float32 or in the type and bits of its configuration; and its
+    configuration.
 
     The same name gives the same weights on every machine. Raises `ModelLoadError` for an unknown name. MLX thread.
     """
@@ -106,8 +107,8 @@ def build(name: str) -> tuple[nn.Module, Config]:
 
 
 def build_random(config: Config, seed: int, *, sees: bool = False) -> nn.Module:
-    """A model of any `model_type`, from its configuration, with random weights that depend on `seed`; with its vision
-    encoder if it `sees`."""
+    """A model of any `model_type` from its configuration, with random weights that depend on `seed`; with `sees`,
+    including its vision encoder."""
     model = build_model(config, sees=sees)
     _randomize(model, seed)
     mx.eval(model.parameters())
@@ -115,12 +116,12 @@ def build_random(config: Config, seed: int, *, sees: bool = False) -> nn.Module:
 
 
 def _randomize(model: nn.Module, seed: int) -> None:
-    """Overwrites every parameter with lazy float32 noise that depends on `seed` and on the parameters' names and
-    shapes, and packed parameters, of whole numbers, with random bits.
+    """Replaces every parameter by lazy float32 noise that depends on `seed` and on the parameters' names and shapes,
+    and packed parameters, which are integers, by random bits.
 
-    The noise is uniform: random bits, scaled and shifted, so every device draws the same up to one rounding.
-    Its scales make greedy outputs vary: weights of twice the variance-keeping gain make what a layer adds
-    depend on the whole context, and an embedding smaller than that keeps a tied head from repeating its input.
+    The noise is uniform: scaled and shifted random bits, so all devices agree up to one rounding. Its scales make
+    greedy outputs vary: with twice the gain that keeps the variance, a layer's output depends on the whole context, and
+    with a smaller embedding a tied head does not repeat its input.
     """
     parameters = sorted(tree_flatten(model.parameters()), key=lambda item: item[0])
     keys = mx.random.split(mx.random.key(seed), len(parameters))

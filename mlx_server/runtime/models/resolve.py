@@ -1,4 +1,4 @@
-"""From a model's name, as a user gives it, to its folder: fetched, converted and quantised if need be."""
+"""Resolves a model's name, as the user gives it, to its folder: fetched, converted and quantised if necessary."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _TAGGED_ID = re.compile(rf"(?:{_SITE})?([^/]+/[^/:]+):[\w.-]+")
 
 
 def resolve_model(name: str, dtype: str = "auto") -> Path:
-    """The folder of `smollm2` (pulled if need be), of an existing folder, of a model of the Hugging Face hub, by its id
-    or its page's address, or of a GGUF file, here or on the hub, which is converted once. The bundled model is expanded
-    where the CPU is to compute with whole numbers, by `dtype`.
+    """The folder of a model. `name` is `smollm2` (pulled if necessary), an existing folder, the id or page address of a
+    model on the Hugging Face hub, or a GGUF file, here or on the hub, which is converted once. The bundled model is
+    expanded if the CPU must compute in float32, by `dtype`.
 
-    The folder is complete, as far as its files tell without being loaded. Raises `ModelLoadError` when `name`
-    is none of these or its folder lacks something, `DownloadError` when fetching fails.
+    Checks that the folder is complete without loading it. Raises `ModelLoadError` if `name` is none of these or
+    something is missing, `DownloadError` if fetching fails.
     """
     if name == SMOLLM2.name:
         is_expanded = dtype == "float32" and mx.default_device() == mx.cpu
@@ -46,9 +46,9 @@ def resolve_model(name: str, dtype: str = "auto") -> Path:
         return _checked(gguf_folder(name, path))
     if path.exists():
         raise ModelLoadError(f"{name} is a file; a model is a folder in mlx-lm's format, or a .gguf file.")
-    if path.suffix == ".gguf" and (_is_local(name, path)):
+    if path.suffix == ".gguf" and _is_local(name, path):
         raise ModelLoadError(
-            f"There is no file {name} here. A file of the hub may be given by its address: https://huggingface.co/"
+            f"There is no file {name}. For a file on the hub, give its address: https://huggingface.co/"
             "owner/name/blob/main/FILE.gguf."
         )
     file = _HUB_FILE.fullmatch(name)
@@ -57,7 +57,7 @@ def resolve_model(name: str, dtype: str = "auto") -> Path:
     found = hub_id(name)
     if found is None:
         raise ModelLoadError(
-            f"There is no model {name}: it is no folder here, no hub id (owner/name), and not `{SMOLLM2.name}`."
+            f"There is no model {name}: it is not a folder, not a hub id (owner/name), and not `{SMOLLM2.name}`."
             + _name_hint(name)
         )
     return _checked(_hub_snapshot(name, found))
@@ -71,7 +71,7 @@ def _name_hint(name: str) -> str:
 
 
 def _is_local(name: str, path: Path) -> bool:
-    """Whether a file of this machine is meant, though it is not there."""
+    """Whether the name of a missing file means a file on this machine."""
     is_bare = len(path.parts) == 1 or name.startswith(("./", "../"))
     return is_bare or path.is_absolute() or Path(path.parts[0]).is_dir()
 
@@ -79,8 +79,8 @@ def _is_local(name: str, path: Path) -> bool:
 def find_folder(
     name: str, dtype: str = "auto", quantize: str = WHOLE_WEIGHTS, *, trust_remote_code: bool = False
 ) -> Path | None:
-    """The folder of the model with that name, fetched, converted and quantised if need be, by its own code where that
-    is trusted; None for random weights. Any thread, and as long as that takes. Raises `ModelLoadError` or
+    """The folder of the model with that name, fetched, converted and quantised if necessary; None for random weights.
+    May take long. Quantising runs the model's own code only if that is trusted. Any thread. Raises `ModelLoadError` or
     `DownloadError`."""
     if random_models.is_random(name):
         if quantize != WHOLE_WEIGHTS:
@@ -97,12 +97,12 @@ def _checked(folder: Path) -> Path:
         raise ModelLoadError(f"{folder} cannot be read; check its permissions.")
     missing = missing_parts(folder)
     if missing:
-        raise ModelLoadError(f"{folder} is no model in mlx-lm format; it lacks {', and '.join(missing)}.")
+        raise ModelLoadError(f"{folder} is not a complete model in mlx-lm format; it lacks {', and '.join(missing)}.")
     return folder
 
 
 def _hub_file(name: str, repo: str, file: str) -> Path:
-    """A GGUF file of the hub, with the others that it is split into."""
+    """A GGUF file of the hub, with all parts of a split model."""
     parts = [str(Path(file).with_name(part)) for part in split_names(Path(file).name)]
     path = _hub_snapshot(name, repo, parts) / file
     if not path.is_file():
@@ -111,23 +111,23 @@ def _hub_file(name: str, repo: str, file: str) -> Path:
 
 
 def _hub_snapshot(model: str, name: str, patterns: Sequence[str] = HUB_FILES) -> Path:
-    """Of a model that users call `model`, and the hub `name`."""
+    """The snapshot of the hub's model `name`; `model` is the user's name for it."""
     try:
         return fetch_snapshot(model, name, patterns)
     except DownloadError:
         raise
     except GatedRepoError as error:
         raise DownloadError(
-            f"{name} asks for an agreement: accept it at https://huggingface.co/{name}, then set HF_TOKEN "
+            f"{name} requires an agreement: accept it at https://huggingface.co/{name}, then set HF_TOKEN "
             "or run `hf auth login`."
         ) from error
     except RepositoryNotFoundError as error:
         raise DownloadError(
             f"The hub has no model {name}, or it is private. Check the spelling; for a private one set HF_TOKEN."
         ) from error
-    except Exception as error:  # the hub's client lets the errors of its HTTP library through
+    except Exception as error:  # the hub's client passes on errors of its HTTP library
         raise DownloadError(
-            f"Cannot fetch {name} from the hub, and it is neither in the hub's cache nor a folder here "
+            f"Cannot fetch {name} from the hub, and it is neither in the hub's cache nor a folder "
             f"({_first_line(error)}). Check the connection and HF_HUB_OFFLINE, or give a folder."
         ) from error
 

@@ -1,4 +1,4 @@
-"""mlx-lm's knowledge about chat formats (tool-call parsers, templates in Python), handed up as plain callables."""
+"""mlx-lm's chat formats (tool-call parsers, templates in Python) as plain callables."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mlx_server.errors import ModelLoadError
 
 @dataclass(frozen=True, slots=True)
 class ToolParser:
-    """A model's format of tool calls. `start` and `end` enclose a region of calls; `end` is empty where only the
-    end of the output does.
+    """A model's format of tool calls. `start` and `end` enclose a region of calls; `end` is empty if a region ends with
+    the output.
 
-    `parse(text, tools)` returns the call or the list of calls of one region, as dicts with `name`, `arguments`
-    and maybe `id`; it raises some exception when the text is no call. Any thread.
+    `parse(text, tools)` returns the call or the list of calls of one region, as dicts with `name`, `arguments` and
+    possibly `id`; it raises some exception if the text is not a call. Any thread.
     """
 
     name: str
@@ -33,17 +33,17 @@ def _no_call(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
 
 
 _HARMONY = ToolParser("harmony", "to=functions.", "", _no_call)
-"""The format of gpt-oss, which mlx-lm has no parser for: a name, and arguments that are streamed as JSON."""
+"""The format of gpt-oss, for which mlx-lm has no parser: a name, and arguments that are streamed as JSON."""
 
 _LLAMA = ToolParser("llama3_json", '{"name":', "", _no_call)
-"""The format of Llama 3, for which mlx-lm has none either: the whole answer is a JSON object, without markers."""
+"""The format of Llama 3, for which mlx-lm has no parser: the whole answer is a JSON object, without markers."""
 
 _LLAMA_ASKS_FOR = '{"name": function name, "parameters": dictionary of argument name and its value}'
 
 
 def find_tool_parser(tokenizer: Any) -> ToolParser | None:
-    """The parser that the tokenizer's configuration names, else the one that mlx-lm infers from chat template and
-    vocabulary; None when there is no sign of any.
+    """The parser that the tokenizer's configuration names, otherwise the one that mlx-lm infers from chat template and
+    vocabulary; None if there is none.
 
     `tokenizer` is the transformers tokenizer. Raises `ModelLoadError` for a parser that mlx-lm does not have.
     """
@@ -64,7 +64,7 @@ def _unknown_to_mlx_lm(tokenizer: Any) -> ToolParser | None:
 
 
 def _refusing_guesses(parse: Callable[..., Any]) -> Callable[..., Any]:
-    """Two of mlx-lm's parsers return a call named `unknown` for any text; that is not a call for us."""
+    """Two of mlx-lm's parsers return a call named `unknown` for any text; here it is an error."""
 
     def parse_or_raise(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
         parsed = parse(text, tools)
@@ -76,10 +76,11 @@ def _refusing_guesses(parse: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_chat_renderer(tokenizer: Any) -> Callable[..., str] | None:
-    """The chat template in Python that the tokenizer's configuration asks for (`chat_template_type`); None for most.
+    """The chat template in Python that the tokenizer's configuration names (`chat_template_type`); None for most
+    models.
 
-    It takes the messages and keywords like a Jinja template's variables, and returns the prompt. Raises
-    `ModelLoadError` for one that mlx-lm does not have.
+    It takes the messages, and keywords like the variables of a Jinja template, and returns the prompt. Raises
+    `ModelLoadError` for a template that mlx-lm does not have.
     """
     name = tokenizer.init_kwargs.get("chat_template_type")
     if name is None:
@@ -94,10 +95,10 @@ def _import_of_mlx_lm(name: str, setting: str) -> ModuleType:
         return importlib.import_module(f"mlx_lm.{name}")
     except ImportError as error:
         raise ModelLoadError(
-            f"The model's configuration asks for `{name}`, which this mlx-lm does not have. "
+            f"The model's configuration names `{name}`, which this version of mlx-lm does not have. "
             f"Update mlx-lm, or remove {setting} from tokenizer_config.json."
         ) from error
 
 
 JSON_TAGS = _parser_of_mlx_lm("json_tools")
-"""`<tool_call>{"name": "f", "arguments": {}}</tool_call>`: what models write that have no format of their own."""
+"""`<tool_call>{"name": "f", "arguments": {}}</tool_call>`: the default for models without a format of their own."""

@@ -1,5 +1,5 @@
-"""mlx-vlm's models behind the interface of mlx-lm's: their text parts, which are served like any other model, and what
-they make of images."""
+"""mlx-vlm's models with the interface of mlx-lm's: their text parts, which are served like any other model, and
+images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.ministral3 import _get_llama_4_attn_scale
 
 from mlx_server.errors import ModelLoadError
 from mlx_server.runtime.vision import ImageRows
@@ -25,20 +24,20 @@ _PACKAGE = "mlx_vlm"
 INSTALL = "pip install 'mlx-server[vision]'"
 
 _PARTS = ("text", "vision", "perceiver", "projector", "audio")
-"""Of a configuration, as mlx-vlm's loader has them."""
+"""The parts of a configuration that mlx-vlm's loader knows."""
 
 
 def is_installed() -> bool:
-    """Whether mlx-vlm is here; imports nothing of it."""
+    """Whether mlx-vlm is installed; imports nothing of it."""
     return _PACKAGE in sys.modules or importlib.util.find_spec(_PACKAGE) is not None
 
 
 def vlm_module(name: str) -> ModuleType:
-    """mlx-vlm's module of that name, as in `models.qwen3_vl`. Any thread. Raises `ModelLoadError` without mlx-vlm, and
-    `ImportError` for what it does not have.
+    """mlx-vlm's module with that name, such as `models.qwen3_vl`. Any thread. Raises `ModelLoadError` without mlx-vlm,
+    and `ImportError` for unknown names.
 
-    The package's own `__init__` is not run: it imports all that mlx-vlm serves with (OpenCV, datasets, sound), which
-    takes seconds and has to be installed. Its models need none of that.
+    Does not run the package's `__init__`, which imports everything that mlx-vlm's server needs (OpenCV, datasets,
+    sound): this takes seconds and must be installed. Its models need none of it.
     """
     if _PACKAGE not in sys.modules:
         spec = importlib.util.find_spec(_PACKAGE)
@@ -49,8 +48,8 @@ def vlm_module(name: str) -> ModuleType:
 
 
 def vlm_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any] | None:
-    """mlx-vlm's classes of the model of `config` and of its arguments, in mlx-lm's manner; None if it has none. Raises
-    `ModelLoadError` without mlx-vlm, and `ImportError` if one of its modules needs what is not installed."""
+    """mlx-vlm's classes for the model of `config` and for its arguments, in mlx-lm's form; None if it has none. Raises
+    `ModelLoadError` without mlx-vlm, and `ImportError` if one of its modules needs another package."""
     model_type = vlm_module("utils").get_model_type(dict(config))
     name = f"{_PACKAGE}.models.{model_type}"
     if importlib.util.find_spec(name) is None:
@@ -63,12 +62,12 @@ def vlm_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any] | None
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Makes arguments of a configuration as mlx-vlm's loader does."""
+    """Makes arguments from a configuration as mlx-vlm's loader does."""
 
     module: ModuleType
 
     def from_dict(self, config: Mapping[str, Any]) -> Any:
-        own = copy.deepcopy(dict(config))  # mlx-vlm's classes write into it
+        own = copy.deepcopy(dict(config))  # mlx-vlm's classes change it
         own.setdefault("text_config", own.pop("llm_config", {}))
         own.setdefault("vision_config", {})
         own.setdefault("audio_config", {})
@@ -79,8 +78,9 @@ class _Arguments:
 
 
 def _complete_gemma3(config: dict[str, Any]) -> None:
-    """Gemma 3's files do not say again what mlx-vlm then takes from another model: it divides images by the root of the
-    whole's `hidden_size`, which the text part multiplies by its own, and looks for an image's tokens in that part."""
+    """Adds values that Gemma 3's files give only once; mlx-vlm would use the defaults of another model. It divides
+    images by the root of the top-level `hidden_size`, while the text part multiplies by its own, and looks for the
+    tokens of an image in the text part."""
     text = config["text_config"]
     if "hidden_size" in text:
         config["hidden_size"] = text["hidden_size"]
@@ -89,11 +89,11 @@ def _complete_gemma3(config: dict[str, Any]) -> None:
 
 
 class VlmModel(nn.Module):  # type: ignore[misc]
-    """What is put before a model class of mlx-vlm's: its language part is called as mlx-lm's models are, and embeddings
-    of images stand in for those of their placeholders.
+    """The base of a model class of mlx-vlm's: calls the language part with the interface of mlx-lm's models, and puts
+    embeddings of images in the place of their placeholders.
 
-    A language part with positions in several axes (M-RoPE) always gets them: it would keep those of the last prompt
-    otherwise.
+    A language part with positions in several axes (M-RoPE) always gets positions, because it would otherwise use those
+    of the last prompt.
     """
 
     module: ModuleType
@@ -112,7 +112,7 @@ class VlmModel(nn.Module):  # type: ignore[misc]
 
     @property
     def has_encoder(self) -> bool:
-        """Whether it is more than a language part."""
+        """Whether there are other parts than the language part."""
         return len(self.children()) > 1
 
     def __init__(self, config: Any) -> None:
@@ -125,7 +125,7 @@ class VlmModel(nn.Module):  # type: ignore[misc]
             body.__class__ = _by_row(type(body))
 
     def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None, image_rows: ImageRows | None = None) -> Any:
-        """Logits `[B, L, vocabulary]` of ids `[B, L]`."""
+        """Logits `[B, L, vocabulary]` for ids `[B, L]`."""
         more: dict[str, Any] = {}
         if image_rows is not None:
             more = image_rows.arguments(self, ids)
@@ -140,7 +140,7 @@ class VlmModel(nn.Module):  # type: ignore[misc]
         return made
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """In the order of mlx-vlm's loader: as the whole says, then as each part does."""
+        """In the order of mlx-vlm's loader: by the whole model, then by each part."""
         clean = vlm_module("utils").sanitize_weights
         above = super()
         if hasattr(above, "sanitize"):
@@ -154,15 +154,14 @@ class VlmModel(nn.Module):  # type: ignore[misc]
 
 @cache
 def _served(module: ModuleType, model_type: str) -> type[nn.Module]:
-    """The model class of one of mlx-vlm's modules, to be called as mlx-lm's are. Raises `ModelLoadError` for a model
-    without a language part."""
+    """The model class of one of mlx-vlm's modules, with the interface of mlx-lm's models."""
     members = {"module": module, "model_type": model_type}
     return type(module.Model.__name__, (VlmModel, module.Model), members)
 
 
 def _add_deepstack(original: Any, hidden: mx.array, mask: mx.array | None, embeddings: mx.array) -> mx.array:
-    """Adds what the vision encoder has for this layer to hidden states `[B, L, D]`: without a mask it is there for all
-    rows. mlx-vlm's `original` goes through a batch request by request, and waits for the device each time."""
+    """Adds the vision encoder's embeddings for this layer to hidden states `[B, L, D]`. Without a mask, they are for
+    all rows. mlx-vlm's `original` loops over the requests of a batch and waits for the device each time."""
     if mask is None:
         return hidden + embeddings
     added: mx.array = original(hidden, mask, embeddings)
@@ -170,21 +169,17 @@ def _add_deepstack(original: Any, hidden: mx.array, mask: mx.array | None, embed
 
 
 def _by_row(body_class: type[nn.Module]) -> type[nn.Module]:
-    """Ministral 3's body with queries scaled by the position of each row. mlx-vlm's own takes the first row's for all
-    of a batch, and waits for the device to read it."""
+    """Ministral 3's body with queries scaled by the position of each row. mlx-vlm's own code uses the first row's
+    position for the whole batch, and waits for the device to read it."""
 
     def call(
         self: Any, inputs: mx.array, cache: Sequence[Any] | None = None, inputs_embeds: mx.array | None = None
     ) -> mx.array:
         hidden = self.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
         caches, rope = cache or [None] * len(self.layers), self.config.rope_parameters
-        first = caches[0]
-        scale = _get_llama_4_attn_scale(
-            inputs.shape[1],
-            0 if first is None else first.offset,
-            rope["llama_4_scaling_beta"],
-            rope["original_max_position_embeddings"],
-        ).astype(hidden.dtype)
+        offset = mx.array(0 if caches[0] is None else caches[0].offset).reshape(-1, 1)
+        periods = mx.floor((offset + mx.arange(inputs.shape[1])) / rope["original_max_position_embeddings"])
+        scale = (1 + rope["llama_4_scaling_beta"] * mx.log(1 + periods))[:, None, :, None].astype(hidden.dtype)
         mask, windowed = create_attention_mask(hidden, caches[self.fa_idx]), None
         if self.swa_idx is not None:
             windowed = create_attention_mask(hidden, caches[self.swa_idx], window_size=self.sliding_window)
@@ -196,7 +191,7 @@ def _by_row(body_class: type[nn.Module]) -> type[nn.Module]:
 
 
 def _text_positions(ids: mx.array, caches: Sequence[Any]) -> mx.array:
-    """Positions `[3, B, L]` of text: the same in all axes."""
+    """Positions `[3, B, L]` of text tokens: equal in all axes."""
     offset = next((cache.offset for cache in caches if hasattr(cache, "update_and_fetch")), 0)
     rows = mx.array(offset, dtype=mx.int32).reshape(-1, 1) + mx.arange(ids.shape[1], dtype=mx.int32)
     return mx.broadcast_to(rows, (3, *ids.shape))

@@ -1,18 +1,18 @@
-"""Draws one token for each row of logits, without sorting the vocabulary where that can be avoided.
+"""Draws one token for each row of logits, and avoids sorting the vocabulary where possible.
 
-A draw is an exponential race (the Gumbel-max trick): token t of weight w finishes after `E / w`, E exponential,
-and the first one wins with probability w / sum(w). It is run in two heats, first among the sums of the
-vocabulary's blocks and then inside the winning block, so that a row needs `num_blocks + width` random numbers
-instead of one a token: 0.1 ms in place of 7 to 11 at 16 rows of 49,152 on a 2-core CPU, and the race itself
-one block sum. Every token keeps its exact probability relative to float32 rounding, the tail included: an
-inverse CDF in float32 would lose tokens below 1e-7, and so would Gumbel noise of `-log(-log(u))` with u of 24
-bits near 1. Here the short times decide, where `-log1p(-u)` has all 32 bits of u.
+A draw is an exponential race (the Gumbel-max trick): token t with weight w finishes after `E / w`, where E is
+exponential, and the first token wins with probability w / sum(w). The race has two rounds, first between the sums of
+the vocabulary's blocks and then inside the winning block, so a row needs `num_blocks + width` random numbers instead of
+one for each token: 0.1 ms instead of 7 to 11 for 16 rows of 49,152 on a 2-core CPU; the race itself costs one block
+sum. Every token keeps its exact probability up to float32 rounding, also in the tail: an inverse CDF in float32 would
+lose tokens below 1e-7, and so would Gumbel noise `-log(-log(u))`, because u has 24 bits near 1. Here the short times
+decide, and there `-log1p(-u)` has all 32 bits of u.
 
-Random bits are threefry of one key a row (`mx.random`), so that a row's noise does not depend on its batch.
+Random bits come from threefry with one key for each row (`mx.random`), so a row's noise does not depend on its batch.
 
-Top tokens are found by blocks of the vocabulary, too: the k largest logits of a row lie in the k blocks of largest
-maximum. So one cheap reduction leaves `k` blocks to select from instead of a row of 50k to 260k logits, which MLX
-sorts on Metal and passes to `nth_element` on the CPU (4 times slower than this at 16 rows of 49k and k = 64).
+Top tokens are found by blocks of the vocabulary, too: the k largest logits of a row are in the k blocks with the
+largest maxima. One cheap reduction leaves k blocks to select from instead of a row of 50k to 260k logits, which MLX
+sorts on Metal and passes to `nth_element` on the CPU (4 times slower than this for 16 rows of 49k and k = 64).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ import mlx.core as mx
 from mlx_server.sampling_params import SamplingParams
 
 SORTED_WIDTHS = (64, 1024)
-"""Sizes of the sorted head of a top-k row; fixed, so that its sums do not depend on other rows' k."""
+"""Numbers of top tokens that are sorted for a top-k row; fixed, so that sums do not depend on other rows' k."""
 
 DRAW_COUNTS = (16, 32, 64)
 MAX_MISS_BITS = 32
-"""All draws of a nucleus row miss the nucleus with a probability of at most 2^-32."""
+"""All draws of a nucleus row are outside the nucleus with a probability of at most 2^-32."""
 
 
 class Method(enum.Enum):
-    """How a row's token is found. Rows of one method go through one pass."""
+    """How a row's token is drawn. Rows with the same method are drawn together."""
 
     GREEDY = "greedy"
     RACE = "race"
@@ -45,7 +45,7 @@ class Method(enum.Enum):
 
 
 class DrawMethod(NamedTuple):
-    """`width` is the length of the sorted head (SORTED) or the number of draws (NUCLEUS), else 0."""
+    """`width` is the number of sorted tokens (SORTED) or of draws (NUCLEUS), otherwise 0."""
 
     method: Method
     width: int = 0
@@ -53,9 +53,9 @@ class DrawMethod(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DrawColumns:
-    """Parameters of R rows on the device, each `[R, 1]` but `keys` `[R, 2]` uint32; None where no row uses it.
+    """Parameters of R rows on the device, each `[R, 1]` except `keys` `[R, 2]` uint32; None if no row uses them.
 
-    `top_p` is infinite for rows without it, `top_k` 0 or -1.
+    For rows without it, `top_p` is infinite and `top_k` is 0 or -1.
     """
 
     keys: mx.array
@@ -66,7 +66,7 @@ class DrawColumns:
 
 
 def choose_method(params: SamplingParams, vocab_size: int) -> DrawMethod:
-    """The cheapest exact way for a request; depends on nothing but its own parameters."""
+    """The cheapest exact method for a request; depends on its own parameters only."""
     if params.is_greedy:
         return DrawMethod(Method.GREEDY)
     if 0 < params.top_k < vocab_size:
@@ -81,11 +81,11 @@ def choose_method(params: SamplingParams, vocab_size: int) -> DrawMethod:
 
 
 def draw(logits: mx.array, method: DrawMethod, columns: DrawColumns | None) -> mx.array:
-    """Token ids `[R]` int32 for logits `[R, V]` of any float type; GREEDY alone needs no columns.
+    """Token ids `[R]` int32 for logits `[R, V]` of any float type; only GREEDY needs no columns.
 
-    Kept are tokens whose weight is at least min_p times the largest, then those that are not below the
-    k-th largest logit, then those of which the strictly likelier ones hold less than top_p of the weight
-    that is left. Ties at a border are all kept. A row without any allowed token gives token 0.
+    Filters in this order: keeps tokens whose weight is at least min_p times the largest weight, then those whose logit
+    is not below the k-th largest, then those for which strictly likelier tokens have less than top_p of the remaining
+    weight. All ties at a border are kept. A row without allowed tokens gives token 0.
     """
     if method.method is Method.GREEDY:
         return mx.argmax(logits, axis=-1).astype(mx.int32)
@@ -105,7 +105,7 @@ def _drop_below_min_p(weights: mx.array, columns: DrawColumns) -> mx.array:
 
 
 def _sorted_floor(logits: mx.array, peaks: mx.array, weights: mx.array, columns: DrawColumns, width: int) -> mx.array:
-    """The least logit `[R, 1]` that top-k and top-p keep, from the row's `width` largest in order."""
+    """The smallest logit `[R, 1]` that top-k and top-p keep, from the `width` largest logits in order."""
     head = top_values(logits, width)
     ranks = mx.where(columns.top_k > 0, mx.minimum(columns.top_k, width), width)
     kth = mx.take_along_axis(head, ranks - 1, axis=-1)
@@ -120,12 +120,13 @@ def _sorted_floor(logits: mx.array, peaks: mx.array, weights: mx.array, columns:
 
 
 def _draw_in_nucleus(weights: mx.array, columns: DrawColumns, num_draws: int) -> mx.array:
-    """Draws from all tokens until one lies in the nucleus; each does with a probability of at least top_p.
+    """Draws from all tokens and takes the first draw inside the nucleus; each is inside with a probability of at least
+    top_p.
 
-    The nucleus is never made: whether a draw lies in it (the likelier tokens hold less than top_p) falls
-    from true to false along the draws sorted by weight, so log2(num_draws) masked sums over the row find
-    the border among them: 4 for top_p from 0.75 on, where sorting 49k logits costs 60 such sums. When all
-    miss, which `choose_method` makes as rare as 2^-32, the heaviest draw is taken.
+    The nucleus itself is not computed. A draw is inside if likelier tokens have less than top_p of the weight, so among
+    draws sorted by weight there is one border. log2(num_draws) masked sums over the row find it: 4 for top_p from 0.75
+    on; sorting 49k logits costs as much as 60 such sums. If all draws are outside, which `choose_method` makes as rare
+    as 2^-32, the heaviest draw is taken.
     """
     assert columns.top_p is not None
     token_ids = _race(weights, columns.keys, num_draws)
@@ -144,7 +145,7 @@ def _draw_in_nucleus(weights: mx.array, columns: DrawColumns, num_draws: int) ->
 
 
 def _race(weights: mx.array, keys: mx.array, num_draws: int) -> mx.array:
-    """Independent draws `[R, num_draws]` by the weights `[R, V]`, int32. A token of weight 0 never wins."""
+    """Independent draws `[R, num_draws]` by the weights `[R, V]`, int32. A token with weight 0 never wins."""
     blocks = as_blocks(weights, 0.0)
     num_blocks, width = blocks.shape[1:]
     times = _exponentials(keys, (num_draws, num_blocks + width))
@@ -154,19 +155,20 @@ def _race(weights: mx.array, keys: mx.array, num_draws: int) -> mx.array:
 
 
 def _exponentials(keys: mx.array, shape: tuple[int, int]) -> mx.array:
-    """Exponential variates `[R, *shape]`, row r from key r; above 2^-33, so that nothing is divided by 0."""
+    """Exponential random numbers `[R, *shape]`, row r from key r; above 2^-33, so that divisions are safe."""
     uniforms = mx.vmap(lambda key: mx.random.uniform(shape=shape, key=key))(keys)
     return -mx.log1p(-mx.maximum(uniforms, 2.0**-33))
 
 
 LOWEST_PEAK = -3e38
-"""In place of the maximum of a row without any allowed token, so that its weights are 0 and not NaN."""
+"""Replaces the maximum of a row without allowed tokens, so that its weights are 0 instead of NaN."""
 
 LOG2_E = 1.4426950408889634
 ROUND_TO_INTEGER = 12582912.0
-"""1.5 * 2^23: a float32 near it has integer resolution, and the integer in its low bits."""
+"""1.5 * 2^23: float32 numbers near it are integers, with the integer in their low bits."""
 EXP2_COEFFICIENTS = (0.000153458083, 0.001339993119, 0.009618488971, 0.055503287771, 0.240226468905, 0.693147205737)
-"""Of f^6 down to f in 2^f, |f| <= 1/2, constant term 1: relative error below 1e-8, fitted by weighted least squares."""
+"""Coefficients of f^6 to f in 2^f, |f| <= 1/2, with constant term 1: relative error below 1e-8, fitted by weighted
+least squares."""
 
 
 def row_peaks(logits: mx.array) -> mx.array:
@@ -182,9 +184,9 @@ def softmax_weights(logits: mx.array, peaks: mx.array, inverse_temperatures: mx.
 
 
 def _exp_on_cpu(x: mx.array) -> mx.array:
-    """exp for x <= 0 by operations that a C++ compiler vectorises.
+    """exp for x <= 0, from operations that a C++ compiler vectorises.
 
-    MLX's exp calls libm for each element on Linux: 8 to 12 ms at 16 x 49,152 where this takes 1.5 to 2.
+    On Linux, MLX's exp calls libm for each element: 8 to 12 ms for 16 x 49,152; this takes 1.5 to 2 ms.
     Relative error at most 2e-7 + 6e-8 |x| down to 2^-100; exactly 0 below 2^-126.
     """
     exponent = mx.maximum(x * LOG2_E, -126.0)
@@ -193,7 +195,7 @@ def _exp_on_cpu(x: mx.array) -> mx.array:
     power = EXP2_COEFFICIENTS[0] * fraction
     for coefficient in EXP2_COEFFICIENTS[1:]:
         power = (power + coefficient) * fraction
-    shift = mx.left_shift(rounded.view(mx.int32), 23)  # the bits above the integer fall off
+    shift = mx.left_shift(rounded.view(mx.int32), 23)  # drops the bits above the integer
     return ((power + 1.0).view(mx.int32) + shift).view(mx.float32) - 2.0**-126
 
 
@@ -209,9 +211,9 @@ class TopTokens(NamedTuple):
 
 @functools.cache
 def block_width(vocab_size: int) -> int:
-    """Width of a block: a divisor of `vocab_size` near `sqrt(vocab_size) / 2`, else 128 with padding.
+    """The width of a block: a divisor of `vocab_size` near `sqrt(vocab_size) / 2`, otherwise 128 with padding.
 
-    A divisor makes the cut a view. Narrower than the square root favours the selection of top tokens.
+    With a divisor, blocks are a view. Less than the square root favours the selection of top tokens.
     """
     if vocab_size <= PADDED_WIDTH:
         return vocab_size
@@ -221,7 +223,7 @@ def block_width(vocab_size: int) -> int:
 
 
 def as_blocks(rows: mx.array, fill: float) -> mx.array:
-    """`[R, V]` as `[R, num_blocks, width]`: token t is at (t // width, t % width), `fill` beyond the last."""
+    """`[R, V]` as `[R, num_blocks, width]`: token t is at (t // width, t % width), with `fill` after the last token."""
     num_rows, vocab_size = rows.shape
     width = block_width(vocab_size)
     if vocab_size % width:
@@ -230,10 +232,10 @@ def as_blocks(rows: mx.array, fill: float) -> mx.array:
 
 
 def row_sums(rows: mx.array) -> mx.array:
-    """Sums of the rows of `[R, V]` as `[R, 1]`, by blocks: 50k float32 added one after the other lose 5e-5.
+    """Sums of the rows of `[R, V]` as `[R, 1]`, by blocks: adding 50k float32 numbers in sequence loses 5e-5.
 
-    Those of blocks are added up 32 at a time: MLX's Metal kernels sum more than 64 numbers in another order for fewer
-    than 32 rows than for more, so that a row's sum would depend on how many there are.
+    The sums of blocks are added 32 at a time. For more than 64 numbers the order in MLX's Metal kernels depends on
+    whether there are fewer than 32 rows, so a row's sum would depend on the number of rows.
     """
     sums = as_blocks(rows, 0.0).sum(axis=-1)
     sums = mx.pad(sums, [(0, 0), (0, -sums.shape[-1] % 32)])
@@ -248,7 +250,7 @@ def top_values(logits: mx.array, num_top: int) -> mx.array:
 
 
 def top_tokens(logits: mx.array, num_top: int) -> TopTokens:
-    """The `num_top` likeliest tokens of each row of `[R, V]`. Which of equal ones at the border is open."""
+    """The `num_top` likeliest tokens of each row of `[R, V]`. Ties at the border are broken arbitrarily."""
     candidates = _candidates(logits, num_top)
     if num_top < candidates.values.shape[-1]:
         candidates = _take(candidates, mx.argpartition(candidates.values, -num_top, axis=-1)[:, -num_top:])
@@ -256,7 +258,7 @@ def top_tokens(logits: mx.array, num_top: int) -> TopTokens:
 
 
 def _candidates(logits: mx.array, num_top: int) -> TopTokens:
-    """A part of each row that holds its top tokens, unordered; the whole row where nothing is saved."""
+    """A part of each row that contains its top tokens, unordered; the whole row if blocks save nothing."""
     width = block_width(logits.shape[-1])
     num_blocks = -(-logits.shape[-1] // width)
     if num_blocks < 2 * num_top:

@@ -1,5 +1,5 @@
-"""Stages of the sampler before the draw: bitmasks, bias and penalties change the logits of some rows and keep those of
-all others bit for bit; log-probabilities are computed from the raw logits."""
+"""The sampler's stages before the draw: bitmasks, bias and penalties change the logits of some rows and leave all
+others bit for bit; log-probabilities are computed from the raw logits."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from mlx_server.runtime.sampling.draw import TopTokens, row_peaks, row_sums, sof
 from mlx_server.sampling_params import MAX_LOGPROBS, SamplingParams
 
 Bitmask = npt.NDArray[np.uint8]
-"""Bit i of byte i // 8, from the lowest, allows token i."""
+"""Bit i % 8 of byte i // 8, from the lowest, allows token i."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOffsets:
-    """What is added to the logits of some tokens: ids int32 and values float32, of one length."""
+    """Values to add to the logits of some tokens: ids int32 and values float32, of equal lengths."""
 
     token_ids: npt.NDArray[np.int32]
     values: npt.NDArray[np.float32]
 
 
 def edit_rows(logits: mx.array, rows: list[int], edit: Callable[[mx.array], mx.array]) -> mx.array:
-    """`logits` `[S, V]` with `edit` applied to the given rows together, in their order.
+    """`logits` `[S, V]` after applying `edit` to the given rows together, in their order.
 
-    The rows are cut out and joined again: on the CPU a third of the time of scattering them.
+    Gathers the rows and concatenates: on the CPU this takes a third of the time of a scatter.
     """
     if len(rows) == logits.shape[0]:
         return edit(logits)
@@ -41,8 +41,8 @@ def edit_rows(logits: mx.array, rows: list[int], edit: Callable[[mx.array], mx.a
 def apply_bitmasks(logits: mx.array, bitmasks: Sequence[Bitmask]) -> mx.array:
     """Sets the logits `[R, V]` of tokens that row r's bitmask forbids to -inf.
 
-    Columns beyond the end of a mask (padding of the model's vocabulary) are forbidden. A byte picks eight limits from
-    a table, and a minimum applies them: on the CPU three times as fast as shifting bits into a `where`.
+    Columns after the end of a mask (padding of the model's vocabulary) are forbidden. Each byte selects eight limits
+    from a table, and a minimum applies them: on the CPU three times as fast as shifting bits into a `where`.
     """
     num_rows, vocab_size = logits.shape
     packed = np.zeros((num_rows, -(-vocab_size // 8)), dtype=np.uint8)
@@ -55,7 +55,7 @@ def apply_bitmasks(logits: mx.array, bitmasks: Sequence[Bitmask]) -> mx.array:
 
 
 def add_offsets(logits: mx.array, rows: list[int], offsets: Sequence[TokenOffsets]) -> mx.array:
-    """Adds `offsets[i]` to row `rows[i]`; a row may be named more than once."""
+    """Adds `offsets[i]` to row `rows[i]`; rows may repeat."""
     owners = np.repeat(np.array(rows, np.int32), [len(offset.token_ids) for offset in offsets])
     token_ids = np.concatenate([offset.token_ids for offset in offsets])
     values = np.concatenate([offset.values for offset in offsets])
@@ -63,16 +63,15 @@ def add_offsets(logits: mx.array, rows: list[int], offsets: Sequence[TokenOffset
 
 
 IN_PROMPT = 0.5
-"""Added to the count of a token that stands in the prompt: seen, but not counted as output."""
+"""Added to the count of a token that occurs in the prompt: seen, but not counted as output."""
 
 
 class PenaltyTable:
-    """Token counts `[slots, V]` of the running requests that use penalties. MLX thread only.
+    """Token counts `[slots, V]` of running requests with penalties. MLX thread only.
 
-    A sampled token is counted on the device before the host knows it, so that the next step can be
-    submitted. It is counted when the table is next used and not at once: by then nothing else reads the
-    old table, unless a step is still in flight, and MLX can update it in place.
-    Counts are float32, which holds integers and halves exactly up to 2^23.
+    A sampled token is counted on the device before the host knows it, so that the next step can be submitted. It is
+    counted at the next use of the table: by then nothing else reads the old table, unless a step is still in flight,
+    and MLX can update it in place. Counts are float32, which represents integers and halves exactly up to 2^23.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -87,7 +86,7 @@ class PenaltyTable:
         return request_id in self._slots
 
     def add(self, request_id: str, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
-        """Starts or restarts a request from what the host knows."""
+        """Starts or restarts a request with the tokens that the host knows."""
         slot = self._slots.get(request_id)
         if slot is None:
             slot = self._slots[request_id] = self._free_slots.pop() if self._free_slots else self._grow()
@@ -98,7 +97,7 @@ class PenaltyTable:
         self._counts[slot] = mx.array(row)
 
     def drop(self, request_id: str) -> None:
-        """Forgets a request; unknown ones are ignored. The memory goes with the last one."""
+        """Forgets a request; unknown ones are ignored. The last one frees the memory."""
         slot = self._slots.pop(request_id, None)
         if slot is None:
             return
@@ -110,7 +109,7 @@ class PenaltyTable:
             self._free_slots.clear()
 
     def observe(self, request_id: str, token_ids: Sequence[int], end: int) -> None:
-        """Counts those of `token_ids`, which end before position `end`, that were not counted yet."""
+        """Counts the tokens among `token_ids`, which end before position `end`, that were not counted yet."""
         num_new = end - self._num_tokens.get(request_id, end)
         if num_new <= 0:
             return
@@ -126,8 +125,8 @@ class PenaltyTable:
         params: Sequence[SamplingParams],
         drafts: Sequence[Sequence[int]] = (),
     ) -> mx.array:
-        """Penalised logits `[R, V]` for float32 logits of these requests, in this order. `drafts` of each count, too,
-        as if they had been put out."""
+        """Penalised logits `[R, V]` for float32 logits of these requests, in this order. The `drafts` of each count as
+        output, too."""
         self._count_pending()
         counts = self._counts[self._slot_array(request_ids)]
         if any(drafts):
@@ -173,9 +172,9 @@ class PenaltyTable:
 
 
 def _divide(logits: mx.array, seen: mx.array, factors: mx.array) -> mx.array:
-    """Positive logits of seen tokens divided by the row's factor, negative ones multiplied; `seen` is 0 or 1.
+    """Divides positive logits of seen tokens by the row's factor, and multiplies negative ones by it; `seen` is 0 or 1.
 
-    Without a `where`, which takes four times as long on the CPU; exact where nothing was seen.
+    Uses no `where`, which takes four times as long on the CPU. Exact for tokens that were not seen.
     """
     factors = seen * factors + (1.0 - seen)
     return mx.maximum(logits, 0.0) / factors + mx.minimum(logits, 0.0) * factors
@@ -183,7 +182,7 @@ def _divide(logits: mx.array, seen: mx.array, factors: mx.array) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Lazy log-probabilities of T positions; `top` holds more than any row asked for, or is None."""
+    """Lazy log-probabilities of T positions; `top` has at least as many tokens as any row needs, or is None."""
 
     token_ids: mx.array
     logprobs: mx.array
@@ -192,11 +191,11 @@ class ScoredTokens:
     num_tops: tuple[int, ...]
 
     def arrays(self) -> list[mx.array]:
-        """What has to be evaluated before `fetch` returns without waiting."""
+        """The arrays to evaluate so that `fetch` returns without waiting."""
         return [self.token_ids, self.logprobs, self.ranks, *(self.top or ())]
 
     def fetch(self) -> list[PositionLogprobs]:
-        """Waits for the values; one entry a position. MLX thread only."""
+        """Waits for the values; one entry for each position. MLX thread only."""
         columns = (np.array(column).tolist() for column in (self.token_ids, self.logprobs, self.ranks))
         tokens = list(map(TokenLogprob, *columns))
         if self.top is None:
@@ -209,11 +208,11 @@ class ScoredTokens:
 
 
 def score_tokens(logits: mx.array, token_ids: mx.array | npt.ArrayLike, num_top: int | Sequence[int]) -> ScoredTokens:
-    """Natural log-probabilities under `logits` `[T, V]` (any float type) of the tokens `[T]` that follow.
+    """Natural log-probabilities of the next tokens `[T]` under `logits` `[T, V]` of any float type.
 
-    `num_top` is how many of the likeliest tokens are wanted besides, for all positions or for each. A rank
-    is one more than the number of strictly likelier tokens. Rows do not depend on each other: the width of
-    the selection is fixed.
+    `num_top` is the number of likeliest tokens to return in addition, for all positions or for each. A rank is 1 plus
+    the number of strictly likelier tokens. Rows are independent of each other, because the width of the selection is
+    fixed.
     """
     num_tops = (num_top,) * len(logits) if isinstance(num_top, int) else tuple(num_top)
     logits = logits.astype(mx.float32)
@@ -230,7 +229,7 @@ def score_tokens(logits: mx.array, token_ids: mx.array | npt.ArrayLike, num_top:
 
 
 def _rank(token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> tuple[TokenLogprob, ...]:
-    """Tokens by falling probability, the lower id first among equals, which share a rank."""
+    """Tokens by descending probability. Equal ones share a rank and are ordered by id."""
     order = np.lexsort((token_ids, -logprobs))
     ranks = np.searchsorted(-logprobs[order], -logprobs[order], side="left") + 1
     return tuple(map(TokenLogprob, token_ids[order].tolist(), logprobs[order].tolist(), ranks.tolist()))

@@ -1,9 +1,9 @@
-"""Turns a step's logits into token ids: every row by its own request's parameters, all rows at once.
+"""Turns a step's logits into token ids: all rows at once, each by its request's parameters.
 
-Stages in their order, as in vLLM: log-probabilities of the raw logits; bitmasks and allowed ids; bans of
-`min_tokens` and bias; penalties; then each draw method over its rows: temperature, min-p, top-k, top-p and the draw
-(`draw.py`). A batch takes the stages that some row needs, over the rows that need them. Each stage is row-wise, so a
-row's token depends on its logits, its parameters, its seed and its position, and on nothing else in the batch.
+The stages, in vLLM's order: log-probabilities of the raw logits; bitmasks and allowed ids; bans of `min_tokens` and
+bias; penalties; then each draw method on its rows: temperature, min-p, top-k, top-p and the draw (`draw.py`). Each
+stage runs only on the rows that need it. All stages work row by row, so a row's token depends on its logits,
+parameters, seed and position, and on nothing else in the batch.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from mlx_server.sampling_params import SamplingParams
 class SampleRow:
     """One row of logits. `num_output_tokens` is the position in the output of the token to sample, from 0.
 
-    `allowed_bitmask` is as `Bitmask` has it (llguidance's int32 words, little endian); None allows all. `drafts` are
-    assumed to stand in the output before it. Of a request with drafts, no row `is_final`: `observe` tells which tokens
-    have come of them.
+    `allowed_bitmask` is a `Bitmask` (llguidance's int32 words, little endian); None allows all tokens. `drafts` are
+    assumed to be in the output before it. Rows of a request with drafts are not `is_final`: `observe` later counts its
+    tokens.
     """
 
     request_id: str
@@ -57,10 +57,10 @@ class SampledRows(NamedTuple):
     drafts: tuple[int, ...]
 
     def take(self, tokens: Sequence[SampledToken]) -> SampledToken:
-        """The request's result out of all rows' tokens. The token after a draft counts only if the draft is the token
-        that was sampled in its place.
+        """The request's result from the tokens of all rows. The token after a draft counts only if the draft equals the
+        token that was sampled in its place.
 
-        Drafts 5 6 7, sampled 5 6 9 2: 5 and 6 are accepted, 9 is the token after them, and 2 followed a wrong draft.
+        Example: drafts 5 6 7, sampled 5 6 9 2: 5 and 6 are accepted, 9 is the next token, and 2 followed a wrong draft.
         """
         mine = tokens[self.first : self.first + 1 + len(self.drafts)]
         pairs = zip(self.drafts, mine)
@@ -71,7 +71,8 @@ class SampledRows(NamedTuple):
 def plan_samples(
     chunks: Sequence[ScheduledChunk], ends: Sequence[int]
 ) -> tuple[list[SampledRows], list[SampleRow], list[int]]:
-    """Whose tokens are sampled, how, and after which rows of the batch. Chunk i ends before row `ends[i]`."""
+    """The requests to sample for, their sample rows, and the rows of the batch after which they sample. Chunk i ends
+    before row `ends[i]`."""
     sampled: list[SampledRows] = []
     samples: list[SampleRow] = []
     rows: list[int] = []
@@ -95,7 +96,8 @@ def plan_samples(
 
 @dataclass(frozen=True, slots=True)
 class SampledBatch:
-    """Sampled tokens of one step. `token_ids` `[S]` int32 can feed the next step before the host knows them.
+    """The sampled tokens of one step. `token_ids` `[S]` int32 can be the input of the next step before the host knows
+    them.
 
     `scores` has an entry for each of `scored_rows`. Requests may be dropped, and later steps sampled, before `fetch`.
     """
@@ -105,11 +107,11 @@ class SampledBatch:
     scored_rows: list[int]
 
     def arrays(self) -> list[mx.array]:
-        """Everything to submit with the step (`mx.async_eval`)."""
+        """The arrays to submit with the step (`mx.async_eval`)."""
         return [self.token_ids, *(() if self.scores is None else self.scores.arrays())]
 
     def fetch(self) -> list[SampledToken]:
-        """Waits for the values; one entry a row, in order. MLX thread only."""
+        """Waits for the values; one entry for each row, in order. MLX thread only."""
         tokens = [SampledToken(token_id) for token_id in np.array(self.token_ids).tolist()]
         if self.scores is not None:
             for row, logprobs in zip(self.scored_rows, self.scores.fetch(), strict=True):
@@ -119,11 +121,11 @@ class SampledBatch:
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """What the sampler needs of a request, computed once when it is admitted. `banned` adds -inf to tokens that would
-    end the output too early.
+    """What the sampler needs for a request, computed once at admission. `banned` adds -inf to tokens that would end the
+    output too early.
 
-    `seed_key` and a position give the key of the noise at that position: preemption, prefix hits and other requests of
-    the batch do not change a request's stream.
+    `seed_key` and a position determine the noise at that position, so preemption, prefix hits and other requests in the
+    batch do not change it.
     """
 
     params: SamplingParams
@@ -139,43 +141,42 @@ class RequestPlan:
 
 
 class Sampler:
-    """Samples for the requests that were added. MLX thread only; builds graphs and waits for nothing.
+    """Samples for the requests that were added. MLX thread only; builds graphs and never waits.
 
-    `vocab_size` is the number of columns of the logits, which may exceed the tokenizer's vocabulary.
+    `vocab_size` is the width of the logits, which may exceed the tokenizer's vocabulary.
     """
 
     def __init__(self, vocab_size: int, entropy: bytes | None = None) -> None:
-        """Samplers of equal `entropy` and vocabulary draw a request's token at a position with the same noise."""
+        """Samplers with equal `entropy` and vocabulary use the same noise for a request's token at a position."""
         self.vocab_size = vocab_size
         self.entropy = entropy or secrets.token_bytes(32)
-        self.agree: Callable[[mx.array], mx.array] | None = None  # drawn ids to those of all ranks
+        self.agree: Callable[[mx.array], mx.array] | None = None  # makes all ranks use the same ids
         self._plans: dict[str, RequestPlan] = {}
         self._penalties = PenaltyTable(vocab_size)
 
     def add(self, data: NewRequestData) -> None:
-        """Starts a request that was admitted or resumes, or restarts one; its known outputs are counted."""
+        """Starts a request at its admission, or restarts it when it resumes, and counts its known output tokens."""
         self._plans[data.request_id] = plan_request(data, self.vocab_size, self.entropy)
         if data.sampling.has_penalties:
             self._penalties.add(data.request_id, data.prompt_token_ids, data.output_token_ids)
 
     def drop(self, request_id: str) -> None:
-        """Forgets a request, also one of a batch that was not fetched yet; unknown ones are ignored."""
+        """Forgets a request, even if its batch was not fetched yet; unknown ones are ignored."""
         self._plans.pop(request_id, None)
         self._penalties.drop(request_id)
 
     def observe(self, request_id: str, token_ids: Sequence[int], end: int) -> None:
-        """Tells of tokens that the host put into a request, the last of them at position `end - 1`.
+        """Counts tokens of a request for its penalties, if they were not counted yet. The last one is at position `end
+        - 1`.
 
-        Those not counted yet, which a grammar forced, are counted for the penalties.
-        Needed for requests whose outputs are not all sampled; harmless for others.
+        Needed for tokens that a grammar forced and for accepted drafts; harmless for others.
         """
         self._penalties.observe(request_id, token_ids, end)
 
     def sample(self, logits: mx.array, rows: Sequence[SampleRow]) -> SampledBatch:
-        """Samples one token a row from `logits` `[S, V]` of any float type, S >= 1. Nothing is evaluated.
+        """Samples one token for each row of `logits` `[S, V]` of any float type, S >= 1. Evaluates nothing.
 
-        May be called for a step whose predecessor was not fetched. A row whose masks allow nothing gives
-        token 0.
+        May be called before the previous step is fetched. A row without allowed tokens gives token 0.
         """
         assert logits.shape == (len(rows), self.vocab_size), f"{logits.shape} for {len(rows)} rows"
         plans = [self._plans[row.request_id] for row in rows]
@@ -208,10 +209,10 @@ class Sampler:
 
 
 def plan_request(data: NewRequestData, vocab_size: int, entropy: bytes) -> RequestPlan:
-    """Plans a request; ids outside the vocabulary are ignored here, and refused by the API.
+    """The plan of a request. Ignores ids outside the vocabulary, which the API refuses.
 
-    Without a seed the noise comes from the request's id and the process's `entropy`, so that a request that
-    resumes continues its stream.
+    Without a seed, the noise depends on the request's id and the process's `entropy`, so it stays the same when a
+    request resumes.
     """
     params = data.sampling
     name = data.request_id.encode() if params.seed is None else params.seed.to_bytes(8, "little", signed=True)
@@ -247,7 +248,7 @@ def _packed(token_ids: Iterable[int] | None, vocab_size: int) -> Bitmask | None:
 
 
 def _mask_rows(logits: mx.array, rows: Sequence[SampleRow], plans: Sequence[RequestPlan]) -> mx.array:
-    """Bitmasks and allowed ids; like `_offset_rows`, the very same array where no row has any."""
+    """Applies bitmasks and allowed ids. Like `_offset_rows`, returns the same array if no row has any."""
     bitmasks = {i: mask for i in range(len(rows)) if (mask := _bitmask(rows[i], plans[i])) is not None}
     if not bitmasks:
         return logits
@@ -256,7 +257,7 @@ def _mask_rows(logits: mx.array, rows: Sequence[SampleRow], plans: Sequence[Requ
 
 
 def _offset_rows(logits: mx.array, rows: Sequence[SampleRow], plans: Sequence[RequestPlan]) -> mx.array:
-    """Bias, and bans until `min_tokens`."""
+    """Applies bias, and bans until `min_tokens`."""
     offsets = [(i, offset) for i in range(len(rows)) for offset in _offsets(rows[i], plans[i])]
     if not offsets:
         return logits
@@ -281,7 +282,7 @@ def _offsets(row: SampleRow, plan: RequestPlan) -> list[TokenOffsets]:
 
 
 def _draw_rows(logits: mx.array, rows: Sequence[SampleRow], plans: Sequence[RequestPlan]) -> mx.array:
-    """One token a row `[S]`: the rows of each draw method together, put back in order."""
+    """One token for each row, `[S]`: draws the rows of each method together, and restores their order."""
     groups: dict[DrawMethod, list[int]] = {}
     for i, plan in enumerate(plans):
         groups.setdefault(plan.method, []).append(i)
@@ -296,7 +297,7 @@ def _draw_rows(logits: mx.array, rows: Sequence[SampleRow], plans: Sequence[Requ
 
 
 def _columns(members: Sequence[tuple[SampleRow, RequestPlan]]) -> DrawColumns:
-    """The parameters of rows of one draw method, uploaded."""
+    """The parameters of rows with one draw method, on the device."""
     params = [plan.params for _, plan in members]
     keys = b"".join(plan.noise_key(row.num_output_tokens) for row, plan in members)
     uses_min_p = any(p.min_p > 0.0 for p in params)

@@ -79,7 +79,7 @@ def test_a_step_arrives_as_it_was_sent():
 
 
 def test_who_does_not_know_the_secret_is_no_rank():
-    with pytest.raises(RankLostError, match="no rank of this group"):
+    with pytest.raises(RankLostError, match="not a rank of this group"):
         linked(lambda link: None, (b"t" * 32, b"u" * 32))
 
 
@@ -88,7 +88,7 @@ def test_who_says_nothing_or_nonsense_holds_nobody_up(said: bytes, monkeypatch: 
     monkeypatch.setattr(rank_link, "_PROOF_S", 1)
     with socket.create_server((HOST, 0)) as server, socket.create_connection(server.getsockname()) as stranger:
         stranger.sendall(said)
-        with pytest.raises(RankLostError, match="no rank of this group"):
+        with pytest.raises(RankLostError, match="not a rank of this group"):
             Link(server.accept()[0], b"t" * 32, is_leader=True)
 
 
@@ -105,7 +105,7 @@ def test_who_says_nothing_or_nonsense_holds_nobody_up(said: bytes, monkeypatch: 
 def test_a_rank_that_cannot_be_understood_is_lost(frame: bytes):
     """Of another version, say; whatever it sends, the others end with a reason."""
     link = linked(lambda other: other._connection.send_bytes(frame))
-    with pytest.raises(RankLostError, match="it says what cannot be read"):
+    with pytest.raises(RankLostError, match="it sent an invalid message"):
         link.receive()
     link.close()
 
@@ -121,7 +121,7 @@ def test_a_rank_that_stops_is_noticed_also_in_the_middle_of_a_message(begun: byt
         noticed.wait(END_S)
 
     link = linked(work)
-    with pytest.raises(RankLostError, match="it has said nothing for 1 s"):
+    with pytest.raises(RankLostError, match="it has sent nothing for 1 s"):
         link.receive()
     noticed.set()
     link.close()
@@ -199,13 +199,13 @@ def test_a_rank_that_stops_when_it_is_told_to_is_not_lost(
         assert isinstance(link.receive(), Stop)
 
     leader = Leader(SimpleNamespace(), {1: linked(work)}, MLXThread())
-    tell = leader.tell
+    send = leader.send
 
-    def tell_and_see_it_go(message: Any) -> None:
-        tell(message)
+    def send_and_see_it_go(message: Any) -> None:
+        send(message)
         for reader in leader._readers:
             reader.join(END_S)
 
-    monkeypatch.setattr(leader, "tell", tell_and_see_it_go)
+    monkeypatch.setattr(leader, "send", send_and_see_it_go)
     leader.close()
     assert caplog.messages == []

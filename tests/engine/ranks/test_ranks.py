@@ -149,7 +149,7 @@ def test_ranks_with_other_settings_end_and_say_which(tmp_path: Path):
     ranks = Ranks(folder, with_kernels(tmp_path / "home"), 2, *options)
     assert ranks.statuses() == [2, 1], ranks.said()
     first, second = (log.read_text("utf-8") for log in ranks.logs)
-    assert "max_num_seqs is 4 on rank 1, and 8 on rank 0; it must be the same on all ranks." in first
+    assert "max_num_seqs is 4 on rank 1, but 8 on rank 0; it must be the same on all ranks." in first
     assert "Rank 0 is lost: its process has ended" in second
     for process in ranks.processes:
         process.communicate()
@@ -172,14 +172,14 @@ def test_ranks_with_other_settings_end_and_say_which(tmp_path: Path):
     ],
 )
 def test_what_does_not_work_with_several_ranks_is_refused_by_name(flags: dict[str, str], reason: str):
-    with pytest.raises(ConfigError, match=f"{reason}, which does not go with --tensor-parallel-size 2: "):
+    with pytest.raises(ConfigError, match=f"{reason}, which does not work with --tensor-parallel-size 2: "):
         check_shardable(load_config(flags={"tensor_parallel_size": "2", **flags}))
 
 
 def test_several_models_are_refused(tmp_path: Path):
     path = tmp_path / "models.toml"
     path.write_text('[fleet]\ntensor_parallel_size = 2\n[[models]]\nid = "a"\nmodel = "x"\n')
-    with pytest.raises(ConfigError, match="models is a, which does not go with --tensor-parallel-size 2: "):
+    with pytest.raises(ConfigError, match="models is a, which does not work with --tensor-parallel-size 2: "):
         check_shardable(load_config(path))
 
 

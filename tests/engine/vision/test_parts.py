@@ -78,7 +78,7 @@ def test_whose_images_are_noted():
 def test_images_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(parts, "MAX_IMAGES", 2)
     image = {"type": "image", "image": "AAAA"}
-    with pytest.raises(InvalidRequestError, match=r"content\[2\] is image 3 of the request; at most 2 are read"):
+    with pytest.raises(InvalidRequestError, match=r"content\[2\] is image 3 of the request; the most is 2"):
         ImageParts().mark_messages([{"role": "user", "content": [image] * 3}])
 
 

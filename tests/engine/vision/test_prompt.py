@@ -9,8 +9,7 @@ import pytest
 
 from mlx_server.engine.text.chat import ChatFormatter, ChatOptions, ChatPrompt
 from mlx_server.engine.text.tokenizer import Tokenizer
-from mlx_server.engine.vision.parts import UNREADABLE_NOTE, ImageParts
-from mlx_server.engine.vision.prompt import Pictures
+from mlx_server.engine.vision.parts import UNREADABLE_NOTE, ImageParts, Pictures
 from mlx_server.engine.vision.seeing import SeeingModel
 from mlx_server.errors import InvalidRequestError
 from tests.picture_worlds import FOLDERS, GEMMA, QWEN, SMOLVLM, VisionFolder, encoded, picture
@@ -154,5 +153,5 @@ def test_the_image_token_in_a_text_is_text(tmp_path: Path, folder: VisionFolder)
 def test_a_template_that_leaves_images_out_is_told(tmp_path: Path):
     eyes = Eyes(QWEN, tmp_path, QWEN.template.replace("message in messages", "message in messages[-1:]"))
     messages = [{"role": "user", "content": [IMAGE]}, {"role": "assistant", "content": "a"}]
-    with pytest.raises(InvalidRequestError, match="shows 0 images of the 1 in the messages"):
+    with pytest.raises(InvalidRequestError, match="shows 0 of the 1 images in the messages"):
         eyes.read([*messages, {"role": "user", "content": "b"}])

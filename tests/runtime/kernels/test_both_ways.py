@@ -69,7 +69,7 @@ def test_on_a_cpu_a_row_has_the_bits_that_it_has_alone(window: int | None) -> No
 
 def test_rows_cannot_be_computed_one_by_one() -> None:
     step = World(Layer(4, 2, 64, 64), [Span(0, 20, (3, 9))]).step()
-    with pytest.raises(ValueError, match="both ways cannot be one by one"):
+    with pytest.raises(ValueError, match="both ways cannot be computed one by one"):
         step.by_row()
 
 

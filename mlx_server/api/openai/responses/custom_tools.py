@@ -1,6 +1,6 @@
 """Custom tools of the Responses API: their input is free text, which may have to match a regex or a Lark grammar.
 
-The model knows one as a function with a single argument, `input`; what it writes there is given back as it stands.
+The model sees such a tool as a function with one argument, `input`. The client gets the text of that argument.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ARGUMENT = "input"
 
 
 def as_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """The function that the model is shown, of a tool that `input_patterns` has taken."""
+    """The function that the model sees for a tool that `input_patterns` has accepted."""
     form = tool.get("format") or {}
     description = str(tool.get("description") or "")
     if form.get("type") == "grammar":
@@ -36,8 +36,8 @@ def as_function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def input_patterns(tools: Iterable[tuple[str, dict[str, Any], str]]) -> dict[str, str]:
-    """The regexes that the inputs of some tools must match, by the tool's name; each tool comes with its name and where
-    it stands. Raises `InvalidRequestError`, also for more than can be compiled."""
+    """The regexes that tools' inputs must match, by the tool's name. `tools` has names, tools, and their paths in the
+    request. Raises `InvalidRequestError`, also for regexes that are too long together."""
     found: dict[str, str] = {}
     for name, tool, where in tools:
         pattern = _input_pattern(tool, where)
@@ -54,8 +54,8 @@ def input_patterns(tools: Iterable[tuple[str, dict[str, Any], str]]) -> dict[str
 
 
 def _input_pattern(tool: dict[str, Any], where: str) -> str | None:
-    """The regex that the whole input must match; None for free text. Raises `InvalidRequestError`, also for a grammar
-    that is none."""
+    """The regex that the whole input must match; None for free text. Raises `InvalidRequestError`, also for an invalid
+    grammar."""
     form, where = tool.get("format"), f"{where}.format"
     if form is None or (isinstance(form, dict) and form.get("type") == "text"):
         return None
@@ -71,8 +71,8 @@ def _input_pattern(tool: dict[str, Any], where: str) -> str | None:
                 return lark_regex(definition)
             except (ValueError, RecursionError) as error:
                 raise InvalidRequestError(
-                    f"{where}.definition cannot be enforced: {error}. In an argument of a call a Lark grammar is "
-                    "enforced as a regex, which it must come to without recursion. Simplify it, or leave format out.",
+                    f"{where}.definition cannot be enforced: {error}. In a call's argument, a Lark grammar is enforced "
+                    "as a regex, so it must not recurse. Simplify it, or leave format out.",
                     f"{where}.definition",
                 ) from error
     raise InvalidRequestError(f"{where}.syntax must be lark or regex.", f"{where}.syntax")
@@ -84,8 +84,8 @@ _FIRST_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
 
 
 class InputReader:
-    r"""Reads the input out of a call's arguments while they are written: `{"input": "a\nb"}` is `a`, a line break, `b`,
-    however the text is cut."""
+    r"""Reads the input from a call's arguments while they come: `{"input": "a\nb"}` is `a`, a line break, `b`, however
+    the text is cut into pieces."""
 
     def __init__(self) -> None:
         self._arguments: list[str] = []
@@ -94,7 +94,7 @@ class InputReader:
         self.text = ""
 
     def feed(self, fragment: str) -> str:
-        """What is certain of the input once `fragment` has come."""
+        """The part of the input that is certain once `fragment` has come."""
         self._arguments.append(fragment)
         self._held += fragment
         if self._is_open is None and (head := _HEAD.match(self._held)):
@@ -111,7 +111,7 @@ class InputReader:
         return self._add(_unescaped(piece))
 
     def finish(self) -> str:
-        """The rest, where the model has written its arguments in another way than it was to."""
+        """The rest, if the model has not written its arguments in the expected form."""
         return "" if self.text or self._is_open is not None else self._add(_read("".join(self._arguments)))
 
     def _add(self, text: str) -> str:
@@ -122,7 +122,7 @@ class InputReader:
 def _unescaped(piece: str) -> str:
     try:
         return str(json.loads(f'"{piece}"', strict=False)).encode("utf-8", "replace").decode()
-    except ValueError:  # no escape of JSON's
+    except ValueError:  # not an escape of JSON
         return piece
 
 

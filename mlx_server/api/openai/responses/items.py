@@ -1,8 +1,9 @@
-"""The items of a response's input: what of each is kept, and how they become a chat template's turns.
+"""The items of a response's input: which of their members are kept, and how they become a chat template's turns.
 
-What was said, thought, called and returned is read, whoever has run the tool. What only the server that wrote it could
-read, and what has nothing to say to a model, is passed over (`PASSED_OVER`), so that a conversation that has begun
-elsewhere can go on here. Media are refused where the user sends them, and noted where a tool has returned them.
+Texts, reasoning, calls and results are read, no matter which side ran the tool. Items that only the server that wrote
+them can read, or that are of no use to a model, are skipped (`PASSED_OVER`), so a conversation can begin on another
+server and continue here. For a model that takes no images, media are refused in a user's message, and a note replaces
+them in a tool's result.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _IMAGE_FIELDS = ("image_url", "detail")
 
 
 def qualified(name: str, namespace: str) -> str:
-    """What the model knows a function by: `files__read` for `read` of the namespace `files`."""
+    """A function's name for the model: `files__read` for `read` of the namespace `files`."""
     return f"{namespace}__{name}" if namespace else name
 
 
@@ -34,7 +35,7 @@ def unqualified(name: str, namespace: str) -> str:
 
 
 def referenced_ids(value: str | Sequence[Item]) -> set[str]:
-    """The ids of items that are not sent, but referred to."""
+    """The ids of items that the input refers to instead of sending them."""
     ids = (item.get("id") for item in value if not isinstance(item, str) and _is_reference(item))
     return {item_id for item_id in ids if isinstance(item_id, str)}
 
@@ -42,9 +43,9 @@ def referenced_ids(value: str | Sequence[Item]) -> set[str]:
 def normalise_input(
     value: str | Sequence[Item], referenced: Mapping[str, Item], *, keeps_images: bool = False
 ) -> list[Item]:
-    """The items with a type and an id each, and content as parts, as they are handed out again, without fields that
-    are not read, those of images unless it `keeps_images`; `referenced`, by id, in the place of references. Raises
-    `InvalidRequestError` for references to others, and for a second one to the same."""
+    """The items as clients get them back: each with a type and an id, content as parts, without members that are not
+    read (images only if it `keeps_images`), and with the items of `referenced`, by id, in place of references. Raises
+    `InvalidRequestError` for references to other items, and for a second reference to the same one."""
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     unused = dict(referenced)
     part_fields = (*_PART_FIELDS, *(_IMAGE_FIELDS if keeps_images else ()))
@@ -55,8 +56,7 @@ def normalise_input(
 
 
 def read_items(turns: Turns, items: Iterable[Item], field: str) -> None:
-    """Adds normalised items, those of the request's `field`, to `turns`. Raises `InvalidRequestError`, for what
-    is no text, too."""
+    """Adds normalised items of the request's `field` to `turns`. Raises `InvalidRequestError`, also for media."""
     for index, item in enumerate(items):
         where, kind = f"{field}[{index}]", item["type"]
         if kind in PASSED_OVER:
@@ -70,7 +70,7 @@ def read_items(turns: Turns, items: Iterable[Item], field: str) -> None:
 
 
 def _is_reference(item: Item) -> bool:
-    """Their type may be left out."""
+    """References may leave out their type."""
     kind = item.get("type")
     return kind == "item_reference" or (kind is None and "id" in item and not item.keys() & {"role", "content"})
 
@@ -79,8 +79,7 @@ def _referenced(item: Item, unused: dict[str, Item], where: str) -> Item:
     item_id = string_in(item, "id", where)
     if item_id not in unused:
         raise InvalidRequestError(
-            f"{where} refers to the item {item_id}, which is not kept here, or was referred to before; send the item "
-            "itself.",
+            f"{where} refers to the item {item_id}, which is not kept here or is referred to twice; send the item.",
             f"{where}.id",
         )
     return unused.pop(item_id)
@@ -105,7 +104,7 @@ def _normalised(item: Item, where: str, part_fields: Sequence[str]) -> Item:
 
 
 def _known_parts(value: Any, fields: Sequence[str]) -> Any:
-    """Content without what nobody reads."""
+    """Content without members that are not read."""
     if not isinstance(value, list):
         return value
     return [_known_part(part, fields) if isinstance(part, dict) and "type" in part else part for part in value]
@@ -130,7 +129,7 @@ def _read_message(turns: Turns, item: Item, where: str) -> None:
 
 
 def _read_reasoning(turns: Turns, item: Item, where: str) -> None:
-    """The reasoning itself, or else its summary. What is encrypted was not written here and stays unread."""
+    """The reasoning itself, or else its summary. Encrypted reasoning comes from another server and is not read."""
     for field in ("content", "summary"):
         parts = item.get(field) or []
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
@@ -152,14 +151,14 @@ def _read_output(turns: Turns, item: Item, where: str) -> None:
 
 
 def _read_mcp_call(turns: Turns, item: Item, where: str) -> None:
-    """A call and its result at once."""
+    """A call together with its result."""
     name = string_in(item, "name", where)
     turns.call(item["id"], name, parse_arguments(item.get("arguments"), f"{where}.arguments"))
     turns.result(item["id"], _as_text(item.get("output") or item.get("error") or ""))
 
 
 def _own_call(name: str, field: str) -> Reader:
-    """Reads calls of a tool that has a type of its own, with all arguments in one field; `name` unless it has one."""
+    """For calls of a tool with its own item type and all arguments in one field. An item's name replaces `name`."""
 
     def read(turns: Turns, item: Item, where: str) -> None:
         called = string_in(item, "name", where) if "name" in item else name
@@ -185,7 +184,7 @@ Reader = Callable[[Turns, Item, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One type of items: how their ids begin, what is kept beside id and status, and how they are read."""
+    """One type of items: how their ids begin, which members are kept beside id and status, and how they are read."""
 
     prefix: str
     fields: tuple[str, ...]
@@ -210,19 +209,19 @@ KINDS: Mapping[str, Kind] = {
     "apply_patch_call_output": Kind("apco", _OUTPUT_FIELDS, _read_own_output),
     "mcp_call": Kind("mcp", ("name", "arguments", "output", "error"), _read_mcp_call),
 }
-"""What is read."""
+"""The items that are read, by type."""
 
 _UNREAD = Kind("item", (), lambda *_: None)
 PASSED_OVER = frozenset(
     (
-        # What ran on the server that wrote the answer, which says what came of it.
+        # Tools that ran on the server that wrote the answer; the answer has what matters of their results.
         *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
         *("computer_call", "computer_call_output", "program", "program_output"),
-        # Tools that were found or listed there; those that can be called here stand in `tools`.
+        # Tools that were found or listed there; `tools` has those that can be called here.
         *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
         *("tool_search_call", "tool_search_output", "additional_tools", "configuration_update"),
         # Encrypted, or a client's own bookkeeping.
         *("compaction", "compaction_summary", "context_compaction", "compaction_trigger", "ghost_snapshot"),
     )
 )
-"""What is no text, or was written for another server."""
+"""Items that are not read: not text, or written for another server."""

@@ -1,4 +1,4 @@
-"""What the Responses API sends: the response's body, and the events by which its output items grow."""
+"""What the Responses API sends: a response's body, and the events of its output items."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from mlx_server.api.answers.collect import Answer, Usage, UsageMeter
 from mlx_server.api.answers.generation import Finish, OutputEvent
@@ -18,7 +20,7 @@ from mlx_server.api.openai.exchange import Exchange, Writer
 from mlx_server.api.openai.output import cached_tokens
 from mlx_server.api.openai.responses.custom_tools import InputReader
 from mlx_server.api.openai.responses.items import unqualified
-from mlx_server.api.openai.responses.request import ResponsesRequest
+from mlx_server.api.openai.responses.request import ClientTool, ResponsesRequest
 from mlx_server.api.openai.responses.store import KeptItem, KeptResponses, StoredResponse
 from mlx_server.engine.tools.parser import ToolCallDelta
 from mlx_server.errors import InvalidRequestError
@@ -50,14 +52,14 @@ class ResponseWriter(Writer):
         store: KeptResponses | None,
         input_items: tuple[KeptItem, ...],
     ) -> None:
-        """`store` keeps the response with its `input_items`, as it is at any time; None if nothing is to be kept."""
-        # The id is a key to what is kept, so it is never one that a client has chosen.
+        """`store` keeps the response and its `input_items` from the start; None keeps nothing."""
+        # The id is a key to what is kept, so clients cannot choose it.
         self.response_id = f"resp_{uuid.uuid4().hex}"
         self._first_body = {"id": self.response_id, **_head(exchange.model_name, request, sampling)}
         self._body = self._first_body
         self._store = store
         self._input_items = input_items
-        self._items = OutputItems(request.namespaces(), request.custom_tools())
+        self._items = OutputItems({tool.name: tool for tool in request.client_tools()})
         self._meter = UsageMeter(1)
         self._numbers = itertools.count()
 
@@ -132,7 +134,7 @@ class ResponseWriter(Writer):
 
 
 def _head(model: str, request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
-    """The body of a response while there is no output: mostly what was asked."""
+    """The body of a response without output: mostly what the request says."""
     reasoning, text = request.reasoning, request.text
     return {
         "object": "response",
@@ -170,13 +172,13 @@ def _head(model: str, request: ResponsesRequest, sampling: SamplingParams) -> di
 
 
 def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool with the members that every function of a response has."""
+    """A tool with all members that functions have in a response."""
     missing = {"description": None, "parameters": None, "strict": None} if tool.get("type") == "function" else {}
     return {**missing, **tool}
 
 
 def check_echo(request: ResponsesRequest) -> None:
-    """Raises `InvalidRequestError` for a request of which each answer and several events would repeat too much."""
+    """Raises `InvalidRequestError` if each answer and several events would repeat too much of the request."""
     text = request.text and request.text.format
     ids = [request.user, request.prompt_cache_key, request.safety_identifier]
     repeated = [request.instructions, request.metadata, request.tools, request.tool_choice, *ids, text]
@@ -189,7 +191,7 @@ def check_echo(request: ResponsesRequest) -> None:
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """The counts under this protocol's names. Caching needs no asking, so no tokens count as written to it."""
+    """The counts under this protocol's names. Everything is cached without being asked, so no write is counted."""
     return {
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {**cached_tokens(usage), "cache_write_tokens": 0},
@@ -200,177 +202,130 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 class OutputItems:
-    """Makes items, and their events, of what the model writes. One item is open at a time: what belongs to
-    another closes it."""
+    """Makes items, and their events, of what the model writes. One item is open at a time: output of another kind
+    closes it."""
 
-    def __init__(self, namespaces: Mapping[str, str], custom: Collection[str]) -> None:
-        """`namespaces` has that of each tool that belongs to one; `custom` are the custom tools' names."""
+    def __init__(self, tools: Mapping[str, ClientTool]) -> None:
+        """`tools` are the client's, by the names that the model knows."""
         self.done: list[dict[str, Any]] = []
-        self._namespaces = namespaces
-        self._custom = custom
+        self._tools = tools
         self._open: _TextItem | _CallItem | None = None
 
     def append(self, event: OutputEvent) -> Iterator[Event]:
-        for kind, text in ((_Reasoning, event.reasoning), (_Message, event.content)):
+        for kind, text in ((_REASONING, event.reasoning), (_MESSAGE, event.content)):
             if text:
-                if self._open is None or self._open.key != kind.key:
-                    yield from self._enter(kind(self._next_index))
-                assert self._open is not None
-                yield from self._open.grow(text)
+                yield from self._grow(kind, text, partial(_TextItem, kind))
         for piece in event.tool_calls:
-            yield from self._call(piece)
+            new_call = partial(_CallItem, piece, self._tools.get(piece.name or ""))
+            yield from self._grow(piece.index, piece.arguments_fragment, new_call)
         if event.finish is not None:
             is_whole = _STATUSES[event.finish.reason] == "completed"
             yield from self._close("completed" if is_whole else "incomplete")
 
-    def _call(self, piece: ToolCallDelta) -> Iterator[Event]:
-        if self._open is None or self._open.key != piece.index:
-            kind = _CustomCallItem if piece.name in self._custom else _CallItem
-            yield from self._enter(kind(piece, self._next_index, self._namespaces.get(piece.name or "", "")))
-        assert self._open is not None
-        if piece.arguments_fragment:
-            yield from self._open.grow(piece.arguments_fragment)
-
-    @property
-    def _next_index(self) -> int:
-        return len(self.done) + (self._open is not None)
-
-    def _enter(self, item: _TextItem | _CallItem) -> Iterator[Event]:
-        yield from self._close("completed")
-        self._open = item
-        yield from item.opening()
+    def _grow(self, key: object, text: str, new_item: Callable[[int], _TextItem | _CallItem]) -> Iterator[Event]:
+        """Adds text to the item with this key, which is made and opened if it is not the open one."""
+        if self._open is None or self._open.key != key:
+            yield from self._close("completed")
+            item = self._open = new_item(len(self.done))
+            yield {"type": "response.output_item.added", "output_index": item.index, "item": item.body("in_progress")}
+            yield from item.opening()
+        if text:
+            yield from self._open.grow(text)
 
     def _close(self, status: str) -> Iterator[Event]:
         if self._open is None:
             return
         item, self._open = self._open, None
-        self.done.append(item.body(status))
-        yield from item.closing(status)
+        body = item.body(status)
+        self.done.append(body)
+        yield from item.closing(body)
+        yield {"type": "response.output_item.done", "output_index": item.index, "item": body}
 
 
-class _TextItem:
-    """A message, or the reasoning before it: one part of text. Subclasses say how they begin, what the empty part is,
-    and what their text's events carry."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """Items of one kind: how their ids begin, the names of their events, and what each of these has beside the text."""
 
-    key: ClassVar[str]
-    prefix: ClassVar[str]
-    head: ClassVar[Mapping[str, Any]]
-    part: ClassVar[Mapping[str, Any]]
-    events: ClassVar[str]
-    extra: ClassVar[Mapping[str, Any]] = {}
+    prefix: str
+    events: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def __init__(self, index: int) -> None:
-        self._id = f"{self.prefix}_{uuid.uuid4().hex}"
-        self._index = index
-        self._where = {"item_id": self._id, "output_index": index, "content_index": 0}
-        self._text: list[str] = []
 
-    def opening(self) -> Iterator[Event]:
-        item = {**self.head, "id": self._id, "status": "in_progress", "content": []}
-        yield {"type": "response.output_item.added", "output_index": self._index, "item": item}
-        yield {"type": "response.content_part.added", **self._where, "part": self.part}
+_REASONING = _Kind("rs", "response.reasoning_text")
+_MESSAGE = _Kind("msg", "response.output_text", {"logprobs": []})
+_CALL = _Kind("fc", "response.function_call_arguments")
+_CUSTOM_CALL = _Kind("ctc", "response.custom_tool_call_input")
+
+
+class _Item:
+    """An item of the output. `key` tells it from the other items of its response."""
+
+    def __init__(self, kind: _Kind, key: object, index: int) -> None:
+        self.key = key
+        self.index = index
+        self._kind = kind
+        self._id = f"{kind.prefix}_{uuid.uuid4().hex}"
+        self._where: dict[str, Any] = {"item_id": self._id, "output_index": index}
+        self._pieces: list[str] = []
 
     def grow(self, text: str) -> Iterator[Event]:
-        self._text.append(text)
-        yield {"type": f"{self.events}.delta", **self._where, "delta": text, **self.extra}
+        self._pieces.append(text)
+        yield {"type": f"{self._kind.events}.delta", **self._where, "delta": text, **self._kind.extra}
 
-    def closing(self, status: str) -> Iterator[Event]:
-        item = self.body(status)
-        (part,) = item["content"]
-        yield {"type": f"{self.events}.done", **self._where, "text": part["text"], **self.extra}
+
+class _TextItem(_Item):
+    """A message, or the reasoning before it: one part of text."""
+
+    def __init__(self, kind: _Kind, index: int) -> None:
+        super().__init__(kind, kind, index)
+        self._where["content_index"] = 0
+        self._head: dict[str, Any] = {"type": "message", "role": "assistant", "id": self._id}
+        self._part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        if kind is _REASONING:
+            self._head = {"type": "reasoning", "summary": [], "id": self._id}
+            self._part = {"type": "reasoning_text", "text": ""}
+
+    def opening(self) -> Iterator[Event]:
+        yield {"type": "response.content_part.added", **self._where, "part": self._part}
+
+    def closing(self, body: dict[str, Any]) -> Iterator[Event]:
+        (part,) = body["content"]
+        yield {"type": f"{self._kind.events}.done", **self._where, "text": part["text"], **self._kind.extra}
         yield {"type": "response.content_part.done", **self._where, "part": part}
-        yield {"type": "response.output_item.done", "output_index": self._index, "item": item}
 
     def body(self, status: str) -> dict[str, Any]:
-        part = {**self.part, "text": "".join(self._text)}
-        return {**self.head, "id": self._id, "status": status, "content": [part]}
+        content = [] if status == "in_progress" else [{**self._part, "text": "".join(self._pieces)}]
+        return {**self._head, "status": status, "content": content}
 
 
-class _Reasoning(_TextItem):
-    key: ClassVar = "reasoning"
-    prefix: ClassVar = "rs"
-    head: ClassVar = {"type": "reasoning", "summary": []}
-    part: ClassVar = {"type": "reasoning_text", "text": ""}
-    events: ClassVar = "response.reasoning_text"
+class _CallItem(_Item):
+    """A call of one of the client's tools. The input of a custom tool is free text, not JSON."""
 
-
-class _Message(_TextItem):
-    key: ClassVar = "message"
-    prefix: ClassVar = "msg"
-    head: ClassVar = {"type": "message", "role": "assistant"}
-    part: ClassVar = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-    events: ClassVar = "response.output_text"
-    extra: ClassVar = {"logprobs": []}
-
-
-class _CallItem:
-    """A call of one of the client's functions, which may belong to a `namespace`."""
-
-    prefix: ClassVar = "fc"
-
-    def __init__(self, piece: ToolCallDelta, index: int, namespace: str) -> None:
-        self.key = piece.index
-        self._id = f"{self.prefix}_{uuid.uuid4().hex}"
-        self._call_id = piece.id
-        self._name = unqualified(piece.name or "", namespace)
-        self._namespace = {"namespace": namespace} if namespace else {}
-        self._index = index
-        self._where = {"item_id": self._id, "output_index": index}
-        self._arguments: list[str] = []
+    def __init__(self, piece: ToolCallDelta, tool: ClientTool | None, index: int) -> None:
+        self._input = InputReader() if tool is not None and tool.is_custom else None
+        super().__init__(_CALL if self._input is None else _CUSTOM_CALL, piece.index, index)
+        namespace = "" if tool is None else tool.namespace
+        self._head = {
+            "type": "function_call" if self._input is None else "custom_tool_call",
+            "id": self._id,
+            "call_id": piece.id,
+            "name": unqualified(piece.name or "", namespace),
+            **({"namespace": namespace} if namespace else {}),
+        }
 
     def opening(self) -> Iterator[Event]:
-        item = self.body("in_progress")
-        yield {"type": "response.output_item.added", "output_index": self._index, "item": item}
+        yield from ()
 
     def grow(self, text: str) -> Iterator[Event]:
-        self._arguments.append(text)
-        yield {"type": "response.function_call_arguments.delta", **self._where, "delta": text}
+        if shown := text if self._input is None else self._input.feed(text):
+            yield from super().grow(shown)
 
-    def closing(self, status: str) -> Iterator[Event]:
-        item = self.body(status)
-        arguments = {"name": self._name, "arguments": item["arguments"]}
-        yield {"type": "response.function_call_arguments.done", **self._where, **arguments}
-        yield {"type": "response.output_item.done", "output_index": self._index, "item": item}
+    def closing(self, body: dict[str, Any]) -> Iterator[Event]:
+        names = ("name", "arguments") if self._input is None else ("input",)
+        yield {"type": f"{self._kind.events}.done", **self._where, **{name: body[name] for name in names}}
 
     def body(self, status: str) -> dict[str, Any]:
-        return {
-            "type": "function_call",
-            "id": self._id,
-            "call_id": self._call_id,
-            "name": self._name,
-            **self._namespace,
-            "arguments": "".join(self._arguments),
-            "status": status,
-        }
-
-
-class _CustomCallItem(_CallItem):
-    """A call of one of the client's custom tools: its input is a text, and no JSON."""
-
-    prefix: ClassVar = "ctc"
-
-    def __init__(self, piece: ToolCallDelta, index: int, namespace: str) -> None:
-        super().__init__(piece, index, namespace)
-        self._input = InputReader()
-
-    def grow(self, text: str) -> Iterator[Event]:
-        if found := self._input.feed(text):
-            yield {"type": "response.custom_tool_call_input.delta", **self._where, "delta": found}
-
-    def closing(self, status: str) -> Iterator[Event]:
-        item = self.body(status)
-        yield {"type": "response.custom_tool_call_input.done", **self._where, "input": item["input"]}
-        yield {"type": "response.output_item.done", "output_index": self._index, "item": item}
-
-    def body(self, status: str) -> dict[str, Any]:
-        if status != "in_progress":
-            self._input.finish()
-        return {
-            "type": "custom_tool_call",
-            "id": self._id,
-            "call_id": self._call_id,
-            "name": self._name,
-            **self._namespace,
-            "input": self._input.text,
-            "status": status,
-        }
+        if self._input is None:
+            return {**self._head, "arguments": "".join(self._pieces), "status": status}
+        self._input.finish()
+        return {**self._head, "input": self._input.text, "status": status}

@@ -1,13 +1,13 @@
 """The body of POST /v1/responses.
 
-Beside the protocol's own fields, those of sampling that chat completions take are honoured (`min_p`, `seed`,
-`cache_salt` ...).
+The sampling fields of chat completions (`min_p`, `seed`, `cache_salt` ...) work beside the protocol's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, WithJsonSchema
@@ -41,40 +41,33 @@ InputItem = Annotated[
         )
     ),
 ]
-_FUNCTION = members(
-    *("type", "name"),
-    type={"const": "function"},
-    name={**STRING, "minLength": 1},
-    parameters={"type": ["object", "null"]},
-)
+_NAME = {**STRING, "minLength": 1}
 _GRAMMAR = of_type("grammar", syntax={"enum": ["lark", "regex"]}, definition=STRING)
-_CUSTOM = members(
-    *("type", "name"),
-    type={"const": "custom"},
-    name={**STRING, "minLength": 1},
-    format=either(of_type("text"), _GRAMMAR, NULL),
-)
+_FUNCTION = of_type("function", name=_NAME)
+_FUNCTION["properties"]["parameters"] = {"type": ["object", "null"]}
+_CUSTOM = of_type("custom", name=_NAME)
+_CUSTOM["properties"]["format"] = either(of_type("text"), _GRAMMAR, NULL)
 _CALLED = either(_FUNCTION, _CUSTOM)
-_TOOL = either(_CALLED, of_type("namespace", name={**STRING, "minLength": 1}, tools=list_of(_CALLED)))
+_TOOL = either(_CALLED, of_type("namespace", name=_NAME, tools=list_of(_CALLED)))
 _TOOL_CHOICE = either(
     {"enum": ["none", "auto", "required"]}, of_type("function", name=STRING), of_type("custom", name=STRING)
 )
 
 
 class Reasoning(BaseModel):
-    """How much to reason. A summary is not made: the reasoning itself is sent."""
+    """How much to reason. There are no summaries: the reasoning itself is sent."""
 
     effort: ReasoningEffort | None = None
 
 
 class TextOptions(BaseModel):
-    """What the answer's text must look like."""
+    """The format of the answer's text."""
 
     format: dict[str, Any] | None = None
 
 
 class ResponsesRequest(OneAnswerOfText):
-    """All fields of a response that mean something here."""
+    """The fields of a response that mean something here."""
 
     input: Annotated[str | Annotated[list[InputItem], FIRST_ERROR], BOUNDED_ITEMS]
     instructions: str | None = None
@@ -113,8 +106,8 @@ class ResponsesRequest(OneAnswerOfText):
         return self.max_output_tokens
 
     def call(self, images: ImageParts | None, items: Sequence[Item], earlier: Sequence[Item] = ()) -> ChatCall:
-        """The chat without what concerns sampling; `earlier` are the items of the responses before this one.
-        Raises `InvalidRequestError`."""
+        """The chat without sampling parameters; `earlier` are the items of the responses before this one. Raises
+        `InvalidRequestError`."""
         turns = Turns()
         if self.instructions:
             turns.instruct(self.instructions)
@@ -135,7 +128,7 @@ class ResponsesRequest(OneAnswerOfText):
         )
 
     def _structured(self) -> StructuredSpec | None:
-        """As `structured` says, under this protocol's name."""
+        """What the output must look like. Errors name this protocol's field."""
         wanted = None if self.text is None else self.text.format
         if wanted is None:
             return self.structured()
@@ -147,93 +140,89 @@ class ResponsesRequest(OneAnswerOfText):
         return spec and replace(spec, param="text.format")
 
     def _tool_use(self) -> ToolUse:
-        custom = [item for item in self._called() if item[0]["type"] == "custom"]
-        patterns = input_patterns(
-            (qualified(tool["name"], namespace), tool, where) for tool, namespace, where in custom
-        )
-        tools = [_nested(tool, namespace) for tool, namespace, _ in self._called()]
+        tools = list(self.client_tools())
+        patterns = input_patterns((tool.name, tool.body, tool.where) for tool in tools if tool.is_custom)
         if len(tools) > MAX_TOOLS:
             raise InvalidRequestError(f"tools has {len(tools)} functions; the most is {MAX_TOOLS}.", "tools")
-        _check_namespaces([tool["function"]["name"] for tool in tools], self.namespaces())
-        choice = self.tool_choice
-        if isinstance(choice, dict):
-            choice = _nested_choice(choice)
-        if not tools and choice == "auto":
-            choice = None
-        use = tool_use(tools or None, choice, self.parallel_tool_calls is not False)
+        _check_names(tools)
+        functions = [tool.as_function() for tool in tools]
+        choice = None if not tools and self.tool_choice == "auto" else self.tool_choice
+        use = tool_use(functions or None, choice, self.parallel_tool_calls is not False, _chosen_name)
         return replace(use, patterns=patterns)
 
-    def custom_tools(self) -> frozenset[str]:
-        """The names by which the model knows the custom tools."""
-        return frozenset(
-            qualified(tool["name"], namespace) for tool, namespace, _ in self._called() if tool["type"] == "custom"
-        )
-
-    def namespaces(self) -> dict[str, str]:
-        """The namespace of each tool that has one, by the name under which the model knows the tool."""
-        return {qualified(tool["name"], namespace): namespace for tool, namespace, _ in self._called() if namespace}
-
-    def _called(self) -> Iterator[tuple[dict[str, Any], str, str]]:
-        """Each tool, its namespace and where it stands, those of a namespace one by one. Raises
-        `InvalidRequestError`."""
+    def client_tools(self) -> Iterator[ClientTool]:
+        """All tools; a namespace gives each of its tools. Raises `InvalidRequestError`."""
         for index, tool in enumerate(self.tools or ()):
             where = f"tools[{index}]"
             if tool.get("type") != "namespace":
-                yield _checked(tool, where), "", where
+                yield ClientTool.of(tool, "", where)
                 continue
-            name, inner = string_in(tool, "name", where), tool.get("tools")
-            if not isinstance(inner, list) or not all(isinstance(called, dict) for called in inner):
+            namespace, inner = string_in(tool, "name", where), tool.get("tools")
+            if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
                 raise InvalidRequestError(f"{where}.tools must be a list of functions.", f"{where}.tools")
-            for number, called in enumerate(inner):
-                yield _checked(called, f"{where}.tools[{number}]"), name, f"{where}.tools[{number}]"
+            for number, each in enumerate(inner):
+                yield ClientTool.of(each, namespace, f"{where}.tools[{number}]")
 
 
-def _check_namespaces(names: Sequence[str], namespaces: Mapping[str, str]) -> None:
-    """Raises `InvalidRequestError` if a call of a namespace's function could be one of another function."""
-    for name in namespaces:
-        if names.count(name) > 1:
+@dataclass(frozen=True, slots=True)
+class ClientTool:
+    """A function or a custom tool at the path `where` of the request."""
+
+    body: dict[str, Any]
+    namespace: str
+    where: str
+
+    @classmethod
+    def of(cls, body: dict[str, Any], namespace: str, where: str) -> ClientTool:
+        """Raises `InvalidRequestError`."""
+        if body.get("type") not in ("function", "custom"):
             raise InvalidRequestError(
-                f"tools has several functions that the model would call {name}: a namespace's name, `__` and the "
+                f"{where} is of type {body.get('type')}; this server runs no tools of its own. Send functions or "
+                "custom tools, which the client runs.",
+                f"{where}.type",
+            )
+        if not isinstance(body.get("name"), str) or not body["name"]:
+            raise InvalidRequestError(
+                f"{where}.name must be a non-empty string. A tool's name and parameters stand beside its type here, "
+                "not in a function.",
+                f"{where}.name",
+            )
+        return cls(body, namespace, where)
+
+    @property
+    def name(self) -> str:
+        """The name that the model knows."""
+        return qualified(self.body["name"], self.namespace)
+
+    @property
+    def is_custom(self) -> bool:
+        return bool(self.body["type"] == "custom")
+
+    def as_function(self) -> dict[str, Any]:
+        """In the form of chat completions."""
+        body = as_function(self.body) if self.is_custom else self.body
+        function = {key: value for key, value in body.items() if key != "type" and value is not None}
+        return {"type": "function", "function": {**function, "name": self.name}}
+
+
+def _check_names(tools: Sequence[ClientTool]) -> None:
+    """Raises `InvalidRequestError` if a call of a namespace's function could be a call of another function."""
+    names = Counter(tool.name for tool in tools)
+    for tool in tools:
+        if tool.namespace and names[tool.name] > 1:
+            raise InvalidRequestError(
+                f"tools has several functions that the model would call {tool.name}: a namespace's name, `__` and the "
                 "function's are joined. Rename one.",
                 "tools",
             )
 
 
-def _nested_choice(choice: dict[str, Any]) -> dict[str, Any]:
-    """A choice of tools in the form of chat completions."""
-    if choice.get("type") in ("function", "custom"):
-        name, namespace = choice.get("name"), choice.get("namespace")
-        return {"type": "function", "function": {"name": qualified(str(name), str(namespace or "")) if name else None}}
-    listed = choice.get("tools")
-    if choice.get("type") == "allowed_tools" and isinstance(listed, list):
-        tools = [_nested_choice(tool) if isinstance(tool, dict) else tool for tool in listed]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": tools}}
-    return choice
+def _chosen_name(choice: Any) -> Any:
+    if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom"):
+        return None
+    name, namespace = choice.get("name"), choice.get("namespace")
+    return qualified(str(name), str(namespace or "")) if name else None
 
 
 def _own_name(text: str) -> str:
     return text.replace("response_format.json_schema", "text.format").replace("response_format", "text.format")
-
-
-def _checked(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """`tool`, which must be a function or a custom tool of the client's. Raises `InvalidRequestError`."""
-    if tool.get("type") not in ("function", "custom"):
-        raise InvalidRequestError(
-            f"{where} is of type {tool.get('type')}; this server runs no tools of its own, only functions and custom "
-            "tools of the client's can be called.",
-            f"{where}.type",
-        )
-    if not isinstance(tool.get("name"), str) or not tool["name"]:
-        raise InvalidRequestError(
-            f"{where}.name must be a non-empty string. A tool's name and parameters stand beside its type here, not in "
-            "a function.",
-            f"{where}.name",
-        )
-    return tool
-
-
-def _nested(tool: dict[str, Any], namespace: str) -> dict[str, Any]:
-    """A function in the form of chat completions."""
-    tool = as_function(tool) if tool["type"] == "custom" else tool
-    function = {key: value for key, value in tool.items() if key != "type" and value is not None}
-    return {"type": "function", "function": {**function, "name": qualified(tool["name"], namespace)}}

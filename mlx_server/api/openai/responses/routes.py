@@ -1,6 +1,6 @@
 """The routes of the Responses API: POST /v1/responses, and what can be done with a response afterwards.
 
-Nothing runs in the background: a response that is not streamed is there when its request is answered.
+Nothing runs in the background: a response that is not streamed is complete when its request is answered.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ async def count_input_tokens(
 
 @router.post("/v1/responses/compact", response_model=dict[str, Any])
 async def compact() -> Response:
-    """Nothing is compacted here."""
+    """Not supported."""
     raise UnsupportedError(
-        "Conversations are not compacted by this server. Ask the model for a summary and go on from it, as agents do "
+        "This server does not compact conversations. Ask the model for a summary and continue from it, as agents do "
         "with other providers than OpenAI."
     )
 
 
 class _Reading:
-    """A request's input, with what it goes on from and refers to. `call` reads it, in the thread that plans the chat;
-    `input_items` are there when it is done."""
+    """A request's input, with the earlier items that it continues or refers to. `call` reads it, in the thread that
+    plans the chat, and sets `input_items`."""
 
     def __init__(
         self, body: ResponsesRequest, earlier: tuple[KeptItem, ...], referenced: Mapping[str, KeptItem]
@@ -81,14 +81,14 @@ class _Reading:
 
     @classmethod
     async def open(cls, body: ResponsesRequest, store: KeptResponses) -> _Reading:
-        """Raises `InvalidRequestError` for what is not kept, and for too much."""
+        """Raises `InvalidRequestError` for earlier items that are not kept here, or are too long together."""
         earlier = await _earlier(body, store)
         referenced = await store.find_items(referenced_ids(body.input))
         num_bytes = total_bytes(earlier) + total_bytes(referenced.values())
         if num_bytes > MAX_BODY_BYTES:
             raise InvalidRequestError(
-                f"What the input goes on from has {num_bytes} bytes; at most {MAX_BODY_BYTES} are read. Send "
-                "the items that still matter.",
+                f"The earlier items have {num_bytes} bytes; at most {MAX_BODY_BYTES} are read. Send only the items "
+                "that still matter.",
                 "previous_response_id" if earlier else "input",
             )
         return cls(body, earlier, referenced)
@@ -106,7 +106,7 @@ class _Reading:
 
 
 async def _earlier(body: ResponsesRequest, store: KeptResponses) -> tuple[KeptItem, ...]:
-    """The items of the response that the request goes on from."""
+    """The items of the response that the request continues."""
     if body.previous_response_id is None:
         return ()
     previous = await store.find(body.previous_response_id)
@@ -126,7 +126,7 @@ async def retrieve_response(response_id: str, store: Store, stream: bool = False
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, store: Store) -> dict[str, Any]:
-    """Forgets a response; one that is being streamed goes on."""
+    """Forgets a response; a stream in progress continues."""
     await store.delete(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -150,7 +150,7 @@ async def list_input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
-    """What a response's prompt was made of, a page at a time."""
+    """The items of a response's prompt, a page at a time."""
     items = list((await store.get(response_id)).input_items)
     if order == "desc":
         items.reverse()

@@ -1,11 +1,11 @@
-"""Responses that clients may ask for again, or go on from: on this server (`ResponseStore`), and in the fleet's shared
+"""Responses that clients can ask for again or continue: on this server (`ResponseStore`), and in the fleet's shared
 store.
 
-They are kept as JSON, so that what they hold is known: parsed, small items would have thirty times the bytes.
+They are kept as JSON, because parsed small items would take thirty times the memory.
 
-A response is on its own server while it is made. Once it has ended it moves to the shared store, if there is one,
-before its client hears of the end; so the next request finds it on whichever server. What the shared store does not
-take, since it is away or the response too large, stays with this server.
+A response is on its own server while it is generated. When it ends, it moves to the shared store, if there is one,
+before its client hears of the end, so every server can serve the next request. A response stays on this server if the
+shared store does not answer or the response is too large for it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_OWNER_BYTES = 64 * 2**20
 """Of one owner's responses in the shared store."""
 
 MAX_SHARED_BYTES = 8 * 2**20
-"""Of one response: a larger one would hold up others."""
+"""Of one response in the shared store: a larger one would delay others."""
 
 TTL_S = 24 * 3600
 TRANSFER_S = 2.0
@@ -46,7 +46,7 @@ _POINTER_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class KeptItem:
-    """One item, written as `text`."""
+    """One item; `text` is its JSON."""
 
     id: str
     text: bytes
@@ -56,19 +56,19 @@ class KeptItem:
         return cls(item["id"], _written(item))
 
     def read(self) -> dict[str, Any]:
-        """The item itself; takes time in proportion to it."""
+        """The parsed item."""
         item: dict[str, Any] = json.loads(self.text)
         return item
 
     @property
     def num_bytes(self) -> int:
-        """What it takes of memory."""
+        """Bytes of memory."""
         return sys.getsizeof(self) + sys.getsizeof(self.id) + sys.getsizeof(self.text) + _POINTER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response's body, and all items that its prompt was made of, those of earlier responses included."""
+    """A response's body, and all items of its prompt, those of earlier responses included."""
 
     id: str
     status: str
@@ -91,11 +91,11 @@ class StoredResponse:
 
     @property
     def items(self) -> tuple[KeptItem, ...]:
-        """The conversation with the answer, from which the next response goes on."""
+        """The conversation with the answer, which the next response continues."""
         return (*self.input_items, *self.output)
 
     def packed(self) -> bytes:
-        """All of it as lines of JSON, of which the first says what the others are."""
+        """All of it as lines of JSON; the first line says what the others are."""
         ids = [item.id for item in self.items]
         first = _written({"id": self.id, "status": self.status, "items": ids, "num_input_items": len(self.input_items)})
         return b"\n".join((first, self.head, *(item.text for item in self.items)))
@@ -114,7 +114,7 @@ class StoredResponse:
 
 
 def total_bytes(items: Iterable[KeptItem]) -> int:
-    """What the items take of memory."""
+    """The items' bytes of memory."""
     return sum(item.num_bytes for item in items)
 
 
@@ -124,7 +124,7 @@ def _written(value: Mapping[str, Any]) -> bytes:
 
 @dataclass(slots=True)
 class Shelf:
-    """One owner's responses on this server, those used last at the end."""
+    """One owner's responses on this server, the most recently used last."""
 
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
     num_bytes: int = 0
@@ -135,14 +135,14 @@ class Shelf:
         self.responses[response.id] = response
 
     def find(self, response_id: str) -> StoredResponse | None:
-        """The response, which counts as a use; None if it is not kept."""
+        """The response, or None; finding it is a use."""
         found = self.responses.get(response_id)
         if found is not None:
             self.responses.move_to_end(response_id)
         return found
 
     def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
-        """Those items of kept responses that have these ids; it counts as a use of their responses."""
+        """The kept items with these ids; finding them is a use of their responses."""
         found: dict[str, KeptItem] = {}
         for response in list(reversed(self.responses.values())) if ids else ():
             new = {item.id: item for item in response.items if item.id in ids and item.id not in found}
@@ -154,16 +154,16 @@ class Shelf:
         return found
 
     def drop(self, response_id: str) -> bool:
-        """Forgets a response; whether it was kept."""
+        """Forgets a response; returns whether it was kept."""
         dropped = self.responses.pop(response_id, None)
         self.num_bytes -= 0 if dropped is None else dropped.num_bytes
         return dropped is not None
 
 
 class ResponseStore:
-    """The responses used last, in memory only, a shelf an owner. On the event loop's thread.
+    """The most recently used responses, in memory only, a shelf for each owner. Event-loop thread only.
 
-    Who keeps most gives way first, so that no owner can push out what others keep within an equal share."""
+    The owner with most bytes loses responses first, so no owner can push out others that stay within an equal share."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self.max_responses = max_responses
@@ -174,7 +174,7 @@ class ResponseStore:
         return self._shelves.setdefault(owner, Shelf())
 
     def make_room(self) -> None:
-        """Drops those that were not used for longest while there are too many, or too much."""
+        """Drops the least recently used responses while there are too many, or too many bytes."""
         for shelf in self._shelves.values():
             while len(shelf.responses) > self.max_responses:
                 shelf.drop(next(iter(shelf.responses)))
@@ -252,7 +252,7 @@ _DROP = Script(_BEGIN + "return drop(ARGV[3])")
 
 
 class KeptResponses:
-    """What one request of `owner` sees and keeps. Event-loop thread only."""
+    """The responses of `owner`, for one request. Event-loop thread only."""
 
     def __init__(self, store: ResponseStore, shared: SharedStore | None, owner: str) -> None:
         self._store, self._shelf = store, store.shelf(owner)
@@ -262,7 +262,7 @@ class KeptResponses:
         self._settling: asyncio.Task[None] | None = None
 
     def put(self, response: StoredResponse) -> None:
-        """Keeps the response that this request makes, on this server until `settle`."""
+        """Keeps the response of this request, on this server until `settle`."""
         self._own_id = response.id
         self._shelf.put(response)
         self._store.make_room()
@@ -293,13 +293,13 @@ class KeptResponses:
             self._shelf.drop(response.id)
 
     def settle_later(self) -> None:
-        """The same where nobody waits any more."""
+        """Starts `settle` without waiting for it, when the client has left."""
         if self._shared is not None:
             self._settling = asyncio.get_running_loop().create_task(self.settle())
 
     async def find(self, response_id: str) -> StoredResponse | None:
-        """The response, which counts as a use; None if it is not kept. Raises `OverloadedError` if the shared store is
-        away, which may have it."""
+        """The response, or None; finding it is a use. Raises `OverloadedError` if the shared store, which may have it,
+        does not answer."""
         found = self._shelf.find(response_id)
         if found is None and self._shared is not None:
             packed = await self._ask(_FIND, f"response {response_id}", response_id)
@@ -307,7 +307,7 @@ class KeptResponses:
         return found
 
     async def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
-        """Those items of kept responses that have these ids. Raises as `find`."""
+        """The kept items with these ids. Raises like `find`."""
         found = self._shelf.find_items(ids)
         missing = set(ids) - found.keys()
         if missing and self._shared is not None:
@@ -326,17 +326,17 @@ class KeptResponses:
         return found
 
     async def delete(self, response_id: str) -> None:
-        """Raises `NotFoundError`, and as `find`."""
+        """Raises `NotFoundError`, and like `find`."""
         if self._shelf.drop(response_id):
-            if self._shared is not None:  # which may have taken it although its answer came too late
+            if self._shared is not None:  # it may have a copy if its answer to `settle` came too late
                 await self._drop_shared(response_id)
         elif self._shared is None or not await self._ask(_DROP, f"response {response_id}", response_id):
             raise self._not_found(response_id)
 
     def _not_found(self, response_id: str) -> NotFoundError:
         return NotFoundError(
-            f"There is no response {response_id}; the last {self._store.max_responses} that were not sent with "
-            "store: false are kept."
+            f"There is no response {response_id}; the last {self._store.max_responses} are kept, without those of "
+            "requests with store: false."
         )
 
     async def _drop_shared(self, response_id: str) -> None:

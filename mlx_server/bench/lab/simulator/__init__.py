@@ -1,1 +1,1 @@
-"""The scheduler on recorded or made-up traffic, with a device whose costs are published figures."""
+"""The real scheduler on recorded or generated traffic, with a simulated device whose costs come from measurements."""

@@ -1,4 +1,4 @@
-"""The tier on disk in the simulator: the scheduler's real part of it, over a disk that has rates and no bytes."""
+"""A simulated disk for the scheduler's real disk tier: it has transfer rates and stores no bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONTENT = memoryview(b"")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskCost:
-    """A disk with room for `num_records` blocks."""
+    """A disk that holds `num_records` blocks. `bytes_per_day` bounds the writes."""
 
     num_records: int
     block_bytes: int
@@ -25,8 +25,8 @@ class DiskCost:
 
 
 class SimulatedDisk:
-    """Records by digest, the least recently used of which make room, one by one. Reads come one after the other, and so
-    do writes beside them; bounds are those of `KvDisk`, but for files. `now` is to be kept up to date."""
+    """Records by digest, evicted least recently used first. Reads are served one at a time, and so are writes, in
+    parallel to reads. Bounds are those of `KvDisk`, except for files. The caller keeps `now` up to date."""
 
     state_bytes = 0
     is_rounded = False
@@ -45,11 +45,11 @@ class SimulatedDisk:
 
     @property
     def next_s(self) -> float:
-        """When the next read or write is over."""
+        """When the next read or write ends."""
         return self._due[0][0] if self._due else math.inf
 
     def finish_due(self) -> None:
-        """Answers what is over by now."""
+        """Completes the reads and writes that have ended by now."""
         while self.next_s <= self.now:
             heapq.heappop(self._due)[2]()
 

@@ -1,17 +1,16 @@
-"""Traffic for the simulator: made up from a seed, or read from a recorded trace.
+"""Traffic for the simulator, generated from a seed or read from a recorded trace.
 
-Its requests have no text, so drafts are made up, too: how often there are some, and how many of them are right.
+The requests have no text, so drafts are generated as well, with a given rate of acceptance.
 """
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice, takewhile
+from itertools import count, islice
 from pathlib import Path
 
 from mlx_server.bench.serve.workloads import BLOCK_TOKENS, TraceLine, read_dataset
@@ -20,8 +19,8 @@ from mlx_server.errors import ConfigError
 from mlx_server.outputs import SampledToken
 from mlx_server.request import Priority, Request
 
-_MOST_TOKENS = 4096
-"""Of a made-up request's own, and of its answer."""
+_MAX_TOKENS = 4096
+"""Most own tokens of a generated request, and most tokens of its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +38,10 @@ class TracedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """What made-up requests look like. Own tokens and output tokens are drawn log-normally around their means
-    (a long tail, as measured of real traffic) with a `spread` of their logarithms, 0 for all alike; a
-    `shared_share` of the requests begin with one of
-    `num_prefixes` prefixes of `prefix_tokens` tokens, the popular ones more often (Zipf)."""
+    """The distribution of generated requests. Own tokens and output tokens are log-normal (a long tail, as measured in
+    real traffic): these are the means, and `spread` is the standard deviation of the logarithms; 0 makes all equal. A
+    `shared_share` of the requests begins with one of `num_prefixes` prefixes of `prefix_tokens` tokens, chosen by
+    Zipf's law."""
 
     own_tokens: float = 200.0
     output_tokens: float = 64.0
@@ -53,17 +52,8 @@ class Mix:
     spread: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chats:
-    """Conversations of `turns` turns, each with a prefix of its own of the mix's `prefix_tokens`. A turn comes
-    `pause_s` after the one before on average, and its prompt is that one's and own tokens behind it."""
-
-    turns: int
-    pause_s: float
-
-
 class Traffic:
-    """Draws requests of one mix; the seed decides all of them."""
+    """Generates requests of one mix, reproducibly for a seed."""
 
     def __init__(self, mix: Mix, seed: int) -> None:
         self._mix = mix
@@ -72,15 +62,15 @@ class Traffic:
         self._popularity = [1.0 / (rank + 1) for rank in range(mix.num_prefixes)]
 
     def poisson(self, rate: float, tier: Priority | None = None, start_s: float = 0.0) -> Iterator[TracedRequest]:
-        """Independent arrivals, `rate` a second, without end; of one tier or of the mix's."""
+        """Endless independent arrivals, `rate` a second, of one tier or of the mix's tiers."""
         now = start_s
         while True:
             now += self._rng.expovariate(rate)
             yield self._draw(now, tier, self._prefix_ids())
 
     def bursts(self, rate: float, size: int) -> Iterator[TracedRequest]:
-        """`size` requests at the same moment, again and again at random, `rate` requests a second on average.
-        Those of a burst that begin with a shared prefix begin with the same one: one client's fan-out."""
+        """Endless bursts of `size` requests at random times, `rate` requests a second on average. Within a burst, all
+        requests with a shared prefix have the same one, as when one client sends a batch."""
         now = 0.0
         while True:
             now += self._rng.expovariate(rate / size)
@@ -88,23 +78,27 @@ class Traffic:
             for _ in range(size):
                 yield self._draw(now, None, prefix_ids)
 
-    def chats(self, rate: float, chats: Chats, num_requests: int) -> list[TracedRequest]:
-        """So many requests of conversations, `rate` requests a second on average while all of them go on."""
-        rng, prefix_tokens, found, began_s = self._rng, self._mix.prefix_tokens, list[TracedRequest](), 0.0
+    def chats(self, rate: float, turns: int, pause_s: float, num_requests: int) -> list[TracedRequest]:
+        """`num_requests` requests of conversations with `turns` turns, `rate` requests a second on average. Each
+        conversation has its own prefix of the mix's `prefix_tokens`. A turn arrives `pause_s` after the previous one on
+        average; its prompt is that turn's prompt and the mix's own tokens."""
+        rng = self._rng
+        found: list[TracedRequest] = []
+        began_s = 0.0
         while len(found) < num_requests:
-            began_s += rng.expovariate(rate / chats.turns)
+            began_s += rng.expovariate(rate / turns)
             arrival_s = began_s
-            ids = tuple(islice(self._fresh_ids, _num_blocks(prefix_tokens)))
-            for _ in range(chats.turns):
+            ids = tuple(islice(self._fresh_ids, _num_blocks(self._mix.prefix_tokens)))
+            for _ in range(turns):
                 turn = self._draw(arrival_s, None, ())
                 ids += turn.hash_ids
                 num_tokens = (len(ids) - len(turn.hash_ids)) * BLOCK_SIZE + turn.num_prompt_tokens
                 found.append(replace(turn, num_prompt_tokens=num_tokens, hash_ids=ids))
-                arrival_s += rng.expovariate(1.0 / chats.pause_s)
+                arrival_s += rng.expovariate(1.0 / pause_s)
         return sorted(found[:num_requests], key=lambda request: request.arrival_s)
 
     def at(self, arrival_s: float, tier: Priority) -> TracedRequest:
-        """One arrival."""
+        """One request."""
         return self._draw(arrival_s, tier, self._prefix_ids())
 
     def _prefix_ids(self) -> Sequence[int]:
@@ -128,12 +122,12 @@ class Traffic:
     def _length(self, mean: float) -> int:
         sigma = self._mix.spread
         drawn = self._rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
-        return min(max(round(drawn) if sigma == 0.0 else int(drawn), 1), _MOST_TOKENS)
+        return min(max(round(drawn) if sigma == 0.0 else int(drawn), 1), _MAX_TOKENS)
 
 
 class ClosedLoop:
-    """Clients of each tier that ask without a pause: each sends its next request when its answer has ended, until
-    `num_requests` are sent in all."""
+    """`num_clients` clients of each tier. Each sends its next request when its previous one ends, until `num_requests`
+    are sent in total."""
 
     def __init__(self, traffic: Traffic, num_clients: Mapping[Priority, int], num_requests: int) -> None:
         self._traffic = traffic
@@ -141,12 +135,12 @@ class ClosedLoop:
         self._num_left = num_requests
 
     def first(self) -> list[TracedRequest]:
-        """One of each client, at the same moment."""
+        """One request of each client, all at time 0."""
         tiers = [tier for tier, count in self._num_clients.items() for _ in range(count)]
         return [request for tier in tiers if (request := self._send(tier, 0.0)) is not None]
 
     def next_of(self, ended: TracedRequest, now: float) -> TracedRequest | None:
-        """What the client of a request sends when its answer has ended."""
+        """The next request of the client whose request has ended; None when all are sent."""
         return self._send(ended.tier, now)
 
     def _send(self, tier: Priority, now: float) -> TracedRequest | None:
@@ -156,17 +150,11 @@ class ClosedLoop:
         return self._traffic.at(now, tier)
 
 
-def with_flood(base: Iterable[TracedRequest], extra: Iterable[TracedRequest], end_s: float) -> Iterator[TracedRequest]:
-    """`base` traffic, and `extra` on top until `end_s`."""
-    during = takewhile(lambda request: request.arrival_s < end_s, extra)
-    return heapq.merge(base, during, key=lambda request: request.arrival_s)
-
-
 def read_trace(
     path: Path, *, shrink: int = 1, tiers: Sequence[float] = (0, 1, 0), seed: int = 0
 ) -> list[TracedRequest]:
-    """A trace in any format that `bench serve` replays, from its first arrival on; tiers are drawn. Without hash ids,
-    no prompt begins as another. `shrink` divides all lengths. Raises `ConfigError`."""
+    """Reads a trace in any format of `bench serve`; arrivals count from the first, and tiers are drawn by their shares.
+    Without hash ids, prompts have no common prefixes. `shrink` divides all lengths. Raises `ConfigError`."""
     if BLOCK_TOKENS % (shrink * BLOCK_SIZE):
         raise ConfigError(f"--shrink is {shrink}; it must divide {BLOCK_TOKENS // BLOCK_SIZE}.")
     rng, fresh_ids, block_tokens = random.Random(seed), count(-1, -1), BLOCK_TOKENS // shrink
@@ -189,8 +177,8 @@ def read_trace(
 
 
 def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:
-    """Writes a trace in Mooncake's format, whose hash ids stand for 512 tokens: to be read with `shrink` 16.
-    Lengths are 16 times those of the requests."""
+    """Writes a trace in Mooncake's format, whose hash ids stand for 512 tokens. Its lengths are 16 times the requests',
+    so read it with `shrink` 16."""
     factor = BLOCK_TOKENS // BLOCK_SIZE
     lines = [
         {
@@ -209,14 +197,13 @@ def _num_blocks(num_tokens: int) -> int:
 
 
 _DRAFTED = SampledToken(7)
-MOST_DRAFTS = 8
-"""Tokens of one draft."""
+MAX_DRAFT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftMix:
-    """`acceptances` are dealt to requests in turn: how often a draft is what the model says, if all before it were.
-    `found_share` is how often looking up finds something."""
+    """`acceptances` are dealt to the requests in turn: the probability that a drafted token is accepted if all tokens
+    before it were. `found_share` is the probability that a step finds a draft."""
 
     acceptances: tuple[float, ...]
     found_share: float = 1.0
@@ -224,7 +211,7 @@ class DraftMix:
 
 
 class MadeUpDrafts:
-    """A drafter, and the model that it drafts for: both know the mix only. Request ids are numbers."""
+    """The drafter and the sampler of a model that accepts drafts as the mix says. Request ids must be numbers."""
 
     def __init__(self, mix: DraftMix) -> None:
         self._mix = mix
@@ -234,10 +221,10 @@ class MadeUpDrafts:
         return (_DRAFTED.token_id,) * most if self._rng.random() < self._mix.found_share else ()
 
     def forget(self, request: Request) -> None:
-        """Nothing is kept of a request."""
+        """Does nothing: no state is kept for a request."""
 
     def sampled(self, request_id: str, num_drafts: int) -> SampledToken:
-        """What a step gives a request: the drafts that are right, and a token behind them."""
+        """The result of a step for a request: the accepted drafts and the token after them."""
         acceptance, num_right = self._mix.acceptances[int(request_id) % len(self._mix.acceptances)], 0
         while num_right < num_drafts and self._rng.random() < acceptance:
             num_right += 1

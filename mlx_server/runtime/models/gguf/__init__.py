@@ -1,4 +1,4 @@
-"""GGUF files: in which format their weights are kept here, and their conversion, which `conversion.py` does."""
+"""GGUF files: the formats of converted weights, and the entry to `conversion.py`."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ class WeightFormat(enum.StrEnum):
     """How converted weights are stored."""
 
     PACKED = "packed"
-    """In groups of 32 codes, of as many bits as in the file where MLX has them, the rest in 16 bits."""
+    """Groups of 32 codes, with as many bits as in the file where MLX supports that; tensors without groups in 16
+    bits."""
 
     FLOAT32 = "float32"
-    """Expanded. On a CPU, MLX's own products of float32 are some 20 times faster than of anything else."""
+    """Expanded to float32. On a CPU, MLX's own products are about 20 times faster in float32 than in any other type."""
 
 
 def native_weight_format() -> WeightFormat:
-    """The format that suits the device in use: packed on Metal, and on a CPU where the native library multiplies it;
-    float32 elsewhere. Waits for the library, see `native.library`."""
+    """The format that suits the device in use: packed on Metal and on a CPU with the native library, float32 otherwise.
+    Waits for the library, see `native.library`."""
     if mx.default_device() == mx.cpu:
         return WeightFormat.FLOAT32 if native.library() is None else WeightFormat.PACKED
     return WeightFormat.PACKED if mx.metal.is_available() else WeightFormat.FLOAT32
 
 
 def split_names(name: str) -> list[str]:
-    """The names of the files of a model that is split into several, given one of them; else `name` alone."""
+    """The names of all files of a split model, given one of them; for other files `name` alone."""
     match = _SPLIT_NAME.fullmatch(name)
     if match is None:
         return [name]
@@ -43,14 +44,13 @@ def split_names(name: str) -> list[str]:
 def convert_gguf(
     source: Path, folder: Path, weight_format: WeightFormat, report: Report = lambda *_, **__: None
 ) -> None:
-    """Writes config.json, the weights and the tokenizer's files into `folder`, which must exist and may hold whole
-    shards of the same conversion. `source` may be one of several files of a model. `report` gets the bytes of the
-    source that were converted, as they are.
+    """Writes config.json, the weights and the tokenizer's files into the existing folder `folder`. `source` may be one
+    of several files of a model. `report` gets the number of converted bytes of the source, as they are done.
 
-    Raises `ModelLoadError` when the file is no GGUF, or has an architecture, tensor or vocabulary that is not known
-    here. Needs memory for the largest shard.
+    Raises `ModelLoadError` if the file is not GGUF, or if its architecture, a tensor or its vocabulary is unknown.
+    Needs memory for about 1 GiB of weights.
     """
-    from mlx_server.runtime.models.gguf.conversion import Conversion  # its reader takes half a second to import
+    from mlx_server.runtime.models.gguf.conversion import Conversion  # importing its reader takes half a second
 
     paths = [source.with_name(name) for name in split_names(source.name)]
     Conversion.of(paths, weight_format).write(folder, report)

@@ -1,9 +1,9 @@
-"""GGUF's architectures that are converted: under which names mlx-lm has their tensors, and its configuration for them.
+"""The GGUF architectures that can be converted: mlx-lm's names for their tensors, and its configuration for them.
 
-llama.cpp's converter changes some tensors, which is undone: where it computes rotary embeddings of neighbours, it puts
-the two halves of each head of q and k in turns (`has_rotary_order`), and to Gemma's norms it adds 1 (`norm_offset`).
-Gemma's own scale of queries, its pattern of windows and Llama 3's scaling of frequencies are not in the file as such:
-they are what llama.cpp and the published configurations have.
+Changes by llama.cpp's converter are undone: for models whose rotary embeddings rotate neighbours, it interleaves the
+two halves of each head of q and k (`has_rotary_order`), and it adds 1 to Gemma's norms (`norm_offset`). The file does
+not contain Gemma's scale of queries, its pattern of windows or Llama 3's scaling of frequencies; these come from
+llama.cpp and from the published configurations.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A file's metadata, and the shapes of its tensors as mlx-lm has them, `[rows, columns]`. `factors` are the numbers
-    that some files have for the frequencies of rotary embeddings, by the tensor's name."""
+    """A file's metadata, and the shapes of its tensors in mlx-lm's order, `[rows, columns]`. `factors` has the factors
+    for frequencies of rotary embeddings, by the tensor's name; only some files have them."""
 
     metadata: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
@@ -36,16 +36,16 @@ class Facts:
         return str(self.metadata.get("general.architecture"))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A number or a text under the architecture's own name."""
+        """A number or a text under the architecture's name."""
         value = self.metadata.get(f"{self.architecture}.{name}", default)
         return _shortest(value) if isinstance(value, float) else value
 
     def number(self, name: str) -> Any:
-        """As `get`. Raises `ModelLoadError` where it is missing, or one for each layer."""
+        """As `get`. Raises `ModelLoadError` if the number is missing, or if there is one for each layer."""
         value = self.get(name)
         if not isinstance(value, int | float):
             what = "no" if value is None else "several"
-            raise ModelLoadError(f"The GGUF file has {what} {self.architecture}.{name}, where one is wanted.")
+            raise ModelLoadError(f"The GGUF file has {what} {self.architecture}.{name}; one is required.")
         return value
 
     @property
@@ -65,13 +65,13 @@ class Facts:
 
 
 def _shortest(value: float) -> float:
-    """1e-05 for the 9.999999747378752e-06 that a float32 reads as."""
+    """The shortest number with the same float32 value: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`layer_names` are mlx-lm's names of modules within a layer. Weights that are not packed get the type `dtype`."""
+    """`layer_names` are mlx-lm's names of modules in a layer. Weights that are not packed get the type `dtype`."""
 
     model_type: str
     layer_names: Mapping[str, str]
@@ -82,18 +82,18 @@ class Architecture:
     dtype: mx.Dtype = mx.float16
 
     def target(self, tensor: str) -> str:
-        """mlx-lm's name of `blk.3.attn_q.weight`. Raises `ModelLoadError` if there is none."""
+        """mlx-lm's name of a tensor such as `blk.3.attn_q.weight`. Raises `ModelLoadError` if there is none."""
         module, _, kind = tensor.rpartition(".")
         parts = module.split(".")
         if len(parts) == 3 and parts[0] == "blk" and parts[2] in self.layer_names:
             return f"model.layers.{parts[1]}.{self.layer_names[parts[2]]}.{kind}"
         if module not in self.top_names:
-            raise ModelLoadError(f"The GGUF file holds {module}, which is not known for its architecture.")
+            raise ModelLoadError(f"The GGUF file contains {module}, which is unknown for its architecture.")
         return f"{self.top_names[module]}.{kind}"
 
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Become part of the configuration."""
+"""These tensors become part of the configuration."""
 
 _TOP = MappingProxyType({"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"})
 _LAYER = MappingProxyType(
@@ -120,10 +120,10 @@ _GEMMA2_NORMS = MappingProxyType(
 
 
 def common_config(facts: Facts) -> Config:
-    """What every architecture has. Raises `ModelLoadError`."""
+    """The part of the configuration that all architectures have. Raises `ModelLoadError`."""
     shape = facts.shapes.get("token_embd.weight")
     if shape is None:
-        raise ModelLoadError("The GGUF file has no token_embd.weight: it is no language model.")
+        raise ModelLoadError("The GGUF file has no token_embd.weight, so it is not a language model.")
     return {
         "hidden_size": facts.number("embedding_length"),
         "head_dim": facts.head_dim,
@@ -143,7 +143,7 @@ def _rms_norm(facts: Facts) -> Config:
 
 
 def _whole_rotary(facts: Facts) -> Config:
-    """For models whose heads are rotated in all dimensions. Raises `ModelLoadError` for others, and for scalings of
+    """For models that rotate all dimensions of a head. Raises `ModelLoadError` for others, and for a scaling of
     frequencies that mlx-lm does not know."""
     rotated = facts.get("rope.dimension_count", facts.head_dim)
     if rotated != facts.head_dim:
@@ -164,27 +164,27 @@ def _scaling(facts: Facts) -> Config | None:
     if kind == "yarn":
         length = facts.number("rope.scaling.original_context_length")
         return {"rope_type": "yarn", "type": "yarn", "factor": factor, "original_max_position_embeddings": length}
-    raise ModelLoadError(f"The GGUF file scales rotary frequencies by {kind}, which is not known for it.")
+    raise ModelLoadError(f"The GGUF file scales rotary frequencies by {kind}, which is not supported.")
 
 
 _LLAMA3 = MappingProxyType({"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192})
 
 
 def _llama3_scaling(factors: npt.NDArray[np.float32], facts: Facts) -> Config:
-    """The rule whose factors the file has: 1 for short wavelengths, the largest for long ones, and between them a blend
-    by the wavelength. Raises `ModelLoadError` if they are not those of Llama 3."""
+    """The rule for the factors in the file: 1 for short wavelengths, the largest for long ones, and a blend between
+    them. Raises `ModelLoadError` if they are not those of Llama 3."""
     base, dim, factor = facts.get("rope.freq_base", 10000.0), facts.head_dim, float(factors.max())
     wavelengths = 2 * np.pi * base ** (np.arange(0, dim, 2) / dim)
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     blend = np.clip((_LLAMA3["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0.0, 1.0)
     if factors.shape != blend.shape or not np.allclose(factors, 1 / ((1 - blend) / factor + blend), rtol=1e-3):
-        raise ModelLoadError("The GGUF file's rope_freqs are not those of Llama 3, and no others are known.")
+        raise ModelLoadError("The GGUF file's rope_freqs are not those of Llama 3; others are not supported.")
     return {"rope_type": "llama3", "factor": _shortest(factor), **_LLAMA3}
 
 
 def _llama(facts: Facts) -> Config:
     if facts.get("expert_count"):
-        raise ModelLoadError("The GGUF file is a mixture of experts of the llama architecture, which is not converted.")
+        raise ModelLoadError("The GGUF file is a mixture of experts of the llama architecture, which is not supported.")
     biases = {"attention_bias": facts.has("blk.0.attn_q.bias"), "mlp_bias": facts.has("blk.0.ffn_up.bias")}
     return {**_rms_norm(facts), **_whole_rotary(facts), **biases}
 
@@ -206,7 +206,7 @@ def _qwen_moe(facts: Facts) -> Config:
 
 
 def _query_scale(facts: Facts, layers_of_27b: int) -> int:
-    """Gemma's largest models divide by the width a head would have had, the others by the width it has."""
+    """Gemma's largest models divide by hidden size over heads, the others by the real width of a head."""
     is_27b = facts.number("block_count") == layers_of_27b
     return int(facts.number("embedding_length") // facts.num_heads if is_27b else facts.head_dim)
 
@@ -280,27 +280,27 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "phi3": Architecture("phi3", _PHI3_LAYER, _phi3, _TOP),
     }
 )
-"""By the name that a file has for them. Models of Mistral and of many others are `llama` there."""
+"""By the architecture's name in a file. Mistral's and many other models are `llama` there."""
 
 _OTHER_KINDS = MappingProxyType(
     {
-        "clip": "the image part of a model (mmproj), which is no model by itself",
-        "bert": "an encoder without a text to continue",
-        "nomic-bert": "an encoder without a text to continue",
-        "t5": "a model of encoder and decoder",
-        "whisper": "a model of speech",
+        "clip": "the image part of a model (mmproj), not a model by itself",
+        "bert": "an encoder, which generates no text",
+        "nomic-bert": "an encoder, which generates no text",
+        "t5": "a model with encoder and decoder",
+        "whisper": "a speech model",
     }
 )
 
 
 def find_architecture(name: str, source: str) -> Architecture:
-    """Raises `ModelLoadError` for one that is not known, with what it is or with those that are."""
+    """Raises `ModelLoadError` for an unknown one; the error says what it is, or names the supported ones."""
     found = ARCHITECTURES.get(name)
     if found is None:
         kind = _OTHER_KINDS.get(name)
         raise ModelLoadError(
             f"{source} has the architecture {name!r}"
-            + (f": {kind}." if kind else f"; converted here are {', '.join(ARCHITECTURES)}.")
+            + (f": {kind}." if kind else f"; supported are {', '.join(ARCHITECTURES)}.")
             + " Look for the model in mlx-lm's format at https://huggingface.co/mlx-community."
         )
     return found

@@ -1,8 +1,8 @@
-"""A tokenizer in Hugging Face's format out of a GGUF file's metadata.
+"""Makes a tokenizer in Hugging Face's format from a GGUF file's metadata.
 
-Files have two kinds of vocabulary. `gpt2` is byte-level BPE with its merges; how text is split before is only named
-(`tokenizer.ggml.pre`), and the rules behind the names are here. `llama` is a SentencePiece vocabulary with scores and
-no merges: a piece is made of any two pieces that spell it, the better one first.
+There are two kinds of vocabulary. `gpt2` is byte-level BPE with merges; the file only names the rule for splitting text
+before (`tokenizer.ggml.pre`), and the rules are defined here. `llama` is a SentencePiece vocabulary with scores and
+without merges: a piece is merged from any two pieces that spell it, in the order of scores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _TokenType(enum.IntEnum):
 
 
 _SPACE = "\u2581"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's character for a space."""
 
 _LETTERS, _SMALL, _LARGE = r"\p{L}", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -44,9 +44,9 @@ _GPT4O = (
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """How a byte-level vocabulary splits text. `pattern` None is GPT-2's own, after single digits if `by_digit`.
-    `keeps_words`: a word that is in the vocabulary is taken whole, whatever its merges say. `adds_bos` is what holds
-    where a file says nothing."""
+    """How a byte-level vocabulary splits text. `pattern` None is GPT-2's pattern, after splitting off single digits if
+    `by_digit`. With `keeps_words`, a word in the vocabulary is one token, regardless of its merges. `adds_bos` is the
+    default if the file does not say."""
 
     pattern: str | None = None
     by_digit: bool = False
@@ -69,14 +69,14 @@ _SPLITS = MappingProxyType(
     }
 )
 _TURN_ENDS = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>"})
-"""Control tokens that end an answer, whether a file says so or not."""
-_REMEDY = "Fetch it again, or take another file of the same model."
+"""Control tokens that end an answer, even if the file does not say so."""
+_REMEDY = "Fetch it again, or use another file of the same model."
 
 
 def write_tokenizer(metadata: Mapping[str, Any], context_length: int, folder: Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json and, if the file has one, chat_template.jinja into `folder`.
 
-    `metadata` holds plain values. Raises `ModelLoadError` for another kind of vocabulary.
+    `metadata` has plain values. Raises `ModelLoadError` for other kinds of vocabulary.
     """
     build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
@@ -96,11 +96,11 @@ def write_tokenizer(metadata: Mapping[str, Any], context_length: int, folder: Pa
 
 
 def check_vocabulary(metadata: Mapping[str, Any], path: Path) -> None:
-    """Raises `ModelLoadError` unless the file at `path` has what its kind of vocabulary needs."""
+    """Raises `ModelLoadError` unless the file at `path` has everything that its kind of vocabulary needs."""
     kind = metadata.get("tokenizer.ggml.model")
     for key in ("tokens", "merges") if kind == "gpt2" else ("tokens",):
         if not metadata.get(f"tokenizer.ggml.{key}"):
-            raise ModelLoadError(f"{path} has no tokenizer.ggml.{key}, so no tokenizer can be made of it. {_REMEDY}")
+            raise ModelLoadError(f"{path} has no tokenizer.ggml.{key}, so it has no usable tokenizer. {_REMEDY}")
     num_tokens = len(metadata["tokenizer.ggml.tokens"])
     for key in ("token_type", "scores"):
         values = metadata.get(f"tokenizer.ggml.{key}")
@@ -134,7 +134,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer itself; token ids are the positions in the file's list. Raises `ModelLoadError`."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise ModelLoadError(f"The GGUF file's vocabulary is of kind {kind}; only gpt2 and llama are known.")
+        raise ModelLoadError(f"The GGUF file's vocabulary is of kind {kind}; supported are gpt2 and llama.")
     tokens = list(metadata["tokenizer.ggml.tokens"])
     types = metadata.get("tokenizer.ggml.token_type") or [_TokenType.NORMAL] * len(tokens)
     if kind == "gpt2":
@@ -156,7 +156,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 def _positions(tokens: Sequence[str]) -> dict[str, int]:
     positions = {token: token_id for token_id, token in enumerate(tokens)}
     if len(positions) != len(tokens):
-        raise ModelLoadError("The GGUF file's vocabulary holds a token twice.")
+        raise ModelLoadError("The GGUF file's vocabulary has a token twice.")
     return positions
 
 
@@ -165,7 +165,7 @@ def _split_of(metadata: Mapping[str, Any]) -> _Split:
     split = _SPLITS.get(name)
     if split is None:
         raise ModelLoadError(
-            f"The GGUF file's vocabulary is split by {name}, whose rule is not known; known are {', '.join(_SPLITS)}."
+            f"The GGUF file's vocabulary is split by {name}, whose rule is unknown; supported are {', '.join(_SPLITS)}."
         )
     return split
 
@@ -187,7 +187,8 @@ def _byte_level(vocab: dict[str, int], metadata: Mapping[str, Any], split: _Spli
 
 
 def _with_marked_spaces(tokens: Sequence[str]) -> list[str]:
-    """Some files write a token of several spaces as spaces: text never has those when pieces are looked up."""
+    """Replaces the spaces in tokens of several spaces, which some files leave: text has no spaces when pieces are
+    looked up."""
     known = set(tokens)
     marked = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     return [token if spelled in known else spelled for token, spelled in zip(tokens, marked)]
@@ -218,9 +219,9 @@ def _sentencepiece(tokens: list[str], types: Sequence[int], metadata: Mapping[st
 
 
 def _merges(vocab: Mapping[str, int], types: Sequence[int], scores: Sequence[float] | None) -> list[tuple[str, str]]:
-    """Every pair of pieces that spells a piece, in the order in which pieces are preferred: by score, then by position.
+    """Every pair of pieces that spells a piece, by the pieces' score and then by their position.
 
-    Example: of the pieces a, b, ab (score -1), abb (-2) and bb (-3): (a, b), then (ab, b) and (a, bb), then (b, b).
+    Example: for the pieces a, b, ab (score -1), abb (-2) and bb (-3): (a, b), then (ab, b) and (a, bb), then (b, b).
     """
     made = (_TokenType.NORMAL, _TokenType.USER_DEFINED)
     pieces = [(token, token_id) for token, token_id in vocab.items() if types[token_id] in made and len(token) > 1]

@@ -1,6 +1,7 @@
-"""The tensors of a GGUF file in MLX's affine layout: groups of 32 codes that stand for code * scale + bias.
+"""Converts the tensors of a GGUF file to MLX's affine layout: groups of 32 codes, where a number is code * scale +
+bias.
 
-GGUF's types of 32 numbers are such groups themselves, so their codes are kept as they are:
+GGUF's types with blocks of 32 numbers are such groups, so their codes are kept unchanged:
 
     type         a number is                code        scale      bias
     Q4_0, Q5_0   d * (q - 8), d * (q - 16)  q           d          -8 d, -16 d
@@ -8,19 +9,17 @@ GGUF's types of 32 numbers are such groups themselves, so their codes are kept a
     Q8_0         d * q, q from -128         q + 128     d          -128 d
     Q4_K, Q5_K   d * s * q - e * t          q           d * s      -e * t
 
-In the first three rows the scale and the bias are exact in float16, which the file has them in. In the last row s and
-t are whole numbers of 6 bits, and the products are rounded to the model's type. What has no such groups is expanded by
-the `gguf` package and quantised anew, in 4 bits if it had less and in 8 if it had more. How far the result is from the
-file's numbers is measured.
+In the first three rows the scale and the bias are exact in float16, the type that the file stores them in. In the last
+row s and t are 6-bit integers, and the products are rounded to the model's type. The `gguf` package expands all other
+types, which are then quantised again: to 4 bits if they had fewer, to 8 if they had more.
 
 Example, Q4_1 with d = 0.5, m = -1: codes 0, 3, 15 stand for -1, 0.5, 6.5.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -36,9 +35,7 @@ GROUP_SIZE = 32
 """Numbers that share a scale."""
 
 _SLAB_NUMBERS = 2**24
-"""So many are expanded at a time."""
-_SAMPLED_ROWS = 64
-"""Rows of a tensor whose error is measured where its codes are kept."""
+"""How many numbers are converted at a time."""
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -55,37 +52,8 @@ class Groups:
     biases: Floats
 
 
-@dataclass(slots=True)
-class Loss:
-    """What conversion has changed, by the file's types: how many numbers, and the squares of their errors and of
-    themselves."""
-
-    by_kind: dict[str, tuple[float, float, int]] = field(default_factory=dict)
-
-    def add(self, kind: str, got: Floats, wanted: Floats, num_numbers: int) -> None:
-        """`got` stands for `wanted` in a part of a tensor of `num_numbers`."""
-        error, size, count = self.by_kind.get(kind, (0.0, 0.0, 0))
-        share = num_numbers / max(1, wanted.size)
-        difference = (got - wanted).astype(np.float64)
-        self.by_kind[kind] = (
-            error + share * float(np.square(difference).sum()),
-            size + share * float(np.square(wanted.astype(np.float64)).sum()),
-            count + num_numbers,
-        )
-
-    def join(self, other: Loss) -> None:
-        """Adds what `other` has counted."""
-        for kind, sums in other.by_kind.items():
-            mine = self.by_kind.get(kind, (0.0, 0.0, 0))
-            self.by_kind[kind] = (mine[0] + sums[0], mine[1] + sums[1], mine[2] + sums[2])
-
-    def relative(self) -> dict[str, float]:
-        """The error of each type's numbers, relative to them, as roots of mean squares; 0.0 is none at all."""
-        return {kind: math.sqrt(error / size) if size else 0.0 for kind, (error, size, _) in self.by_kind.items()}
-
-
 def _halves(packed: Bytes) -> Bytes:
-    """`[n, 16]` to `[n, 32]`: all low halves of the bytes, then all high ones."""
+    """`[n, 16]` to `[n, 32]`: the low halves of all bytes, then the high halves."""
     return np.concatenate([packed & 0x0F, packed >> 4], axis=-1)
 
 
@@ -118,18 +86,19 @@ def _q5_1(blocks: Bytes) -> Groups:
 
 def _q8_0(blocks: Bytes) -> Groups:
     d = _f16(blocks, 0)
-    return Groups(blocks[:, 2:] ^ np.uint8(0x80), d, -128 * d)  # of a signed byte, as an unsigned one plus 128
+    return Groups(blocks[:, 2:] ^ np.uint8(0x80), d, -128 * d)  # from a signed byte to an unsigned one
 
 
 def _k_groups(blocks: Bytes, codes: Bytes) -> Groups:
-    """Of a block of 256: eight groups whose scales and offsets have 6 bits, times the block's two numbers."""
+    """A block of 256 numbers: eight groups whose scales and offsets are 6-bit integers times the block's two
+    factors."""
     scales, offsets = Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, 4:16]))
     d, e = _f16(blocks, 0)[:, None], _f16(blocks, 2)[:, None]
     return Groups(codes.reshape(-1, GROUP_SIZE), (d * scales).reshape(-1), (-e * offsets).reshape(-1))
 
 
 def _k_halves(packed: Bytes) -> Bytes:
-    """`[n, 128]` to `[n, 8, 32]`: each 32 bytes hold two groups in their halves."""
+    """`[n, 128]` to `[n, 8, 32]`: each run of 32 bytes holds two groups, one in the low halves and one in the high."""
     pairs = packed.reshape(-1, 4, 1, 32)
     return np.concatenate([pairs & 0x0F, pairs >> 4], axis=2).reshape(-1, 8, 32)
 
@@ -139,13 +108,15 @@ def _q4_k(blocks: Bytes) -> Groups:
 
 
 def _q5_k(blocks: Bytes) -> Groups:
-    fifth = np.unpackbits(blocks[:, 16:48, None], axis=-1, bitorder="little").transpose(0, 2, 1)  # bit g: of group g
+    fifth = np.unpackbits(blocks[:, 16:48, None], axis=-1, bitorder="little").transpose(
+        0, 2, 1
+    )  # bit g belongs to group g
     return _k_groups(blocks, _k_halves(blocks[:, 48:]) | fifth << np.uint8(4))
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """How the codes of a type are read: `block_bytes` hold some groups of codes of `bits`."""
+    """How to read the codes of a type: a block of `block_bytes` holds some groups of codes of `bits`."""
 
     bits: int
     block_bytes: int
@@ -169,7 +140,7 @@ _FEW_BITS = frozenset(
 
 
 def bits_of(kind: Kind) -> int | None:
-    """Bits a code of what a tensor of that type becomes; None for whole numbers."""
+    """The bits of a code after conversion; None for types that are not quantised."""
     if kind in WHOLE_KINDS:
         return None
     kept = _KEPT.get(kind)
@@ -177,7 +148,8 @@ def bits_of(kind: Kind) -> int | None:
 
 
 def pack_codes(codes: Bytes, bits: int) -> npt.NDArray[np.uint32]:
-    """Rows of codes, a multiple of 32 each, as rows of words: one stream of bits, the lowest of each code first."""
+    """Packs rows of codes, whose length is a multiple of 32, into rows of words: one stream of bits, the lowest bit of
+    each code first."""
     if bits == 8:
         packed = codes
     elif bits == 4:
@@ -188,11 +160,11 @@ def pack_codes(codes: Bytes, bits: int) -> npt.NDArray[np.uint32]:
     return np.ascontiguousarray(packed).view(np.uint32)
 
 
-def convert_tensor(name: str, tensor: Any, dtype: mx.Dtype, loss: Loss) -> dict[str, mx.array]:
+def convert_tensor(name: str, tensor: Any, dtype: mx.Dtype) -> dict[str, mx.array]:
     """A tensor of `gguf.GGUFReader`, evaluated: as `weight` of type `dtype`, or as `weight`, `scales` and `biases`.
 
-    Rows may be put in another order afterwards, in all of them alike. Adds to `loss`. Raises `ModelLoadError` for a
-    type that is not known, and for numbers that are no numbers.
+    The caller may reorder the rows, in all of these alike. Raises `ModelLoadError` for an unknown type, and for numbers
+    that are not finite.
     """
     kind, shape = tensor.tensor_type, tuple(int(size) for size in reversed(tensor.shape))
     if kind in WHOLE_KINDS or len(shape) == 1:
@@ -200,7 +172,7 @@ def convert_tensor(name: str, tensor: Any, dtype: mx.Dtype, loss: Loss) -> dict[
         mx.eval(parts)
         _check_finite(name, parts["weight"])
         return {"weight": parts["weight"].reshape(shape)}
-    slabs = [_slab(name, rows, kind, dtype, loss) for rows in _slabs(tensor.data, shape)]
+    slabs = [_slab(name, rows, kind, dtype) for rows in _slabs(tensor.data, shape)]
     joined = {part: mx.concatenate([slab[part] for slab in slabs]) for part in slabs[0]}
     mx.eval(joined)
     _check_finite(name, joined["scales"])
@@ -209,7 +181,7 @@ def convert_tensor(name: str, tensor: Any, dtype: mx.Dtype, loss: Loss) -> dict[
 
 
 def expand_tensor(name: str, tensor: Any) -> mx.array:
-    """The numbers of a tensor in float32, as the file's format defines them. Raises `ModelLoadError`."""
+    """The numbers of a tensor in float32, as GGUF defines them. Raises `ModelLoadError`."""
     shape = tuple(int(size) for size in reversed(tensor.shape))
     return mx.array(_expanded(name, tensor.data, tensor.tensor_type)).reshape(shape)
 
@@ -220,48 +192,35 @@ def _expanded(name: str, data: Any, kind: Kind) -> Floats:
     try:
         return np.asarray(dequantize(data, kind), np.float32)
     except NotImplementedError as error:
-        raise ModelLoadError(f"{name} is of the type {kind.name}, which cannot be read here.") from error
+        raise ModelLoadError(f"{name} is of the type {kind.name}, which this version cannot read.") from error
 
 
 def _slabs(data: Any, shape: tuple[int, ...]) -> Iterator[Bytes]:
-    """The bytes of some rows at a time."""
+    """The tensor's bytes, some rows at a time."""
     rows = data.reshape(-1, data.shape[-1])
     step = max(1, _SLAB_NUMBERS // shape[-1])
     for start in range(0, len(rows), step):
         yield np.asarray(rows[start : start + step])
 
 
-def _slab(name: str, rows: Bytes, kind: Kind, dtype: mx.Dtype, loss: Loss) -> dict[str, mx.array]:
+def _slab(name: str, rows: Bytes, kind: Kind, dtype: mx.Dtype) -> dict[str, mx.array]:
     kept = _KEPT.get(kind)
     if kept is None:
-        wanted = _expanded(name, rows, kind)
-        bits = bits_of(kind) or 8
-        weight, scales, biases = mx.quantize(mx.array(wanted).astype(dtype), group_size=GROUP_SIZE, bits=bits)
-        parts = {"weight": weight, "scales": scales, "biases": biases}
-        loss.add(kind.name, _values(parts, bits), wanted, wanted.size)
-        return parts
+        numbers = mx.array(_expanded(name, rows, kind)).astype(dtype)
+        weight, scales, biases = mx.quantize(numbers, group_size=GROUP_SIZE, bits=bits_of(kind) or 8)
+        return {"weight": weight, "scales": scales, "biases": biases}
     groups = kept.read(np.ascontiguousarray(rows).reshape(-1, kept.block_bytes))
     per_row = len(groups.scales) // len(rows)
-    parts = {
+    return {
         "weight": mx.array(pack_codes(groups.codes.reshape(len(rows), -1), kept.bits)),
         "scales": mx.array(groups.scales.reshape(-1, per_row)).astype(dtype),
         "biases": mx.array(groups.biases.reshape(-1, per_row)).astype(dtype),
     }
-    sample = np.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED_ROWS)).astype(np.int64)
-    few = {part: array[mx.array(sample)] for part, array in parts.items()}
-    loss.add(kind.name, _values(few, kept.bits), _expanded(name, rows[sample], kind), groups.codes.size)
-    return parts
-
-
-def _values(parts: dict[str, mx.array], bits: int) -> Floats:
-    """What is stored, computed in float32."""
-    scales, biases = (parts[part].astype(mx.float32) for part in ("scales", "biases"))
-    return np.array(mx.dequantize(parts["weight"], scales, biases, group_size=GROUP_SIZE, bits=bits))
 
 
 def _check_finite(name: str, array: mx.array) -> None:
     if not mx.isfinite(array).all().item():
         raise ModelLoadError(
-            f"{name} holds numbers that are no numbers (NaN), or too large for {array.dtype}: the file is damaged, or "
-            "its model diverged in training."
+            f"{name} holds numbers that are not finite (NaN), or too large for {array.dtype}: the file is damaged, or "
+            "the model diverged in training."
         )
