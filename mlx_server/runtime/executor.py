@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx_server.errors import EngineDeadError
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
 from mlx_server.runtime.device_queue import DeviceQueue, DeviceStep, FairShare
+from mlx_server.runtime.layers.blocks import MOST_ROWS
 from mlx_server.runtime.memory import resident_memory
 from mlx_server.runtime.model_runner import LaunchedStep
 
@@ -26,8 +27,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LONG_LAUNCH_S = 0.025
-"""On a device that computes in the launch, shorter steps are launched ahead all the same: two of their results at once
-are no gap that a reader notices, and a graph that is built while the last products run takes no time of its own."""
+"""On a device that computes in the launch, shorter steps are launched ahead all the same: nobody notices two of their
+results at once, and the graph is built while the last products run."""
 
 
 class StepRunner(Protocol):
@@ -52,7 +53,7 @@ class _Worker(Protocol):
     def advance(self) -> None: ...
 
     def abandon(self, error: BaseException) -> None:
-        """Fails all that waits: the thread has ended."""
+        """Fails all waiting work: the thread has ended."""
         ...
 
 
@@ -75,7 +76,7 @@ class _Call(Generic[T]):
 
 
 class _Calls:
-    """Work that is not a step: pieces of loading, unloading and the like, in order of arrival."""
+    """Work other than steps, such as pieces of loading and unloading, in order of arrival."""
 
     def __init__(self, thread: MLXThread) -> None:
         self._waiting: deque[_Call[Any]] = deque()
@@ -99,11 +100,10 @@ class _Calls:
 
 
 class MLXThread:
-    """Loads, runs and unloads all models: MLX's streams belong to the thread that made them.
+    """Loads, runs and unloads all models, since MLX's streams belong to the thread that made them.
 
-    The executors share the thread by the time their steps take, in proportion to their weights, and all calls
-    together count as one more executor. So a model's steps wait for at most one step or one piece of loading of
-    another.
+    The executors share the thread's time in proportion to their weights; all calls together count as one more executor.
+    So a model's steps wait for at most one step, or one piece of loading, of another model.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class MLXThread:
         wire_memory: bool = False,
         computes_at_launch: bool | None = None,
     ) -> None:
-        """`wire_memory` is for `resident_memory`, as long as the thread runs. `computes_at_launch`: a launch lasts
-        nearly as long as its step, as on MLX's CPU, where no more than ten tasks may wait; None is as the device does.
-        """
+        """`wire_memory` is passed to `resident_memory` while the thread runs. `computes_at_launch`: the launch of a
+        large graph lasts nearly as long as its step, as on MLX's CPU, whose queue holds ten tasks of ten nodes; None
+        means that it depends on the device."""
         self.clock = clock
         self.computes_at_launch = mx.default_device() == mx.cpu if computes_at_launch is None else computes_at_launch
         self._wires_memory = wire_memory
@@ -131,7 +131,7 @@ class MLXThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes work, or is at its last."""
+        """Whether it takes work, or still finishes some."""
         if self._is_lost:
             return False
         return self._thread.is_alive() if self._has_started else not self._is_stopping
@@ -144,12 +144,12 @@ class MLXThread:
         return future
 
     def offer(self, add: Callable[[], None]) -> bool:
-        """Calls `add`, which gives a worker of the thread more to do; False, without the call, if the thread is
+        """Calls `add`, which gives a worker of the thread more work. Returns False, without the call, if the thread is
         stopping."""
         with self._condition:
             if self._is_stopping:
                 return False
-            if not self._has_started:  # so that one that is made and never used leaves no thread behind
+            if not self._has_started:  # an instance that is never used starts no thread
                 self._has_started = True
                 self._thread.start()
             add()
@@ -175,8 +175,8 @@ class MLXThread:
             self._condition.notify()
 
     def give_up(self, error: EngineDeadError) -> None:
-        """The device will never finish what it has: all steps and waiting calls fail with `error`, and the thread is
-        left where it is. Any thread."""
+        """The device will never finish its work: all steps and waiting calls fail with `error`, and the thread is
+        abandoned. Any thread."""
         with self._condition:
             self._is_stopping = self._is_lost = True
             workers = list(self._workers)
@@ -184,7 +184,7 @@ class MLXThread:
             worker.abandon(error)
 
     def stop(self) -> None:
-        """Ends the thread after all calls and steps that it was given, and waits for it, unless it was given up."""
+        """Ends the thread after all its calls and steps, and waits for it, unless it was given up."""
         with self._condition:
             self._is_stopping = True
             self._condition.notify()
@@ -211,7 +211,7 @@ class MLXThread:
             mx.clear_streams()
 
     def _wait_for_work(self) -> Callable[[], None] | None:
-        """What to do next: results first, since clients wait for them. None at the end."""
+        """The next work: results first, since clients wait for them. None when the thread should end."""
         with self._condition:
             while True:
                 if self.device.is_oldest_over:
@@ -245,14 +245,14 @@ class _Launched:
 class MLXExecutor:
     """Runs one model's steps on the MLX thread; `submit` is called on the event loop's thread.
 
-    One step ahead: a step may be launched while another one, of any model, runs, but for a long one that its launch has
-    computed. A future gets its result when the device has finished.
-    An exception in a step is set on every waiting future and on all later ones, since the state of the pools is unknown
-    then; but only when the device is done with all of the model's steps, so that the model may be unloaded at once.
+    A step may be launched while another one, of any model, runs, except after a long launch that computed its step. A
+    future gets its result when the device has finished. After an exception in a step, the state of the pools is
+    unknown: all waiting and later futures get it, but only when the device has finished all of the model's steps, so
+    that the model can be unloaded at once.
     """
 
     def __init__(self, thread: MLXThread, runner: StepRunner, weight: float = 1.0) -> None:
-        """`weight` is this model's share of the device while other models have work, too."""
+        """`weight` is this model's share of the device while other models have work."""
         self._thread = thread
         self._device = thread.device
         self._runner = runner
@@ -265,10 +265,18 @@ class MLXExecutor:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._submissions) and self._device.has_room
+        return bool(self._submissions) and self._device.has_room and not self._would_delay_a_result
+
+    @property
+    def _would_delay_a_result(self) -> bool:
+        """Whether the next launch would compute its own step before the running step's result is handed out. Steps of
+        few rows are short graphs, which fit MLX's queue: such a launch returns at once."""
+        if not self._thread.computes_at_launch or self._device.is_empty or self._last_step_s < _LONG_LAUNCH_S:
+            return False
+        return sum(chunk.num_tokens for chunk in self._submissions[0].step.chunks) > MOST_ROWS
 
     def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
-        """Queues a step; the result comes in a future of the running loop."""
+        """Queues a step; returns a future of the running loop for its result."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ModelRunnerOutput] = loop.create_future()
         submission = _Submission(output, loop, future)
@@ -277,7 +285,7 @@ class MLXExecutor:
         return future
 
     def close(self) -> None:
-        """Takes the executor off the thread; nothing may be in flight."""
+        """Removes the executor from the thread; no step may be in flight."""
         self._thread.detach(self)
 
     def advance(self) -> None:
@@ -304,13 +312,13 @@ class MLXExecutor:
         host_s = launch_s if self._runner.launch_is_host_only and not is_computed else 0.0
         self._launched.append(_Launched(launched, submission, self._last_step_s, host_s))
         self._thread.charge(self, self._last_step_s)
-        # No request waited for this step if all are new.
+        # If all requests are new, none has waited for this step.
         is_awaited = bool(step.draft_steps) or len(step.new_requests) < len(step.chunks)
         self._device.push(DeviceStep(self, started_s, is_awaited, is_computed), partial(self._runner.wait, launched))
 
     def settle(self, step_time_s: float, idle_time_s: float) -> None:
-        """Hands out the oldest launched step's result and charges for it: the launch has only charged as much as the
-        step before took. For `DeviceQueue`."""
+        """Delivers the oldest launched step's result and charges its time; at the launch, the time of the step before
+        was charged. For `DeviceQueue`."""
         if self._error is not None:
             self.fail(self._error)
             return
@@ -340,7 +348,7 @@ class MLXExecutor:
 
 
 def _settle(submission: _Submission, result: ModelRunnerOutput | BaseException) -> None:
-    """Hands a result to the loop that waits for it, unless the loop is closed or the wait was cancelled."""
+    """Delivers a result to the waiting loop, unless the loop is closed or the wait was cancelled."""
 
     def settle() -> None:
         if submission.future.done():  # cancelled, or given up

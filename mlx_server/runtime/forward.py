@@ -19,12 +19,12 @@ from mlx_server.runtime.layers.cpu import SWIGLU
 from mlx_server.runtime.vision import ImageRows
 
 _BODIES = ("model", "backbone", "transformer")
-"""Names that mlx-lm's models give to the part before their head."""
+"""Attribute names of the part before the head, in mlx-lm's models."""
 
 
 class RowSelector:
-    """Replaces the body of a model and passes on only the rows of its hidden states that will be sampled, counted over
-    the whole batch: the head then computes S rows of logits instead of T.
+    """Replaces the body of a model and returns only the rows of hidden states that will be sampled: the head then
+    computes S rows of logits instead of T.
 
     It is set in the instance's own namespace, not in the module tree, so that parameters, quantisation and
     saving see the model as it was; `remove` restores the model. Other attributes pass through.
@@ -37,12 +37,12 @@ class RowSelector:
         self._inner = getattr(owner, name)
         self.rows: list[int] | None = None
         self.hidden: list[mx.array] | None = None
-        """Where what the body returns is kept, a call after the other."""
+        """A list that gets what the body returns, call by call."""
 
     @classmethod
     def install(cls, model: Any, adapters: AdapterRows) -> RowSelector | None:
-        """Puts a selector into `model`, or into the language model inside it; None if no body is called apart from a
-        head. `adapters` are told of the rows that the head gets."""
+        """Installs a selector in `model`, or in its language model; None if the model has no separate body. `adapters`
+        are informed which rows the head gets."""
         owners = [owner for owner in (model, getattr(model, "language_model", None)) if isinstance(owner, nn.Module)]
         for owner in owners:
             children = owner.children()
@@ -71,8 +71,8 @@ class RowSelector:
 
 
 class ModelForward:
-    """Calls an mlx-lm model on steps, at the level that `use` sets. `num_calls` is how often the last step has called
-    it: more than once only at the whole model's level. MLX thread only."""
+    """Runs an mlx-lm model on steps, at the level that `use` sets. `num_calls` is how often the last step called the
+    model: more than once only at the level of the whole model. MLX thread only."""
 
     def __init__(self, model: Any, cache: PagedKVCache, adapters: AdapterRows) -> None:
         self.num_calls = 0
@@ -92,7 +92,7 @@ class ModelForward:
         return self._selector is not None
 
     def use(self, level: Level, *, selects_rows: bool) -> None:
-        """Runs at `level` from now on. `selects_rows`: the head sees only rows whose logits are asked for."""
+        """Runs at `level` from now on. With `selects_rows`, the head gets only the rows whose logits are asked for."""
         self._regrouping.remove()
         self._regrouping = Regrouping(self._model, level, self._step)
         self._cache.forget_views()
@@ -114,9 +114,9 @@ class ModelForward:
         hidden_rows: Sequence[int] = (),
         images: ImageRows | None = None,
     ) -> mx.array:
-        """Logits `[len(rows), vocabulary]` of the rows asked for. Lazy. `plans` are the step's, one for each layer
-        group; `owners` `[T]` the adapters of all rows, by index, or None if no row has one. `hidden_rows` are those
-        whose hidden states `take_hidden` gives. `images` is what images change."""
+        """Logits `[len(rows), vocabulary]` of `rows`. Lazy. `plans` has one plan for each layer group, and `owners`
+        `[T]` the index of each row's adapter; None if no row has one. `take_hidden` returns the hidden states of
+        `hidden_rows`. `images` are the step's image rows."""
         self.num_calls = 0
         if images is not None and len(images.spans):
             if self.level.scope is not Scope.NOTHING or self._cache.recurrent:
@@ -134,14 +134,14 @@ class ModelForward:
             self._cache.end()
 
     def take_hidden(self) -> mx.array | None:
-        """What the model's body has given for the last call's `hidden_rows`, `[len(hidden_rows), D]`, lazy; once."""
+        """The hidden states of the last call's `hidden_rows`, `[len(hidden_rows), D]`, lazy. Can be taken once."""
         hidden, self._hidden = self._hidden, None
         return hidden
 
     def _run_and_keep(
         self, plans: Sequence[StepPlan], ids: mx.array, wanted: list[int], hidden_rows: Sequence[int]
     ) -> mx.array:
-        assert self._selector is not None, "a model whose body is not called apart is refused when it is loaded"
+        assert self._selector is not None, "a model without a separate body is refused when it is loaded"
         kept = self._selector.hidden = []
         try:
             logits = self._run(plans, ids, wanted)
@@ -160,7 +160,7 @@ class ModelForward:
         return self._call(ids[:, None], self._cache.layers, wanted, self._images)
 
     def _by_group(self, ids: mx.array, rows: list[int]) -> mx.array:
-        """The whole model, once a group; the logits in the order of `rows`."""
+        """Calls the whole model for each group; the logits are in the order of `rows`."""
         parts: list[mx.array] = []
         order: list[int] = []
         for group in self._step.groups:
@@ -190,7 +190,7 @@ class ModelForward:
             logits: mx.array = self._model(batch, cache=cache, **more)
         finally:
             if self._selector is not None:
-                self._selector.rows = None  # who calls the model itself gets all rows
+                self._selector.rows = None  # direct calls of the model get all rows
             caches_in_use.reset(token)
             swiglu_in_use.reset(swiglu_token)
         logits = logits.reshape(-1, logits.shape[-1])

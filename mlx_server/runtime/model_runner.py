@@ -45,8 +45,8 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A submitted step whose values may not be known yet. `rows` are the sampled ones; the model was called `num_calls`
-    times; `images` says what its vision encoder did."""
+    """A submitted step whose results may not be computed yet. `rows` are the sampled rows, `num_calls` counts the calls
+    of the model, and `images` is what the vision encoder did."""
 
     step_id: int
     num_calls: int
@@ -58,24 +58,24 @@ class LaunchedStep:
     arrays: list[mx.array]
     saved_blocks: tuple[memoryview, ...]
     end: mx.array
-    """Evaluated with the step, for the thread that waits for it and no other use: two threads must not wait for one
-    array, since MLX marks it as available without a lock."""
+    """Evaluated with the step, only for the thread that waits for it: two threads must not wait for one array, since
+    MLX marks it as available without a lock."""
     draft_steps: tuple[LaunchedStep, ...] = ()
     images: ImageNews = NO_NEWS
 
     def wait(self) -> None:
-        """Returns when the device has finished the step. Drops its arrays: a pool that is referred to from here could
-        not be written in place by the next step."""
+        """Returns when the device has finished the step. Drops its arrays: with a reference from here, the next step
+        could not write a pool in place."""
         mx.eval(*self.arrays)
         self.arrays.clear()
 
 
 class ModelRunner:
-    """One model's forward passes, and what it remembers of each running request.
+    """One model's forward passes, and the state of its running requests.
 
-    MLX thread only, except `wait`. `launch` submits a step without waiting for it; tokens that the step before has
-    sampled go into it on the device. `fetch` waits. Steps are launched and fetched in order, with at most one launched
-    beyond the one being fetched. A request is forgotten with the first step after its end.
+    MLX thread only, except `wait`. `launch` submits a step without waiting for it; it reads tokens sampled by the step
+    before on the device. `fetch` waits. Steps are launched and fetched in order, with at most one launched ahead of the
+    one being fetched. The first step after a request's end drops its state.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ModelRunner:
 
     @property
     def launch_is_host_only(self) -> bool:
-        """Whether `launch` only takes host time: it does not wait for the step before."""
+        """Whether `launch` takes host time only, since it does not wait for the step before."""
         return not self._needs_synchronous_steps
 
     @property
@@ -107,7 +107,7 @@ class ModelRunner:
 
     @property
     def num_pooled_dimensions(self) -> int | None:
-        """Of pooled vectors, where layers behind the pooling say so."""
+        """The size of pooled vectors, if layers after the pooling set it."""
         return self._pooler.num_dimensions
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class ModelRunner:
         self.cache.release()
 
     def warm_up_sampler(self) -> None:
-        """Draws once, so that no request waits for what MLX compiles at the first draw."""
+        """Draws once: MLX compiles functions at the first draw, which no request should wait for."""
         sampling = SamplingParams(temperature=1.0, top_p=0.9)
         self.sampler.add(NewRequestData("warm-up", (0,), (), sampling, frozenset()))
         logits = mx.zeros((1, self._vocab_size))
@@ -128,7 +128,7 @@ class ModelRunner:
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Builds and submits a step."""
         saved_blocks = self._copy_and_change(step)
-        self._update_requests(step)  # who may go on from a state that was just loaded
+        self._update_requests(step)  # after loading: requests may resume from a loaded state
         if not step.chunks:
             return LaunchedStep(step.step_id, 0, [], None, None, [], None, [], saved_blocks, mx.array(0))
         for chunk in step.chunks:
@@ -189,15 +189,15 @@ class ModelRunner:
         return self._previous
 
     def _keep_hidden(self, kept: KeptRows | None, hidden: mx.array | None) -> list[mx.array]:
-        """Keeps the first of the `hidden` states for a head; what must be evaluated for that."""
+        """Stores the first of the `hidden` states for a head; returns the arrays to evaluate."""
         if self.hidden_states is None or kept is None or hidden is None:
             return []
         self.hidden_states.write(kept, hidden[: len(kept.rows)])
         return self.hidden_states.arrays()
 
     def wait(self, launched: LaunchedStep) -> None:
-        """Returns when the device has finished a launched step. For any one thread: it only waits for the event behind
-        the step, and makes no stream of its own."""
+        """Returns when the device has finished a launched step. For one thread of any kind: it only waits for the
+        step's last event, and makes no stream."""
         launched.end.item()
 
     def fetch(self, launched: LaunchedStep) -> ModelRunnerOutput:
@@ -253,7 +253,7 @@ class ModelRunner:
             self.cache.resume_states(resumed)
 
     def _copy_and_change(self, step: SchedulerOutput) -> tuple[memoryview, ...]:
-        """The contents that a step saves, what it loads, and its change of the pools in between."""
+        """Saves blocks, changes the pools, then loads blocks; returns the saved contents."""
         saved: tuple[memoryview, ...] = ()
         copies = step.copies
         if copies is not None:
@@ -267,16 +267,16 @@ class ModelRunner:
         return saved
 
     def _change_pools(self, change: PoolChange) -> None:
-        """Waits for the step before, which may still use the pools as they are."""
+        """Waits for the step before, which may still use the pools."""
         if self._previous is not None:
             self._previous.wait()
         self._contents.forget()
         self.cache.change(change)
         self._tables.move(change.moves)
-        mx.clear_cache()  # memory that was cut off goes back to the system
+        mx.clear_cache()  # returns the freed memory to the system
 
     def _owners(self, chunks: Sequence[ScheduledChunk]) -> IntArray | None:
-        """The adapter of each of the step's rows, `[T]`; None if no request that runs has one."""
+        """The adapter of each row of the step, `[T]`; None if no running request has one."""
         if not self._adapters:
             return None
         owners = np.array([self._adapters.get(chunk.request_id, NONE) for chunk in chunks], dtype=np.int32)
@@ -285,7 +285,7 @@ class ModelRunner:
     def _plan_scores(
         self, chunks: Sequence[ScheduledChunk], ends: Sequence[int]
     ) -> tuple[list[int], list[int], list[PromptScores]]:
-        """Rows of prompt positions that are scored, the ids that follow them, and whose they are. Chunk i ends before
+        """The rows of scored prompt positions, the token ids that follow them, and their requests. Chunk i ends before
         row `ends[i]` of the batch."""
         rows: list[int] = []
         next_ids: list[int] = []
@@ -303,7 +303,7 @@ class ModelRunner:
         return rows, next_ids, scores
 
     def _input_ids(self, chunks: Sequence[ScheduledChunk]) -> mx.array:
-        """The step's input ids `[T]`: known ones from the host, those in flight from the step before."""
+        """The step's input ids `[T]`: known ids from the host, and ids that the step before is still sampling."""
         known: list[int] = []
         pending: list[int] = []
         names: list[str] = []

@@ -275,6 +275,33 @@ def test_no_result_waits_for_a_long_launch_that_computes_the_next_step(
     assert [result.step_time_s for result in results] == pytest.approx([step_s] * 4)
 
 
+def test_a_long_launch_of_many_rows_waits_for_the_result_of_few(monkeypatch: pytest.MonkeyPatch):
+    """A CPU's steps of few rows are launched at once, but the launch of a prompt's step computes it."""
+    bench = Bench(monkeypatch, computes_at_launch=True)
+    executor = bench.executor("a", 0.1)
+    runner = executor._runner
+    plain = runner.launch
+
+    def launch(step: SchedulerOutput) -> Any:
+        launched: Any = plain(step)
+        if step.chunks[0].num_tokens > 64:
+            bench.threads.sleep_until(launched[1] - 0.001)
+        return launched
+
+    runner.launch = launch  # type: ignore[method-assign]
+
+    def submit_all() -> list[asyncio.Future[ModelRunnerOutput]]:
+        rows = (1, 1, 1, 100, 1, 1)
+        chunks = [ScheduledChunk("r", 0, count, (1,) * count, ((0,),), True, 0) for count in rows]
+        return [executor.submit(SchedulerOutput(step, (chunk,))) for step, chunk in enumerate(chunks)]
+
+    bench.run(submit_all)
+    bench.thread.stop()
+    launches = [place for place, what in enumerate(bench.log) if what == "a"]
+    held_up = [launched - bench.log[:place].count("a done") for launched, place in enumerate(launches)]
+    assert held_up == [0, 1, 1, 0, 0, 1]
+
+
 def test_a_loop_that_closes_while_it_is_handed_a_result_harms_no_other(bench: Bench):
     """It is open when it is looked at."""
     executor = bench.executor("a", 1.0)

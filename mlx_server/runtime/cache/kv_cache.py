@@ -108,6 +108,26 @@ class PagedLayerCache(AttendsItself):
             sinks=sinks,
         )
 
+    @property
+    def backend(self) -> AttentionBackend:
+        return self.pool.backend
+
+    def run_layer(self, parts: Any, x: mx.array, mask: Any) -> mx.array | None:
+        """The output of a whole transformer layer whose attention is over this cache, by `CpuBackend.run_layer`. None
+        if the layer's own code should run, also where `attend` refuses."""
+        backend: Any = self.backend
+        window = mask.window if isinstance(mask, StepMask) else self.window
+        has_other_mask = mask is not None and not isinstance(mask, StepMask)
+        is_beyond = self._kept_window is not None and (window is None or window > self._kept_window)
+        if has_other_mask or is_beyond or self.is_chunked or self.pool.is_viewed or self.spec.bits is not None:
+            return None
+        y: mx.array | None = backend.run_layer(
+            self.pool.contents[self._seat], parts, x, self.offset, self.metadata, window
+        )
+        if y is not None:
+            self.num_query_heads, self.sinks = parts.num_heads, None
+        return y
+
     def view(self, group: RowGroup) -> PagedView:
         """The layer's K/V for a module that runs on `group`."""
         return PagedView(self.pool.rows(self._seat), self.window, group, self.place)

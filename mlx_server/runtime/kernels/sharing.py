@@ -30,19 +30,19 @@ from mlx_server.runtime.attention.interface import IntArray
 Indices = npt.NDArray[np.integer[Any]]
 
 FEWEST_BLOCKS = 4
-"""Of a run: partial results of a shorter one move about as much as it saves."""
+"""Of a run. The partial results of a shorter run take about as much traffic as it saves."""
 
 _MOST_RUNS = 16
 """Shared runs of a step, shortest depth first: each costs the host some 50 microseconds."""
 
 _LEAST_SAVING = 0.25
-"""Of all K/V rows read. Below it, the kernel whose rows read alone is at least as good."""
+"""The share of all K/V rows read. Below it, the kernel without sharing is at least as fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """Requests of a step whose rows are attended from in one launch: the last `counts` tokens of `contexts` tokens in
-    blocks `tables`; `queries` are the first of them among the step's rows."""
+    """Requests of a step whose rows attend in one launch: the last `counts` of `contexts` tokens in blocks `tables`.
+    `queries` are the indices of their first rows in the step."""
 
     tables: IntArray
     queries: IntArray
@@ -51,14 +51,14 @@ class Readers:
 
     @property
     def rows(self) -> Indices:
-        """Each row's place among the step's rows."""
+        """The index of each row in the step."""
         owners, nth = spread(self.counts)
         return self.queries[owners] + nth
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks [first, end) that stand in the tables of all `members`, at least two."""
+    """Blocks [first, end) that are in the tables of all `members`, at least two."""
 
     first: int
     end: int
@@ -66,8 +66,8 @@ class Run:
 
 
 def find_runs(readers: Readers) -> list[Run]:
-    """The blocks that several readers share, from the beginning of their tables on, from the root of a tree of common
-    beginnings to its leaves. Only whole blocks that each of a reader's rows sees. Empty if sharing does not pay."""
+    """The leading blocks that several readers share, from the root of the tree of common prefixes to its leaves. Only
+    whole blocks that all rows of a reader see. Empty if sharing does not pay."""
     tables, wholes = readers.tables, (readers.contexts - readers.counts + 1) // BLOCK_SIZE
     found: list[Run] = []
     saved = 0
@@ -88,7 +88,7 @@ def find_runs(readers: Readers) -> list[Run]:
 
 
 def _alike(blocks: IntArray, members: Indices) -> list[Indices]:
-    """Those of `members` whose block is the same, if they are several."""
+    """Groups of at least two `members` with the same block."""
     order = np.argsort(blocks, kind="stable")
     is_new = np.ones(len(blocks) + 1, bool)
     np.not_equal(blocks[order][1:], blocks[order][:-1], out=is_new[1:-1])
@@ -104,6 +104,6 @@ def _common_length(tables: IntArray) -> int:
 
 
 def spread(counts: Indices) -> tuple[Indices, Indices]:
-    """Of `counts` things each: whose each is, and the how manieth. Of `2 1`: `0 0 1` and `0 1 0`."""
+    """The owner of each of `counts` things, and its index among the owner's. `2 1` gives `0 0 1` and `0 1 0`."""
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners, np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)

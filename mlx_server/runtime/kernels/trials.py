@@ -1,5 +1,5 @@
-"""What kernels are tried with: rows whose values a self-test knows, in fewer bits, too; and measurements in turns, so
-that what slows the machine meanwhile slows all candidates."""
+"""Helpers of kernel self-tests and measurements: rows that quantise without loss, and timing in turns, so that other
+work on the machine slows all candidates alike."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def exact_kv(rng: np.random.Generator, places: tuple[int, ...], spec: LayerSpec)
 
 
 def exact_rows(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype, bits: int | None) -> mx.array:
-    """Rows of `shape`: normal ones, or for `bits` such as lose nothing when they are quantised.
+    """Normal random rows of `shape`; with `bits`, rows that lose nothing when they are quantised.
 
-    Each group of such a row has all that `bits` can count from, its steps are a power of two, and 0 is one of them.
+    Each group of such a row uses the whole range of codes; its step is a power of two, and 0 is one of its numbers.
     """
     if bits is None:
         return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
@@ -46,7 +46,7 @@ def exact_rows(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype
 def median_times(
     candidates: Sequence[Callable[[], object]], num_repeats: int, clock: Clock = time.perf_counter
 ) -> list[float]:
-    """Median seconds of each candidate, warmed up, then measured in turns that begin with another one each time."""
+    """Median seconds of each candidate: warmed up, then measured in turns that start with a different one each time."""
     for _ in range(_NUM_WARM_UPS):
         for candidate in candidates:
             candidate()

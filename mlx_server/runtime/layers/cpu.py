@@ -1,11 +1,12 @@
-"""The native library behind an unchanged model's layers, where MLX computes on the CPU.
+"""Uses the native library for the layers of an unchanged model, where MLX computes on the CPU.
 
-Linear layers and tied heads get its products (`products.py`), and RMS norms and rotary embeddings change their class
-likewise. SwiGLU is a function in mlx-lm, which `seam.py` wraps. What the library is not for is left to MLX, call by
-call: half-precision activations, weights in several pieces, a depth that is no multiple of 32.
+Linear layers and tied heads get its products (`products.py`); RMS norms and rotary embeddings change their class in the
+same way, and so do whole transformer layers (`blocks.py`). SwiGLU is a function in mlx-lm, which `seam.py` wraps. MLX
+computes what the library cannot: half-precision activations, weights that are not contiguous, a depth that is not a
+multiple of 32.
 
-Weights of a linear layer may stay bfloat16 while the model computes in float32: widening them is exact, so a product's
-bits are those of float32 weights, at half of the memory and of its traffic.
+Weights of a linear layer may stay bfloat16 while the model computes in float32: widening them is exact, so a product
+has the same bits as with float32 weights, with half of the memory and of its traffic.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from mlx_server.runtime.kernels.cpu import native
+from mlx_server.runtime.layers.blocks import install_blocks
 from mlx_server.runtime.layers.products import MakeProduct, RowProduct, install_products, keep_rows_in
 
 logger = logging.getLogger(__name__)
@@ -31,18 +33,18 @@ _BITS = (4, 8)
 _TOLERANCE = 1e-4
 
 SWIGLU = "_native_swiglu"
-"""The attribute of a model that says with what its SwiGLU is computed, a function to mlx-lm's models."""
+"""The attribute of a model that holds its SwiGLU function."""
 _READ_WEIGHT = re.compile(r"\bself(?:\.\w+)*\.(\w+)\.weight\b")
 
 
 def native_library() -> Any | None:
-    """The library where MLX computes on the CPU and it can be had, else None. May build it, see `native.library`."""
+    """The library if MLX computes on the CPU, or None. May build it, see `native.library`."""
     return native.library() if mx.default_device() == mx.cpu else None
 
 
 def bfloat16_weights(model: Any) -> list[tuple[Any, mx.array]]:
-    """The layers whose weights may stay bfloat16, with these: those that only the layer itself reads. Before the
-    model's type is changed."""
+    """The layers whose weights may stay bfloat16 since only the layer itself reads them, with the weights. Call it
+    before the model's type is changed."""
     read = _children_read_by_their_weights(model)
     return [
         (module, module.weight)
@@ -55,8 +57,8 @@ def bfloat16_weights(model: Any) -> list[tuple[Any, mx.array]]:
 
 
 def _children_read_by_their_weights(model: Any) -> set[str]:
-    """Names of modules whose weights the model's code takes itself, as in `h @ self.model.embed_tokens.weight.T`: a
-    bfloat16 operand there would be slow, or make all that follows bfloat16. Found by the text of its classes' files."""
+    """Names of modules whose weights the model's code reads itself, as in `h @ self.model.embed_tokens.weight.T`: a
+    bfloat16 operand there would be slow, or make all later activations bfloat16. Searches the source of its classes."""
     classes = {kind for module in model.modules() for kind in type(module).__mro__}
     functions = [value for kind in classes for value in vars(kind).values() if inspect.isfunction(value)]
     files = {function.__code__.co_filename for function in functions}
@@ -64,9 +66,9 @@ def _children_read_by_their_weights(model: Any) -> set[str]:
 
 
 def install_native(model: Any, kept: Sequence[tuple[Any, mx.array]] = ()) -> int:
-    """Puts the library behind the layers of a model that computes in float32; `kept` get back the weights that they
-    had before that. Returns how many layers it is behind: 0 where there is none. After adapters, and before weights are
-    evaluated: some are put in one piece. MLX thread."""
+    """Uses the library for the layers of a model whose type was changed to float32; the `kept` modules get their
+    weights back. Returns the number of layers, 0 without the library. Call it after adapters are installed, and before
+    weights are evaluated: some are made contiguous. MLX thread."""
     library = native_library()
     if library is None:
         return 0
@@ -88,11 +90,11 @@ def _install(model: Any, library: Any, engine: Any) -> int:
     count = install_products(model, lambda layer: _product(library, engine, layer))
     for module in model.modules():
         count += _install_norm(module, library, engine) or _install_rope(module, library, engine)
-    return count
+    return count + install_blocks(model, library)
 
 
 def native_product() -> MakeProduct | None:
-    """What gives a layer the library's product, on the threads that a model gets; None where the library is not."""
+    """Makes the library's product for a layer; None without the library."""
     library = native_library()
     if library is None:
         return None
@@ -101,7 +103,7 @@ def native_product() -> MakeProduct | None:
 
 
 def describe_native() -> str:
-    """Whether the library is used here, for people to read. May build it."""
+    """Whether the library is used here, as text. May build it."""
     if mx.default_device() != mx.cpu:
         return "not needed: MLX computes on a GPU"
     library = native.library()
@@ -112,7 +114,7 @@ def describe_native() -> str:
 
 
 def find_fault(library: Any, engine: Any) -> str | None:
-    """What of the library gives another result here than MLX's own operations, None if nothing does. Some
+    """The first operation of the library that gives another result than MLX's own, None if there is none. Takes some
     milliseconds. MLX thread."""
     x = mx.random.normal((5, 1, 1, 2 * native.DEPTH_STEP), key=mx.random.key(0))
     whole, half = (nn.Linear(x.shape[-1], 48) for _ in range(2))
@@ -133,7 +135,7 @@ def find_fault(library: Any, engine: Any) -> str | None:
     half.weight = half.weight.astype(mx.bfloat16)
     _install(sample, library, engine)
     _install_rope(rope, library, engine)
-    mx.eval(sample.parameters())  # of weights that are not there yet the library says nothing
+    mx.eval(sample.parameters())  # the library cannot read lazy weights
     ours = {**results(), "SwiGLU": library.swiglu(engine, x, x)}
     return next((name for name in own if not mx.allclose(ours[name], own[name], atol=_TOLERANCE).item()), None)
 
@@ -143,11 +145,11 @@ def _is_deep(weight: mx.array) -> bool:
 
 
 def _product(library: Any, engine: Any, layer: Any) -> RowProduct | None:
-    """Reads the layer's weights at each call: they may be replaced."""
+    """The product reads the layer's weights at each call: they may be replaced."""
     if "scales" not in layer:
         if not _is_deep(layer.weight):
             return None
-        layer.weight = mx.contiguous(layer.weight)  # GPT-2's are transposed; others are not copied
+        layer.weight = mx.contiguous(layer.weight)  # copies transposed ones only, as GPT-2 has
         return lambda x: library.linear(engine, x, layer.weight)
     if layer.bits not in _BITS or getattr(layer, "mode", "affine") != "affine":
         return None
@@ -156,7 +158,7 @@ def _product(library: Any, engine: Any, layer: Any) -> RowProduct | None:
 
 
 class _Native:
-    """What the library's calls need, beside a module's parameters and children."""
+    """Arguments of the library's calls that are neither parameters nor children of a module."""
 
     _library: Any
     _engine: Any
@@ -219,5 +221,5 @@ def _install_rope(module: Any, library: Any, engine: Any) -> bool:
 
 @lru_cache(maxsize=32)
 def _rotation(library: Any, frequencies: tuple[float, ...], is_traditional: bool) -> Any:
-    """One for all layers that turn alike: it keeps the sines of recent positions."""
+    """Shared by all layers with the same frequencies: it keeps the sines of recent positions."""
     return library.Rotation(frequencies, is_traditional)

@@ -1,8 +1,7 @@
-"""Other matrix products than MLX's own, put behind the linear layers of an unchanged mlx-lm model.
+"""Replaces the matrix products of linear layers in an unchanged mlx-lm model.
 
-An instance changes its class to a subclass of its own: it keeps its parameters and names, is still what it was to
-everyone who asks, and can be put back. `mx.quantized_matmul` itself is not wrapped, since mlx-lm also calls it for
-quantised K/V and with weights of three dimensions.
+An instance gets a subclass of its class: its parameters, names and `isinstance` stay the same. `mx.quantized_matmul`
+itself is not wrapped, since mlx-lm also calls it for quantised K/V and with weights of three dimensions.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 RowProduct = Callable[[mx.array], mx.array | None]
-"""`[..., K]` to `[..., N]`, without the layer's bias; None where MLX's own product is to be used for these rows."""
+"""From `[..., K]` to `[..., N]`, without the layer's bias; None if MLX's own product should be used for these rows."""
 
 MakeProduct = Callable[[Any], RowProduct | None]
 """The product of a layer with `weight` (and `scales`, `biases`, `bits`, `group_size`); None to leave it to MLX."""
 
 
 class _Product:
-    """Mixed into a layer's class, in front of it."""
+    """Mixed into a layer's class, before it in the order of bases."""
 
     _product: RowProduct
 
@@ -68,12 +67,12 @@ _OURS: dict[type[Any], type[Any]] = {
     nn.QuantizedLinear: _QuantizedLinear,
     nn.Embedding: _Embedding,
     nn.QuantizedEmbedding: _QuantizedEmbedding,
-}  # exact types: subclasses know better
+}  # exact types: subclasses may compute something else
 
 
 def install_products(model: Any, make: MakeProduct) -> int:
-    """Gives each layer the product that `make` has for it. After loading and adapters, before the first forward pass.
-    Returns how many layers have one. MLX thread."""
+    """Gives each layer the product that `make` returns for it, and returns how many layers have one. Call it after
+    adapters are installed, before the first forward pass. MLX thread."""
     taken = 0
     for module in model.modules():
         product = make(module) if type(module) in _OURS else None
@@ -85,5 +84,5 @@ def install_products(model: Any, make: MakeProduct) -> int:
 
 
 def keep_rows_in(embedding: Any, dtype: mx.Dtype) -> None:
-    """Gives what an embedding with a product looks up in another type than its weight has."""
+    """Has an embedding that was given a product return rows of `dtype` instead of the type of its weight."""
     object.__setattr__(embedding, "_rows_dtype", dtype)

@@ -1,6 +1,7 @@
 // The native CPU code without MLX and Python, held against plain sums in double: for machines that are only emulated.
 // Prints a line for each thing that is wrong; ends with status 0 if there is none.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -189,12 +190,57 @@ void check_attention(Engine& engine, int64_t bits, int64_t window, double most) 
                            std::to_string(worst));
 }
 
+// A layer of 5 rows, each a request's first token, beside the same rows one at a time; a layer whose weights are 0 adds
+// nothing to its input.
+void check_layer(Engine& engine) {
+  const int64_t rows = 5, size = 64, inner = 96, heads = 2, head = 32;
+  const int64_t shapes[][2] = {{heads * head, size}, {head, size}, {head, size}, {size, heads * head}, {inner, size}, {inner, size}, {size, inner}};
+  Rotation rotation({1.0, 0.1, 0.01, 0.001}, false);
+  const Numbers norm = normal(size), x = normal(rows * size);
+  for (const bool is_zero : {false, true}) {
+    std::vector<Made> made;
+    Layer layer = {};
+    layer.rotation = &rotation, layer.heads = heads, layer.kv_heads = 1;
+    layer.norms[Layer::kBeforeAttention] = layer.norms[Layer::kBeforeMlp] = norm.data();
+    for (int i = 0; i < Layer::kProducts; ++i) {
+      made.push_back(make_weights(Storage::kFloat32, shapes[i][0], shapes[i][1]));
+      if (is_zero) std::fill(made.back().bytes.begin(), made.back().bytes.end(), uint8_t(0));
+    }
+    for (int i = 0; i < Layer::kProducts; ++i) layer.products[i] = made[i].weights;
+    expect(layer.is_whole(), "layer: sizes");
+    const auto run_rows = [&](int64_t first, int64_t count) {
+      std::vector<float> keys(rows * head * 32 + 64), values(keys.size());
+      std::vector<int64_t> slots;
+      std::vector<int32_t> starts = {0}, lengths, tables, sharing, positions;
+      for (int64_t r = 0; r < count; ++r) {
+        slots.push_back(r * 32), starts.push_back(int32_t(r + 1)), lengths.push_back(1), tables.push_back(int32_t(r));
+        sharing.insert(sharing.end(), {-1, 0}), positions.push_back(int32_t(first + r));
+      }
+      Call call = {};
+      call.pool = {keys.data(), values.data(), 1, head, head, 0, 0, 0, 0};
+      call.num_heads = heads, call.scale = 0.2, call.num_tokens = call.num_requests = count, call.table_width = 1;
+      call.slots = slots.data(), call.query_starts = starts.data(), call.context_lens = lengths.data();
+      call.block_tables = tables.data(), call.sharing = sharing.data();
+      Numbers y(count * size);
+      run(engine, layer, call, positions.data(), 1, x.data() + first * size, y.data());
+      return y;
+    };
+    const Numbers together = run_rows(0, rows);
+    for (int64_t row = 0; row < rows; ++row) {
+      const Numbers alone = run_rows(row, 1);
+      expect(std::memcmp(alone.data(), together.data() + row * size, size * 4) == 0, "layer: other bits among other rows");
+    }
+    if (is_zero) expect(std::memcmp(together.data(), x.data(), x.size() * 4) == 0, "layer: its input is not kept");
+  }
+}
+
 }  // namespace
 
 int main() {
   Engine engine(2);
   check_products(engine);
   check_rows(engine);
+  check_layer(engine);
   for (const int64_t window : {0, 20}) {
     check_attention(engine, 0, window, 1e-5);
     check_attention(engine, 8, window, 0.05);

@@ -489,7 +489,6 @@ void run_over(Engine& engine, Room& room, const Call& call) {
 }  // namespace
 
 void attend(Engine& engine, const Call& call) {
-  std::lock_guard<std::mutex> lock(engine.mutex);
   if (engine.attention == nullptr) engine.attention = std::make_shared<Room>(engine.threads.count());
   Room& room = *static_cast<Room*>(engine.attention.get());
   switch (call.pool.key_bits << 8 | call.pool.value_bits) {

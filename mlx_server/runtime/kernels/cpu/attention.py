@@ -1,10 +1,9 @@
 """The `cpu` backend: attention in C++ over pools in host memory, float32 or quantised, written and read in place; and
 rows that native operations write in place.
 
-An attention is a lazy node of MLX's graph, so that a step is built, submitted and then computed without a stop. The
-pools are anonymous memory maps: page-aligned, zero, never moved, and without cost until a block is first written.
-So a pool is mapped as large as it may become; growing it is a larger bound, and cutting it gives the pages of its end
-back.
+Attention is a lazy node of MLX's graph, so that a step is built and submitted without waiting. The pools are anonymous
+memory maps: page-aligned, zero, never moved, and without cost until a block is first written. So a pool is mapped at
+its largest size; growing it raises a bound, and shrinking it returns the pages at its end to the system.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class _LastUse:
 
 @dataclass(frozen=True, slots=True)
 class CpuPool:
-    """K and V of one layer as flat memory in the native code's layout, float32 or the bytes of fewer bits, of which
-    the first `num_blocks` may be used. `fields` are those of `struct Pool`."""
+    """K and V of one layer as flat memory in the native code's layout, float32 or quantised. The first `num_blocks`
+    blocks may be used. `fields` is `struct Pool` as bytes."""
 
     spec: LayerSpec
     num_blocks: int
@@ -54,22 +53,22 @@ class CpuPool:
     values: npt.NDArray[Any]
     fields: bytes
     memory: tuple[Any, ...]
-    """The native library's, which nodes keep, too."""
+    """The library's `Memory` of K and of V, which nodes keep, too."""
     last_use: _LastUse = field(default_factory=_LastUse)
 
 
 @dataclass(frozen=True, slots=True)
 class CpuMetadata:
-    """A step's plan as the native code has it."""
+    """A step's plan in the native code's form."""
 
     plan: Any
     num_tokens: int
     num_blocks: int
-    """The pool must hold at least this many blocks: one more than the largest id in the plan."""
+    """The pool must have at least this many blocks: the largest id in the plan, plus one."""
 
 
 class CpuBackend:
-    """Attention in C++, with its own threads. Raises `NativeBuildError` where the native library cannot be had.
+    """Attention in C++, with its own threads. Raises `NativeBuildError` without the native library.
 
     `threads` counts the caller too; by default `MLX_SERVE_CPU_THREADS`, or the CPUs that this process may use.
     """
@@ -125,10 +124,10 @@ class CpuBackend:
         )
 
     def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
-        """There is nothing to do: one compilation serves every shape."""
+        """Nothing to do: one compilation is for all shapes."""
 
     def plan(self, step: StepPlan) -> CpuMetadata:
-        """Raises `ValueError` for blocks that cannot be: the native code trusts what it is given."""
+        """Raises `ValueError` for impossible blocks, which the native code does not check."""
         slots = np.ascontiguousarray(step.slot_mapping, np.int64)
         starts = np.ascontiguousarray(step.query_starts, np.int32)
         lengths = np.ascontiguousarray(step.context_lens, np.int32)
@@ -163,6 +162,22 @@ class CpuBackend:
         )
         return out.astype(queries.dtype)
 
+    def run_layer(
+        self, pool: CpuPool, parts: Any, x: mx.array, offset: mx.array, metadata: CpuMetadata, window: int | None
+    ) -> mx.array | None:
+        """A whole transformer layer with its attention, for x `[T, 1, D]` at positions `offset` `[T]`. `parts` is a
+        `Layer` of the library; None if it cannot compute these rows."""
+        _check_blocks(pool, metadata)
+        last = pool.last_use
+        result = self._native.run_layer(
+            self._engine, parts, pool.memory, pool.fields, metadata.plan, last.token, x, offset, window or 0
+        )
+        if result is None:
+            return None
+        out: mx.array
+        out, last.token = result
+        return out
+
     def state(self, pool: CpuPool) -> list[mx.array]:
         return [pool.last_use.token]
 
@@ -178,8 +193,8 @@ class _Memory:
 class NativeRows:
     """Rows `[num_slots, ...]` that nodes of the native library read and write where they lie.
 
-    MLX cannot see that a node writes into the array, so whatever reads or writes it takes the token of the use before
-    and leaves one of its own: a chain through all uses of the memory, in whichever shape, across steps.
+    MLX does not know that a node writes into the array. So each node that reads or writes it takes the token of the use
+    before and returns one of its own: a chain through all uses of the memory, in any shape, across steps.
     """
 
     needs_synchronous_steps = False
@@ -222,15 +237,15 @@ class NativeRows:
 
 
 def _buffer(memory: Any, num_bytes: int) -> Any:
-    """For NumPy, which keeps it and so the memory."""
+    """A buffer for NumPy that keeps the memory alive."""
     buffer: Any = (ctypes.c_char * num_bytes).from_address(memory.address)
     buffer.memory = memory
     return buffer
 
 
 def _sharing(starts: IntArray, lengths: IntArray, tables: IntArray) -> IntArray:
-    """`[R, 2]`: the first request whose leading blocks each one has, itself included, or -1; and how many of them. Of
-    runs within runs (see `sharing.py`), those that tables begin with."""
+    """`[R, 2]`: the first request with the same leading blocks (maybe itself) or -1, and how many blocks. Of nested
+    runs (see `sharing.py`), only those at the start of the tables are used."""
     sharing = np.zeros((len(lengths), 2), np.int32)
     sharing[:, 0] = -1
     for run in find_runs(Readers(tables, starts[:-1], np.diff(starts), lengths)):
@@ -263,5 +278,9 @@ def _check(
     for name, array, dim in (("keys", keys, spec.key_dim), ("values", values, spec.value_dim)):
         if array is not None and array.shape != (rows, spec.num_kv_heads, 1, dim):
             raise ValueError(f"{name} are {array.shape}; there are {rows} rows and the pool is {spec}")
+    _check_blocks(pool, metadata)
+
+
+def _check_blocks(pool: CpuPool, metadata: CpuMetadata) -> None:
     if metadata.num_blocks > pool.num_blocks:
         raise ValueError(f"the plan names block {metadata.num_blocks - 1}; the pool has {pool.num_blocks}")

@@ -1,9 +1,9 @@
 """Builds C++ sources of this package with the system's compiler on first use.
 
-A library is kept in the kernels folder under a name that holds a hash of everything it depends on: sources, flags,
-compiler, instruction set and the versions of what it is built against. So a folder shared by several machines, or an
-updated package, never yields code that cannot run here. It is built beside its place and moved there in one step:
-processes that build at the same time each move a whole file of the same content.
+A library's name in the kernels folder holds a hash of everything it depends on: sources, flags, compiler, instruction
+set and the versions of what it is built against. So a folder shared by several machines, or an updated package, never
+gives code that cannot run here. A library is built in a temporary folder and moved in one step: processes that build at
+the same time each move a complete file of the same content.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _X86_SETS = {
     "x86-64-v3": {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"},
     "x86-64": set(),
 }
-"""Instruction sets, best first, and the features that each needs of a CPU as Linux lists them."""
+"""Instruction sets, best first, and the CPU features that each needs, as Linux names them."""
 
 
 class NativeBuildError(RuntimeError):
-    """The library cannot be built or loaded here; the message says why, in one line."""
+    """The library cannot be built or loaded here. The message says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A source that is compiled on its own; headers beside it belong to it."""
+    """A source file and its flags. Changes of headers in its folder count, too."""
 
     source: Path
     flags: tuple[str, ...] = FAST_FLAGS
@@ -52,8 +52,8 @@ class Unit:
 def build(
     name: str, units: Sequence[Unit], folder: Path, *, link: Sequence[str] = (), versions: Sequence[str] = ()
 ) -> Path:
-    """The shared library of `units`, in `folder`, made by compiling them side by side unless it is there already.
-    `versions` are of what it is built against. Raises `NativeBuildError`."""
+    """The shared library of `units` in `folder`; compiles the units in parallel unless it is there already. `versions`
+    are of what it is built against. Raises `NativeBuildError`."""
     builder = _Builder(find_compiler(), tuple(link))
     library = folder / f"{name}-{builder.key(units, versions)}.so"
     try:
@@ -91,7 +91,7 @@ class _Builder:
         return [*self.compiler, *_FLAGS, *_set_flags(), *unit.flags]
 
     def _compile_all(self, units: Sequence[Unit], paths: Sequence[Path]) -> None:
-        """Side by side, on threads that a process which ends does not wait for, as it would for a pool's."""
+        """In parallel, on daemon threads: a process that ends does not wait for them, as it would for a thread pool."""
         failures: list[NativeBuildError] = []
 
         def work(unit: Unit, path: Path) -> None:
@@ -121,7 +121,7 @@ class _Builder:
 
 
 def find_compiler() -> list[str]:
-    """The command of the C++ compiler: `CXX` where it is set, else the first known one that is installed."""
+    """The command of the C++ compiler: `CXX` if it is set, else the first known one that is installed."""
     configured = shlex.split(os.environ.get("CXX", ""))
     for command in [configured] if configured else [[name] for name in _COMPILERS]:
         if shutil.which(command[0]) is not None:
@@ -133,12 +133,12 @@ def find_compiler() -> list[str]:
 
 
 def is_mac() -> bool:
-    return platform.system() == "Darwin"  # type checkers take what `sys.platform` is elsewhere for unreachable
+    return platform.system() == "Darwin"  # with `sys.platform`, type checkers would skip the code for other systems
 
 
 def instruction_set() -> str | None:
-    """The best of `_X86_SETS` that this CPU has, or the one that `MLX_SERVE_CPU_ISA` names; None elsewhere, where the
-    compiler's own target has all that is used (NEON)."""
+    """The best of `_X86_SETS` that this CPU has, or the one that `MLX_SERVE_CPU_ISA` names. None on other processors:
+    the compiler's default target has what is used (NEON)."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
     forced = os.environ.get(ISA_VARIABLE)

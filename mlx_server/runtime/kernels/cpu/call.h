@@ -1,17 +1,17 @@
-// What one call of attention is given.
+// The arguments of one attention call.
 
 #pragma once
 
 #include <cstdint>
 
-// One layer's memory, in the layout of pool.h. Mirrored field by field in attention.py. Bits 0 are whole floats; else so many numbers of a row share a scale as
-// a group has.
+// One layer's memory, in the layout of pool.h. attention.py has the same fields. 0 bits are float32; otherwise numbers are
+// quantised in groups of `key_group` and `value_group`.
 struct Pool {
   void *keys, *values;
   int64_t num_kv_heads, key_dim, value_dim, key_bits, value_bits, key_group, value_group;
 };
 
-// Rows of this step's tokens, one a head. Strides are in floats.
+// One row for each token and head of this step. Strides are in floats.
 struct Tokens {
   const float* data;
   int64_t token_stride, head_stride;
@@ -29,7 +29,7 @@ struct Call {
   double scale;
   const int64_t* slots;
   const int32_t *query_starts, *context_lens, *block_tables;
-  const int32_t* sharing;  // of each request: whose leading blocks it has, itself included, or -1; and how many of them
-  const int32_t* both_ways;  // of each request: 1 if its tokens see the later ones of the step, too; null if none do
+  const int32_t* sharing;  // [requests, 2]: the first request with the same leading blocks, or -1; and how many blocks
+  const int32_t* both_ways;  // [requests]: 1 if its tokens also see later ones of the step; null if none do
   int64_t num_tokens, num_requests, table_width;
 };

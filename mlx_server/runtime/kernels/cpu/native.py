@@ -1,8 +1,8 @@
-"""The native library: MLX operations of this package's own for the CPU, built against the installed MLX.
+"""The native library: this package's own MLX operations for the CPU, built against the installed MLX.
 
 `nodes.cpp` lists its functions. It is a Python extension that shares MLX's types, so it is built with nanobind, whose
-internals must be those of MLX's own build; where they are not, or something for the build is missing, the library is
-None and all goes on without it.
+internals must be the same as in MLX's build. If they are not, or something for the build is missing, the library is
+None and MLX's own operations are used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_DEFAULT_THREADS = 16
 THREADS_VARIABLE = "MLX_SERVE_CPU_THREADS"
 DEPTH_STEP = 32
-"""Products are of depths that are multiples of this."""
+"""The depth of a product must be a multiple of this."""
 
 _MODULE = "mlx_server_native"
 _HERE = Path(__file__).parent
@@ -42,29 +42,29 @@ _engines: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def library() -> Any | None:
-    """The library, built if need be: the first call in a fresh home takes as long as a compiler does. None where it
-    cannot be had, of which a warning tells. Any thread."""
+    """The library, compiled on the first call in a new home folder, which takes some seconds. None, after a warning, if
+    it cannot be built or loaded. Any thread."""
     with _lock:
         found = _found()
     return None if isinstance(found, NativeBuildError) else found
 
 
 def why_missing() -> str | None:
-    """Why `library` is None, in one line; None if it is not. As long as that takes."""
+    """Why `library` is None, in one line; None if there is a library. May compile it."""
     with _lock:
         found = _found()
     return str(found) if isinstance(found, NativeBuildError) else None
 
 
 def prepare() -> None:
-    """Starts what `library` waits for in the background, where MLX computes on the CPU."""
+    """Builds the library on a background thread if MLX computes on the CPU."""
     if mx.default_device() == mx.cpu:
         threading.Thread(target=library, name="native-build", daemon=True).start()
 
 
 @lru_cache(maxsize=1)
 def _found() -> Any:
-    """The library, or the `NativeBuildError` that there is instead of it."""
+    """The library, or the error that says why there is none."""
     try:
         return load(config.home() / "kernels")
     except NativeBuildError as error:
@@ -76,7 +76,7 @@ def _found() -> Any:
 
 
 def load(folder: Path) -> Any:
-    """The library out of `folder`, built into it first if need be. Raises `NativeBuildError`."""
+    """The library in `folder`; builds it there first if it is missing. Raises `NativeBuildError`."""
     try:
         import nanobind
     except ImportError as error:
@@ -87,6 +87,7 @@ def load(folder: Path) -> Any:
     includes = tuple(f"-I{path}" for path in headers)
     units = [
         Unit(_HERE / "products.cpp"),
+        Unit(_HERE / "layer.cpp", ("-O3", "-ffp-contract=off")),
         Unit(_HERE / "nodes.cpp", (*_BINDING_FLAGS, f"-DNATIVE_MODULE={_MODULE}", *includes)),
         Unit(binding / "src" / "nb_combined.cpp", (*_BINDING_FLAGS, *includes)),
         Unit(_HERE / "attention.cpp", FAST_FLAGS),
@@ -107,7 +108,7 @@ def _mlx_folder() -> Path:
 
 
 def _digest_of_mlx(folder: Path) -> str:
-    """Of the library itself: one that was built from sources may have the version of another."""
+    """Of libmlx itself: a build from source may have the same version as another."""
     library = next((folder / "lib").glob("libmlx.*"), None)
     if library is None:
         raise NativeBuildError(f"there is no libmlx in {folder / 'lib'}")
@@ -124,7 +125,7 @@ def _python_headers() -> Path:
 
 
 def _import(path: Path) -> Any:
-    """Loads the extension, and shows it an array: with another nanobind's internals it does not know MLX's type."""
+    """Loads the extension and passes an array to it: with other nanobind internals it does not know MLX's type."""
     spec = importlib.util.spec_from_loader(_MODULE, ExtensionFileLoader(_MODULE, str(path)))
     assert spec is not None
     try:
@@ -140,7 +141,7 @@ def _import(path: Path) -> Any:
 
 
 def engine(threads: int) -> Any:
-    """Threads and their memory, the same for all who ask for as many at a time; they end with the last of these."""
+    """An engine with that many threads, shared by all callers that ask for as many; freed with the last reference."""
     found = _engines.get(threads)
     if found is None:
         native = library()
@@ -150,7 +151,7 @@ def engine(threads: int) -> Any:
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
-    """On any engine that is there, since it outlives the models that asked for it; None to leave it to MLX."""
+    """SwiGLU on any engine that a model keeps alive; None to leave it to MLX."""
     found = next(iter(_engines.values()), None) if gate.dtype == mx.float32 else None
     y: mx.array | None = None if found is None else sys.modules[_MODULE].swiglu(found, gate, up)
     return y

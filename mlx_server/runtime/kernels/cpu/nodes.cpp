@@ -1,8 +1,8 @@
-// The engine's work as operations of MLX's: lazy nodes of a graph, run on its stream's thread, so that nothing is
-// evaluated on the way. What an operation is not for (another type, weights that are not in one piece) is returned as
-// None, for MLX to do.
+// The engine's functions as MLX operations: lazy nodes of a graph, which run on the thread of their stream, so that nothing
+// is evaluated while a step is built. An operation returns None for what it cannot compute (another type, weights that are
+// not contiguous); the caller then uses MLX's own.
 //
-// A node's inputs and outputs are kept by MLX until the stream is past it. What throws there is thrown again where the
+// MLX keeps a node's inputs and outputs until the stream has passed it. An exception in a node is thrown again where the
 // array is waited for.
 
 #include <nanobind/nanobind.h>
@@ -16,7 +16,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cmath>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -33,6 +32,7 @@
 #include "mlx/ops.h"
 #include "mlx/primitives.h"
 #include "mlx/utils.h"
+#include "rotation.h"
 
 namespace mx = mlx::core;
 namespace nb = nanobind;
@@ -43,7 +43,7 @@ using Arrays = std::vector<mx::array>;
 using Task = std::function<void()>;
 using EnginePtr = std::shared_ptr<Engine>;
 
-// `bind` is told where inputs and outputs lie, and returns what computes the latter.
+// `bind` gets the evaluated inputs and the allocated outputs, and returns the task that computes the outputs.
 class Node : public mx::Primitive {
  public:
   using Bind = std::function<Task(const Arrays&, Arrays&)>;
@@ -80,10 +80,10 @@ std::vector<mx::Shape> as_first(const Arrays& inputs) { return {inputs[0].shape(
 
 bool is_float(const mx::array& a) { return a.dtype() == mx::float32; }
 
-// Computed, and in one piece: to be read as it lies.
+// Evaluated and contiguous, so that its memory can be read.
 bool is_plain(const mx::array& a) { return a.is_available() && a.flags().row_contiguous; }
 
-// An array of numbers of 4 bytes as it lies.
+// An array of 4-byte numbers: its memory, shape and strides.
 struct View {
   const float* data;
   mx::Shape shape;
@@ -94,7 +94,7 @@ struct View {
   explicit View(const mx::array& a)
       : data(a.data<float>()), shape(a.shape()), strides(a.strides()), is_contiguous(a.flags().row_contiguous), size(a.size()) {}
 
-  // In the order of rows: a copy in `room` only where it is strided.
+  // In the order of rows; a copy in `room` if it is strided.
   const float* flat(Scratch& room) const {
     if (is_contiguous) return data;
     float* to = room.at_least(size);
@@ -173,52 +173,7 @@ std::optional<mx::array> swiglu(const EnginePtr& engine, const mx::array& openin
   return node("NativeSwiGLU", opening.shape(), {opening, up}, bind, as_first);
 }
 
-// Turns pairs of a head's first numbers by position * frequency. Pairs are (i, i + half), or neighbours if
-// `is_traditional`. Sines and cosines of recent positions are kept, each at its place modulo kKept; the engine's lock
-// covers them.
-class Rotation : public std::enable_shared_from_this<Rotation> {
- public:
-  Rotation(std::vector<double> frequencies, bool is_traditional)
-      : frequencies_(std::move(frequencies)), is_traditional_(is_traditional), positions_(kKept, -1), angles_(kKept) {}
-
-  int64_t half() const { return frequencies_.size(); }
-
-  void turn(const float* x, int64_t stride, int64_t size, int64_t position, float* y) {
-    const float *cosines = angles_at(position), *sines = cosines + half();
-    const int64_t step = is_traditional_ ? 2 : 1, apart = is_traditional_ ? 1 : half();
-    for (int64_t i = 0; i < half(); ++i) {
-      const float a = x[i * step * stride], b = x[(i * step + apart) * stride];
-      y[i * step] = a * cosines[i] - b * sines[i];
-      y[i * step + apart] = a * sines[i] + b * cosines[i];
-    }
-    for (int64_t i = 2 * half(); i < size; ++i) y[i] = x[i * stride];
-  }
-
- private:
-  static constexpr int64_t kKept = 2048;
-
-  const float* angles_at(int64_t position) {
-    const size_t place = uint64_t(position) % kKept;
-    std::vector<float>& angles = angles_[place];
-    if (positions_[place] != position || angles.empty()) {
-      angles.resize(2 * half());
-      for (int64_t i = 0; i < half(); ++i) {
-        const double angle = double(position) * frequencies_[i];
-        angles[i] = float(std::cos(angle));
-        angles[half() + i] = float(std::sin(angle));
-      }
-      positions_[place] = position;
-    }
-    return angles.data();
-  }
-
-  const std::vector<double> frequencies_;
-  const bool is_traditional_;
-  std::vector<int64_t> positions_;
-  std::vector<std::vector<float>> angles_;
-};
-
-// x [batch, heads, tokens, size], whose tokens begin at `offset`: of each of the batch, or one for all.
+// x [batch, heads, tokens, size]; `offset` is the position of the first token, one for each of the batch or one for all.
 std::optional<mx::array> rope(const EnginePtr& engine, const mx::array& x, const mx::array& offset,
                               const std::shared_ptr<Rotation>& rotation) {
   if (!is_float(x) || x.ndim() != 4 || x.shape(3) < 2 * rotation->half() || offset.dtype() != mx::int32 ||
@@ -248,7 +203,7 @@ std::vector<T> numbers(const nb::bytes& given) {
   return all;
 }
 
-// A step's plan, kept for as long as a node needs it.
+// A step's plan. Nodes share it.
 struct Plan : std::enable_shared_from_this<Plan> {
   Plan(const nb::bytes& slots, const nb::bytes& starts, const nb::bytes& lengths, const nb::bytes& tables,
        const nb::bytes& sharing, const nb::bytes& both_ways)
@@ -269,8 +224,8 @@ struct Plan : std::enable_shared_from_this<Plan> {
   std::vector<int32_t> starts, lengths, tables, sharing, both_ways;
 };
 
-// Zeros that take memory only where they are written, for as long as a pool or a node needs them. `give_back` returns
-// the pages from a byte on to the system.
+// A zeroed memory map, whose pages take memory when they are first written. Pools and nodes share it. `give_back` returns
+// the pages after the first `start` bytes to the system.
 class Memory : public std::enable_shared_from_this<Memory> {
  public:
   explicit Memory(size_t size) : size_(size) {
@@ -303,26 +258,44 @@ class Memory : public std::enable_shared_from_this<Memory> {
 
 using MemoryPtr = std::shared_ptr<Memory>;
 
-// Where each token's heads lie; a copy in `room` only where a head's numbers are apart.
+// The heads of each token; a copy in `room` if a head's numbers are strided.
 Tokens tokens_of(const View& a, Scratch& room) {
   if (a.strides[3] == 1) return {a.data, a.strides[0], a.strides[1]};
   return {a.flat(room), a.shape[1] * a.shape[3], a.shape[3]};
 }
 
-// Attention of queries [T, heads, 1, key_dim] over a pool, after keys and values [T, kv_heads, 1, dim] were stored in
-// it, if they are given. `token` is of the pool's last use; the second result of this one. `pool` is a struct Pool in
-// `memory`, K's and V's.
+// A call without rows: `pool` is a struct Pool in `memory`, K's and V's. The plan must outlive it.
+Call call_of(const nb::bytes& pool, const Plan& plan, int64_t num_heads, double scale, int64_t window) {
+  Call call{};
+  if (pool.size() != sizeof(Pool)) throw std::invalid_argument("a pool's fields are of another size");
+  std::memcpy(&call.pool, pool.c_str(), sizeof(Pool));
+  call.num_heads = num_heads, call.scale = scale, call.window = window;
+  call.num_tokens = plan.slots.size(), call.num_requests = plan.lengths.size();
+  call.table_width = plan.tables.size() / plan.lengths.size();
+  call.slots = plan.slots.data(), call.query_starts = plan.starts.data();
+  call.context_lens = plan.lengths.data(), call.block_tables = plan.tables.data();
+  call.sharing = plan.sharing.data();
+  call.both_ways = plan.both_ways.empty() ? nullptr : plan.both_ways.data();
+  return call;
+}
+
+// An output of `shape`, and the token of a pool's use.
+std::pair<mx::array, mx::array> node_with_token(const char* name, const mx::Shape& shape, mx::Dtype dtype, Arrays inputs,
+                                                Node::Bind bind) {
+  const auto shapes = [shape](const Arrays&) { return std::vector<mx::Shape>{shape, {1}}; };
+  auto made = mx::array::make_arrays({shape, {1}}, {dtype, mx::int32}, std::make_shared<Node>(name, std::move(bind), shapes),
+                                     std::move(inputs));
+  return {made[0], made[1]};
+}
+
+// Stores keys and values [T, kv_heads, 1, dim] in a pool if they are given, then attends with queries
+// [T, heads, 1, key_dim]. `token` is that of the pool's last use; the second result is that of this use.
 std::pair<mx::array, mx::array> attention(const EnginePtr& engine, const std::pair<MemoryPtr, MemoryPtr>& memory,
                                           const nb::bytes& pool, const std::shared_ptr<Plan>& plan,
                                           const mx::array& token, const mx::array& queries,
                                           const std::optional<mx::array>& keys, const std::optional<mx::array>& values,
                                           const std::optional<mx::array>& sinks, double scale, int64_t window) {
-  Call call{};
-  if (pool.size() != sizeof(Pool)) throw std::invalid_argument("a pool's fields are of another size");
-  std::memcpy(&call.pool, pool.c_str(), sizeof(Pool));
-  call.num_heads = queries.shape(1), call.scale = scale, call.window = window;
-  call.num_tokens = plan->slots.size(), call.num_requests = plan->lengths.size();
-  call.table_width = plan->tables.size() / plan->lengths.size();
+  const Call call = call_of(pool, *plan, queries.shape(1), scale, window);
   Arrays inputs{token, queries};
   const bool writes = keys && values;
   if (writes) inputs.push_back(*keys), inputs.push_back(*values);
@@ -337,25 +310,98 @@ std::pair<mx::array, mx::array> attention(const EnginePtr& engine, const std::pa
     if (writes) rows.push_back(View(in[2])), rows.push_back(View(in[3]));
     if (has_sinks) bound.sinks = in.back().data<float>();
     bound.output = out[0].data<float>();
-    bound.slots = plan->slots.data(), bound.query_starts = plan->starts.data();
-    bound.context_lens = plan->lengths.data(), bound.block_tables = plan->tables.data();
-    bound.sharing = plan->sharing.data();
-    bound.both_ways = plan->both_ways.empty() ? nullptr : plan->both_ways.data();
     return [engine, memory, plan, bound, rows, used = out[1].data<int32_t>()]() mutable {
       Scratch rooms[3];
       bound.queries = tokens_of(rows[0], rooms[0]);
       if (rows.size() > 1) bound.keys = tokens_of(rows[1], rooms[1]), bound.values = tokens_of(rows[2], rooms[2]);
+      std::lock_guard<std::mutex> lock(engine->mutex);
       attend(*engine, bound);
       *used = 0;
     };
   };
-  const auto shapes = [shape](const Arrays&) { return std::vector<mx::Shape>{shape, {1}}; };
-  auto made = mx::array::make_arrays({shape, {1}}, {mx::float32, mx::int32},
-                                     std::make_shared<Node>("NativeAttention", bind, shapes), inputs);
-  return {made[0], made[1]};
+  return node_with_token("NativeAttention", shape, mx::float32, inputs, bind);
 }
 
-// Rows [n, ...] of the pool at the first n slots, and the token of their having been read.
+// A layer's weights and norms, added in the order of `Layer`. The model and nodes share them.
+class LayerParts : public std::enable_shared_from_this<LayerParts> {
+ public:
+  LayerParts(std::shared_ptr<Rotation> rotation, int64_t heads, int64_t kv_heads, double scale)
+      : layer_{}, rotation_(std::move(rotation)), scale_(scale) {
+    layer_.rotation = rotation_.get(), layer_.heads = heads, layer_.kv_heads = kv_heads;
+  }
+
+  // False if the layer cannot be computed in one piece.
+  bool add_product(const mx::array& w, const std::optional<mx::array>& scales, const std::optional<mx::array>& biases,
+                   int bits, const std::optional<mx::array>& bias) {
+    if (num_products_ == Layer::kProducts || w.ndim() != 2 || !is_plain(w)) return false;
+    const int64_t depth = bits == 0 ? w.shape(1) : w.shape(1) * 32 / bits;
+    const auto weights = depth % kDepthStep == 0 ? weights_of(w, scales, biases, depth, bits) : std::nullopt;
+    if (!weights || (bias && (bias->shape() != mx::Shape{w.shape(0)} || !is_float(*bias) || !is_plain(*bias)))) return false;
+    layer_.products[num_products_] = *weights;
+    layer_.biases[num_products_++] = bias ? bias->data<float>() : nullptr;
+    for (const auto& part : {std::optional(w), scales, biases, bias}) {
+      if (part) kept_.push_back(*part);
+    }
+    return true;
+  }
+
+  bool add_norm(const std::optional<mx::array>& weight, float eps) {
+    if (num_norms_ == Layer::kNorms) return false;
+    if (weight && (!is_float(*weight) || weight->ndim() != 1 || weight->shape(0) % kWidthStep != 0 || !is_plain(*weight)))
+      return false;
+    sizes_[num_norms_] = weight ? weight->shape(0) : 0;
+    layer_.norms[num_norms_] = weight ? weight->data<float>() : nullptr;
+    layer_.eps[num_norms_++] = eps;
+    if (weight) kept_.push_back(*weight);
+    return true;
+  }
+
+  bool is_whole() const {
+    if (num_products_ != Layer::kProducts || num_norms_ != Layer::kNorms || !layer_.is_whole()) return false;
+    const int64_t head = layer_.products[Layer::kQueries].outputs / layer_.heads, inner = has_head_norms() ? head : 0;
+    return sizes_[0] == layer_.size() && sizes_[1] == layer_.size() && sizes_[2] == inner && sizes_[3] == inner;
+  }
+
+  const Layer& layer() const { return layer_; }
+  double scale() const { return scale_; }
+
+ private:
+  bool has_head_norms() const { return layer_.norms[Layer::kOfQueries] != nullptr; }
+
+  Layer layer_;
+  Arrays kept_;
+  std::shared_ptr<Rotation> rotation_;
+  double scale_;
+  int num_products_ = 0, num_norms_ = 0;
+  int64_t sizes_[Layer::kNorms] = {};
+};
+
+// A whole layer for x [T, 1, size] at positions `offset` [T]; the other arguments as for `attention`.
+std::optional<std::pair<mx::array, mx::array>> run_layer(const EnginePtr& engine, const std::shared_ptr<LayerParts>& parts,
+                                                         const std::pair<MemoryPtr, MemoryPtr>& memory,
+                                                         const nb::bytes& pool, const std::shared_ptr<Plan>& plan,
+                                                         const mx::array& token, const mx::array& x,
+                                                         const mx::array& offset, int64_t window) {
+  const Layer& layer = parts->layer();
+  const Call call = call_of(pool, *plan, layer.heads, parts->scale(), window);
+  const bool is_of_pool = call.pool.num_kv_heads == layer.kv_heads &&
+                          layer.products[Layer::kKeys].outputs == layer.kv_heads * call.pool.key_dim &&
+                          layer.products[Layer::kValues].outputs == layer.kv_heads * call.pool.value_dim;
+  if (!is_of_pool || !is_float(x) || x.shape() != mx::Shape{int(call.num_tokens), 1, int(layer.size())} ||
+      offset.dtype() != mx::int32 || offset.shape() != mx::Shape{int(call.num_tokens)})
+    return std::nullopt;
+  const auto bind = [engine, parts, memory, plan, call](const Arrays& in, Arrays& out) -> Task {
+    return [engine, parts, memory, plan, call, x = View(in[1]), positions = in[2].data<int32_t>(), step = in[2].strides(0),
+            y = out[0].data<float>(), used = out[1].data<int32_t>()] {
+      std::lock_guard<std::mutex> lock(engine->mutex);
+      run(*engine, parts->layer(), call, positions, step, x.flat(engine->given), y);
+      *used = 0;
+    };
+  };
+  return node_with_token("NativeLayer", x.shape(), mx::float32, {token, x, offset}, bind);
+}
+
+// Rows [n, ...] of the pool at the first n slots, and the token of this use.
 std::pair<mx::array, mx::array> read_rows(const mx::array& pool, const mx::array& slots, const std::vector<int>& sizes,
                                           const mx::array& token, int64_t count) {
   const mx::Shape shape(sizes.begin(), sizes.end());
@@ -369,13 +415,10 @@ std::pair<mx::array, mx::array> read_rows(const mx::array& pool, const mx::array
       *used = 0;
     };
   };
-  const auto shapes = [shape](const Arrays&) { return std::vector<mx::Shape>{shape, {1}}; };
-  auto made = mx::array::make_arrays({shape, {1}}, {pool.dtype(), mx::int32},
-                                     std::make_shared<Node>("NativeRowRead", bind, shapes), {pool, slots, token});
-  return {made[0], made[1]};
+  return node_with_token("NativeRowRead", shape, pool.dtype(), {pool, slots, token}, bind);
 }
 
-// Writes rows [n, ...] where the pool lies; the token of that.
+// Writes rows [n, ...] into the pool; returns the token of this use.
 mx::array write_rows(const mx::array& rows, const mx::array& pool, const mx::array& slots, const mx::array& token) {
   const int64_t count = rows.shape(0);
   const auto bind = [count](const Arrays& in, Arrays& out) -> Task {
@@ -390,9 +433,9 @@ mx::array write_rows(const mx::array& rows, const mx::array& pool, const mx::arr
   return mx::array({1}, mx::int32, std::make_shared<Node>("NativeRowWrite", bind, shapes), {mx::contiguous(rows), pool, slots, token});
 }
 
-// A constructor of what nodes keep. Its owners are counted in C++, since a node ends on its stream's thread: that must
-// neither wait for Python's lock nor touch an interpreter that is ending. T inherits enable_shared_from_this, by which
-// nanobind finds that count again.
+// A constructor of objects that nodes keep. References are counted in C++, since a node ends on its stream's thread, which
+// must neither wait for the GIL nor touch an interpreter that is shutting down. T inherits enable_shared_from_this, so
+// that nanobind uses the same count.
 template <typename T, typename... Args>
 auto made() {
   return nb::new_([](Args... args) { return std::make_shared<T>(std::move(args)...); });
@@ -411,6 +454,12 @@ NB_MODULE(NATIVE_MODULE, m) {
       .def_prop_ro("address", &Memory::address)
       .def("give_back", &Memory::give_back);
   nb::class_<Plan>(m, "Plan").def(made<Plan, nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes>());
+  nb::class_<LayerParts>(m, "Layer")
+      .def(made<LayerParts, std::shared_ptr<Rotation>, int64_t, int64_t, double>())
+      .def("add_product", &LayerParts::add_product, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg().none())
+      .def("add_norm", &LayerParts::add_norm, nb::arg().none(), nb::arg())
+      .def_prop_ro("is_whole", &LayerParts::is_whole)
+      .def_prop_ro("num_heads", [](const LayerParts& parts) { return parts.layer().heads; });
   m.def("linear", &linear, nb::arg(), nb::arg(), nb::arg(), nb::arg("scales") = nb::none(), nb::arg("biases") = nb::none(),
         nb::arg("bits") = 0);
   m.def("rms_norm", &rms_norm);
@@ -418,6 +467,7 @@ NB_MODULE(NATIVE_MODULE, m) {
   m.def("rope", &rope);
   m.def("attention", &attention, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
         nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
+  m.def("run_layer", &run_layer);
   m.def("read_rows", &read_rows);
   m.def("write_rows", &write_rows);
 }

@@ -1,4 +1,4 @@
-// The one matrix product that attention is made of.
+// The matrix product of attention: queries x K, and weights x V.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Accumulators that fit the registers beside the operands, and rows of a product at once.
+// Accumulators that fit the registers beside the operands, and the most rows of a product at once.
 #if defined(__AVX512F__)
 constexpr int kAccumulators = 24, kMaxRows = 6;
 #elif defined(__aarch64__)
@@ -18,7 +18,7 @@ constexpr int kAccumulators = 24, kMaxRows = 6;
 constexpr int kAccumulators = 12, kMaxRows = 3;
 #endif
 
-constexpr int kSums = 2;  // that each number of a product is added up in: those of even and of odd terms
+constexpr int kSums = 2;  // sums of each number of a product: of its even and of its odd terms
 
 constexpr int kPanel = 32;                  // columns of a full panel
 constexpr int kVectors = kPanel / kLanes;   // vectors in one of its rows
@@ -38,9 +38,9 @@ constexpr int power_within(int limit, int most) {
   return p;
 }
 
-// C[M rows][V vectors] (+)= A[M][b.total] B. Independent sums hide the latency of the multiply-add when M x V is small;
-// they are as many for every M, V and b.total, so that these do not change a bit of any row. Panels lie anywhere, which
-// hardware cannot foresee: each row asks for the one that lies a panel ahead.
+// C[M rows][V vectors] (+)= A[M][b.total] B. Independent sums hide the latency of the multiply-add when M x V is small.
+// Their number is the same for every M, V and b.total, so that these do not change the bits of a row. Hardware cannot
+// predict where the next panel is: each row prefetches the one that is a panel ahead.
 template <int M, int V>
 void multiply_columns(const float* a, int64_t lda, const Panels& b, int64_t column, float* c, int64_t ldc, bool add) {
   constexpr int U = kSums;

@@ -1,18 +1,17 @@
-// Products of any number of rows with weights that are read as they lie, and what stands between a model's products.
+// Matrix products of any number of rows, with weights in the layout in which they are stored; SwiGLU; and RMS norm.
 //
 // A tile is kTile outputs of a few rows, summed in registers over a chunk of the depth, kStep numbers at a time. Every
 // output is one sequence of multiply-adds over a chunk in each lane, one tree over the lanes, and one sum over the
-// chunks, whatever tile it is in: so a row's bits depend on nothing but the row and the weights. Numbers of 4 bits come
-// as the even and the odd ones of kStep, so the rows are brought into that order first. Example, of 8 numbers and 4
-// lanes:
+// chunks, in every tile: so a row's bits depend only on the row and the weights. Unpacking 4-bit codes gives the even
+// and then the odd numbers of kStep, so x is brought into that order first. Example with 8 numbers and 4 lanes:
 //
-//     bytes     1|0  3|2  5|4  7|6     the high bits | the low bits, by what they belong to
+//     bytes     1|0  3|2  5|4  7|6     high bits | low bits, as indices of the numbers
 //     low       0 2 4 6                times x arranged as  0 2 4 6
 //     high      1 3 5 7                                     1 3 5 7
 //
-// Of many rows, rows and weights are packed first: what a tile reads of either is one run of aligned floats then. Rows in
-// memory are not aligned, so most loads of whole vectors would touch two cache lines, and as many loads as a tile needs
-// are just what its multiply-adds leave time for.
+// For many rows, x and the weights are packed first, so that a tile reads aligned floats one after another. Rows in
+// memory are not aligned: most loads of whole vectors would touch two cache lines, and a tile's multiply-adds leave no
+// time for that.
 
 #include <algorithm>
 #include <cstdint>
@@ -26,31 +25,31 @@ namespace {
 
 constexpr int kStep = 2 * kLanes, kTile = 4;
 
-// Rows at once, such that kTile sums of each and a few operands fit the registers.
+// Rows of a tile: kTile sums of each, and a few operands, fit the registers.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kRows = 6;
 #else
 constexpr int kRows = 3;
 #endif
 
-constexpr int kPackedFrom = 32;             // rows from which on it pays to pack them and the weights first
-constexpr int64_t kChunk = 1024;            // of a depth that are summed up at a time, at most
-constexpr int64_t kChunkStep = 128;         // of which every group of weights is a part
-constexpr int64_t kPanelFloats = 32 << 10;  // of weights that stay in the second cache while a few groups of rows pass by
-constexpr int64_t kPanelOutputs = 128;      // likewise, whose chunk is packed
+constexpr int kPackedFrom = 32;             // rows; packing takes longer than it saves for fewer
+constexpr int64_t kChunk = 1024;            // most numbers of the depth that are summed at a time
+constexpr int64_t kChunkStep = 128;         // a chunk is a multiple of this, so it has whole groups of weights
+constexpr int64_t kPanelFloats = 32 << 10;  // weights that stay in the L2 cache for a few groups of rows
+constexpr int64_t kPanelOutputs = 128;      // the same for packed weights: outputs of one chunk
 constexpr int64_t kFewestOutputs = 64;      // that a thread takes at a time
 constexpr int64_t kAlone = 100000;          // multiply-adds that are not worth a second thread
-constexpr int64_t kAloneRows = 1 << 16;     // numbers, likewise
+constexpr int64_t kAloneRows = 1 << 16;     // the same for norms and SwiGLU, in numbers
 
-// Rows of weights lie behind one another: what is read next is asked for in the order of addresses, far ahead, into the
-// second cache. kTile streams in turns, as the tile reads them, are beyond what hardware foresees.
+// Prefetches weights far ahead into the L2 cache, in the order of addresses. A tile reads kTile rows in turns, which
+// hardware does not predict.
 constexpr int64_t kAheadBytes = 16384;
 inline void fetch_ahead(const void* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + kAheadBytes + at, 0, 2);
 }
 
-// Four rows of weights, from `first` on; past the end the last one again. `get<0>` and `get<1>` are the two vectors of a
-// step, `enter` comes before the steps of a group.
+// kTile rows of weights from `first` on; past the end, the last row again. `get<0>` and `get<1>` return the two vectors
+// of a step; `enter` is called before the steps of a group.
 template <typename T>
 class Rows {
  public:
@@ -59,7 +58,7 @@ class Rows {
   }
 
  protected:
-  // The four rows are one run of memory, in which place `at` of each comes to stand at kTile * at.
+  // The rows are adjacent in memory: place `at` of each is mapped to kTile * at.
   void fetch(int64_t at, int64_t count) const { fetch_ahead(row_[0] + kTile * at, kTile * count * int64_t(sizeof(T))); }
 
   const T* row_[kTile];
@@ -142,7 +141,7 @@ class Affine4Rows : AffineRows {
   void fetch(int64_t k) const { Rows::fetch(k / 2, kStep / 2); }
   template <int kHalf>
   Floats get(int i, int64_t k) const {
-#if defined(__AVX512F__)  // the 16 numbers that a group can have, looked up by the low 4 bits of each lane
+#if defined(__AVX512F__)  // looks up one of a group's 16 numbers by the low 4 bits of each lane
     const Ints codes = widen_whole(load_bytes(row_[i] + k / 2));
     return (Floats)_mm512_permutexvar_ps((__m512i)(kHalf == 0 ? codes : codes >> 4), (__m512)table_[i]);
 #else
@@ -159,7 +158,7 @@ class Affine4Rows : AffineRows {
 #endif
 };
 
-// M rows of x as they lie, or packed: the first vector of a step of each, then the second ones, step by step.
+// M rows of x as given; or packed: for each step, the first vector of every row, then the second of every row.
 struct PlainRows {
   const float* data;
   int64_t depth;
@@ -178,7 +177,7 @@ struct PackedRows {
   }
 };
 
-// Four rows of weights, packed likewise.
+// kTile rows of weights, packed in the same way.
 struct PackedWeights {
   const float* data;
   void enter(int64_t) {}
@@ -191,7 +190,7 @@ struct PackedWeights {
 
 inline int64_t up_to(int64_t number, int64_t step) { return (number + step - 1) / step * step; }
 
-// The numbers of a chunk: a depth is cut evenly, whatever the rows and the storage are.
+// The size of a chunk: the depth is cut evenly, in the same way for any rows and storage.
 inline int64_t chunk_of(int64_t depth) {
   const int64_t chunks = (depth + kChunk - 1) / kChunk;
   return up_to((depth + chunks - 1) / chunks, kChunkStep);
@@ -211,8 +210,8 @@ inline __attribute__((always_inline)) void add_half(const W& w, const X& x, int6
   }
 }
 
-// `count` of kTile outputs of M rows, over [from, to) of the depth; added to y unless `is_first`. The first rows to meet
-// the weights fetch them.
+// `count` of kTile outputs of M rows, over [from, to) of the depth; added to y unless `is_first`. Only the first group of
+// rows prefetches the weights.
 template <int M, bool kFetches, typename W, typename X>
 void tile(W w, X x, int64_t from, int64_t to, bool is_first, int64_t group, float* y, int64_t stride, int64_t count) {
   Floats sum[M][kTile] = {};
@@ -239,8 +238,8 @@ void tile(W w, X x, int64_t from, int64_t to, bool is_first, int64_t group, floa
   }
 }
 
-// Outputs [first, last) of as many rows as fit the registers. Not inlined: so each number of rows has the registers to
-// itself.
+// Outputs [first, last) of as many rows as fit the registers. Not inlined, so that registers are allocated for each
+// number of rows on its own.
 template <typename W, bool kFetches, int M = kRows>
 __attribute__((noinline)) void few_rows(int rows, const Weights& w, const float* x, int64_t first, int64_t last,
                                         float* y) {
@@ -258,7 +257,7 @@ __attribute__((noinline)) void few_rows(int rows, const Weights& w, const float*
   }
 }
 
-// Likewise, of packed rows and weights, over `size` of the depth.
+// The same for packed rows and weights, over `size` of the depth.
 template <int M = kRows>
 __attribute__((noinline)) void few_packed(int rows, const float* weights, const float* x, int64_t size, bool is_first,
                                           int64_t outputs, float* y, int64_t stride) {
@@ -271,7 +270,7 @@ __attribute__((noinline)) void few_packed(int rows, const float* weights, const 
   }
 }
 
-// Four rows of weights, over [from, to) of the depth.
+// Packs kTile rows of weights, over [from, to) of the depth.
 template <typename W>
 void pack_weights(W w, int64_t from, int64_t to, int64_t group, float* out) {
   for (int64_t start = from; start < to; start += group) {
@@ -285,8 +284,8 @@ void pack_weights(W w, int64_t from, int64_t to, int64_t group, float* out) {
   }
 }
 
-// Outputs [first, last) of few rows, cut into even groups. They are done in panels of weights that stay in the second
-// cache while groups pass by.
+// Outputs [first, last) of few rows, cut into even groups. A panel of weights stays in the L2 cache while it is
+// multiplied by all groups.
 template <typename W>
 void multiply_outputs(const Weights& w, const float* x, int64_t rows, int64_t first, int64_t last, float* y) {
   const int64_t width = std::max<int64_t>(kTile, kPanelFloats / w.depth / kTile * kTile);
@@ -300,8 +299,8 @@ void multiply_outputs(const Weights& w, const float* x, int64_t rows, int64_t fi
   }
 }
 
-// Outputs [first, last) of many rows, which are packed. A panel's chunk of weights is packed into `room`, to stay in the
-// second cache; groups of rows, each of which stays in the first one, pass by.
+// Outputs [first, last) of many rows, which are packed. A panel's chunk of weights is packed into `room` and stays in the
+// L2 cache while it is multiplied by all groups of rows, each of which stays in the L1 cache.
 template <typename W>
 void multiply_packed(const Weights& w, const float* packed, int64_t rows, int64_t first, int64_t last, float* y,
                      float* room) {
@@ -322,7 +321,7 @@ void multiply_packed(const Weights& w, const float* packed, int64_t rows, int64_
   }
 }
 
-// Calls work(W*), of null, with what reads the storage of w.
+// Calls work with a null pointer to the class that reads the storage of w.
 template <typename Work>
 void with_reader_of(const Weights& w, const Work& work) {
   switch (w.storage) {
@@ -359,7 +358,7 @@ void pack_rows(const float* x, int64_t rows, int64_t depth, int64_t first, int64
 
 constexpr float kLog2E = 1.44269504f;
 
-// x / (1 + e^-x), by e^-|x|, which cannot overflow.
+// x / (1 + e^-x), computed from e^-|x|, which cannot overflow.
 inline Floats silu(Floats x) {
   const Floats e = exp2_of((Floats)((Ints)x | INT32_MIN) * kLog2E);
   return x * select(x >= 0.0f, fill(1.0f), e) / (e + 1.0f);
@@ -390,34 +389,47 @@ void normalize_row(const float* x, const float* weight, float eps, int64_t size,
 
 }  // namespace
 
-void multiply(Engine& engine, const Weights& w, const float* x, int64_t rows, float* y) {
-  const bool is_small = rows * w.depth * w.outputs < kAlone, is_even_first = w.storage == Storage::kAffine4;
-  const int64_t even = w.outputs / (4 * engine.threads.count());
-  const int64_t at_once = is_small ? w.outputs : std::max(kFewestOutputs, even / kFewestOutputs * kFewestOutputs);
-  const bool is_packed = rows >= kPackedFrom;
-  float* ordered = is_packed || is_even_first ? engine.arranged.at_least(rows * w.depth) : nullptr;
-  const int64_t chunk = chunk_of(w.depth), room_size = is_packed ? kPanelOutputs * chunk : 0;
+void multiply(Engine& engine, const Weights* all, int64_t count, const float* x, int64_t rows, float* const* y) {
+  const int64_t depth = all[0].depth, chunk = chunk_of(depth);
+  const bool is_even_first = all[0].storage == Storage::kAffine4, is_packed = rows >= kPackedFrom;
+  int64_t outputs = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (all[i].storage != all[0].storage) {  // x is arranged differently for them
+      multiply(engine, all, i, x, rows, y);
+      return multiply(engine, all + i, count - i, x, rows, y + i);
+    }
+    outputs += all[i].outputs;
+  }
+  const bool is_small = rows * depth * outputs < kAlone;
+  const int64_t even = outputs / (4 * engine.threads.count());
+  const int64_t at_once = is_small ? outputs : std::max(kFewestOutputs, even / kFewestOutputs * kFewestOutputs);
+  float* ordered = is_packed || is_even_first ? engine.arranged.at_least(rows * depth) : nullptr;
+  const int64_t room_size = is_packed ? kPanelOutputs * chunk : 0;
   for (Scratch& own : engine.own) own.at_least(room_size);
   if (is_packed) {
     const int64_t groups = groups_of(rows);
     engine.share(groups, is_small ? groups : (groups + 3) / 4, [&](int64_t first, int64_t last, int) {
-      for (int64_t k = 0; k < w.depth; k += chunk) {
-        const int64_t size = std::min(chunk, w.depth - k);
-        pack_rows(x, rows, w.depth, first, last, k, size, is_even_first, ordered + rows * k);
+      for (int64_t k = 0; k < depth; k += chunk) {
+        const int64_t size = std::min(chunk, depth - k);
+        pack_rows(x, rows, depth, first, last, k, size, is_even_first, ordered + rows * k);
       }
     });
   } else if (is_even_first) {
-    arrange(x, rows * w.depth, ordered);
+    arrange(x, rows * depth, ordered);
   }
-  engine.share(w.outputs, at_once, [&](int64_t first, int64_t last, int thread) {
-    with_reader_of(w, [&](auto* reader) {
-      using W = std::remove_pointer_t<decltype(reader)>;
-      if (is_packed) {
-        multiply_packed<W>(w, ordered, rows, first, last, y, engine.own[thread].at_least(room_size));
-      } else {
-        multiply_outputs<W>(w, is_even_first ? ordered : x, rows, first, last, y);
-      }
-    });
+  engine.share(outputs, at_once, [&](int64_t first, int64_t last, int thread) {
+    for (int64_t i = 0; i < count && last > 0; first -= all[i].outputs, last -= all[i].outputs, ++i) {
+      const int64_t from = std::max<int64_t>(first, 0), to = std::min(last, all[i].outputs);
+      if (from >= to) continue;
+      with_reader_of(all[i], [&](auto* reader) {
+        using W = std::remove_pointer_t<decltype(reader)>;
+        if (is_packed) {
+          multiply_packed<W>(all[i], ordered, rows, from, to, y[i], engine.own[thread].at_least(room_size));
+        } else {
+          multiply_outputs<W>(all[i], is_even_first ? ordered : x, rows, from, to, y[i]);
+        }
+      });
+    }
   });
 }
 

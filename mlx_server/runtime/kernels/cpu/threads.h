@@ -1,4 +1,4 @@
-// A few threads for work that is cut into many small items.
+// A few threads that share work cut into many small items.
 
 #pragma once
 
@@ -25,17 +25,17 @@ inline void pause_briefly(int& spins) {
   }
 }
 
-// The caller and `count` - 1 helpers, or fewer where the system gives no more. A forked child has no helpers: it
-// works alone.
+// The caller and `count` - 1 helpers, or fewer if the system gives no more. A forked child has no helpers and works
+// alone.
 //
-// A helper that has done its share looks for the next call for some microseconds, since the products of a step follow
-// each other, and then sleeps. `state_` is the number of the call, whether it may still be joined, and how many helpers
-// are in it: so a helper joins the call it has seen, or none. Example, with two helpers:
+// After its share, a helper polls for the next call for some microseconds, since the products of a step follow each
+// other, and then sleeps. `state_` holds the number of the call, whether it may still be joined, and how many helpers are
+// in it; so a helper joins exactly the call that it has seen. Example with two helpers:
 //
 //     call 7 begins      7, open, 0      both see it
 //     a helper joins     7, open, 1      and takes items
-//     the caller ends    7, shut, 1      it found no item left, and waits for the one inside
-//     the helper ends    7, shut, 0      the call returns; the other helper, awake only now, may not join
+//     the caller ends    7, shut, 1      no item is left; it waits for the helper inside
+//     the helper ends    7, shut, 0      the call returns; the other helper wakes too late to join
 class Threads {
  public:
   explicit Threads(int count) : owner_(getpid()) {
@@ -53,8 +53,8 @@ class Threads {
   bool is_forked() const { return getpid() != owner_; }
   int count() const { return is_forked() ? 1 : 1 + int(helpers_.size()); }
 
-  // Calls work(thread) on the caller, as 0, and on every helper that comes before the caller is through. Returns
-  // when all are: so `work` takes items until none are left, and a late helper finds none. `work` must not throw.
+  // Calls work(thread) on the caller, as thread 0, and on every helper that joins before the caller has finished. Returns
+  // when all of them have. `work` takes items until none is left, and must not throw.
   template <typename Work>
   void run(const Work& work) {
     if (count() == 1) return work(0);
@@ -70,7 +70,7 @@ class Threads {
     for (int spins = 0; (state_.load(std::memory_order_acquire) & kInside) != 0;) pause_briefly(spins);
   }
 
-  // Ends the helpers. Not in a forked child.
+  // Ends the helpers. Must not be called in a forked child.
   void stop() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -86,7 +86,7 @@ class Threads {
 
   static bool may_join(uint64_t state, uint64_t seen) { return (state & kOpen) != 0 && (state & ~kCallBits) != seen; }
 
-  // The state of a call that was not seen before; anything when the helpers are stopped.
+  // Returns the state of a call after `seen`; any state once the helpers are being stopped.
   uint64_t wait_for_call(uint64_t seen) {
     uint64_t state = state_.load(std::memory_order_acquire);
     for (int looks = 0; looks < kLooks; state = state_.load(std::memory_order_acquire)) {

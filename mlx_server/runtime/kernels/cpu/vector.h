@@ -1,6 +1,5 @@
-// Vectors as wide as the CPU's, and what is computed with them.
-//
-// Written with the vector extension that GCC and Clang share, so the same text serves x86-64 and Arm.
+// Vectors as wide as the CPU's, and operations on them, in the vector extension of GCC and Clang: the same code is for
+// x86-64 and Arm.
 
 #pragma once
 
@@ -53,7 +52,7 @@ inline Floats fill(float x) { return Floats{} + x; }
 
 inline Floats select(Ints mask, Floats yes, Floats no) { return (Floats)(((Ints)yes & mask) | ((Ints)no & ~mask)); }
 
-// a * b + c, rounded once where the CPU can: spelt out where equal bits must not depend on a compiler's choice.
+// a * b + c, rounded once if the CPU can. Explicit, so that bits do not depend on a compiler's choice.
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -66,7 +65,8 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// Loaded once: a compiler short of registers would rather load again at each use, and loads are what a product ends by.
+// Keeps a loaded vector in a register. Compilers that run short of registers load again at each use, and loads limit the
+// speed of a product.
 inline Floats in_register(Floats v) {
 #if defined(__x86_64__)
   asm("" : "+v"(v));
@@ -114,7 +114,7 @@ struct Plus {
   }
 };
 
-// Brings all lanes together by halves.
+// Joins all lanes, by halves.
 template <typename Join, int N = kLanes>
 inline float across(typename Vector<N>::type v) {
   if constexpr (N == 2) {
@@ -128,7 +128,7 @@ inline float across(typename Vector<N>::type v) {
 
 typedef Vector<4>::type Quad;
 
-// Of every four lanes of a, b, c and d their sums, side by side.
+// The sums of every four lanes of a, b, c and d, side by side.
 inline Floats sums_of_fours(Floats a, Floats b, Floats c, Floats d) {
 #if defined(__AVX512F__)
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
@@ -161,7 +161,7 @@ inline Quad quarter(typename Vector<N>::type v) {
   }
 }
 
-// The lanes' sums of four vectors, each by the same tree.
+// The sum of the lanes of each of four vectors, all in the same order.
 inline Quad sums_of(const Floats* v) { return quarter(sums_of_fours(v[0], v[1], v[2], v[3])); }
 
 constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: added to less than 2^22, the sum's low bits are a whole number

@@ -93,7 +93,7 @@ class GpuBackend:
         self._layers: dict[tuple[LayerSpec, int, float, mx.Dtype | None], _Layer] = {}
 
     def _most_cores(self) -> int:
-        """Of GPUs that are not told apart."""
+        """For GPUs without a known number of cores."""
         return 128
 
     @property
@@ -103,7 +103,7 @@ class GpuBackend:
         return any(reason is not None for reason in self._write_failures.values())
 
     def supports(self, spec: LayerSpec, num_query_heads: int) -> str | None:
-        """Why decodes of such a layer gather their rows instead of running the kernel, or None."""
+        """Why decodes of such a layer gather rows instead of running the kernel, or None."""
         shape = DecodeShape.of(spec, num_query_heads)
         return self._refusals.get(shape) or unsupported_reason(shape)
 
@@ -117,7 +117,7 @@ class GpuBackend:
         return self._variant(DecodeShape.of(spec, num_query_heads))
 
     def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
-        """Compiles every kernel that such a layer can meet, and proves each right on this machine."""
+        """Compiles every kernel that such a layer can use, and tests each on this machine."""
         self._writes(spec)
         shape = DecodeShape.of(spec, num_query_heads)
         scores = Scores(shape.key_dim**-0.5, sinks)
@@ -287,7 +287,7 @@ _Part = tuple[int, mx.array]
 def _attend_decodes(
     layer: _Layer, pool: GpuPool, queries: mx.array, launches: Launches, sinks: mx.array | None
 ) -> list[_Part]:
-    """Of all requests of few tokens."""
+    """For all requests with few tokens."""
     parts: list[_Part] = []
     for launch in launches.decodes:
         kernels, first = layer.shared if launch.is_shared else layer.decodes, launch.first
@@ -308,7 +308,7 @@ def _attend_gathered(
     *,
     longer_than: int,
 ) -> list[_Part]:
-    """Of prompt chunks of more than so many tokens, and of the decodes if no kernel supports them."""
+    """For longer prompt chunks, and for decodes if no kernel supports them."""
     parts: list[_Part] = []
     num_kv_heads = pool.spec.num_kv_heads
     scores = dataclasses.replace(layer.scores, sinks=sinks)

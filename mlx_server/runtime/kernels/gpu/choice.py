@@ -1,8 +1,8 @@
-"""What is known of the kernels on this machine: the variants that `mlx-serve bench kernels` found fastest, kept in a
-file, and whether their numbers are right, which each GPU must prove on small pools before they are used.
+"""The kernels' variants that `mlx-serve bench kernels` found fastest on this machine, kept in a file; and self-tests on
+small pools, which must pass on each GPU before kernels are used.
 
-An entry of the file holds for one attention shape, the whole file for one version of the decode kernels. Whatever is
-wrong with it, the backends take the default variants.
+An entry of the file is for one attention shape, the file for one version of the decode kernels. If it cannot be used,
+the backends take the default variants.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _SIZES = ("num_query_heads", "num_kv_heads", "key_dim", "value_dim")
 
 
 def load_choice() -> Callable[[DecodeShape], KernelVariant]:
-    """What GPU backends take as `choose_variant`: the stored choice for this chip, else `default_variant`."""
+    """The stored choice for this chip, else `default_variant`. The `choose_variant` of GPU backends."""
     here = _stored().load()
     return lambda shape: here.get(shape) or default_variant(shape)
 
 
 def store_choices(variants: Mapping[DecodeShape, KernelVariant]) -> Path:
-    """Keeps `variants` for this chip. Raises `OSError`."""
+    """Stores `variants` for this chip. Raises `OSError`."""
     return _stored().store(variants)
 
 
@@ -56,7 +56,7 @@ def _stored() -> StoredChoices[DecodeShape, KernelVariant]:
 
 
 def _parse(entry: Mapping[str, Any]) -> tuple[DecodeShape, KernelVariant]:
-    """Raises for what no backend could launch."""
+    """Raises if no backend can launch it."""
     dtypes = {dtype_name(dtype): dtype for dtype in DTYPES}
     sizes, cut = ({name: whole_number(value) for name, value in entry[part].items()} for part in ("shape", "variant"))
     bits = None if entry["kv_bits"] is None else KvBits.of(entry["kv_bits"])
@@ -84,7 +84,7 @@ def _document(shape: DecodeShape, variant: KernelVariant) -> dict[str, Any]:
 
 _STEPS = 8
 _TOLERANCE = {mx.float32: 5e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
-"""Wide: MLX may round float32 products to TF32, and what this looks for is kernels compiled wrongly."""
+"""Wide, since MLX may round float32 products to TF32, and this test is for wrongly compiled kernels."""
 
 _ROUNDING = 1e-3
 """Of quantising and back, by compilers that divide inexactly; the smallest step of an exact row is 8 times that."""
@@ -136,8 +136,8 @@ def decode_failure(kernels: PagedKernels, shape: DecodeShape, variant: KernelVar
 
 
 def shared_failure(kernels: PagedKernels, shape: DecodeShape, variant: KernelVariant, scores: Scores) -> str | None:
-    """The same of rows that share reads: three of one request, and one of another that begins alike; with and without
-    partial results."""
+    """The same for rows that share reads: three of one request, and one of another with the same prefix; with and
+    without partial results."""
     tables = np.array([[0, 1, 2, 3, 4], [0, 1, 2, 3, 5]], np.int32)
     counts, beyond = np.array([3, 1], np.int32), np.array([22, 12], np.int32)
     decodes = DecodeKernels(kernels, shape, variant, scores, is_shared=True)
@@ -162,7 +162,7 @@ def _failure(
     row_tables: IntArray,
     row_contexts: IntArray,
 ) -> str | None:
-    """How one of `works`, over rows that each see a context in a table, differs from MLX's attention."""
+    """How the result of one of `works` differs from MLX's attention, or None."""
     shape = decodes.shape
     pool, reader = _random_pool(kernels, shape, 12), kernels.of_pool(shape.spec)
     places = len(row_contexts), shape.num_query_heads, 1, shape.key_dim

@@ -32,8 +32,8 @@ class PoolMemory:
     is_scattered: bool = False
 
     def keep(self, keys: mx.array, values: mx.array) -> None:
-        """Takes what MLX has made of the arrays by writing into them. It writes in place only where nobody else has
-        the memory, so kernels then get the arrays themselves."""
+        """Replaces the arrays after MLX has written into them. MLX writes in place only if there is no other reference
+        to the memory, so kernels then get the arrays themselves."""
         self.keys, self.values = self.handles = keys, values
 
 
@@ -99,7 +99,7 @@ class GpuPool:
         self._addresses = None
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated for all writes to have happened."""
+        """Arrays to evaluate so that all writes have happened."""
         return [self.memory.keys, self.memory.values, self.memory.token]
 
     def check_moves(self) -> int:

@@ -38,28 +38,28 @@ from mlx_server.runtime.layers.products import RowProduct, install_products
 logger = logging.getLogger(__name__)
 
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Measured; a number between takes what the next larger one does. With more rows than the last, weights no longer are
-what a product waits for, and MLX's own is used."""
+"""Row counts that are measured; a count in between uses the choice of the next larger one. With more rows than the
+last, a product is no longer limited by reading weights, and MLX's own is used."""
 
 _MOST_ROWS = ROW_COUNTS[-1]
 _GAIN = 1.1
 _NUM_REPEATS = 5
 _CHAIN_BYTES = 256 * 2**20
-"""Weights of a measurement: more than caches hold."""
+"""Weights of a measurement: more than fit the caches."""
 
 _MOST_LAYERS = 32
 _TOLERANCE = {mx.float32: 5e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
-"""Of the largest result: MLX may round weights or float32 products; what this looks for is kernels compiled wrongly."""
+"""Relative to the largest result. Wide, since MLX may round; this test is for wrongly compiled kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductTimes:
-    """Seconds of a product of each of `ROW_COUNTS`, by MLX (None) and by the forms that could be measured."""
+    """Seconds of a product for each of `ROW_COUNTS`, by MLX (None) and by each form that was measured."""
 
     seconds: Mapping[Form | None, tuple[float, ...]]
 
     def fastest(self, forms: Sequence[Form]) -> tuple[Form | None, ...]:
-        """For each of `ROW_COUNTS` the fastest of `forms`, or None where MLX is not slower by a tenth."""
+        """The fastest of `forms` for each of `ROW_COUNTS`; None unless it is at least a tenth faster than MLX."""
 
         def of_count(index: int) -> Form | None:
             best = min(forms, key=lambda form: self.seconds[form][index], default=None)
@@ -69,12 +69,12 @@ class ProductTimes:
         return tuple(of_count(index) for index in range(len(ROW_COUNTS)))
 
     def evenly_fastest(self, forms: Sequence[Form]) -> Form | None:
-        """The one of `forms` with the least geometric mean over all counts; None of none."""
+        """The one of `forms` with the lowest geometric mean over all counts; None if there is none."""
         return min(forms, key=lambda form: math.prod(self.seconds[form]), default=None)
 
 
 Measure = Callable[[ProductShape, Sequence[Any], Sequence[FormProduct]], ProductTimes]
-"""Times of a shape, by its layers and the forms that are right."""
+"""The times of a shape, by its layers and its correct forms."""
 
 
 def gpu_products(
@@ -122,7 +122,7 @@ def _measured(chooser: _Chooser, stored: StoredChoices[ProductShape, ProductTime
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Products by number of rows, from 0 on, and of all larger numbers; None is MLX's own."""
+    """The product for each number of rows, from 0, and for all larger numbers; None is MLX's own."""
 
     few: tuple[FormProduct | None, ...]
     beyond: FormProduct | None
@@ -133,7 +133,7 @@ class _Table:
 
 
 class _Chooser:
-    """Proves and measures the forms of one shape on the layers that have it."""
+    """Tests and measures the forms of one shape on the layers that have it."""
 
     def __init__(self, shape: ProductShape, layers: Sequence[Any], kernels: ProductKernels, measure: Measure) -> None:
         self.shape = shape
@@ -184,8 +184,8 @@ def _row_product(layer: Any, shape: ProductShape, table: _Table) -> RowProduct:
 
 
 def product_failure(product: FormProduct, shape: ProductShape, layer: Any) -> str | None:
-    """Why its numbers cannot be trusted here, or None: they are compared with MLX's, and the bits of each row with
-    those among any number of others."""
+    """Why a form is wrong here, or None. Its results are compared with MLX's, and each row's bits among all numbers of
+    rows."""
     x = mx.random.normal((_MOST_ROWS, shape.depth), shape.dtype, key=mx.random.key(0))
     weights = weights_of(layer)
     try:
@@ -227,7 +227,7 @@ def measure_products(shape: ProductShape, layers: Sequence[Any], products: Seque
 
 
 def chain(products: Sequence[Product], x: mx.array) -> Callable[[], None]:
-    """Runs products one after another, each on rows that depend on the result before."""
+    """Runs products one after another, each on rows that depend on the result of the one before."""
 
     def run() -> None:
         rows = x
@@ -239,7 +239,7 @@ def chain(products: Sequence[Product], x: mx.array) -> Callable[[], None]:
 
 
 def mlx_product(shape: ProductShape, layer: Any) -> Product:
-    """MLX's own, of one layer."""
+    """MLX's own product of one layer."""
     codes, scales, biases = weights_of(layer)
     return lambda x: mx.quantized_matmul(x, codes, scales, biases, True, shape.group_size, shape.bits)
 

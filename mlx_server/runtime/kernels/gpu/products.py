@@ -1,8 +1,8 @@
 """Quantised products of few rows as MLX calls, for weights as MLX lays them out.
 
-Both forms read a weight once for many rows, and a row has the same bits however many others there are and wherever it
-stands; the two forms do not have each other's bits. Texts and launches are made once a form, shape and number of rows:
-MLX hashes a template's arguments at each call, so there are none.
+Both forms read a weight once for many rows, and a row has the same bits at any place among any number of rows; the two
+forms have different bits. Texts and launches are made once for each form, shape and number of rows; sizes are in the
+text, since MLX hashes template arguments at each call.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _INPUTS = ("x", "w", "scales", "biases")
 _SIMDGROUPS = 4
 _MAX_SLICES = 8
 _STEP = 256
-"""Elements of K that a simdgroup takes at a time."""
+"""Elements of K that a simdgroup processes at a time."""
 
 _ENOUGH_SIMDGROUPS = 2048
-"""Fewer leave cores of a large GPU idle; then K is cut into slices."""
+"""With fewer, cores of a large GPU are idle, so K is cut into slices."""
 
 
 class Form(enum.StrEnum):
-    """VECTOR: lanes split a row. MATRIX: lanes fill matrices of 8 x 8, which the GPU multiplies."""
+    """VECTOR: the lanes split a row. MATRIX: the lanes fill 8 x 8 matrices, which the GPU multiplies."""
 
     VECTOR = "vector"
     MATRIX = "matrix"
@@ -46,7 +46,7 @@ class Form(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What launches of a form have in common: columns of a simdgroup, and the rows that may share a weight."""
+    """Constants of a form: columns of a simdgroup, and the numbers of rows that share a weight."""
 
     text: KernelText
     header: str
@@ -63,7 +63,7 @@ PRODUCT_FILES = tuple(name for form in _FORMS.values() for name in (f"{form.text
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """A quantised weight `[num_columns, depth]`, of activations of `dtype`."""
+    """A quantised weight `[num_columns, depth]` and the `dtype` of activations."""
 
     num_columns: int
     depth: int
@@ -72,7 +72,7 @@ class ProductShape:
     dtype: mx.Dtype
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for what no kernel here multiplies with."""
+        """Raises `ValueError` if no kernel supports it."""
         groups = self.num_columns * self.depth // self.group_size
         if (
             self.bits not in (4, 8)
@@ -86,7 +86,7 @@ class ProductShape:
 
     @classmethod
     def of(cls, layer: Any) -> ProductShape | None:
-        """That of a linear layer or a tied head; None if no kernel here multiplies with it."""
+        """The weight of a linear layer or a tied head; None if no kernel supports it."""
         if not isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)) or layer.weight.ndim != 2:
             return None
         if getattr(layer, "mode", "affine") != "affine":
@@ -152,8 +152,8 @@ class FormProduct:
         self._launches: dict[int, _Launch] = {}
 
     def __call__(self, x: mx.array, num_rows: int, weights: Weights) -> mx.array:
-        """`x` `[..., depth]` of `num_rows` rows and of the shape's dtype, evaluated to lie on 8 bytes, as MLX's results
-        do. Gives `[..., num_columns]`."""
+        """`x` is `[..., depth]` with `num_rows` rows in the shape's dtype, aligned to 8 bytes, as MLX's results are.
+        Returns `[..., num_columns]`."""
         launch = self._launches.get(num_rows) or self._launch(num_rows)
         places = x.shape[:-1]
         if places[0] != num_rows:
@@ -167,7 +167,7 @@ class FormProduct:
         )[0]
 
     def _launch(self, num_rows: int) -> _Launch:
-        """Cuts rows into as few tiles as the largest size would, each as small as that allows."""
+        """Cuts rows into the fewest possible tiles, and makes these as small as possible."""
         sizes, columns = _FORMS[self.form].rows, _FORMS[self.form].columns * self._cut.across
         tiles = -(-num_rows // sizes[-1])
         rows = next(size for size in sizes if size * tiles >= num_rows)
@@ -187,7 +187,7 @@ class ProductKernels:
 
     @classmethod
     def of_metal(cls) -> ProductKernels:
-        """Those of Apple's GPUs."""
+        """The kernels of Apple's GPUs."""
         return cls(cast(MakeKernel, mx.fast.metal_kernel))
 
     def of(self, form: Form, shape: ProductShape) -> FormProduct:
@@ -196,7 +196,7 @@ class ProductKernels:
         return self._products[form, shape]
 
     def kernel(self, form: Form, shape: ProductShape, cut: Cut, rows: int) -> Kernel:
-        """Of a tile of `rows` rows. No size of the weight is in it, so that few texts are compiled."""
+        """The text for a tile of `rows` rows. The sizes of the weight are not in it, so that few texts are compiled."""
         shared = _FORMS[form]
         sizes = {
             "BITS": shape.bits,
@@ -225,12 +225,12 @@ _TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t"}
 
 
 def weights_of(layer: Any) -> Weights:
-    """What products of the layer multiply with."""
+    """The arrays that a product of the layer reads."""
     return layer.weight, layer.scales, layer.biases
 
 
 def form_maker(kernels: ProductKernels, form: Form) -> MakeProduct:
-    """Makes products of one form for any number of rows, where there is a kernel for the layer."""
+    """Makes products of one form, for any number of rows, if a kernel can compute the layer."""
 
     def make(layer: Any) -> RowProduct | None:
         shape = ProductShape.of(layer)
@@ -240,6 +240,6 @@ def form_maker(kernels: ProductKernels, form: Form) -> MakeProduct:
 
 
 def form_product(product: FormProduct, layer: Any) -> Product:
-    """One form's, of one layer."""
+    """The product of one layer in one form."""
     weights = weights_of(layer)
     return lambda x: product(x, x.size // x.shape[-1], weights)

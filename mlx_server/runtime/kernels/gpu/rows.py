@@ -46,7 +46,7 @@ class RowKernels:
         )
 
     def read(self, pool: mx.array, slots: Slots, row: RowsShape, token: mx.array) -> tuple[mx.array, mx.array]:
-        """Rows `[..., *row]` at slots `[...]` of the pool, and the token of their having been read."""
+        """Rows `[..., *row]` at slots `[...]` of the pool, and the token of this use."""
         rows, token_out = self._read(
             inputs=[pool, slots.padded, token],
             output_shapes=[(*slots.numbers.shape, *row), (1,)],
@@ -56,7 +56,7 @@ class RowKernels:
         return rows, token_out
 
     def write(self, pool: mx.array, slots: Slots, rows: mx.array, token: mx.array) -> mx.array:
-        """Writes contiguous rows `[N, ...]` of the pool's type to slots `[N]` of it; returns the token of that."""
+        """Writes contiguous rows `[N, ...]` of the pool's type to its slots `[N]`; returns the token of this use."""
         return self._write(
             inputs=[rows, pool, slots.padded, token],
             output_shapes=[(1,)],
@@ -78,10 +78,10 @@ class _Chained:
 
 
 class GpuRows:
-    """Rows `[num_slots, ...]` that kernels read and write where they lie.
+    """Rows `[num_slots, ...]` that kernels read and write in place.
 
-    MLX cannot see that a kernel writes into the array, so whatever reads or writes it takes the token of the use
-    before as an input and leaves one of its own: the tokens are a chain through all uses of the memory, in whichever
+    MLX does not know that a kernel writes into the array. So each launch that reads or writes it takes the token of the
+    use before as an input and returns one of its own: the tokens are a chain through all uses of the memory, in any
     shape, across steps.
     """
 
@@ -165,7 +165,7 @@ def _launch(dtype: mx.Dtype, size: int, num_rows: int) -> dict[str, object]:
 
 
 FUSED_DIMS = (64, 72, 80, 96, 128)
-"""Head dimensions for which MLX attends over prompts without writing the logits down."""
+"""Head dimensions for which MLX attends over prompts without storing the logits."""
 
 _FEWEST_QUERIES = 32
 """In a piece: enough for matrix products to be worth it."""
@@ -181,8 +181,8 @@ class GatheredRows:
 
 
 def read_rows(kernels: PoolKernels, pool: GpuPool, gather: Gather) -> Iterator[GatheredRows]:
-    """What each of the gather's queries see. Takes the pool's next token, which later writes wait for; of a pool that
-    is scattered, MLX gathers, and knows the order itself."""
+    """K and V that the queries of each gather see. Takes the pool's next token, which later writes wait for; of a pool
+    that is scattered, MLX gathers, and knows the order itself."""
     if pool.memory.is_scattered:
         rows = gather.rows[: gather.num_rows]
         keys, values = (array.reshape(-1, *array.shape[2:])[rows] for array in (pool.keys, pool.values))
@@ -221,8 +221,8 @@ def attend_rows(queries: mx.array, rows: GatheredRows, scores: Scores) -> mx.arr
 
 
 def _queries_at_once(queries: mx.array, num_keys: int) -> int:
-    """As many as one command buffer has room for the logits of, where MLX has no kernel that keeps these to itself: of
-    a prompt's chunk at a long context there would be gigabytes."""
+    """The number of queries whose logits fit one command buffer, if MLX has no kernel that avoids storing them: for a
+    prompt's chunk at a long context they would be gigabytes."""
     sequences, num_heads, length, key_dim = queries.shape
     if key_dim in FUSED_DIMS:
         return int(length)

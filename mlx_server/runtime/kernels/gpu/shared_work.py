@@ -12,12 +12,12 @@ from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, 
 from mlx_server.runtime.kernels.sharing import FEWEST_BLOCKS, Readers, Run, spread
 
 THREADGROUPS_PER_CORE = 8
-"""Threadgroups of 128 to 256 threads that hide the latency of a core's reads."""
+"""Threadgroups of 128 to 256 threads for each core that hide the latency of reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedWork:
-    """What `paged_shared` is given: `items` `[W, 8]` and `rows` `[N, 4]` as it has them. Row r of the launch owns
+    """The arguments of `paged_shared`: `items` `[W, 8]` and `rows` `[N, 4]` in its layout. Row r of the launch has the
     partial results [starts[r], starts[r + 1])."""
 
     items: IntArray
@@ -32,8 +32,8 @@ class SharedWork:
 def make_shared_work(
     readers: Readers, runs: list[Run], window: int | None, shape: DecodeShape, variant: KernelVariant, num_cores: int
 ) -> SharedWork:
-    """Cuts shared runs, and what each reader sees behind them, into items of at most `rows_at_once` rows, and of as
-    many tokens as leave threadgroups enough to fill the GPU. A row's bits depend on who shares its reads."""
+    """Cuts shared runs, and the rest of each reader's context, into items of at most `rows_at_once` rows, with few
+    enough tokens that there are threadgroups to fill the GPU. A row's bits depend on the rows that share its reads."""
     counts = readers.counts
     row_starts = np.cumsum(counts) - counts
     owners, nth = spread(counts)
@@ -87,6 +87,6 @@ def make_shared_work(
 
 
 def _tokens_of_item(num_tokens: int, shape: DecodeShape, variant: KernelVariant, num_cores: int) -> int:
-    """An even share of what all items read, at least `FEWEST_BLOCKS`: partial results cost, too."""
+    """An even share of all blocks read, at least `FEWEST_BLOCKS`, since partial results cost time, too."""
     wanted = max(1, THREADGROUPS_PER_CORE * num_cores // (shape.num_kv_heads * shared_tiles(shape, variant)))
     return BLOCK_SIZE * max(-(-num_tokens // (BLOCK_SIZE * wanted)), FEWEST_BLOCKS)

@@ -1,7 +1,7 @@
-"""What was measured of the kernels on this machine, kept in files of the user's cache folder.
+"""Measurements of kernels on this machine, in files of the user's cache folder.
 
-An entry holds for one chip and one shape, a whole file for what it was measured with: the kernels' texts, say. Entries
-change speed only: a file that cannot be used is ignored.
+An entry is for one chip and one shape; a file is for what it was measured with, such as the kernels' texts. Entries
+change speed only, so a file that cannot be used is ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 1
 _FAULTS = (ValueError, TypeError, LookupError, AttributeError)
-"""What reading raises for a file that is not ours, or no longer."""
+"""Raised while reading a file of another format or version."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -51,8 +51,8 @@ class StoredChoices(Generic[K, V]):
         return config.home() / "kernels" / self.name
 
     def load(self) -> dict[K, V]:
-        """This chip's entries. A file that cannot be read, holds anything but entries that can be used, or was measured
-        with something else is ignored as a whole, with one warning."""
+        """This chip's entries. A file that cannot be read, has an invalid entry or was measured with something else is
+        ignored as a whole, with one warning."""
         try:
             return self._read().get(chip_name(), {})
         except (OSError, *_FAULTS) as error:
@@ -61,8 +61,8 @@ class StoredChoices(Generic[K, V]):
             return {}
 
     def store(self, values: Mapping[K, V]) -> Path:
-        """Keeps `values` for this chip, beside what the file says of other chips and keys; a file that cannot be
-        used is replaced. Others see the old file or the new one. Raises `OSError`."""
+        """Stores `values` for this chip; other entries of the file stay, and a file that cannot be used is replaced.
+        Other processes see the old file or the new one. Raises `OSError`."""
         try:
             chips = self._read()
         except _FAULTS:
@@ -94,22 +94,22 @@ class StoredChoices(Generic[K, V]):
 
 
 def digest(*texts: str) -> str:
-    """Another text of the kernels has other best variants."""
+    """Other kernel texts have other best variants."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def chip_name() -> str:
-    """The chip of MLX's default device, as its maker calls it."""
+    """The name of the chip of MLX's default device."""
     return str(mx.device_info().get("device_name", platform.processor()))
 
 
 def whole_number(value: Any) -> int:
-    """`value`, of a file. Raises `ValueError` if it is none above 0."""
+    """`value` as a positive number. Raises `ValueError`."""
     if type(value) is not int or value < 1:
         raise ValueError(f"{value!r} is not a positive whole number")
     return value
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
-    """As in files and texts: `bfloat16`."""
+    """The name in files and kernel texts, like `bfloat16`."""
     return str(dtype).rpartition(".")[2]

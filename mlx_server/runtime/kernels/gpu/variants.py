@@ -1,4 +1,5 @@
-"""How the decode kernels are cut for a kind of layer: which shapes they support, and what changes speed alone."""
+"""How the decode kernels are cut for a kind of layer: the shapes that they support, and choices that change speed
+only."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ class KernelVariant:
         return -(-shape.group_size // (self.heads_per_simdgroup * self.head_simdgroups(shape)))
 
     def row_reads(self, shape: DecodeShape) -> int:
-        """Times that each K/V row is read: once for every `heads_per_simdgroup` query heads."""
+        """How often each K/V row is read: once for every `heads_per_simdgroup` query heads."""
         return self.tiles(shape) * self.head_simdgroups(shape)
 
     def threads(self, shape: DecodeShape) -> int:
@@ -119,7 +120,7 @@ def check_variant(shape: DecodeShape, variant: KernelVariant) -> None:
 
 
 def default_variant(shape: DecodeShape) -> KernelVariant:
-    """A choice that is sound on every GPU: no spills, 128 to 256 threads, rows split without idle lanes."""
+    """A choice that works on every GPU: no spills, 128 to 256 threads, rows split without idle lanes."""
     lanes = max(n for n in (8, 16, 32) if shape.key_dim % (2 * n) == 0 and shape.value_dim % (2 * n) == 0)
     part = max(shape.key_dim, shape.value_dim) // lanes
     most_heads = max(2, _FLOATS_PER_LANE // part)
@@ -135,7 +136,7 @@ def default_variant(shape: DecodeShape) -> KernelVariant:
 
 
 _MOST_TILE_BYTES = 16384
-"""Of K/V in threadgroup memory: two or three threadgroups fit on a core, and one loads while another computes."""
+"""K/V in threadgroup memory: two or three threadgroups fit on a core, and one loads while another computes."""
 
 
 def shared_variant(shape: DecodeShape) -> KernelVariant:
@@ -152,7 +153,7 @@ def shared_variant(shape: DecodeShape) -> KernelVariant:
 
 
 def rows_at_once(shape: DecodeShape, variant: KernelVariant) -> int:
-    """Rows of an item of `paged_shared`: as many as its simdgroups hold with all query heads of a KV head."""
+    """Rows of an item of `paged_shared`: its simdgroups hold them with all query heads of a KV head."""
     return max(1, variant.heads_per_simdgroup * variant.simdgroups // shape.group_size)
 
 
@@ -162,7 +163,7 @@ def shared_tiles(shape: DecodeShape, variant: KernelVariant) -> int:
 
 
 def tile_tokens(shape: DecodeShape, variant: KernelVariant) -> int:
-    """Tokens whose K/V `paged_shared` holds in threadgroup memory, beside what its simdgroups are merged in."""
+    """Tokens whose K/V `paged_shared` keeps in threadgroup memory, next to the buffer for merging its simdgroups."""
     room = MAX_THREADGROUP_BYTES - 4 * (shape.value_dim + 2) * variant.simdgroups
     token = (shape.key_dim + shape.value_dim) * shape.dtype.size
     tokens = BLOCK_SIZE
