@@ -89,7 +89,7 @@ def test_layers_share_blocks_if_a_few_of_each_fill_the_same_memory() -> None:
 
 def test_the_documentation_names_who_shares_blocks() -> None:
     text = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
-    named = re.search(r"That holds for (.+?)\. ", text)
+    named = re.search(r"This applies to (.+?)\. ", text)
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for architecture in ARCHITECTURES:
         if architecture not in REFUSED and (subject := Subject(architecture)).is_windowed:
