@@ -288,8 +288,13 @@ class FakeStream:
             if self._error is not None:
                 raise self._error
             if self._aborting.is_set():
-                yield progress.latest._replace(
-                    text="", token_ids=(), finish_reason=FinishReason.ABORT, logprobs=(), prompt_logprobs=()
+                yield replace(
+                    progress.latest,
+                    text="",
+                    token_ids=(),
+                    finish_reason=FinishReason.ABORT,
+                    logprobs=(),
+                    prompt_logprobs=(),
                 )
                 return
             if self._engine.fail_with is not None and progress.num_output_tokens >= self._engine.fail_after:
