@@ -1,5 +1,5 @@
-"""One model, served: its scheduler, its steps on the MLX thread, and one stream a request. Metrics and traces see every
-step when it is submitted and when it is done, and every request's end."""
+"""The engine of one model: its scheduler, its steps on the MLX thread, and one stream for each request. Metrics and
+traces are updated when a step is submitted, when it is done, and when a request ends."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _SHUTDOWN_RETRY_S = 5.0
 
 
 class EngineState(enum.StrEnum):
-    """LOADING -> READY -> DRAINING -> STOPPED; DEAD from any when the MLX thread or a step has failed."""
+    """LOADING -> READY -> DRAINING -> STOPPED. Any state becomes DEAD when loading, a step or the MLX thread fails."""
 
     LOADING = "loading"
     READY = "ready"
@@ -65,9 +65,9 @@ class EngineState(enum.StrEnum):
 
 
 class AsyncEngine:
-    """Serves one model on the MLX thread. All methods run on one event loop's thread.
+    """Serves one model on the MLX thread. All methods must be called on the event loop's thread.
 
-    Text needs a tokenizer: an engine of a model that has none (random weights) generates ids only, and its
+    Text needs a tokenizer. The engine of a model without one (random weights) generates token ids only, and its
     `tokenizer`, `chat` and `grammars` raise `InvalidRequestError`.
     """
 
@@ -81,9 +81,10 @@ class AsyncEngine:
         metrics: EngineMetrics | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """The thread of `around` is shared, and its owner stops it; without `around`, the engine has a thread of its
-        own. What is `given` is used instead of loading it. Nothing is loaded before `start`. `metrics` of an earlier
-        engine of the model are continued; `tracing` is what `config` says unless given."""
+        """Loads nothing; `start` does. With `around`, the engine uses its MLX thread, which the caller stops; without
+        it, the engine has a thread of its own. `given` models are not loaded again. `max_chunk_tokens` bounds one
+        prompt's share of a step. `metrics` of an earlier engine of the model are continued. By default, `tracing` is as
+        `config` says."""
         self.config = config
         self._given = given or GivenModels()
         self.names = served_names(config.model, self._given.model)
@@ -98,17 +99,17 @@ class AsyncEngine:
         self._tracer: EngineTracer = NO_TRACER
         self._parts: EngineParts | None = None
         self._streams: dict[str, RequestStream] = {}
-        self._untold: dict[Callable[[], None], None] = {}  # whoever has something to take
+        self._untold: dict[Callable[[], None], None] = {}  # an ordered set of callbacks
         self._loop_task: asyncio.Task[None] | None = None
         self._events: ModelEvents | None = None
         self._is_drained = asyncio.Event()
         self._clock = time.monotonic
 
-    # --- what it is -----------------------------------------------------------------------------------------
+    # --- properties -----------------------------------------------------------------------------------------
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and output together: the model's limit, the configured one, or the pool's."""
+        """The most tokens of prompt and output together: the least of the limits of model, setting and pool."""
         return self._loaded_parts().max_model_len
 
     @property
@@ -125,12 +126,12 @@ class AsyncEngine:
 
     @property
     def pooling(self) -> Pooling | None:
-        """What the model gives beside text, or instead of it."""
+        """The model's vectors and scores, if it has them, beside or instead of text."""
         return self._loaded_parts().pooling
 
     @property
     def vision(self) -> SeeingModel | None:
-        """What images are prepared with for the model; None where it cannot see."""
+        """Prepares images for the model; None if the model takes no images."""
         return self._loaded_parts().vision
 
     @property
@@ -139,35 +140,35 @@ class AsyncEngine:
 
     @property
     def default_sampling(self) -> SamplingParams:
-        """For what a request leaves out: the model's own, or OpenAI's."""
+        """The sampling parameters for fields that a request leaves out: the model's own, or OpenAI's defaults."""
         text = self._loaded_parts().text
         return SamplingParams() if text is None else text.default_sampling
 
     @property
     def num_streams(self) -> int:
-        """Requests that have been submitted and have not ended."""
+        """The number of requests that were submitted and have not ended."""
         return len(self._streams)
 
     @property
     def info(self) -> RunnerInfo:
-        """Pool size, attention backend and the like."""
+        """Pool size, attention backend and similar facts."""
         return self._loaded_parts().info
 
     @property
     def metrics(self) -> EngineMetrics:
-        """What was counted since the model was first loaded, however often it was unloaded since."""
+        """The metrics since the model was first loaded; they continue when the model is unloaded and loaded again."""
         assert self._metrics is not None, "nothing was counted before"
         return self._metrics
 
     @property
     def scheduler(self) -> ContinuousBatchingScheduler:
-        """For introspection; requests come in by `submit`."""
+        """For introspection only; `submit` requests to the engine."""
         return self._loaded_parts().scheduler
 
-    # --- life -----------------------------------------------------------------------------------------------
+    # --- lifecycle ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Loads the model and begins to serve. Raises `ModelLoadError` and the like; the engine is dead then."""
+        """Loads the model and starts to serve. If that fails, raises `ServeError`, and the engine is dead."""
         try:
             self._parts = await load_parts(
                 self.config, self._around, given=self._given, max_chunk_tokens=self._max_chunk_tokens
@@ -187,12 +188,12 @@ class AsyncEngine:
         if self._around.events is not None:
             blocks = self._parts.scheduler.blocks
             disk = None
-            if self._parts.disk is not None and blocks.grows_block_by_block:  # else no one record makes a hit
+            if self._parts.disk is not None and blocks.grows_block_by_block:  # else a hit needs more than one record
                 disk = self._parts.disk.records
             self._events = follow(self._around.events, self.config, self.names.with_adapter, blocks, disk)
 
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
-        """Takes no more requests, lets open ones finish for `drain_timeout_s`, fails the rest, and unloads."""
+        """Stops accepting requests, gives open ones `drain_timeout_s` to finish, fails the rest, and unloads."""
         if self.state is EngineState.READY:
             self.state = EngineState.DRAINING
             self._is_drained.clear()
@@ -211,7 +212,7 @@ class AsyncEngine:
             if self._parts.disk is not None and self.state is not EngineState.DEAD:
                 try:
                     await flush(self._parts.disk, self._parts.scheduler, self._parts.executor)
-                except Exception:  # the model goes all the same
+                except Exception:  # the model is unloaded nevertheless
                     logger.exception("Prefixes of %s were not all kept on disk", self.model_name)
         if self.state is not EngineState.DEAD:
             self.state = EngineState.STOPPED
@@ -221,11 +222,12 @@ class AsyncEngine:
         if self._owns_thread:
             await asyncio.to_thread(self._around.close)
 
-    # --- work -----------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------
 
     def submit(self, generation: GenerationRequest) -> RequestStream:
-        """Queues a request. Raises at once: `InvalidRequestError`, `ContextLengthError`, `ModelNotFoundError` for an
-        adapter that the model does not have, `OverloadedError` and its kinds, `EngineDeadError`."""
+        """Queues a request and returns its stream. Raises `InvalidRequestError`, `ContextLengthError`,
+        `OverloadedError` or a subclass, `EngineDeadError`, or `ModelNotFoundError` for an adapter that the model does
+        not have."""
         parts = self._accepting_parts()
         self.names.check(generation.adapter)
         if generation.request_id in self._streams:
@@ -250,29 +252,30 @@ class AsyncEngine:
         return stream
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets prefixes cached in memory, not on disk; False, and nothing done, while requests hold blocks."""
+        """Forgets prefixes in memory, not on disk. Returns False, and does nothing, while requests hold blocks."""
         return self._loaded_parts().reset_prefix_cache()
 
     async def check_pool_moves(self) -> int:
-        """How many K or V buffers of the pools MLX has copied between two calls of this, since the first: 0 where
+        """Returns how many copies of K or V buffers by MLX this method has found since its first call. It stays 0 while
         kernels write in place, as they should. Waits for launched steps."""
         cache = self._loaded_parts().runner.cache
         return await asyncio.wrap_future(self._around.thread.call(cache.check_moves))
 
     @property
     def idle_kv_bytes(self) -> int:
-        """What `give_memory` could give."""
+        """The most bytes that `give_memory` could free now."""
         return 0 if self._parts is None else sum(guard.num_idle_bytes for guard in self._parts.guards)
 
     async def give_memory(self, num_bytes: int, timeout_s: float = 5.0) -> int:
-        """Gives idle KV blocks back, cached ones included, up to `num_bytes` for others to take; how many bytes are
-        free for them when it returns. Requests go on."""
+        """Frees idle KV blocks, cached ones included, up to `num_bytes`, for other models. Waits up to `timeout_s` for
+        each KV pool. Returns how many bytes are free for them. Requests continue."""
         if self._parts is None or self.state is not EngineState.READY:
             return 0
         return await self._parts.give_memory(num_bytes, timeout_s)
 
     def stats(self) -> EngineStats:
-        """A reading of all counters, those of earlier loads included; while nothing is loaded, of them alone."""
+        """Returns the current values and all counters, which include earlier loads of the model. While the model is not
+        loaded, only the counters of earlier loads are set."""
         past = EngineStats() if self._metrics is None else self._metrics.past
         if self._parts is None:
             return EngineStats().after(past)
@@ -305,7 +308,7 @@ class AsyncEngine:
             **_totals(guard.counters),
         ).after(past)
 
-    # --- inside ---------------------------------------------------------------------------------------------
+    # --- internals ------------------------------------------------------------------------------------------
 
     def _enqueue(self, generation: GenerationRequest, parts: EngineParts) -> Request:
         request = make_request(
@@ -325,7 +328,7 @@ class AsyncEngine:
         return request
 
     def _adapters_of(self, status: RequestStatus) -> tuple[str, ...]:
-        """The names under which clients use the adapters of requests in that state."""
+        """The adapters of requests with this status, under the names that clients use."""
         if not self.names.adapters:
             return ()
         requests = (stream.request for stream in self._streams.values())
@@ -344,14 +347,14 @@ class AsyncEngine:
             await unload_parts(parts, self._around.thread)
 
     async def _run(self) -> None:
-        """The scheduler's loop. An error in it ends every request and the engine."""
+        """Runs the scheduler's loop. An error in it fails all requests and makes the engine dead."""
         parts = self._loaded_parts()
         try:
             executor = ObservedExecutor(parts.executor, self.metrics, self._tracer)
             await parts.scheduler.run(executor, self._clock, self._deliver)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # a native library's panic is no Exception
+        except BaseException as error:  # a panic in a native library is not an Exception
             self._die(error, parts)
 
     def _die(self, error: BaseException, parts: EngineParts) -> None:
@@ -361,12 +364,12 @@ class AsyncEngine:
         self._fail_streams(lambda: EngineDeadError(f"The engine has died and must be restarted: {self.error}"))
         try:
             parts.scheduler.fail_all()
-        except Exception:  # it may have been in the middle of a step
+        except Exception:  # the error may have interrupted a step
             logger.exception("The scheduler of %s was left as it is", self.model_name)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Puts a step's news on the streams. One later call tells all readers, after the scheduler's turn: so the next
-        step goes to the device before anything is sent."""
+        """Puts a step's outputs on their streams. The readers are called later, in one callback after the scheduler's
+        turn, so that the next step is submitted to the device before anything is sent to clients."""
         if not outputs:
             return
         if not self._untold:
@@ -379,7 +382,7 @@ class AsyncEngine:
             self._untold[stream.on_news] = None
             try:
                 stream.put(output, now)
-            except Exception as error:  # one request's text must not end the others
+            except Exception as error:  # an error in one request's text must not end other requests
                 logger.exception("The output of %s cannot be shown", output.request_id)
                 self._loaded_parts().scheduler.finish_request(output.request_id, FinishReason.ERROR)
                 stream.fail(ServeError(f"The output cannot be turned into text: {error}"))
@@ -392,11 +395,11 @@ class AsyncEngine:
         for on_news in untold:
             try:
                 on_news()
-            except Exception:  # one reader must not keep the others from their news
+            except Exception:  # the other readers must still be called
                 logger.exception("A reader could not take its news")
 
     def _forget(self, request_id: str, reason: FinishReason, error: ServeError | None = None) -> None:
-        """A request's stream has its end; counted once, whatever ended it."""
+        """Removes the stream of a request that has ended, and reports its end to metrics and traces once."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             request, now = stream.request, self._clock()
@@ -413,8 +416,8 @@ class AsyncEngine:
             self._parts.scheduler.finish_request(request_id, reason, num_void)
 
     def _fail_streams(self, new_error: Callable[[], ServeError]) -> list[str]:
-        """Ends every stream with an error of its own: raising one object for all would pile up their tracebacks. The
-        ids of their requests."""
+        """Fails every stream, and returns the ids of their requests. Each stream gets its own exception, because one
+        exception that is raised many times collects all their tracebacks."""
         streams = list(self._streams.values())
         for stream in streams:
             stream.fail(new_error())
@@ -443,5 +446,5 @@ class AsyncEngine:
 
 
 def _totals(counters: SchedulerCounters | SpeculationCounters | DiskTierCounters | GuardCounters) -> dict[str, Any]:
-    """By the names that they have in `EngineStats`, too."""
+    """The counters, by their names, which are the same in `EngineStats`."""
     return {leaf.name: getattr(counters, leaf.name) for leaf in fields(counters)}

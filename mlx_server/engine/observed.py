@@ -1,4 +1,4 @@
-"""What metrics and a tracer hear of an engine's steps and requests; what fails there fails alone."""
+"""Reports an engine's steps and requests to metrics and traces. Errors in these listeners do not reach the engine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ logger = logging.getLogger(__name__)
 _LOG_EVERY_S = 60.0
 
 _logged_s: dict[str, float] = {}
-"""When a listener's failure was last logged, by its name."""
+"""When an error of a listener was last logged, by the listener's name."""
 
 
 def told(listener: Callable[P, T], *news: P.args, **more: P.kwargs) -> T | None:
-    """Tells metrics or a tracer. Figures must not end requests: what fails there is logged, at most once a minute
-    for each listener, since some hear of every step."""
+    """Calls a listener of metrics or traces with `news` and `more`, and returns its result. An error in it must not end
+    requests: it is logged, at most once a minute for each listener since some are called at every step, and None is
+    returned."""
     try:
         return listener(*news, **more)
     except Exception:
@@ -42,8 +43,8 @@ def told(listener: Callable[P, T], *news: P.args, **more: P.kwargs) -> T | None:
 
 @dataclass(frozen=True, slots=True)
 class ObservedExecutor:
-    """Tells metrics and a tracer of each step that passes: a few calls a step, whatever the number of requests. A step
-    without chunks does not count: it changes the pools, copies blocks, or is a draft model's."""
+    """An executor that reports each step to metrics and a tracer, in a few calls a step for any number of requests.
+    Steps without chunks are not reported: they change the pools, copy blocks, or run the draft model."""
 
     executor: Executor
     metrics: EngineMetrics

@@ -1,5 +1,5 @@
-"""One request on its way in, checked against what the model can take, and its output on the way out: ids become text,
-text stops where it must."""
+"""One request: how it is checked against the model's limits, and the stream of its output, in which token ids become
+text and stop strings end the text."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ CountPlaceholders = Callable[[Sequence[int], Mapping[str, Any]], int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What to generate, with one of the model's adapters or with none. `tier` None is that of the priority: high,
-    normal or low. `extra_keys` separate the prefix cache (salt, tenant). It is answer `sample_index` of the
-    `num_samples` that the client wants to the prompt. `kept_token_ids` are special tokens that stay in the text
-    although special tokens are skipped. `continues_text` says that the output goes on in the middle of the prompt's
-    text, so that its leading space counts. `prediction_token_ids` are what the output is expected to be, mostly. With
-    `pooling` nothing is generated: the only delta has the result."""
+    """A request to generate, with one of the model's adapters or without. Without `tier`, the tier is that of the
+    priority (high, normal or low). `extra_keys` (salt, tenant) separate prefixes in the prefix cache.
+
+    The client wants `num_samples` answers to the prompt, and this request is number `sample_index`. `kept_token_ids`
+    are special tokens that stay in the text even if special tokens are skipped. With `continues_text` the output
+    continues the prompt's text, so its leading space is kept. `prediction_token_ids` are the client's guess at the
+    output. With `pooling` nothing is generated, and the only delta has the result.
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -55,7 +57,7 @@ class GenerationRequest:
 
 
 class OutputText:
-    """Turns one request's output tokens into text that may be shown."""
+    """Turns one request's output tokens into text for the client."""
 
     def __init__(self, generation: GenerationRequest, tokenizer: Tokenizer) -> None:
         sampling = generation.sampling
@@ -73,7 +75,8 @@ class OutputText:
     def append_run(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None
     ) -> tuple[tuple[str, ...], str | None]:
-        """As `append` of one token after the other, until a stop string ended it: the text of each."""
+        """Appends the tokens one by one until a stop string matches. Returns the text of each appended token, and the
+        stop string."""
         pieces: list[str] = []
         matched = None
         for count, token_id in enumerate(token_ids, start=1):
@@ -84,7 +87,7 @@ class OutputText:
         return tuple(pieces), matched
 
     def append(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> tuple[str, str | None]:
-        """New text, and the stop string that ended it, if one did."""
+        """Returns the new text, and the stop string that ended it, or None."""
         shown = token_ids[:-1] if finish_reason is FinishReason.STOP and self._is_hidden(token_ids[-1]) else token_ids
         if self._stops is None:
             text = self._detokenizer.append(shown)
@@ -103,7 +106,7 @@ class OutputText:
         return text, scan.matched
 
     def _is_hidden(self, token_id: int) -> bool:
-        """Whether a token that ended the output is not part of its text."""
+        """Whether a token that ended the output is left out of the text."""
         if self._sampling.include_stop_str_in_output:
             return False
         is_eos = token_id in self._eos_token_ids and not self._sampling.ignore_eos
@@ -111,19 +114,21 @@ class OutputText:
 
 
 class RequestStream:
-    """One request's `CompletionDelta`s, to be taken or iterated over; the one with `finish_reason` is the last.
+    """The `CompletionDelta`s of one request, read with `take` or by iteration; the last one has a `finish_reason`.
 
-    Event-loop thread only. The iteration raises the `ServeError` that ended the request, if one did. A stream that is
-    no longer wanted must be aborted: leaving the iteration does not do it. Once `is_complete`, nothing more
-    will be put on it, and `summary` is there. `on_news` is called when there is something to take, and at the end; who
-    reads several streams gives them one callback, and a step's news of all of them are one call.
+    Event-loop thread only. Iteration raises the `ServeError` that ended the request, if one did. Leaving the iteration
+    does not end the request: abort a stream that is no longer wanted. Once `is_complete` is set, no more deltas are
+    added, and `summary` is available (None if metrics failed).
+
+    `on_news` is called when there are deltas to read, and at the end. A reader of several streams gives them the same
+    callback, which is then called once for all their outputs of a step.
     """
 
     def __init__(
         self, request: Request, text: OutputText | None, end: Callable[[str, FinishReason, int], None]
     ) -> None:
-        """`text` None gives deltas without text. `end` ends the request in the scheduler, of whose output the last so
-        many tokens are void."""
+        """With `text` None, deltas have no text. `end(request_id, reason, num_void)` ends the request in the scheduler;
+        the last `num_void` tokens of its output do not count."""
         self.request = request
         self._text = text
         self._end = end
@@ -156,12 +161,13 @@ class RequestStream:
         return bool(self._deltas)
 
     def take(self) -> list[CompletionDelta]:
-        """All that can be read without waiting."""
+        """Returns all deltas that can be read without waiting."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def is_over(self) -> bool:
-        """Whether the end has been read. Raises the `ServeError` of a request that ended with one."""
+        """Whether all deltas have been read and the request has ended. Raises the `ServeError` of a request that ended
+        with one."""
         if self._deltas or not self.is_complete:
             return False
         if self._error is not None:
@@ -169,8 +175,8 @@ class RequestStream:
         return True
 
     def abort(self, error: ServeError | None = None) -> None:
-        """Ends the request, with an error if one is given; its blocks are back within one step. Does nothing if it has
-        ended."""
+        """Ends the request, with an error if one is given; its blocks are freed within one step. Does nothing if the
+        request has ended."""
         if self.is_complete:
             return
         self._end(self.request_id, FinishReason.ABORT if error is None else FinishReason.ERROR, 0)
@@ -183,8 +189,9 @@ class RequestStream:
             self.fail(error)
 
     def put(self, output: RequestOutput, now: float) -> None:
-        """Takes a step's news of the request, at `now` on the scheduler's clock. Who puts them calls `on_news`."""
-        if output.error is not None and len(output.new_token_ids) > 1:  # the last one is the fault
+        """Adds a step's output of the request, at time `now` of the scheduler's clock. The caller calls `on_news`
+        afterwards."""
+        if output.error is not None and len(output.new_token_ids) > 1:  # the error belongs to the last one
             self.put(_before_fault(output), now)
         if self.is_complete:
             return
@@ -205,7 +212,7 @@ class RequestStream:
                 text, num_tokens = "".join(pieces), len(pieces)
         if matched is not None:
             token_ids = token_ids[:num_tokens]
-            # Of several tokens of one step, those behind the match have never been put out.
+            # Tokens of this step after the match were never sent to the client.
             num_cut = min(len(output.new_token_ids) - num_tokens, request.num_accepted_drafts)
             request.num_accepted_drafts -= num_cut
             request.num_rejected_drafts += num_cut
@@ -216,7 +223,7 @@ class RequestStream:
         timings = None
         if finish_reason is not None:
             timings = RequestTimings(request.arrival_s, request.first_scheduled_s, request.first_token_s, now)
-        delta = CompletionDelta(  # by place, since names take half a microsecond
+        delta = CompletionDelta(  # positional arguments: keywords take half a microsecond more
             text,
             token_ids,
             finish_reason,
@@ -238,14 +245,14 @@ class RequestStream:
         self.is_complete = finish_reason is not None
 
     def fail(self, error: ServeError) -> None:
-        """Ends the stream with an error; deltas that are there can still be read."""
+        """Ends the stream with an error. Deltas that are already there can still be read."""
         self._error = error
         self.is_complete = True
         self.on_news()
 
 
 def _before_fault(output: RequestOutput) -> RequestOutput:
-    """The news as if the last token had not been drawn yet: a stop string may end the request before it."""
+    """The output without its last token and its error: a stop string may end the request before the error."""
     return replace(
         output,
         new_token_ids=output.new_token_ids[:-1],
@@ -268,11 +275,15 @@ def make_request(
     count_placeholders: CountPlaceholders = lambda token_ids, inputs: None,
     largest_chunk: int = 2048,
 ) -> Request:
-    """The scheduler's request. `max_model_len` bounds prompt and output together, in tokens; `vocab_size` every token
-    id; `no_vision` says why the model takes no images, if it does not; `count_placeholders` how many an image with
-    these tokens and arrays has, None if there is none with them; `largest_chunk` how many tokens of a prompt a step
-    computes at most. Raises `InvalidRequestError` or `ContextLengthError` with value, limit and remedy. More
-    `max_tokens` than the context has left, however many, are cut to that: agents ask for what hosted models allow."""
+    """Makes the scheduler's request.
+
+    `max_model_len` bounds prompt and output together, in tokens; token ids must be less than `vocab_size`. `no_vision`
+    says why the model takes no images ("" if it does). `count_placeholders` returns how many placeholders an image with
+    these tokens and arrays has, or None if they do not fit the model. `largest_chunk` is the most prompt tokens that a
+    step computes. `max_tokens` is reduced to what the context has left, since agents ask for what hosted models allow.
+
+    Raises `InvalidRequestError` or `ContextLengthError`; the message has the value and the limit, and says what to do.
+    """
     prompt, sampling = generation.prompt_token_ids, generation.sampling
     limit, num_prompt = max_model_len, len(prompt)
     if sampling.n > 1 or sampling.structured_outputs is not None:
@@ -314,7 +325,7 @@ def make_request(
 
 
 def _check_images(generation: GenerationRequest, model_name: str, no_vision: str, largest_chunk: int) -> None:
-    """Images stand in the prompt one behind the other, and are for models that see and generate."""
+    """Images must be in order in the prompt, without overlap, and the model must take images and generate text."""
     if no_vision:
         raise InvalidRequestError(f"{model_name} takes no images: {no_vision}. Send text alone.", "images")
     if generation.pooling is not None:
@@ -367,7 +378,8 @@ def _too_long(generation: GenerationRequest, model_name: str, limit: int) -> Con
 
 
 def _usable(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """Those before the first that the model does not know: what is a hint is not refused."""
+    """The ids before the first one that is outside the vocabulary. A prediction is only a hint, so it is not
+    refused."""
     if not token_ids or max(token_ids) < vocab_size:
         return token_ids
     return token_ids[: next(index for index, token_id in enumerate(token_ids) if token_id >= vocab_size)]
@@ -381,7 +393,8 @@ def _guarded(generation: GenerationRequest, eos_token_ids: frozenset[int]) -> To
 
 
 def _check_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
-    """On the event loop's thread and for each of many samples: two passes in C cost a tenth of one in Python."""
+    """Runs on the event loop's thread, once for each sample: `min` and `max` take a tenth of the time of a loop in
+    Python."""
     for extreme in (min(token_ids), max(token_ids)) if token_ids else ():
         if not 0 <= extreme < vocab_size:
             raise InvalidRequestError(f"{name} has the token id {extreme}; ids are 0 to {vocab_size - 1}.", name)

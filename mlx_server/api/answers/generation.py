@@ -1,9 +1,9 @@
-"""From a job (prompts, parameters) to one stream of neutral events, for any protocol.
+"""Runs a job (prompts and parameters) and turns its output into one stream of events that any protocol can use.
 
-    route -> GenerationJob -> GenerationService.start() -> Generation -> OutputEvent ... -> the protocol's shape
+    route -> GenerationJob -> GenerationService.start() -> Generation -> OutputEvent ... -> the protocol's format
 
-What the model writes is taken apart on the way: reasoning, content and tool calls. Nothing here knows HTTP. Everything
-runs on the event loop's thread.
+The model's text is split into reasoning, content and tool calls. This module knows nothing of HTTP. Everything runs on
+the event loop's thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mlx_server.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text` is what `token_ids` say, for echoes; None where it was not asked for. `images` are at their places in
+    """`text` is the text of `token_ids`, for echoes; None if it was not asked for. `images` have their positions in
     `token_ids`."""
 
     token_ids: tuple[int, ...]
@@ -39,14 +39,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How a client wants a long prompt cut: to `num_tokens` (-1 is the whole context), losing one side."""
+    """How a client wants a long prompt cut: to `num_tokens` (-1: the context length less one token for the output),
+    which are its last (`side` "left") or first ones ("right"). With `num_tokens` None the prompt is not cut."""
 
     num_tokens: int | None = None
     side: Literal["left", "right"] = "left"
 
     def part(self, text: str, tokenizer: Tokenizer, max_model_len: int) -> str:
-        """What of `text` is to be tokenized before `apply`. Raises `ContextLengthError` for a text that is far too
-        long and not to be cut."""
+        """Returns the part of `text` that must be tokenized before `apply`. Raises `ContextLengthError` for a text that
+        must not be cut and is far too long."""
         keep = self.num_kept(max_model_len)
         most = max_model_len if keep is None else min(keep, max_model_len)
         part = tokenizer.part_of(text, most, is_end=keep is not None and self.side == "left")
@@ -65,12 +66,12 @@ class Truncation:
         return token_ids[len(token_ids) - keep :] if self.side == "left" else token_ids[:keep]
 
     def num_kept(self, max_model_len: int) -> int | None:
-        """One token of the context is for the output."""
+        """The most prompt tokens to keep; None for all. -1 leaves one token of the context for the output."""
         return max_model_len - 1 if self.num_tokens == -1 else self.num_tokens
 
 
 class Parts(NamedTuple):
-    """What a piece of text turned out to be. Reasoning comes before content where both are set."""
+    """A piece of text, split. If both are set, the reasoning comes before the content."""
 
     content: str = ""
     reasoning: str = ""
@@ -78,14 +79,14 @@ class Parts(NamedTuple):
 
 
 class OutputParser:
-    """Follows one choice's text: splits off reasoning, then finds calls in what is left. Text that may be the start of
-    a marker is held back until it is known. With neither splitter nor extractor, all text is content."""
+    """Splits one choice's text: into reasoning and the rest, then the rest into content and tool calls. Text that may
+    be the start of a marker is held back until that is certain. Without splitter and extractor, all text is content."""
 
     is_over = False
-    """Whether the output ends here, whatever the model goes on to write. For subclasses to set."""
+    """Whether the output ends here, so that the request must be aborted. Subclasses set it."""
 
     is_plain = False
-    """Whether all text is content as it comes, so that it need not be given to `append`."""
+    """Whether all text is content, so that callers need not call `append`."""
 
     def __init__(
         self,
@@ -93,8 +94,8 @@ class OutputParser:
         extractor: ToolCallExtractor | None = None,
         is_parallel: bool = True,
     ) -> None:
-        """Without `is_parallel`, calls after the first are dropped. `is_reasoning` tells whether the text so far ends
-        inside the reasoning, which there is none of without `splits_reasoning`."""
+        """Without `is_parallel`, calls after the first are dropped. `is_reasoning` says whether the text so far ends
+        inside the reasoning; without a splitter it is always False."""
         self.is_plain = type(self) is OutputParser and splitter is None and extractor is None
         self.splits_reasoning = splitter is not None
         self.is_reasoning = splitter is not None and splitter.is_reasoning
@@ -104,11 +105,11 @@ class OutputParser:
 
     @property
     def has_tool_calls(self) -> bool:
-        """Whether a call has begun, which decides the finish reason."""
+        """Whether a tool call has begun, which decides the finish reason."""
         return self._extractor is not None and self._extractor.has_calls
 
     def append(self, text: str) -> Parts:
-        """What is certain once `text` has come."""
+        """Returns what is certain after `text`."""
         reasoning = ""
         if self._splitter is not None:
             split = self._splitter.append(text)
@@ -119,7 +120,7 @@ class OutputParser:
         return self._parts(reasoning, self._extractor.append(text))
 
     def finish(self) -> Parts:
-        """What was held back; called once, at the end."""
+        """Returns what was held back. Call it once, at the end."""
         split = ReasoningSplit() if self._splitter is None else self._splitter.finish()
         if self._extractor is None:
             return Parts(split.content, split.reasoning)
@@ -133,11 +134,11 @@ class OutputParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """Every prompt, `n` times, with one of the model's adapters or none. `request_id` is what the client calls it, and
-    `response_id` what its answer is called; neither need be unique.
+    """Generates `n` choices for each prompt, with one of the model's adapters or without. `request_id` is the client's
+    id of the request, `response_id` the id of the answer; neither needs to be unique.
 
-    `new_parser` and `new_constraint` make one object a choice: both follow that choice's own output. The last three
-    are `GenerationRequest`'s.
+    `new_parser` and `new_constraint` are called once for each choice, since both follow that choice's output. The last
+    four fields are passed on to `GenerationRequest`.
     """
 
     request_id: str
@@ -159,17 +160,17 @@ class GenerationJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """How a choice ended. `reason` is the engine's, or `tool_calls`; counts are final."""
+    """How a choice ended. `reason` is the engine's finish reason, or `tool_calls`."""
 
     reason: str
     stop_reason: int | str | None
     timings: RequestTimings | None
 
 
-@dataclass(slots=True)  # not frozen: there is one a token, and it takes three times as long
+@dataclass(slots=True)  # not frozen, which would take three times as long: each token makes one
 class OutputEvent:
-    """News of one choice: what the text of a `delta` is. Counts are totals so far; `finish` is set on the choice's last
-    event."""
+    """New output of one choice: the text of `delta`, split. Counts are totals so far; `finish` is set on the choice's
+    last event."""
 
     index: int
     content: str = ""
@@ -189,15 +190,15 @@ class OutputEvent:
 
 
 Show = Callable[[list[OutputEvent]], bool]
-"""Takes events; False if no more may come until its owner is ready for them."""
+"""Takes events. Returns False if no more may be passed until the client is ready for them."""
 
 
 async def _at_once() -> None:
-    """For an owner who is always ready."""
+    """For a client that is always ready."""
 
 
 class Generation:
-    """One job in progress. `feed` it to one reader; `close` it on every path."""
+    """A job in progress. Call `feed` for one reader; call `close` on every path."""
 
     def __init__(
         self,
@@ -211,10 +212,10 @@ class Generation:
         self.model_name = model_name
         self.ids = frozenset((job.request_id, job.response_id))
         self._choices = [_Choice(index, stream, job.new_parser()) for index, stream in enumerate(streams)]
-        self._unread = self._choices  # of these the end has not been read
+        self._unread = self._choices  # choices whose end has not been read
         self._is_taking = False
-        self._show: Show | None = None  # while nothing but news is waited for
-        self._news: asyncio.Future[None] | None = None  # for a task that waits for them, or for the end of showing
+        self._show: Show | None = None  # set while `feed` waits for output
+        self._news: asyncio.Future[None] | None = None  # ends `_wait`
         for stream in streams:
             stream.on_news = self._on_news
         self._grant = grant
@@ -226,18 +227,20 @@ class Generation:
         return any(choice.stream.has_output for choice in self._choices)
 
     async def wait_for_output(self, timeout_s: float | None) -> None:
-        """Waits for the first output of any choice, at most `timeout_s`. Raises the `ServeError` of a choice that ends
-        without any until then."""
+        """Waits for the first output of any choice, at most `timeout_s`. Raises the `ServeError` of a choice that fails
+        first."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not any(choice.stream.is_over() for choice in self._choices) and not self.has_output:
                     await self._wait()
 
     async def feed(self, show: Show, is_ready: Callable[[], Awaitable[None]] = _at_once) -> None:
-        """Shows the events of all choices to the end, those of a step together. They are shown right where the engine
-        tells of them, since a task's turn for each would take longer than all else. When `show` says False, the next
-        ones wait for `is_ready`, and are shown together. Raises what `show` raises, and the `ServeError` of a choice
-        that ends with one."""
+        """Passes the events of all choices to `show` until all have ended; the events of a step are passed together.
+
+        `show` is called in the engine's callback, since switching to a task for each step would take longer than
+        everything else. After it has returned False, further events wait for `is_ready`, and are then passed together.
+        Raises what `show` raises, and the `ServeError` of a choice that fails.
+        """
         while True:
             while not self._show_news(show):
                 await is_ready()
@@ -247,7 +250,8 @@ class Generation:
             await is_ready()
 
     async def _wait(self, show: Show | None = None) -> None:
-        """For news, or with `show` until showing them is to be looked after."""
+        """Waits for output. With `show`, `_on_news` shows the output, and the wait ends when the client is not ready,
+        when all choices have ended, or on an error."""
         self._show, self._news = show, asyncio.get_running_loop().create_future()
         try:
             await self._news
@@ -255,7 +259,8 @@ class Generation:
             self._show = self._news = None
 
     def _on_news(self) -> None:
-        """Some choices have news, or their end. What ends while others' news are taken is taken with them."""
+        """The callback of the streams. It is also called when `take` aborts a choice; that output is read by the `take`
+        that is running."""
         news = self._news
         if news is None or news.done() or self._is_taking:
             return
@@ -268,8 +273,8 @@ class Generation:
                 news.set_result(None)
 
     def _show_news(self, show: Show) -> bool:
-        """What can be read without waiting: the news of a step, or of all steps that a slow reader has let pass. What
-        `show` says."""
+        """Shows the events that can be read without waiting: those of one step, or of several if the client was slow.
+        Returns what `show` returns."""
         events: list[OutputEvent] = []
         num_tokens = 0
         is_any_complete = False
@@ -289,24 +294,25 @@ class Generation:
         return is_ready
 
     def summaries(self) -> list[RequestSummary]:
-        """Of the choices that have ended: all of them, once the generation is closed."""
+        """The summaries of the choices that have ended: of all choices once the generation is closed."""
         summaries = (choice.stream.summary for choice in self._choices)
         return [summary for summary in summaries if summary is not None]
 
     def abort(self, new_error: Callable[[], ServeError] | None = None) -> None:
-        """Ends every choice with the reason `abort`, or with an error; the client still gets its last events."""
+        """Ends every choice with the finish reason `abort`, or with an error. Events up to there can still be read."""
         for choice in self._choices:
             choice.stream.abort(None if new_error is None else new_error())
 
     def close(self) -> None:
-        """Aborts what is unfinished, gives the caller's seats back, and forgets the job. Idempotent."""
+        """Aborts unfinished choices, gives the caller's seats back, and removes the job from the service.
+        Idempotent."""
         self.abort()
         self._grant.close()
         self._on_close(self)
 
 
 class _Choice:
-    """One request of a job: turns the engine's deltas into events."""
+    """One choice of a job: turns the engine's deltas into events."""
 
     __slots__ = ("_index", "_is_plain", "_num_reasoning_tokens", "_parser", "_was_reasoning", "stream")
 
@@ -319,7 +325,7 @@ class _Choice:
         self._num_reasoning_tokens = 0
 
     def take(self, events: list[OutputEvent]) -> int:
-        """Adds all that can be read without waiting to `events`; how many tokens that is."""
+        """Adds the events that can be read without waiting to `events`. Returns the number of their tokens."""
         num_tokens = 0
         for delta in self.stream.take():
             num_tokens += len(delta.token_ids)
@@ -345,7 +351,8 @@ class _Choice:
         return OutputEvent(self._index, *parts, finish, self._num_reasoning_tokens, delta)
 
     def _read(self, delta: CompletionDelta) -> Parts:
-        """What the text is. Reasoning may end among several tokens, of which those behind its end are not counted."""
+        """Splits the text of a delta. Its tokens are read one by one if the reasoning may end among them, since those
+        after its end do not count as reasoning."""
         if not (self._parser.splits_reasoning and delta.pieces):
             parts = self._parser.append(delta.text)
             self._count(len(delta.token_ids))

@@ -1,8 +1,10 @@
-"""How many connections there may be, which go first when there are too many, and how slow a client may be.
+"""Bounds the number of connections and how slow a client may be, and chooses which connections to close when there are
+too many.
 
-A connection that waits for its client is closed for one that is needed, the most silent first. A request that finds
-all connections busy is refused, unless it is a probe. File descriptors for both are kept back; if they run out in
-spite of that, new clients are sent away at once.
+A connection on which the server waits for the client is silent. If the limit is reached, a new connection replaces the
+one that has been silent longest. If all connections are busy, a request on a new one is refused, unless it is a probe.
+File descriptors are reserved for probes and refusals. If the process runs out of descriptors nevertheless, new
+connections are closed at once.
 """
 
 from __future__ import annotations
@@ -35,39 +37,42 @@ from mlx_server.errors import OverloadedError
 logger = logging.getLogger(__name__)
 
 _WANTED_FILES = 10_240
-"""What the process asks for; macOS grants no more where its hard limit is none."""
+"""The limit of open files to ask for. macOS does not grant more if the hard limit is infinite."""
 
 _MOST_KEPT_FILES = 256
 _USUAL_KEPT_FILES = 128
-"""For weights, logs, the key file, probes, and connections that are about to be closed: a quarter, between the two, and
-at most half. Of 512 files 128 are kept, of 3,000 files 256."""
+"""Descriptors kept for weights, logs, the key file, probes, and connections that are being closed: a quarter of all, at
+least the usual and at most the larger number, but never more than half. Of 512 files 128 are kept, of 3,000 files
+256."""
 
 _NUM_EXTRA = 32
 """Connections above the limit, for probes and for refusals."""
 
 _SILENT_S = 1.0
-"""A new connection has this long to ask, unless the extra connections are used up, too."""
+"""A connection must have been silent this long before it is closed for another one, unless all extra connections are in
+use."""
 
 ACCEPTED_AT_ONCE = 16
-"""Connections accepted in one turn of the event loop, so that others can be closed between. uvicorn's `backlog`."""
+"""The connections accepted in one iteration of the event loop, so that others can be closed in between. This is
+uvicorn's `backlog`."""
 
 MAX_HEADERS = 128
-"""Header fields of a request; those that clients and proxies send are a tenth."""
+"""The most header fields of a request, about ten times what clients and proxies send."""
 
 MAX_SMALL_CHUNKS = 4096
-"""Chunks of a body whose chunks have less than a kibibyte on average."""
+"""The most chunks of a body whose chunks have less than 1 KiB on average."""
 
 READ_BYTES = 8 * 1024
-"""What is read and parsed at a time: other connections have their turn between."""
+"""The bytes that are read and parsed at a time, so that other connections are served in between."""
 
 MIN_BYTES_PER_S = 4096
-"""A request may take longer than the timeout for as long as its bytes come this fast."""
+"""A request may take longer than the timeout while its bytes arrive at least this fast."""
 
 _LOOKS = 8
-"""How often a connection is looked at within the timeout."""
+"""How many times a connection is checked within the timeout."""
 
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
-"""As h11 sees it."""
+"""The end of a request's head, by h11's rule."""
 
 _RETRY_S = 5.0
 _LOG_EVERY_S = 60.0
@@ -75,7 +80,7 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def room_for_connections() -> int:
-    """How many connections the limit of open files allows, which is raised first as far as may be."""
+    """Raises the limit of open files as far as possible, and returns how many connections it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -91,7 +96,7 @@ def room_for_connections() -> int:
 
 
 class Connection(Protocol):
-    """What the gate knows of one: how to close it at once."""
+    """A connection as the gate uses it. `abort` closes it at once."""
 
     def abort(self) -> None: ...
 
@@ -103,12 +108,14 @@ class ConnectionGate:
         self.max_num = max_num
         self._clock = clock
         self._open: set[Connection] = set()
-        self._silent: OrderedDict[Connection, float] = OrderedDict()  # since when, the longest first
+        self._silent: OrderedDict[Connection, float] = OrderedDict()  # since when; the longest first
         self._num_refused = 0
         self._told_s = -math.inf
 
     def enter(self, connection: Connection) -> bool:
-        """A new connection, for which a silent one may have to go. Whether it is one too many in spite of that."""
+        """Adds a new connection, and closes a silent one for it if the limit is reached. Returns True if the new one is
+        above the limit because none could be closed; if the extra connections are used up, too, the new one is
+        closed."""
         self._open.add(connection)
         num_extra = len(self._open) - self.max_num
         is_extra = num_extra > 0 and not self._make_room(_SILENT_S if num_extra <= _NUM_EXTRA else 0.0)
@@ -118,21 +125,22 @@ class ConnectionGate:
         return is_extra
 
     def leave(self, connection: Connection) -> None:
-        """It is closed, by the client or by the server."""
+        """Removes a connection that the client or the server has closed."""
         self._open.discard(connection)
         self._silent.pop(connection, None)
 
     def wait_for(self, connection: Connection) -> None:
-        """It is the client's turn from now on."""
+        """The server waits for the client from now on: the connection is silent."""
         self._silent[connection] = self._clock()
         self._silent.move_to_end(connection)
 
     def work_for(self, connection: Connection) -> None:
-        """It is the server's turn."""
+        """The server works on a request: the connection is busy."""
         self._silent.pop(connection, None)
 
     def guarded(self, app: ASGIApp) -> ASGIApp:
-        """`app` for a connection that was one too many: it answers if it still is."""
+        """Returns `app` for a connection that was above the limit: it refuses requests if the limit is still
+        exceeded."""
 
         async def guarded_app(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["path"] in FREE_PATHS:
@@ -146,7 +154,8 @@ class ConnectionGate:
         return guarded_app
 
     def shed(self) -> None:
-        """The process had no file descriptor for a connection, which is sent away."""
+        """Counts a connection that was closed for want of a file descriptor, and closes the one that has been silent
+        longest."""
         self._make_room(_SILENT_S)
         self._count_refusal()
 
@@ -162,7 +171,8 @@ class ConnectionGate:
         await response(scope, receive, send)
 
     def _make_room(self, silent_s: float) -> bool:
-        """Closes the connection that has been silent for the longest, if it is for `silent_s`."""
+        """Closes the connection that has been silent longest, if that is at least `silent_s`. Returns whether one was
+        closed."""
         connection, since_s = next(iter(self._silent.items()), (None, 0.0))
         if connection is None or self._clock() - since_s < silent_s:
             return False
@@ -187,17 +197,18 @@ class ConnectionGate:
 
 
 class GuardedListener(socket.socket):
-    """A listening socket that never leaves a client waiting for a file descriptor. asyncio would ask for one thousands
-    of times, and write a traceback each time."""
+    """A listening socket that closes new connections at once if the process has no file descriptor for them. asyncio
+    would try to accept thousands of times instead, and log a traceback each time."""
 
     def __init__(self, listener: socket.socket, gate: ConnectionGate) -> None:
-        """Takes `listener`'s descriptor over."""
+        """Takes over the descriptor of `listener`."""
         super().__init__(listener.family, listener.type, listener.proto, fileno=listener.detach())
         self._gate = gate
         self._spare = os.open(os.devnull, os.O_RDONLY)
 
     def listen(self, backlog: int = 0) -> None:
-        """It listens already; asyncio's backlog is what it accepts at once."""
+        """Does nothing, since the socket listens already. asyncio calls this with the number of connections to accept
+        at once."""
 
     def accept(self) -> tuple[socket.socket, Any]:
         try:
@@ -215,7 +226,7 @@ class GuardedListener(socket.socket):
             self._spare = -1
 
     def _shed(self) -> None:
-        """Accepts with the spare descriptor, to close at once."""
+        """Frees the spare descriptor, accepts a connection with it, and closes that at once."""
         spare, self._spare = self._spare, -1
         if spare >= 0:
             os.close(spare)
@@ -223,13 +234,13 @@ class GuardedListener(socket.socket):
             super().accept()[0].close()
         except OSError:
             logger.debug("No connection to send away")
-        with contextlib.suppress(OSError):  # another thread may have taken it; the next accept tries again
+        with contextlib.suppress(OSError):  # another thread may have taken the descriptor; the next call tries again
             self._spare = os.open(os.devnull, os.O_RDONLY)
         self._gate.shed()
 
 
 class _Parser(h11.Connection):
-    """Refuses a body in crumbs: each costs as much as a large chunk."""
+    """Refuses a body in many tiny chunks: each takes as much time as a large chunk."""
 
     _num_chunks = 0
     _num_bytes = 0
@@ -247,8 +258,8 @@ class _Parser(h11.Connection):
 
 
 class _ChunkWriter:
-    """Writes a chunked body's pieces, and frames them itself: they change nothing for h11, which takes longer over one
-    than all else does."""
+    """Writes the pieces of a chunked body, framed, directly to the transport. h11's state does not change with them,
+    and h11 takes longer for a piece than everything else together."""
 
     __slots__ = ("_flow", "_transport", "drain", "num_bytes", "written_s")
 
@@ -273,9 +284,9 @@ class _ChunkWriter:
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's protocol for one connection, with bounds for what its client may do. It tells `gate` whose turn it is.
-    It is closed when the client owes the rest of a request (or its first one) and is late, and when the client has not
-    taken what was written for `timeout_s`; 0 waits for ever."""
+    """uvicorn's protocol for one connection, with limits for the client. It tells `gate` when the connection is silent
+    or busy. It closes the connection if the rest of a request (or the first request) is late, or if the client has not
+    read any of the written data for `timeout_s`. With `timeout_s` 0 there is no time limit."""
 
     gate: ConnectionGate
     timeout_s: float
@@ -288,7 +299,7 @@ class BoundedProtocol(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._has_asked = False
         self._owed_since_s: float | None = None
-        self._num_bytes = 0  # since then
+        self._num_bytes = 0  # received since `_owed_since_s`
         self._last_byte_s = 0.0
         self._untaken_since_s: float | None = None
 
@@ -336,7 +347,8 @@ class BoundedProtocol(H11Protocol):
         self.transport.abort()
 
     def _with_writer(self, app: ASGIApp) -> ASGIApp:
-        """`app` whose requests have a `PIECE_WRITER`. Others than HTTP/1.1 have no chunks."""
+        """Returns `app` with a `PIECE_WRITER` for its requests, for HTTP/1.1 only: other versions have no chunked
+        bodies."""
 
         async def app_with_writer(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["http_version"] == "1.1":
@@ -348,7 +360,7 @@ class BoundedProtocol(H11Protocol):
     def _note_turn(self) -> None:
         state = self.conn.their_state
         self._has_asked = self._has_asked or state is not h11.IDLE
-        # Between requests the keep-alive timeout counts; half a request's head lies in the parser's buffer.
+        # Between requests uvicorn's keep-alive timeout applies. A partial head is in the parser's buffer.
         is_between = state is h11.IDLE and self._has_asked and not self.conn.trailing_data[0]
         is_clients = state in (h11.IDLE, h11.SEND_BODY)
         if is_between or not is_clients:
@@ -378,22 +390,22 @@ class BoundedProtocol(H11Protocol):
         return self._look_later()
 
     def _deadline_s(self, owed_since_s: float) -> float:
-        """Much that was sent pays for slowness, but not for silence. With a timeout of 30 s, 8 KiB in the first second
-        allow 32 s in all, and 31 s if nothing follows."""
+        """When the rest of a request is due. Bytes that arrived extend the time, but not the time of silence. With a
+        timeout of 30 s, 8 KiB in the first second allow 32 s in total, and 31 s if nothing follows."""
         deadline_s = owed_since_s + self.timeout_s + self._num_bytes / MIN_BYTES_PER_S
         return min(deadline_s, self._last_byte_s + self.timeout_s) if self._num_bytes else deadline_s
 
 
 def bounded_protocol(timeout_s: float, gate: ConnectionGate) -> type[BoundedProtocol]:
-    """For uvicorn, which makes one object a connection."""
+    """A protocol class for uvicorn, which makes one object for each connection."""
     return type("BoundedProtocol", (BoundedProtocol,), {"gate": gate, "timeout_s": timeout_s})
 
 
 def _read_little(transport: asyncio.Transport) -> None:
-    """Has asyncio read `READ_BYTES` at a time."""
+    """Makes asyncio read `READ_BYTES` at a time."""
     if hasattr(transport, "max_size"):
         transport.max_size = READ_BYTES
-    elif hasattr(transport, "_ssl_protocol"):  # reads into a buffer that was made before this is called
+    elif hasattr(transport, "_ssl_protocol"):  # its read buffer exists already, so it is replaced
         tls = transport._ssl_protocol
         tls.max_size = READ_BYTES
         tls._ssl_buffer = bytearray(READ_BYTES)
@@ -401,6 +413,6 @@ def _read_little(transport: asyncio.Transport) -> None:
 
 
 def _num_headers(received: bytes) -> int:
-    """Of the head at the beginning; its first line is none."""
+    """Counts the header fields at the beginning of `received`, without the request line. The head may be incomplete."""
     end = _END_OF_HEAD.search(received)
     return received.count(b"\n", 0, end.start()) if end else received.count(b"\n") - 1

@@ -1,4 +1,4 @@
-"""Server-sent events, and other lines that are streamed: framing, and keep-alives on silent streams."""
+"""Server-sent events and other streamed lines: their framing, and keep-alives on silent streams."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 KEEP_ALIVE = ServerSentEvent(comment="keep-alive", sep="\n").encode()
 EVENT_STREAM = "text/event-stream"
 PIECE_WRITER = "piece_writer"
-"""Where a request's state has the shortest way for a chunked body's bytes, a `PieceWriter`, if there is one: below the
-middlewares, which look at an answer's head and end only."""
+"""The key of a request's state for its `PieceWriter`, if it has one. That writes a chunked body's bytes directly to the
+connection, past the middlewares, which use only the head and the end of a response."""
 
 _BLANK = f"blank-{uuid.uuid4().hex}"
-"""Stands for the text in a template; no client knows it."""
+"""Marks the place of the text in a template. It is random, so that no client can send it."""
 
 
 class PieceWriter(Protocol):
-    """Takes a stream's pieces without waiting, as `asyncio.StreamWriter` does; `written_s` is when it got the last one,
-    by `time.monotonic`, and `num_bytes` what all had."""
+    """Writes the pieces of a stream without waiting, like `asyncio.StreamWriter`. `written_s` is the time of the last
+    write by `time.monotonic`, `num_bytes` the size of all pieces so far."""
 
     num_bytes: int
     written_s: float
 
     @property
     def is_full(self) -> bool:
-        """Whether the client takes too little, and `drain` is to be waited for before the next piece."""
+        """Whether the client reads too slowly: await `drain` before the next piece."""
         ...
 
     def write(self, piece: bytes) -> bool:
-        """Sends a piece; whether there is room for more."""
+        """Sends a piece. Returns whether there is room for more."""
         ...
 
     async def drain(self) -> None: ...
 
 
 class _MessageWriter:
-    """The long way, by one ASGI message a piece."""
+    """Sends each piece as an ASGI message, for requests without a `PIECE_WRITER`."""
 
     def __init__(self, send: Send) -> None:
         self.num_bytes = 0
@@ -70,7 +70,7 @@ class _MessageWriter:
 
 
 Tell = Callable[[PieceWriter], Awaitable[None]]
-"""Writes a stream from its beginning to its end."""
+"""Writes a whole stream."""
 
 
 def data(body: Mapping[str, Any]) -> bytes:
@@ -79,34 +79,36 @@ def data(body: Mapping[str, Any]) -> bytes:
 
 
 def named(event: str, body: Mapping[str, Any]) -> bytes:
-    """An event with an `event:` line, which Anthropic's and the Responses protocol demand."""
+    """An event with an `event:` line, which Anthropic's protocol and the Responses API require."""
     return b"event: %b\ndata: %b\n\n" % (event.encode(), encode(body))
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """Compact JSON in UTF-8. JSON leaves line ends inside strings escaped, so one line is one event."""
+    """Encodes compact JSON in UTF-8. JSON escapes line ends in strings, so the result is one line."""
     return _ENCODER.encode(body).encode()
 
 
 class Template:
-    """An event that comes again and again with another text: all that stays is encoded once.
+    """An event that is sent many times with different texts: everything but the text is encoded once.
 
     For example, of `lambda text: data({"delta": text, "logprobs": None})` the template keeps `data: {"delta":` and
-    `,"logprobs":null}`, and `fill("Hi")` puts `"Hi"` between."""
+    `,"logprobs":null}`, and `fill("Hi")` puts `"Hi"` between them.
+    """
 
     __slots__ = ("_parts",)
 
     def __init__(self, event: Callable[[str], bytes]) -> None:
-        """`event(text)` is the event as it would be made without a template; all of the text is in it, or none."""
+        """`event(text)` makes the event without a template. All of the text must be in it, or none of it."""
         self._parts = event(_BLANK).split(_ENCODER.encode(_BLANK).encode())
 
     def fill(self, text: str) -> bytes:
-        """The event with that text."""
+        """Returns the event with this text."""
         return encode_basestring(text).encode().join(self._parts)
 
 
 def whole_or_streamed(*fields: str, media_type: str = EVENT_STREAM) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI document: what a generating route answers. `fields` are those of every whole answer."""
+    """The responses of a generating route, for the OpenAPI document. `fields` are required in every answer that is not
+    streamed."""
     whole = {"schema": {"type": "object", "required": fields}}
     return {
         200: {
@@ -117,14 +119,16 @@ def whole_or_streamed(*fields: str, media_type: str = EVENT_STREAM) -> dict[int 
 
 
 class _EventStream(EventSourceResponse):
-    """sse-starlette's response, with its keep-alives and its eye on the client, but a way of our own for the events:
-    theirs costs a task's turn, a timer, a lock and all middlewares for each.
+    """sse-starlette's response, which sends keep-alives and notices when the client disconnects. The events do not take
+    its way, which costs a task switch, a timer, a lock and all middlewares for each event; `tell` writes them to a
+    `PieceWriter`.
 
-    Calls `on_close` however the response ends. Keep-alives are for silence: none is sent while an event is on its way
-    or has just been sent, so none comes behind the last."""
+    Calls `on_close` however the response ends. A keep-alive is not sent while an event is being sent or was just sent,
+    so none follows the last event.
+    """
 
     def __init__(self, tell: Tell, on_close: Callable[[], None], keep_alive: bytes, **more: Any) -> None:
-        super().__init__(iter(()), ping_message_factory=cast(Any, lambda: keep_alive), **more)  # bytes go as they are
+        super().__init__(iter(()), ping_message_factory=cast(Any, lambda: keep_alive), **more)  # bytes stay as they are
         self._tell = tell
         self._on_close = on_close
         self._keep_alive = keep_alive
@@ -134,7 +138,8 @@ class _EventStream(EventSourceResponse):
         self._writer, pause_s = writer, min(1.0, self.ping_interval / 2)
 
         async def send_in_order(message: Message) -> None:
-            """A keep-alive that waits for the client beside an event, or for its turn, might come behind the last."""
+            """Drops a keep-alive that would wait for the client together with an event, and might be sent after the
+            last event."""
             is_keep_alive = message.get("body") == self._keep_alive
             if not (is_keep_alive and (writer.is_full or time.monotonic() - writer.written_s < pause_s)):
                 await send(message)
@@ -152,7 +157,8 @@ class _EventStream(EventSourceResponse):
 
 
 def told_by(pieces: AsyncGenerator[bytes, None]) -> Tell:
-    """What writes pieces that come seldom, by a task's turn for each."""
+    """Returns a function that writes the pieces of a generator. Each piece costs a task switch, so they should be
+    rare."""
 
     async def tell(out: PieceWriter) -> None:
         async with contextlib.aclosing(pieces):
@@ -171,8 +177,9 @@ def event_stream(
     keep_alive: bytes = KEEP_ALIVE,
     media_type: str = EVENT_STREAM,
 ) -> Response:
-    """A stream that `tell` writes, until its end or the client's; then `on_close` is called. A `keep_alive` every
-    `keep_alive_s` keeps proxies and clients from giving up on a long prefill (0: never)."""
+    """A response that `tell` writes, until it returns or the client disconnects; then `on_close` is called. Without
+    events, a `keep_alive` is sent every `keep_alive_s` seconds (0: never), so that proxies and clients do not give up
+    during a long prefill."""
     return _EventStream(
         tell,
         on_close,

@@ -1,4 +1,4 @@
-"""One request of a generating route, in any protocol: who answers it, the job that it becomes, and how it is answered.
+"""One request to a generating route, in any protocol: its engine, its job, and its response.
 
 body -> open_exchange() -> Exchange -> GenerationJob -> Exchange.answer() with the protocol's Writer -> Response
 """
@@ -36,43 +36,43 @@ from mlx_server.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 NOT_ENFORCED_HEADER = "x-schema-not-enforced"
-"""Keywords of the request's schema that its grammar leaves out."""
+"""Names the keywords of the request's schema that its grammar does not enforce."""
 
 
 class Writer(Protocol):
-    """Writes the answer to one job in a protocol's shapes: whole, or the events of its stream. What it writes of a
-    stream may be empty where there is nothing to show."""
+    """Writes the answer to one job in a protocol's format: whole, or as the events of a stream. For a stream, the
+    result of a method may be empty."""
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Returns the body of an answer that is not streamed."""
         ...
 
     def opening(self, has_output: bool) -> bytes:
-        """What comes before all output; `has_output` says that some follows at once."""
+        """Returns what comes before all output. `has_output`: some output follows at once."""
         return b""
 
     def write(self, event: OutputEvent) -> bytes: ...
 
     def closing(self) -> bytes:
-        """What follows the last output, if anything does."""
+        """Returns what follows the last output."""
         ...
 
     def failure(self, error: ErrorInfo) -> bytes:
-        """What follows an error on the way, since the status is long sent."""
+        """Returns what ends a stream after an error: its status was sent long before."""
         ...
 
     async def settle(self) -> None:
-        """What must be done before a client hears that the answer has ended."""
+        """Does what must be done before the client sees the end of the answer."""
         return
 
     def close(self) -> None:
-        """Called however the stream ends, also when the client has gone."""
+        """Called however the stream ends, also when the client has disconnected."""
         return
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One request and who answers it, with which adapter. `request_id` is the client's where it gave one."""
+    """One request, with the engine and the adapter that answer it. `request_id` is the client's id, if it sent one."""
 
     request: Request
     context: ServerContext
@@ -84,12 +84,12 @@ class Exchange:
 
     @property
     def turn(self) -> TextTurn:
-        """When the request's text is worked on."""
+        """The request's turn, in which its text is processed."""
         return turn_of(self.request)
 
     @property
     def model_name(self) -> str:
-        """What the answer says that it is from."""
+        """The model's name in the answer."""
         return self.engine.names.with_adapter(self.adapter)
 
     async def plan(self, read: Read) -> ChatPlan:
@@ -99,14 +99,14 @@ class Exchange:
         return plan
 
     async def render(self, read: Read) -> Prompt:
-        """The chat's prompt alone, which counts as text that was read. Raises `ServeError`."""
+        """Returns the chat's prompt only, and counts its tokens as read for the caller's quota. Raises `ServeError`."""
         prompt = await until_disconnect(self.request, self.context.chats.render(self.engine, read, self.turn))
         self.context.quotas.add_read(self.caller, len(prompt.token_ids))
         return prompt
 
     def job(self, prompts: Sequence[Prompt], sampling: SamplingParams, response_id: str) -> GenerationJob:
-        """The body's choices of each prompt, as plain text."""
-        # Requests that isolation or a salt keeps apart share no prefixes.
+        """Returns the job that generates the choices for each prompt, as plain text."""
+        # Requests with different keys (isolation, salt) do not share prefixes.
         keys = self.caller.cache_keys(self.context.config.cache.isolation)
         return GenerationJob(
             request_id=self.request_id,
@@ -121,7 +121,7 @@ class Exchange:
         )
 
     def chat_job(self, plan: ChatPlan, sampling: SamplingParams, response_id: str) -> GenerationJob:
-        """The answers to a planned chat."""
+        """Returns the job that answers a planned chat."""
         return replace(
             self.job([plan.prompt], sampling, response_id),
             new_parser=plan.new_parser,
@@ -134,8 +134,8 @@ class Exchange:
     async def answer(
         self, job: GenerationJob, writer: Writer, ping: bytes = sse.KEEP_ALIVE, media_type: str = sse.EVENT_STREAM
     ) -> Response:
-        """Sends what `writer` makes of `job`, streamed if the body asks for it, with a `ping` on silent streams. Raises
-        the `ServeError` that refuses the job, or that ends it before anything is sent."""
+        """Runs `job` and returns its response, written by `writer`: streamed if the body asks for it, with `ping` as
+        keep-alive. Raises the `ServeError` that refuses the job, or that ends it before anything is sent."""
         if not self.body.stream:
             return await self._whole(job, writer)
         keep_alive_s = self.context.config.server.sse_keep_alive_s
@@ -149,8 +149,9 @@ class Exchange:
         return sse.event_stream(tell, keep_alive_s, close, self._headers, ping, media_type)
 
     async def _begin(self, job: GenerationJob, timeout_s: float) -> Generation:
-        """Starts a job and waits for its first output, but no longer than a stream may be silent (0: no bound): clients
-        and routers try again by an answer's status, which cannot be changed once the stream has begun."""
+        """Starts a job and waits for its first output, but no longer than `timeout_s` (0: no limit), since a stream
+        must not be silent longer. Clients and routers decide by the status whether to retry, and the status cannot
+        change once the stream has begun."""
         with contextlib.ExitStack() as undo:
             generation = await self._start(job)
             undo.callback(generation.close)
@@ -168,7 +169,7 @@ class Exchange:
 
         if job.sampling.logprobs is None and job.sampling.prompt_logprobs is None:
             response = write()
-        else:  # the names of twenty tokens at each of thousands of positions: streams would stand still meanwhile
+        else:  # 20 tokens at each of thousands of positions: would block the event loop, and all streams
             response = await self.turn.in_thread(write)
         await writer.settle()
         return response
@@ -181,7 +182,8 @@ class Exchange:
 
     @property
     def _headers(self) -> dict[str, str]:
-        """Of the response: the id, what of a schema is not enforced, and the load for routers that ask."""
+        """The response headers: the request id, schema keywords that are not enforced, and the load if a router asks
+        for it."""
         found = self.request.state.notes
         notes = {NOT_ENFORCED_HEADER: ", ".join(found)} if found else {}
         return {REQUEST_ID_HEADER: self.request_id, **notes, **load_headers(self.request.headers, self.engine.stats())}
@@ -190,8 +192,8 @@ class Exchange:
 async def open_exchange(
     body: GenerationFields, request: Request, context: ServerContext, *, generates: bool = True
 ) -> Exchange:
-    """Checks the body and finds the engine, which is loaded first if need be. Raises `ServeError`; if the request
-    `generates`, also for a caller whose quota others have used up while it waited for its turn."""
+    """Checks the body and gets the engine; its model is loaded first if necessary. Raises `ServeError`; if the request
+    `generates`, also if other requests of the caller have used up its quota while this one waited for its turn."""
     body.check()
     if body.client_id is not None:
         request.state.request_id = body.client_id
@@ -208,7 +210,7 @@ async def open_exchange(
 
 
 async def _tell(generation: Generation, writer: Writer, out: sse.PieceWriter) -> None:
-    """Puts out what `writer` makes of the events as they come: one piece of all that are there at one time."""
+    """Writes a stream. Events that are available at the same time are written as one piece."""
 
     def show(events: list[OutputEvent]) -> bool:
         piece = writer.write(events[0]) if len(events) == 1 else b"".join(map(writer.write, events))

@@ -1,6 +1,5 @@
-"""What the answers of chat and text completions have in common: the body around their choices, usage, timings, and
-log-probabilities in OpenAI's shape and vLLM's.
-"""
+"""What chat and text completions have in common: the body around the choices, usage, timings, and log-probabilities in
+the formats of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.outputs import PositionLogprobs, RequestTimings
 
 _LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 class CompletionWriter(Writer):
-    """The body around the choices, whole and in chunks. Subclasses write the choices."""
+    """Writes the body around the choices, whole and in chunks. Subclasses write the choices."""
 
     def __init__(self, exchange: Exchange, response_id: str, kind: str) -> None:
-        """`kind` is what a chunk is called."""
+        """`kind` is the `object` field of a chunk."""
         body = exchange.body
         self._head = {
             "id": response_id,
@@ -40,12 +39,12 @@ class CompletionWriter(Writer):
         self._has_token_ids = bool(body.return_token_ids)
         options = body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
-        self._templates: dict[tuple[int, bool], sse.Template] = {}  # by index, and whether it is of reasoning
+        self._templates: dict[tuple[int, bool], sse.Template] = {}  # by choice index, and whether the text is reasoning
         self._repeats_usage = self._has_usage and options is not None and bool(options.continuous_usage_stats)
 
     @abstractmethod
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
-        """A choice of a whole answer."""
+        """Returns a choice of an answer that is not streamed."""
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         return {
@@ -55,7 +54,8 @@ class CompletionWriter(Writer):
         }
 
     def closing(self) -> bytes:
-        """A chunk with the usage of all choices and none of their text, if it is asked for."""
+        """The end of the stream, after a chunk with the usage of all choices and no choices, if the client asked for
+        usage."""
         if not self._has_usage:
             return sse.DONE
         ending = self._ending(self._meter.total(), self._meter.timings())
@@ -65,14 +65,15 @@ class CompletionWriter(Writer):
         return sse.data(error.openai_body()) + sse.DONE
 
     def chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
-        """One event of a stream."""
+        """Returns one event of a stream."""
         body = {**self._head, "choices": [choice], **more}
         if self._has_usage:
             body["usage"] = self.usage(self._meter.total()) if self._repeats_usage else None
         return sse.data(body)
 
     def write(self, event: OutputEvent) -> bytes:
-        """Nearly all events of a stream are one text and no more, in the form of an earlier one: see `piece`."""
+        """Writes an event. Most events have only text, and are written with the template of an earlier event: see
+        `piece`."""
         if event.finish is None and not event.tool_calls and not (event.content and event.reasoning):
             template = self._templates.get((event.index, bool(event.reasoning)))
             if template is not None:
@@ -83,13 +84,14 @@ class CompletionWriter(Writer):
 
     @abstractmethod
     def write_choice(self, event: OutputEvent) -> bytes:
-        """The chunk of an event; nothing where there is nothing to show."""
+        """Returns the chunk of an event, or b"" if it has nothing to show."""
 
     def piece(
         self, index: int, text: str, choice: Callable[[int, str], dict[str, Any]], *, is_reasoning: bool = False
     ) -> bytes:
-        """The chunk with `choice(index, text)`; nothing without text, as when a character is not complete yet. All
-        later events of that index that have such a text and no more are written alike, without being asked for."""
+        """Returns the chunk with `choice(index, text)`, or b"" without text (a character may not be complete yet). The
+        chunk becomes a template: later events of this index that have only text of this kind are written with it,
+        without a call of `write_choice`."""
         if not text:
             return b""
         if self._repeats_usage:
@@ -99,7 +101,7 @@ class CompletionWriter(Writer):
         return template.fill(text)
 
     def usage(self, usage: Usage) -> dict[str, Any]:
-        """Always with the details: they say how much of the prompt was not computed again."""
+        """Includes the details always, since they say how much of the prompt was cached."""
         return {
             "prompt_tokens": usage.num_prompt_tokens,
             "completion_tokens": usage.num_output_tokens,
@@ -118,15 +120,17 @@ class CompletionWriter(Writer):
 
 
 def cached_tokens(usage: Usage) -> dict[str, int]:
-    """How much of the prompt was not computed again, and how much came from records of 8 bits, if any did."""
+    """How many prompt tokens came from the prefix cache, and how many of them from disk records of 8 bits, if any
+    did."""
     rounded = {"rounded_tokens": usage.num_rounded_tokens} if usage.num_rounded_tokens else {}
     return {"cached_tokens": usage.num_cached_tokens, **rounded}
 
 
 def _metrics(timings: RequestTimings | None, num_output_tokens: int) -> dict[str, float] | None:
-    """The milliseconds of a request's stages, as far as there are any; None where a job has no single timing.
+    """Timings of a request in milliseconds, without those of stages that it did not reach; None if the job has no
+    single timing.
 
-    `generation_time_ms` is from the first output token to the end, `mean_itl_ms` the mean gap in it.
+    `generation_time_ms` is the time from the first output token to the end, `mean_itl_ms` the mean gap between tokens.
     """
     if timings is None or timings.finished_s is None:
         return None
@@ -149,7 +153,7 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class TokenNames:
-    """How tokens are written: as text, or as `token_id:N` on request and where a model has no tokenizer."""
+    """How tokens are written: as text, or as `token_id:N` if the client asks for it or the model has no tokenizer."""
 
     tokenizer: Tokenizer | None
     as_ids: bool = False
@@ -167,7 +171,7 @@ class TokenNames:
 def prompt_logprobs(
     names: TokenNames, positions: Sequence[PositionLogprobs], num_top: int
 ) -> list[dict[str, Any] | None]:
-    """One entry a prompt token, keyed by token id; None for the first."""
+    """One entry for each prompt token, keyed by token id; None for the first."""
     return [None, *(_by_id(names, position, num_top) for position in positions)]
 
 

@@ -1,6 +1,7 @@
-"""Token ids to text while they come, and strings found in that text, wherever its pieces are cut.
+"""Decodes token ids to text as they are generated, and finds strings in streamed text.
 
-No half character is ever shown, and nothing is decoded twice.
+Incomplete characters are held back until they are complete. Results do not depend on how the ids or the text are cut
+into pieces.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from mlx_server.engine.text.tokenizer import Tokenizer
 
 _MAX_UNFINISHED_BYTES = 3
-"""A UTF-8 character has at most four bytes, and some decoders show each unfinished byte as one U+FFFD."""
+"""A UTF-8 character has at most four bytes, and some decoders show each byte of an incomplete character as one
+U+FFFD."""
 
 _NONE: frozenset[int] = frozenset()
 _NUM_CONTEXT = 4
@@ -20,14 +22,14 @@ _MAX_WINDOW = 16
 
 
 class IncrementalDetokenizer:
-    """The text of one request's output, piece by piece; the pieces together equal `Tokenizer.decode`.
+    """Decodes one request's output piece by piece. The pieces together equal `Tokenizer.decode`.
 
-    A piece ends at a whole character: the first bytes of a longer one wait for the rest, and come out as U+FFFD
-    once they cannot be completed. Constant time a token, amortised.
+    A piece ends at a complete character. The first bytes of an incomplete character are held back, and become U+FFFD
+    once they cannot be completed. Takes amortised constant time a token.
 
-    `kept_token_ids` are special tokens that stay visible although special tokens are skipped (markers of tool
-    calls or reasoning, which a parser downstream takes out). `continues_text` says that the output goes on in the
-    middle of a text, so that a leading space is part of it even where decoding alone would strip it.
+    `kept_token_ids` are special tokens that stay in the text even if special tokens are skipped (markers of tool calls
+    or reasoning, which a parser removes later). With `continues_text` the output continues a text, so its leading space
+    is kept even where decoding the output alone would strip it.
     """
 
     __slots__ = ("_bytes", "_rest", "_skipped", "_strips_space", "_window")
@@ -41,15 +43,15 @@ class IncrementalDetokenizer:
         continues_text: bool = False,
     ) -> None:
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else _NONE
-        if kept_token_ids:  # else one object for all requests, which stays in the processor's cache
+        if kept_token_ids:  # else all requests share one set, which stays in the CPU cache
             self._skipped = self._skipped.difference(kept_token_ids)
         self._bytes = tokenizer.exact_bytes
         self._window = _Window(tokenizer)
-        self._rest = b""  # of a character that is not whole yet
+        self._rest = b""  # bytes of an incomplete character
         self._strips_space = self._bytes is not None and self._bytes.strips_leading_space and not continues_text
 
     def append(self, token_ids: Sequence[int], *, is_final: bool = False) -> str:
-        """Takes the next ids and returns the text that has become whole."""
+        """Appends token ids, and returns the text that is complete now."""
         if not self._skipped.isdisjoint(token_ids):
             token_ids = [token_id for token_id in token_ids if token_id not in self._skipped]
         if self._bytes is None:
@@ -68,15 +70,15 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """The rest, once no ids follow: bytes still waiting come out as U+FFFD."""
+        """Returns the rest of the text after the last id. Incomplete characters become U+FFFD."""
         return self.append((), is_final=True) if self._bytes is not None else self._window.finish()
 
 
 class _Window:
-    """For decoders that are more than joined bytes: decodes a short window of recent tokens again at each step.
+    """For decoders that do more than join bytes: decodes a short window of recent tokens again for each token.
 
-    What is new is the text of the window behind its first `_num_shown` characters. Replacement characters at its
-    end may still become one character, so up to three of them wait.
+    The new text is that after the first `_num_shown` characters of the window. Up to three replacement characters at
+    its end are held back, since later tokens may turn them into one character.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -115,7 +117,7 @@ def _num_final_characters(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """`text` cannot be part of a later match. `rest` follows the match and has not been read yet."""
+    """`text` cannot be part of a later match. `rest` is the unread text after the match."""
 
     text: str
     matched: str | None = None
@@ -123,10 +125,11 @@ class Scan:
 
 
 class StringScanner:
-    """Finds the first of several strings in streamed text, and holds back what could still become one.
+    """Finds the first of several strings in streamed text, and holds back text that may be the start of a match.
 
-    The match that ends first wins; of those that end together, the longest. So the result does not depend on how
-    the text was cut into pieces: of `bc` and `abcd`, `xabcd` has `bc`, whether it comes whole or letter by letter.
+    The match that ends first wins; of matches with the same end, the longest. So the result does not depend on how the
+    text is cut into pieces: with the targets `bc` and `abcd`, `xabcd` always matches `bc`, whether it comes whole or
+    letter by letter.
     """
 
     def __init__(self, targets: Sequence[str]) -> None:
@@ -136,7 +139,7 @@ class StringScanner:
         self._held = ""
 
     def scan(self, text: str) -> Scan:
-        """Reads `text` up to the first match. Call again with `rest` to go on behind it."""
+        """Reads `text` up to the first match. To continue after the match, call `scan` with its `rest`."""
         if not self._held and self._first_characters.isdisjoint(text):
             return Scan(text)
         text = self.flush() + text
@@ -150,12 +153,12 @@ class StringScanner:
         return Scan(text[:split])
 
     def flush(self) -> str:
-        """What was held back, at the end of the stream or when the caller stops looking."""
+        """Returns the text that was held back. Call it at the end of the stream, or to stop scanning."""
         held, self._held = self._held, ""
         return held
 
     def _first_beginning(self, text: str) -> int:
-        """Where the first beginning of a target stands that `text` ends in."""
+        """The lowest index from which the rest of `text` is the beginning of a target; else the length of `text`."""
         for start in range(max(0, len(text) - self._max_held), len(text)):
             if text[start] in self._first_characters:
                 end = text[start:]
