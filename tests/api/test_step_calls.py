@@ -1,6 +1,6 @@
-"""How much Python a steady decode step runs, from the scheduler to the bytes of the stream's event: calls of the
-package's functions, and the files that they are in. The limits leave a little room above what there is: who needs more
-raises one here, and says what for."""
+"""How much Python code a decode step runs in steady state, from the scheduler to the bytes of the stream's event: the
+calls of the package's functions, and the number of files that they are in. The limits are a little above the present
+counts. A change that needs more raises a limit here and gives the reason."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _MAX_CALLS = 96
 _MAX_FILES = 23
 _MAX_CALLS_A_STREAM = 38
 _MAX_CALLS_A_TOKEN = 21
-_MAX_CALLS_A_LAYER = 34  # 27 to 30: what else a window of steps meets differs from run to run
+_MAX_CALLS_A_LAYER = 34  # 27 to 30 are measured: other calls in a window differ from run to run
 _MAX_CALLS_BESIDE_LAYERS = 130
 _MAX_FILES_OF_MODELS = 18
 
 
 @dataclass
 class Window:
-    """Calls of some steps by thread, file and function."""
+    """The calls in some consecutive steps, by thread, file and function."""
 
     first_step: int
     num_steps: int = 0
@@ -55,22 +55,22 @@ class Window:
 
 
 class Calls:
-    """Counts the calls of the package's functions in a few windows of steps. A generator that goes on is a call. The
-    shortest window counts: what comes once a second, like a look at the memory, is in the others."""
+    """Counts the calls of the package's functions in a few windows of steps. Resuming a generator is a call. The window
+    with the fewest calls is used: calls that happen once a second, like a reading of the memory, are in others."""
 
     def __init__(self) -> None:
         self.windows: list[Window] = []
         self._open: Window | None = None
 
     def see(self, frame: FrameType, event: str, arg: Any) -> None:
-        """For `sys.setprofile`."""
+        """The profile function for `sys.setprofile`."""
         window, code = self._open, frame.f_code
         if window is not None and event == "call" and code.co_filename.startswith(_PACKAGE):
             by_thread = window.counts.setdefault(threading.current_thread().name, Counter())
             by_thread[code.co_filename.removeprefix(_PACKAGE), code.co_qualname] += 1
 
     def at_step(self, step: int) -> None:
-        """So many steps have been submitted."""
+        """Ends or starts a window if it is time to; `step` is the number of steps submitted so far."""
         window = self._open
         if window is not None and step >= window.first_step + _NUM_STEPS:
             window.num_steps = step - window.first_step
@@ -86,19 +86,19 @@ class Calls:
         return self.least(thread).a_step(thread)
 
     def num(self, function: str) -> int:
-        """Of one function on the loop's thread, in all windows."""
+        """The number of calls of one function on the loop's thread, in all windows."""
         found = sum((window.counts[_LOOP] for window in self.windows), Counter[tuple[str, str]]())
         return sum(num_calls for (_, name), num_calls in found.items() if name == function)
 
     def files(self, thread: str) -> set[str]:
-        """Those that a step passes through, and not one in many, like the first step with a new block."""
+        """The files with a call in at least every second step. This omits rare calls, like those for a new block."""
         window, by_file = self.least(thread), Counter[str]()
         for (file, _), num_calls in window.counts[thread].items():
             by_file[file] += num_calls
         return {file for file, num_calls in by_file.items() if num_calls >= window.num_steps / 2}
 
     def table(self, thread: str) -> str:
-        """What to look at when there are too many."""
+        """The calls by function, for the message of a failed test."""
         window = self.least(thread)
         found = window.counts[thread].most_common()
         lines = [f"{num_calls / window.num_steps:7.2f} {file} {name}" for (file, name), num_calls in found]
@@ -112,19 +112,19 @@ def _folder(path: Path, num_layers: int) -> str:
 
 
 async def _calls(folder: str, num_streams: int, stream: Callable[..., Awaitable[None]] | None = None) -> Calls:
-    """Of steps in the middle of that many streamed answers, which `stream` asks for."""
+    """The calls of steps in the middle of `num_streams` streamed responses, which `stream` requests."""
     calls, stream = Calls(), stream or _stream
-    threading.setprofile(calls.see)  # for the threads that the pool is about to start
+    threading.setprofile(calls.see)  # for the threads that the pool will start
     try:
         config = Config(
             model=ModelConfig(model=folder),
             cache=CacheConfig(kv_cache_memory="64MB"),
-            scheduler=SchedulerConfig(speculate="off"),  # a random model repeats itself
+            scheduler=SchedulerConfig(speculate="off"),  # a random model repeats itself, so drafts would be found
         )
         pool = build_pool(config)
         await pool.start()
         (engine,) = pool.engines()
-        engine.tokenizer.decode(range(engine.tokenizer.vocab_size))  # in a long run, every token has been seen
+        engine.tokenizer.decode(range(engine.tokenizer.vocab_size))  # in a long run, every token has been decoded
         sys.setprofile(calls.see)
         app = create_app(pool, config)
         try:
@@ -179,14 +179,14 @@ async def _stream(app: Any, counters: Any, num_streams: int, calls: Calls) -> No
 
 
 class Writes:
-    """How often the connections were given bytes to send, by the number of steps that had been submitted."""
+    """Counts writes to connections, by the number of steps submitted before each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_step: Counter[int] = Counter()
         self._monkeypatch = monkeypatch
 
     async def stream(self, app: Any, counters: Any, num_streams: int, calls: Calls) -> None:
-        """As `_stream`, but over connections."""
+        """Does the same as `_stream`, over connections."""
         write = selector_events._SelectorSocketTransport.write
 
         num_begun = 0
@@ -200,7 +200,7 @@ class Writes:
             write(transport, piece)
 
         self._monkeypatch.setattr(selector_events._SelectorSocketTransport, "write", counted)
-        letters = byte_tokenizer().convert_tokens_to_ids(list("abcdefgh"))  # each shows at once
+        letters = byte_tokenizer().convert_tokens_to_ids(list("abcdefgh"))  # each becomes visible text at once
         body = json.dumps({**_BODY, "allowed_token_ids": letters}).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         async with running(app) as url:
@@ -218,7 +218,7 @@ class Writes:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[int, str]:
-    """By number of layers."""
+    """Model folders by number of layers."""
     return {num_layers: _folder(tmp_path / str(num_layers), num_layers) for num_layers in (2, 6)}
 
 
@@ -243,7 +243,7 @@ async def test_a_token_over_http_is_a_few_calls_and_a_step_one_write_a_connectio
     assert calls.a_step(_LOOP) / num_streams <= _MAX_CALLS_A_TOKEN, calls.table(_LOOP)
     steps = range(calls.windows[0].first_step, calls.windows[-1].first_step + calls.windows[-1].num_steps)
     num_writes = sum(writes.by_step[step] for step in steps)
-    # Counting begins and ends in the middle of a step, and six windows may lie beside some steps.
+    # Counting begins and ends in the middle of a step, and a write may be counted for a later step than its own.
     assert num_streams * len(steps) / 4 <= num_writes <= num_streams * (len(steps) + 2)
     assert calls.num("AsyncEngine._tell_readers") <= len(steps) + len(calls.windows)
     assert calls.num("Generation.feed") <= num_streams, "a task has its turn when a stream begins, not for a token"

@@ -1,5 +1,5 @@
-"""What is measured: one attention over the same K/V, in a backend's pools and contiguous for MLX's own, candidates in
-turns; how fast this machine copies memory; and which variant of the decode kernel is fastest for a shape."""
+"""Measures attention over K/V in a backend's pools and over the same K/V, contiguous, by MLX; how fast this machine
+copies memory; and which variant of the decode kernel is fastest for a shape."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from mlx_server.runtime.kernels.trials import Clock, exact_kv, median_times
 
 _RUN_BLOCKS = 8
 _MOST_LAYER_BYTES = 256 * 2**20
-"""K/V of all layers of a case: beyond what caches hold, one layer will do."""
+"""The most K/V of all layers of a case, unless one layer has more: more than caches hold."""
 
 _NUM_COPIES = 8
-"""Copies of one measurement, each of the result of the one before, so that a GPU's start does not count."""
+"""Copies in one measurement, so that the time to start a GPU does not count. On a GPU, each copies the result of the
+one before."""
 
 _SIMDGROUPS = (8, 4, 2, 1)
 _LANES = (32, 16, 8)
@@ -37,12 +38,12 @@ _PARTITIONS = (256, 512, 1024, 2048)
 
 MakeBackend = Callable[[KernelVariant], GpuBackend]
 Measure = Callable[[KernelVariant], tuple[float, ...] | None]
-"""Seconds of a layer in each case, or None if the variant cannot run here or is wrong."""
+"""Returns the seconds of one layer in each case, or None if the variant cannot run here or computes wrong results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Attention of the last `num_queries` tokens of each of `num_sequences` contexts of equal length."""
+    """Attention of the last `num_queries` tokens of each of `num_sequences` contexts, all `context` tokens long."""
 
     shape: DecodeShape
     num_sequences: int
@@ -55,26 +56,27 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """K and V of one layer, as they are stored."""
+        """The bytes of K and V of one layer, as they are stored."""
         return self.num_sequences * self.context * self.shape.spec.token_bytes
 
     @property
     def required_bytes(self) -> int:
-        """Each K and V row once, queries in, results out: nothing can move less."""
+        """The bytes that every implementation must move: each K and V row once, the queries and the results."""
         shape = self.shape
         token = shape.num_query_heads * (shape.key_dim + shape.value_dim) * shape.dtype.size
         return self.kv_bytes + self.num_sequences * self.num_queries * token
 
     def num_layers(self, most: int) -> int:
-        """Of `most`, as many as are needed to leave nothing in a cache for the next measurement."""
+        """The number of layers to run: at most `most`, and as many as replace the contents of all caches in each
+        run."""
         return max(1, min(most, _MOST_LAYER_BYTES // self.kv_bytes))
 
 
 class World:
-    """A case in several layers, as in a model: each has its own K/V and attends with the result of the one before.
+    """A case with several layers, as in a model: each has its own K/V and takes the last one's result as queries.
 
-    The K/V are stored beforehand, in blocks in random order; what is timed is attention alone. Quantised K/V lose
-    nothing, so that MLX's whole ones are the same numbers. MLX thread.
+    K/V are stored beforehand, in blocks in random order, so that only attention is timed. They are numbers that
+    quantisation does not change, so MLX attends over the same numbers in full precision. MLX thread.
     """
 
     def __init__(self, case: Case, num_layers: int, backend: AttentionBackend) -> None:
@@ -95,8 +97,8 @@ class World:
         return len(self._pools)
 
     def paged(self, backend: AttentionBackend) -> Callable[[], mx.array]:
-        """Runs all layers over the pools, which may be another instance's of the same backend. Returns
-        `[sequences, queries, heads, dim]`."""
+        """A function that runs all layers over the pools and returns `[sequences, queries, heads, dim]`. `backend` may
+        be another instance of the class that made the pools."""
         metadata = backend.plan(self.step)
         queries = self._queries.reshape(-1, self.case.shape.num_query_heads, 1, self.case.shape.key_dim)
         mx.eval(queries)
@@ -111,7 +113,7 @@ class World:
         return run
 
     def contiguous(self) -> Callable[[], mx.array]:
-        """The same by `mx.fast.scaled_dot_product_attention`."""
+        """A function that computes the same with `mx.fast.scaled_dot_product_attention`."""
         queries = mx.contiguous(self._queries.swapaxes(1, 2))
         mx.eval(queries)
         mask = None if self.case.is_decode else "causal"
@@ -143,19 +145,19 @@ def _random(seed: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
 
 
 def _pool_of(backend: AttentionBackend, shape: DecodeShape, tables: IntArray, keys: mx.array, values: mx.array) -> Any:
-    """A pool that holds each sequence's rows in the blocks of its table."""
+    """A pool with each sequence's keys and values in the blocks of its table."""
     pool = backend.make_pool(shape.spec, tables.size)
     for table, sequence_keys, sequence_values in zip(tables, keys, values):
         new_keys, new_values = (rows.swapaxes(0, 1)[:, :, None] for rows in (sequence_keys, sequence_values))
         metadata = backend.plan(_storing_step(table, len(new_keys)))
-        # Queries may be any rows of the right shape: nobody wants the result.
+        # Any queries of the right shape will do: the result is not used.
         out = backend.attend(pool, mx.zeros_like(new_keys), new_keys, new_values, metadata, scale=1.0)
         mx.eval(out, *backend.state(pool))
     return pool
 
 
 def _attending_step(case: Case, tables: IntArray) -> StepPlan:
-    """The last queries of all sequences."""
+    """The plan of a step that attends with the last queries of all sequences."""
     positions = np.arange(case.context - case.num_queries, case.context, dtype=np.int32)
     slots = tables[:, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
     return StepPlan(
@@ -169,8 +171,8 @@ def _attending_step(case: Case, tables: IntArray) -> StepPlan:
 
 
 def _storing_step(table: IntArray, length: int) -> StepPlan:
-    """Writes a whole context. Each run of blocks poses as a prompt of its own: attention over all of it would
-    cost the square of its length."""
+    """The plan of a step that stores a whole context. Each `_RUN_BLOCKS` blocks are planned as a prompt of their own,
+    because attention over the whole context would cost the square of its length."""
     runs = np.pad(table, (0, -len(table) % _RUN_BLOCKS)).reshape(-1, _RUN_BLOCKS)
     positions = np.arange(length, dtype=np.int32)
     starts = np.append(np.arange(0, length, _RUN_BLOCKS * BLOCK_SIZE), length).astype(np.int32)
@@ -186,7 +188,7 @@ def _storing_step(table: IntArray, length: int) -> StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The best of a few copies of `num_bytes`. `bytes_per_s` counts what is read and what is written."""
+    """The fastest of a few copies of `num_bytes`. `bytes_per_s` counts bytes read and bytes written."""
 
     how: str
     num_bytes: int
@@ -194,7 +196,7 @@ class Copy:
 
 
 def measure_copy(num_bytes: int, clock: Clock = time.perf_counter) -> Copy:
-    """Of MLX on a GPU; of NumPy where MLX computes on the CPU, whose own copies run on one thread."""
+    """Measures copies by MLX on a GPU, or by NumPy on the CPU, where MLX copies on one thread only."""
     if mx.default_device() == mx.cpu:
         threads = default_threads()
         how = f"NumPy on {threads} thread{'s' if threads > 1 else ''}"
@@ -217,7 +219,7 @@ def _numpy_copies(num_bytes: int, threads: int) -> Callable[[], object]:
     bounds = np.linspace(0, num_bytes, threads + 1, dtype=np.int64)
     parts = [slice(first, end) for first, end in itertools.pairwise(bounds)]
 
-    def copy_part(part: slice) -> None:  # NumPy lets go of the interpreter's lock meanwhile
+    def copy_part(part: slice) -> None:  # NumPy releases the interpreter's lock during a copy
         for _ in range(_NUM_COPIES):
             np.copyto(target[part], source[part])
 
@@ -234,7 +236,7 @@ def _mlx_copies(num_bytes: int) -> Callable[[], object]:
 
     def copies() -> None:
         array = source
-        for index in range(_NUM_COPIES):  # another type of the same size: MLX would not copy otherwise
+        for index in range(_NUM_COPIES):  # to another type of the same size: else MLX would not copy
             array = array.astype(mx.float32 if index % 2 else mx.int32)
         mx.eval(array)
 
@@ -243,20 +245,20 @@ def _mlx_copies(num_bytes: int) -> Callable[[], object]:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A variant with its seconds a layer in each case."""
+    """A variant and the seconds of one layer in each case."""
 
     variant: KernelVariant
     times_s: tuple[float, ...]
 
     @property
     def mean_s(self) -> float:
-        """Geometric, so that a long case does not outweigh the others."""
+        """The geometric mean, so that a long case does not outweigh the others."""
         return math.exp(sum(map(math.log, self.times_s)) / len(self.times_s))
 
 
 def kernel_variants(shape: DecodeShape) -> list[KernelVariant]:
-    """The default, then every other cut of the kernel that can be launched, without partitions. None twice: what
-    comes to the same kernel is measured once."""
+    """The default variant, then all others that can be launched, without fixed partitions. Of variants that are
+    compiled to the same kernel, only the first is returned."""
     heads = sorted({-(-shape.group_size // 2**halvings) for halvings in range(shape.group_size.bit_length())})
     variants = [
         KernelVariant(heads_per_simdgroup, simdgroups, lanes, rows)
@@ -272,7 +274,7 @@ def kernel_variants(shape: DecodeShape) -> list[KernelVariant]:
 
 
 def sweep(shape: DecodeShape, measure: Measure) -> list[Timed]:
-    """All variants that run, fastest first: every cut, then lengths of partitions for the fastest of them."""
+    """Measures all variants, then partition lengths for the fastest one. Returns those that run, the fastest first."""
     timed = _timed(kernel_variants(shape), measure)
     if timed:
         best = min(timed, key=lambda one: one.mean_s).variant
@@ -281,8 +283,9 @@ def sweep(shape: DecodeShape, measure: Measure) -> list[Timed]:
 
 
 def make_measure(worlds: Sequence[World], make_backend: MakeBackend, num_repeats: int) -> Measure:
-    """Measures variants in `worlds`, which are decodes of one shape. A variant must first pass its backend's own
-    test; one that the GPU would run with fewer simdgroups is left to its own turn."""
+    """Returns a function that measures a variant in `worlds`, which are decodes of one shape. The function returns None
+    if the variant fails the backend's self-test, or if the GPU runs it only with fewer simdgroups, which is a variant
+    of its own."""
     shape = worlds[0].case.shape
     spec = shape.spec
 
@@ -298,13 +301,13 @@ def make_measure(worlds: Sequence[World], make_backend: MakeBackend, num_repeats
 
 
 def backend_with(name: str) -> MakeBackend:
-    """Makes GPU backends called `name` with one variant for all shapes."""
+    """Returns a function that makes a GPU backend called `name` with the given variant for all shapes."""
     kind = {"metal": MetalBackend, "cuda": CudaBackend}[name]
     return lambda variant: kind(choose_variant=lambda shape: variant)
 
 
 def moved_bytes(case: Case, variant: KernelVariant, num_cores: int) -> int:
-    """What the variant's loads and stores add up to in one layer of a decode case."""
+    """The bytes that a variant loads and stores for one layer of a decode case."""
     contexts = [case.context] * case.num_sequences
     return decode_bytes(case.shape, contexts, variant, num_cores=num_cores)
 
@@ -327,7 +330,7 @@ def _is_allowed(shape: DecodeShape, variant: KernelVariant) -> bool:
 
 
 def _cut(shape: DecodeShape, variant: KernelVariant) -> tuple[int, ...]:
-    """What a kernel is compiled for."""
+    """The sizes that a kernel is compiled for."""
     return (
         variant.heads_per_simdgroup,
         variant.head_simdgroups(shape),

@@ -1,9 +1,10 @@
-"""What a step costs the host: the scheduler and the batch planner alone, without any model.
+"""Measures what a step costs the host: the scheduler and the batch planner alone, without a model.
 
-A full batch decodes, one step ahead, while others wait. Times are medians of single steps, for this machine
-and this moment; calls are of Python and of C functions, counted by the interpreter, and repeat exactly for
-one version of Python. With `--speculate`, looking for drafts that are not there is a part of it. With `--streams`, a
-whole server is measured in place of the scheduler: see `stream_cost`.
+A full batch decodes while other requests wait; each step is scheduled before the result of the one before is known.
+Times are medians of single steps and hold for this machine at this moment. Calls are calls of Python and C functions,
+as the interpreter counts them; they are the same in every run with one version of Python. With `--speculate`, the
+scheduler also looks for drafts in each step and finds none. With `--streams`, a whole server is measured instead of the
+scheduler: the CPU time of its event loop for each streamed token.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _STEP_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """Of one step at this size, in steady state: median microseconds, and mean calls of functions."""
+    """The cost of one step in steady state: median microseconds, and mean numbers of function calls."""
 
     num_running: int
     num_waiting: int
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one table."""
+    """Measures, and prints one table."""
     if args.streams:
         streams = [measure_streams(num_streams, args.step_ms, args.num_steps) for num_streams in args.streams]
         print(render_streams(streams))
@@ -90,7 +91,7 @@ def _write(args: argparse.Namespace, results: list[dict[str, Any]]) -> int:
 
 
 def render(costs: list[HostCost]) -> str:
-    """The table for people."""
+    """A Markdown table with a row for each measurement."""
     return render_items(
         costs,
         {
@@ -107,7 +108,7 @@ def render(costs: list[HostCost]) -> str:
 
 
 def measure(num_running: int, num_waiting: int, num_steps: int, *, speculates: bool = False) -> HostCost:
-    """Times steps first, then counts the calls of as many others, which counting slows down."""
+    """Times `num_steps` steps, then counts the calls of as many other steps, because counting slows a step down."""
     bench = _SteadyState(num_running, num_waiting, _NUM_WARM_UP_STEPS + 2 * num_steps, speculates)
     for _ in range(_NUM_WARM_UP_STEPS):
         bench.step(_timed)
@@ -128,7 +129,7 @@ def measure(num_running: int, num_waiting: int, num_steps: int, *, speculates: b
 
 
 class _StepCost(NamedTuple):
-    """Of one step, in whatever it was observed: seconds or calls."""
+    """The cost of each part of a step, in seconds or in calls."""
 
     schedule: float
     update: float
@@ -136,7 +137,7 @@ class _StepCost(NamedTuple):
 
 
 class _SteadyState:
-    """A full batch of requests that decode for `num_steps` steps at least, and others that wait behind."""
+    """A full batch of requests that decode for at least `num_steps` steps, and requests that wait."""
 
     def __init__(self, num_running: int, num_waiting: int, num_steps: int, speculates: bool) -> None:
         num_tokens = _NUM_PROMPT_TOKENS + num_running + num_steps + 2
@@ -159,7 +160,7 @@ class _SteadyState:
             self.step(_timed)
 
     def step(self, observe: _Observe) -> _StepCost:
-        """Schedules a step, plans it, and takes the result of the one before; what `observe` says of each."""
+        """Schedules and plans a step and takes the result of the one before. Returns what `observe` measured."""
         self._now += _STEP_S
         output, schedule_cost = observe(self._schedule)
         assert output is not None
@@ -176,12 +177,12 @@ class _SteadyState:
         return _StepCost(schedule_cost, update_cost, plan_cost)
 
     def _schedule(self) -> SchedulerOutput | None:
-        """One step ahead, unless the scheduler would rather wait for the last one's result."""
+        """Schedules the next step, before the result of the one before is known."""
         assert not self._scheduler.waits_to_draft, "nothing is found, so nothing is waited for"
         return self._scheduler.schedule(self._now)
 
     def _token(self) -> SampledToken:
-        """One that nothing can be looked up behind."""
+        """A token that has not occurred before, so that no draft is found for what follows it."""
         return SampledToken(1000 + next(self._fresh_ids))
 
 
@@ -207,7 +208,7 @@ def _timed(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _counted(function: Callable[[], Any]) -> tuple[Any, float]:
-    """The calls that `function` makes, its own included."""
+    """Returns the result of `function`, and the number of calls: its own and those that it makes."""
     num_calls = 0
 
     def on_call(frame: FrameType, event: str, arg: object) -> None:
@@ -219,4 +220,4 @@ def _counted(function: Callable[[], Any]) -> tuple[Any, float]:
         result = function()
     finally:
         sys.setprofile(None)
-    return result, num_calls - 1  # less the call that ends the counting
+    return result, num_calls - 1  # without the call that ends the counting

@@ -1,10 +1,10 @@
-"""Attention and products alone: each case through the server's own backend or kernels, beside MLX's own.
+"""Measures attention and matrix products alone: the server's kernels, compared with those of MLX.
 
-`mx.fast.scaled_dot_product_attention` gets the same K/V, contiguous; both are measured in turns, in one process.
-A measurement runs several layers, each on the result of the one before and on its own K/V, as a model does. K/V
-are stored beforehand, so times are of attention alone. On a GPU the variants of the decode kernel are tried
-first, and the fastest for each shape of heads is stored; the server takes it from its next start on. Which product it
-takes, the server measures itself when it loads a model.
+`mx.fast.scaled_dot_product_attention` gets the same K/V, contiguous; both are measured alternately, in one process. As
+in a model, a measurement runs several layers, each with its own K/V and on the result of the one before. K/V are stored
+beforehand, so times are those of attention alone. On a GPU, the variants of the decode kernel are tried first and the
+fastest for each shape of heads is stored; the server uses it from its next start on. Products are not chosen here: the
+server measures them itself when it loads a model.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a table of variants for each shape on a GPU, then one of all cases; progress goes to stderr.
+    """Prints, on a GPU, a table of variants for each shape, then a table of all cases and one of products. Progress
+    goes to stderr.
 
-    Raises `ConfigError` for what cannot be measured, and `ServeError` if results differ from MLX's or the
-    choice cannot be stored.
+    Raises `ConfigError` for cases that cannot be measured, and `ServeError` if results differ from MLX's or the choice
+    cannot be stored.
     """
     _set_defaults(args)
     copy = measure_copy(args.copy_mib * 2**20)
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_case(case: Case, backend: AttentionBackend, most_layers: int, num_repeats: int) -> Result:
-    """The backend beside MLX, once their results agree; raises `ServeError` if they do not."""
+    """Compares the results of the backend with those of MLX, then times both. Raises `ServeError` if they differ."""
     world = World(case, case.num_layers(most_layers), backend)
     paged, contiguous = world.paged(backend), world.contiguous()
     difference = float(mx.abs(paged().astype(mx.float32) - contiguous().astype(mx.float32)).max())
@@ -137,7 +138,7 @@ def measure_case(case: Case, backend: AttentionBackend, most_layers: int, num_re
 def sweep_decodes(
     decodes: Sequence[Case], backend: GpuBackend, make_backend: MakeBackend, most_layers: int, num_repeats: int
 ) -> Sweep:
-    """Tries all variants over decodes of one shape, whose K/V `backend` stores."""
+    """Tries all variants with decodes of one shape, whose K/V `backend` stores."""
     worlds = [World(case, case.num_layers(most_layers), backend) for case in decodes]
     shape = decodes[0].shape
     tell(f"{describe_shape(shape)}: trying {len(kernel_variants(shape))} variants")
@@ -146,7 +147,7 @@ def sweep_decodes(
 
 
 def _store(found: Sweep) -> None:
-    """Prints the sweep, and keeps its best for the server. Raises `ServeError` where that cannot be written."""
+    """Prints the sweep and stores its fastest variant for the server. Raises `ServeError` if that cannot be written."""
     if not found.timed:
         tell(f"{describe_shape(found.shape)}: no variant runs here")
         return
@@ -159,7 +160,7 @@ def _store(found: Sweep) -> None:
 
 
 def _backend(name: str, shape: DecodeShape) -> AttentionBackend:
-    """As the server makes it: chosen, and warmed up with the choice that is stored."""
+    """The backend as the server makes it: chosen by name, and warmed up with the stored variant."""
     spec = shape.spec
     backend = choose_backend(name, [spec])
     backend.warm_up(spec, shape.num_query_heads)
@@ -205,10 +206,10 @@ def _chunk(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case: seconds of one layer's attention by the backend and by MLX, medians of measurements in turns.
+    """One case: median seconds of one layer's attention by the backend and by MLX, measured alternately.
 
-    moved_bytes     what the kernel's variant moves; None where no variant is at work
-    max_difference  of the results after all layers
+    moved_bytes     bytes that the kernel's variant moves; None if no variant is used
+    max_difference  the largest difference between the results after all layers
     """
 
     case: Case
@@ -229,13 +230,13 @@ class Result:
 
     @property
     def speedup(self) -> float:
-        """Above 1 where the backend is faster than MLX."""
+        """Above 1 if the backend is faster than MLX."""
         return self.mlx_time_s / self.time_s
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """All variants that ran for one shape, fastest first, over the same decode cases."""
+    """All variants that ran for one shape, the fastest first, in the same decode cases."""
 
     cases: tuple[Case, ...]
     num_cores: int
@@ -250,19 +251,19 @@ class Sweep:
         return self.timed[0].variant
 
     def moved(self, variant: KernelVariant) -> list[int]:
-        """Bytes of one layer in each case."""
+        """The bytes that a variant moves for one layer in each case."""
         return [moved_bytes(case, variant, self.num_cores) for case in self.cases]
 
 
 def describe_shape(shape: DecodeShape) -> str:
-    """Like `16 heads on 8 of 128, float16`, or `..., float16 in 8 bits`."""
+    """For people: `16 heads on 8 of 128, float16`, or `..., float16 in 8 bits`."""
     dims = f"{shape.key_dim}" if shape.key_dim == shape.value_dim else f"{shape.key_dim}/{shape.value_dim}"
     stored = "" if shape.bits is None else f" in {shape.bits.words}"
     return f"{shape.num_query_heads} heads on {shape.num_kv_heads} of {dims}, {dtype_name(shape)}{stored}"
 
 
 def describe_case(case: Case) -> str:
-    """Like `decode 16 x 1,024`: sequences by context."""
+    """For people: `decode 16 x 1,024` (sequences x context), or `prefill 512 of 2,048`."""
     if case.is_decode:
         return f"decode {case.num_sequences} x {case.context:,}"
     return f"prefill {case.num_queries:,} of {case.context:,}"
@@ -273,7 +274,8 @@ def dtype_name(shape: DecodeShape) -> str:
 
 
 def render_results(results: Sequence[Result], copy: Copy) -> str:
-    """A row a case. MB must move: K/V once, queries and results; GB/s and share are of those."""
+    """A table with a row for each case. "MB must move" counts K/V once, queries and results; "GB/s" and "of copy" are
+    computed from it."""
     backends = " and ".join(sorted({result.backend for result in results}))
     dtypes = " and ".join(sorted({dtype_name(result.shape) for result in results}))
     table = render_items(
@@ -298,7 +300,7 @@ def render_results(results: Sequence[Result], copy: Copy) -> str:
 
 
 def render_sweep(sweep: Sweep) -> str:
-    """The fastest variants and the default one, and what each moves over all cases."""
+    """A table of the fastest variants and the default one, with the bytes that each moves in all cases together."""
     default = default_variant(sweep.shape)
     times = {one.variant: one.mean_s for one in sweep.timed}
     shown = [one for rank, one in enumerate(sweep.timed) if rank < _NUM_SHOWN or one.variant == default]
@@ -330,7 +332,7 @@ def render_sweep(sweep: Sweep) -> str:
 
 
 def as_document(results: Sequence[Result], sweeps: Sequence[Sweep], copy: Copy) -> dict[str, Any]:
-    """All figures, JSON-ready."""
+    """All figures, for JSON."""
     return {
         "copy": asdict(copy),
         "results": [_result_document(result, copy) for result in results],

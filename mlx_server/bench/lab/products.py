@@ -1,5 +1,5 @@
-"""Products alone: each that this machine has beside MLX's own, from one row to many, on weights that are read
-one layer after the other as in a step, and whether a row's bits are the same in any number of rows."""
+"""Measures matrix products alone: each kernel of this machine compared with MLX's, for different numbers of rows.
+Layers run one after the other, as in a step. Also checks whether a row has the same bits in any number of rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Product = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """`[num_columns, depth]` for activations of `dtype`, in 4 or 8 bits in groups of 64, or None: as `dtype` itself."""
+    """A weight `[num_columns, depth]` for activations of `dtype`: of 4 or 8 `bits` in groups of 64, or unquantised."""
 
     num_columns: int
     depth: int
@@ -39,14 +39,14 @@ class Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Of a quantised one with a scale and a bias a group."""
+        """The bytes of the weight; for a quantised one, with a scale and a bias for each group."""
         size = self.num_columns * self.depth
         if self.bits is None:
             return size * self.dtype.size
         return size * self.bits // 8 + 2 * size // _GROUP_SIZE * self.dtype.size
 
     def make_layer(self) -> Any:
-        """Of random numbers."""
+        """A layer with a random weight, evaluated."""
         if self.bits is None:
             layer: Any = nn.Linear(self.depth, self.num_columns, False)
         else:
@@ -62,8 +62,8 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class ProductResult:
-    """A product of `num_rows` rows: seconds by `product` and by MLX, medians in turns. `has_same_bits` says whether
-    each row's are those among the most rows measured."""
+    """A product of `num_rows` rows: median seconds of `product` and of MLX, measured alternately. `has_same_bits`: each
+    row has the same bits as in the product of the most rows measured."""
 
     weight: Weight
     num_rows: int
@@ -74,7 +74,7 @@ class ProductResult:
 
     @property
     def required_bytes(self) -> int:
-        """Weights once, and rows in and out."""
+        """The bytes of the weight once, and of the rows in and out."""
         return (
             self.weight.num_bytes
             + self.num_rows * (self.weight.depth + self.weight.num_columns) * self.weight.dtype.size
@@ -86,12 +86,12 @@ class ProductResult:
 
     @property
     def speedup(self) -> float:
-        """Above 1 where it is faster than MLX's own."""
+        """Above 1 if `product` is faster than MLX."""
         return self.mlx_time_s / self.time_s
 
 
 def add_product_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what of products is measured."""
+    """Declares the options for products."""
     add = parser.add_argument
     weights = "weights of N columns and depth K; default: 1024x1024"
     add("--products", nargs="*", type=_weight, default=[(1024, 1024)], metavar="NxK", help=weights)
@@ -109,7 +109,7 @@ def _weight(text: str) -> tuple[int, int]:
 
 
 def measure_all(args: argparse.Namespace, dtype: mx.Dtype) -> list[ProductResult]:
-    """Every weight that was asked for; progress goes to stderr."""
+    """Measures every weight that the options name. Progress goes to stderr."""
     results: list[ProductResult] = []
     for columns, depth in args.products:
         for bits in args.product_bits:
@@ -121,7 +121,7 @@ def measure_all(args: argparse.Namespace, dtype: mx.Dtype) -> list[ProductResult
 
 
 def own_products() -> dict[str, MakeProduct]:
-    """The products that this project has for MLX's default device, by name."""
+    """This project's products for MLX's default device, by name."""
     if mx.default_device() == mx.cpu:
         native = native_product()
         return {} if native is None else {"native": native}
@@ -134,14 +134,14 @@ def own_products() -> dict[str, MakeProduct]:
 def measure_products(
     weight: Weight, counts: Sequence[int], products: Mapping[str, MakeProduct], num_layers: int, num_repeats: int
 ) -> list[ProductResult]:
-    """MLX's own and `products`, for each number of rows."""
+    """Measures MLX's product and each of `products` for each number of rows."""
     layers = [weight.make_layer() for _ in range(num_layers)]
     named: dict[str, list[Product]] = {MLX: list(layers)}
     for name, make in products.items():
         own = [_with_fallback(layer, make) for layer in layers]
         named |= {name: [product for product in own if product is not None]} if all(own) else {}
     most = mx.random.normal((max(counts), weight.depth), weight.dtype, key=mx.random.key(0))
-    mx.eval(most, [layer.parameters() for layer in layers])  # some products put a weight in one piece
+    mx.eval(most, [layer.parameters() for layer in layers])  # some products make their weights contiguous
     wholes = {name: made[0](most) for name, made in named.items()}
     mx.eval(wholes)
     results = []
@@ -156,7 +156,7 @@ def measure_products(
 
 
 def _with_fallback(layer: Any, make: MakeProduct) -> Product | None:
-    """A layer's product, with MLX's own where that is left to it; None if it has none."""
+    """The product that `make` returns for a layer, with MLX's for rows that it leaves to MLX; None if there is none."""
     made = make(layer)
     if made is None:
         return None
@@ -169,7 +169,7 @@ def _with_fallback(layer: Any, make: MakeProduct) -> Product | None:
 
 
 def render_products(results: Sequence[ProductResult], copy: Copy) -> str:
-    """A row a product and number of rows; GB/s and share are of the bytes that must move."""
+    """A table with a row for each product and number of rows; "GB/s" and "of copy" count the bytes that must move."""
     return render_items(
         results,
         {
@@ -186,7 +186,7 @@ def render_products(results: Sequence[ProductResult], copy: Copy) -> str:
 
 
 def product_document(result: ProductResult, copy: Copy) -> dict[str, Any]:
-    """All figures, JSON-ready."""
+    """All figures, for JSON."""
     names = ("num_rows", "product", "time_s", "mlx_time_s", "speedup", "required_bytes", "bytes_per_s", "has_same_bits")
     sizes = document_of(result.weight, "num_columns", "depth", "bits")
     dtype = {"dtype": dtype_name(result.weight.dtype)}

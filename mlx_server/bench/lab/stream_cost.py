@@ -1,8 +1,8 @@
-"""What the event loop pays for a streamed token: a real server process around a device that computes nothing.
+"""Measures what a streamed token costs the event loop, in a real server process whose device computes nothing.
 
-Everything else is as in service: HTTP over loopback to a client in another process, the scheduler, the detokenizer,
-the JSON of chat chunks. Cost is the processor time of the loop's thread, scheduling included, over the tokens sent.
-Beside it stands what the system alone takes to send as many bytes to as many sockets: no server can have less.
+Everything else is as in service: HTTP over loopback to a client in another process, the scheduler, the detokenizer and
+the JSON of chat chunks. The cost is the CPU time of the loop's thread, scheduling included, divided by the tokens sent.
+For comparison, the CPU time of sending as many bytes to as many sockets is measured; no server can cost less.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from mlx_server.runtime.models.random_models import build_random
 
 _NUM_WARM_UP_STEPS = 20
 _NUM_SPARE_TOKENS = 600
-"""A request's beyond those that are measured: others have not begun when it has."""
+"""Tokens that each request may generate beyond the measured ones: while others start, and in the warm-up steps."""
 
 _FIRST_STEPS_S = 0.02
-"""While streams are still to begin: none is to end meanwhile."""
+"""The time of a step until all streams have started; long enough that none ends before that."""
 
 _PIECE = b"x" * 230
-"""As long as a token's chunk."""
+"""As long as the SSE event of one token."""
 
 _BLOCK_TOKENS = 16
 _TIMEOUT_S = 120.0
@@ -69,8 +69,8 @@ _MODEL = {
 
 @dataclass(frozen=True, slots=True)
 class StreamCost:
-    """Of so many streams, all in every step of `step_ms`. `token_us` is the loop's thread alone, `send_us` what bare
-    `socket.send` takes of it."""
+    """The cost of a token when each step of `step_ms` has a token for each of `num_streams` streams: `token_us` is CPU
+    time of the loop's thread, `send_us` that of a thread that only calls `socket.send`."""
 
     num_streams: int
     step_ms: float
@@ -80,7 +80,7 @@ class StreamCost:
 
 
 def measure_streams(num_streams: int, step_ms: float, num_steps: int) -> StreamCost:
-    """Starts a server, reads `num_streams` chats from it, and ends it after `num_steps` steps of all of them."""
+    """Starts a server, reads `num_streams` chats from it, and ends it after `num_steps` steps with all of them."""
     with tempfile.TemporaryDirectory() as folder:
         _save_model(Path(folder) / "fake")
         plan = _Plan(str(Path(folder) / "fake"), num_streams, step_ms / 1000.0, num_steps)
@@ -91,7 +91,7 @@ def measure_streams(num_streams: int, step_ms: float, num_steps: int) -> StreamC
 
 
 def _run(target: Callable[[_Plan, Connection], None], plan: _Plan) -> tuple[float, float]:
-    """Runs a server as a process, and reads from it until it says what it has measured."""
+    """Runs `target` as a server process and reads its streams. Returns its thread's CPU seconds and the wall time."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     server = context.Process(target=target, args=(plan, theirs))
@@ -104,7 +104,7 @@ def _run(target: Callable[[_Plan, Connection], None], plan: _Plan) -> tuple[floa
 
 
 def render_streams(costs: Sequence[StreamCost]) -> str:
-    """The table for people."""
+    """A Markdown table with a row for each measurement."""
     return render_items(
         costs,
         {
@@ -130,7 +130,7 @@ class _Plan:
 
     @property
     def num_tokens(self) -> int:
-        """Those that are measured."""
+        """The number of measured tokens."""
         return self.num_steps * self.num_streams
 
     @property
@@ -147,7 +147,7 @@ class _Plan:
 
 
 def _save_model(folder: Path) -> None:
-    """One with the kind of decoder that most models have."""
+    """Saves a tiny random model; its tokenizer has the kind of decoder that most models have."""
     tokenizer = word_tokenizer(_VOCAB_SIZE)
     spaces = decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
     tokenizer.backend_tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse()])
@@ -155,7 +155,8 @@ def _save_model(folder: Path) -> None:
 
 
 def _read_streams(plan: _Plan, server: Connection) -> tuple[float, float]:
-    """Throws away what comes until the server has measured: seconds of its thread, and seconds in all."""
+    """Starts all streams and discards their bytes until the server sends its measurement, which is returned: the CPU
+    seconds of its thread and the wall time. Raises `TimeoutError`, or `ConnectionError` if a stream ends."""
     if not server.poll(_TIMEOUT_S):
         raise TimeoutError("the server has not started")
     address = ("127.0.0.1", server.recv())
@@ -201,7 +202,7 @@ def _serve(plan: _Plan, client: Connection) -> None:
 
 
 class _Engine(AsyncEngine):
-    """Has the model, and never asks it."""
+    """An engine that loads its model but runs steps on a `_Device`."""
 
     def __init__(self, device: _Device, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -213,7 +214,8 @@ class _Engine(AsyncEngine):
 
 
 class _Device:
-    """Takes its time in a thread of its own. Reports once what the loop's thread paid for the measured steps."""
+    """An executor whose steps only sleep, on a thread of their own. Sends the client the CPU time of the loop's thread
+    and the wall time of the measured steps, once."""
 
     def __init__(self, plan: _Plan, client: Connection) -> None:
         self._plan = plan
@@ -246,7 +248,7 @@ class _Device:
 
 
 def _send(plan: _Plan, client: Connection) -> None:
-    """A server that does nothing but send."""
+    """A server that only sends: in each step, the bytes of one token to each connection."""
     listener = listen(ServerConfig(port=0))
     listener.setblocking(True)
     client.send(listener.getsockname()[1])
@@ -262,4 +264,4 @@ def _send(plan: _Plan, client: Connection) -> None:
         if step >= _NUM_WARM_UP_STEPS:
             spent_s += time.thread_time() - step_began_s
     client.send((spent_s, time.perf_counter() - began_s))
-    client.poll(_TIMEOUT_S)  # the client closes first
+    client.poll(_TIMEOUT_S)  # keeps the connections open: the client must close them first

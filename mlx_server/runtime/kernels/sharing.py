@@ -1,18 +1,18 @@
-"""Which rows of a step can read K/V together, and the work items of doing so: several tokens of one request, and
-requests whose block tables begin alike (cascade attention, as in Hydragen, Juravsky et al. 2024, and FlashInfer).
+"""Finds rows of a step that can read K/V together: several tokens of one request, and requests whose block tables begin
+with the same blocks (cascade attention, as in Hydragen, Juravsky et al. 2024, and FlashInfer). Example:
 
     blocks of 4 decodes    A  7 3 9 4     contexts A 120, B 125, C 80, D 70
                            B  7 3 9 5
                            C  7 3 6
                            D  2 8 1
-    runs that are shared   blocks 0 to 1 by A, B and C;  block 2 by A and B
-    items                  A's table, tokens  0 to 64, rows A B C
+    shared runs            blocks 0 to 1 by A, B and C;  block 2 by A and B
+    work items             A's table, tokens  0 to 64, rows A B C
                            A's table, tokens 64 to 96, rows A B
-                           own rests: A 96 to 120, B 96 to 125, C 64 to 80, D 0 to 70
-    K/V rows read          64 + 32 + 24 + 29 + 16 + 70 = 235, in place of 120 + 125 + 80 + 70 = 395
-    partial results        A 3, B 3, C 2, D 1: merged row by row, by their maxima and sums of weights
+                           not shared: A 96 to 120, B 96 to 125, C 64 to 80, D 0 to 70
+    K/V rows read          64 + 32 + 24 + 29 + 16 + 70 = 235, instead of 120 + 125 + 80 + 70 = 395
+    partial results        A 3, B 3, C 2, D 1: merged for each row, by their maxima and sums of weights
 
-(With runs of at least one block; `FEWEST_BLOCKS` are more, and the run of A and B would then be part of their rests.)
+The example allows runs of one block; with `FEWEST_BLOCKS`, its contexts are too short to share anything.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from mlx_server.runtime.attention.interface import IntArray
 Indices = npt.NDArray[np.integer[Any]]
 
 FEWEST_BLOCKS = 4
-"""Of a run. The partial results of a shorter run take about as much traffic as it saves."""
+"""The fewest blocks of a shared run. The partial results of a shorter one cause about as much traffic as it saves."""
 
 _MOST_RUNS = 16
-"""Shared runs of a step, shortest depth first: each costs the host some 50 microseconds."""
+"""The most shared runs of a launch; those nearer the beginning of contexts come first. Each costs the host about 50
+microseconds."""
 
 _LEAST_SAVING = 0.25
-"""The share of all K/V rows read. Below it, the kernel without sharing is at least as fast."""
+"""The smallest share of all K/V rows that must be saved. Below it, the kernel without sharing is at least as fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """Requests of a step whose rows attend in one launch: the last `counts` of `contexts` tokens in blocks `tables`.
-    `queries` are the indices of their first rows in the step."""
+    """Requests of a step whose rows attend in one launch. For each request: its block table, the index of its first row
+    in the step (`queries`), its number of rows (`counts`), and its context length; its rows are the context's last."""
 
     tables: IntArray
     queries: IntArray
@@ -58,7 +59,7 @@ class Readers:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks [first, end) that are in the tables of all `members`, at least two."""
+    """Blocks [first, end), by place in a table, that are the same in the tables of all `members` (at least two)."""
 
     first: int
     end: int
@@ -66,8 +67,8 @@ class Run:
 
 
 def find_runs(readers: Readers) -> list[Run]:
-    """The leading blocks that several readers share, from the root of the tree of common prefixes to its leaves. Only
-    whole blocks that all rows of a reader see. Empty if sharing does not pay."""
+    """Finds the leading blocks that several readers share, from the root of the tree of common prefixes to its leaves.
+    Only full blocks that all rows of a reader see are shared. Empty if sharing saves less than `_LEAST_SAVING`."""
     tables, wholes = readers.tables, (readers.contexts - readers.counts + 1) // BLOCK_SIZE
     found: list[Run] = []
     saved = 0
@@ -88,7 +89,7 @@ def find_runs(readers: Readers) -> list[Run]:
 
 
 def _alike(blocks: IntArray, members: Indices) -> list[Indices]:
-    """Groups of at least two `members` with the same block."""
+    """The groups of at least two `members` that have the same block; `blocks` has the block of each member."""
     order = np.argsort(blocks, kind="stable")
     is_new = np.ones(len(blocks) + 1, bool)
     np.not_equal(blocks[order][1:], blocks[order][:-1], out=is_new[1:-1])
@@ -98,12 +99,13 @@ def _alike(blocks: IntArray, members: Indices) -> list[Indices]:
 
 
 def _common_length(tables: IntArray) -> int:
-    """Columns before the first in which not all rows are equal."""
+    """The number of leading columns in which all rows are equal."""
     differs = (tables != tables[0]).any(axis=0)
     return int(differs.argmax()) if differs.any() else len(differs)
 
 
 def spread(counts: Indices) -> tuple[Indices, Indices]:
-    """The owner of each of `counts` things, and its index among the owner's. `2 1` gives `0 0 1` and `0 1 0`."""
+    """For owners with `counts` items each: the owner of each item, and the item's index among the owner's. `2 1` gives
+    `0 0 1` and `0 1 0`."""
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners, np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,5 +1,5 @@
-"""Helpers of kernel self-tests and measurements: rows that quantise without loss, and timing in turns, so that other
-work on the machine slows all candidates alike."""
+"""Helpers of kernel self-tests and measurements: rows that quantise without loss, and alternating timings, so that
+other work on the machine slows all candidates equally."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_WARM_UPS = 2
 
 
 def exact_kv(rng: np.random.Generator, places: tuple[int, ...], spec: LayerSpec) -> tuple[mx.array, mx.array]:
-    """K and V `[*places, dim]` as `exact_rows` are, for layers like `spec`."""
+    """K and V `[*places, dim]` for layers like `spec`, made by `exact_rows`."""
     keys, values = side_bits(spec.bits)
     return (
         exact_rows(rng, (*places, spec.key_dim), spec.dtype, keys),
@@ -28,9 +28,10 @@ def exact_kv(rng: np.random.Generator, places: tuple[int, ...], spec: LayerSpec)
 
 
 def exact_rows(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype, bits: int | None) -> mx.array:
-    """Normal random rows of `shape`; with `bits`, rows that lose nothing when they are quantised.
+    """Random rows of `shape`: normally distributed, or with `bits`, rows that quantise without loss.
 
-    Each group of such a row uses the whole range of codes; its step is a power of two, and 0 is one of its numbers.
+    Each group of such a row uses the whole range of codes. Its step is a power of two, and 0 is one of the numbers that
+    its codes stand for.
     """
     if bits is None:
         return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
@@ -46,7 +47,7 @@ def exact_rows(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype
 def median_times(
     candidates: Sequence[Callable[[], object]], num_repeats: int, clock: Clock = time.perf_counter
 ) -> list[float]:
-    """Median seconds of each candidate: warmed up, then measured in turns that start with a different one each time."""
+    """The median seconds of each candidate. After a warm-up, each repeat runs all of them, in rotated order."""
     for _ in range(_NUM_WARM_UPS):
         for candidate in candidates:
             candidate()

@@ -1,6 +1,6 @@
-"""Attention on a GPU: kernels over the pools in place for decodes, gathered rows for prompt chunks.
+"""Attention on a GPU: decodes read K/V in place, by kernels of this project; prompt chunks gather K/V for MLX's kernel.
 
-Apple's GPUs and NVIDIA's get the same kernel bodies, by `mx.fast.metal_kernel` and `mx.fast.cuda_kernel`.
+Apple's and NVIDIA's GPUs get the same kernel bodies, by `mx.fast.metal_kernel` and `mx.fast.cuda_kernel`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Layer:
-    """What the attention of one kind of layer launches; `decodes` is None where its decodes gather, and `shared` where
-    rows cannot share reads."""
+    """The kernels of one kind of layer. `decodes` is None if its decodes gather, and `shared` if rows cannot share
+    reads."""
 
     pool: PoolKernels
     cut: Cut | None
@@ -55,20 +55,20 @@ class _Layer:
 
 
 class GpuBackend:
-    """An `AttentionBackend` whose pools are written and read in place. On the MLX thread only.
+    """An `AttentionBackend` whose pools are written and read in place. MLX thread.
 
-    Call `warm_up` for each kind of layer before serving. What fails there is not used: a shape whose decode kernel
-    is wrong or missing gathers its rows instead, and if in-place writes fail, rows are scattered and
-    `needs_synchronous_steps` says what that asks of the caller; only quantised rows are refused then.
+    Call `warm_up` for each kind of layer before serving: kernels that fail their test there are not used. If the decode
+    kernel is wrong or there is none, decodes gather their rows instead. If in-place writes fail, MLX scatters rows (see
+    `needs_synchronous_steps`), and quantised K/V are refused.
     """
 
     name: str
     prelude: str | None = None
-    """The header of each kernel's text."""
+    """The file with the header of each kernel; None if it has none."""
 
     by_row = False
-    """Whether the tokens of prompts are computed like decodes, each with the same bits as if it were one, where a
-    decode kernel supports the layer. They then read K/V once a token instead of once a chunk, and share no reads."""
+    """Whether prompt tokens are computed like decodes, with the same bits, in layers that a decode kernel supports. K/V
+    are then read once for each token instead of once for each chunk, and no reads are shared."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class GpuBackend:
         num_cores: int | None = None,
         choose_variant: Callable[[DecodeShape], KernelVariant] = default_variant,
     ) -> None:
-        """Needs no GPU; running kernels does. Without `num_cores`, the most that a chip of this one's class has: only
-        how finely work is cut depends on it. Raises `RuntimeError` where MLX cannot make kernels of the kind."""
+        """Needs no GPU; only running kernels does. `num_cores` (default: the most that a chip of this class has) only
+        decides how finely work is cut. Raises `RuntimeError` if MLX cannot make such kernels here."""
         make_kernel = make_kernel or cast(MakeKernel, getattr(mx.fast, f"{self.name}_kernel"))
         header = read_text(self.prelude) if self.prelude else ""
         self._kernels = PagedKernels(make_kernel, header)
@@ -93,31 +93,31 @@ class GpuBackend:
         self._layers: dict[tuple[LayerSpec, int, float, mx.Dtype | None], _Layer] = {}
 
     def _most_cores(self) -> int:
-        """For GPUs without a known number of cores."""
+        """The number of cores to assume if none is given."""
         return 128
 
     @property
     def needs_synchronous_steps(self) -> bool:
-        """True if pools are written by scatter: a step may be built while another runs, but only submitted once
-        that one has finished, or MLX copies every pool at every step. Known after `make_pool`."""
+        """True if pools are written by scatter. A step may then be built while another runs, but must be submitted
+        after that one has finished, or MLX copies every pool in every step. Known after `make_pool`."""
         return any(reason is not None for reason in self._write_failures.values())
 
     def supports(self, spec: LayerSpec, num_query_heads: int) -> str | None:
-        """Why decodes of such a layer gather rows instead of running the kernel, or None."""
+        """The reason why decodes of such a layer gather rows; None if the decode kernel supports them."""
         shape = DecodeShape.of(spec, num_query_heads)
         return self._refusals.get(shape) or unsupported_reason(shape)
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """Why decodes of some of the layers met so far gather their rows."""
+        """The reasons why decodes gather rows, for the layers seen so far."""
         return tuple(self._refusals.values())
 
     def variant(self, spec: LayerSpec, num_query_heads: int) -> KernelVariant | None:
-        """How the decode kernel is cut for such a layer; None if there is none."""
+        """The variant of the decode kernel for such a layer; None if no kernel is used."""
         return self._variant(DecodeShape.of(spec, num_query_heads))
 
     def warm_up(self, spec: LayerSpec, num_query_heads: int, *, sinks: mx.array | None = None) -> None:
-        """Compiles every kernel that such a layer can use, and tests each on this machine."""
+        """Compiles and tests every kernel that such a layer can use. Raises as `make_pool` does."""
         self._writes(spec)
         shape = DecodeShape.of(spec, num_query_heads)
         scores = Scores(shape.key_dim**-0.5, sinks)
@@ -128,7 +128,7 @@ class GpuBackend:
         if failure is not None:
             self._shared_variants[shape] = None
             logger.warning("%s reads K/V once for each row and gathers drafts: %s", self.name, failure)
-        self._layers.clear()  # which may have been made with another variant
+        self._layers.clear()  # they may have been made with another variant
 
     def _prove(
         self,
@@ -138,7 +138,8 @@ class GpuBackend:
         variants: dict[DecodeShape, KernelVariant] | dict[DecodeShape, KernelVariant | None],
         find_failure: Callable[[PagedKernels, DecodeShape, KernelVariant, Scores], str | None],
     ) -> str | None:
-        """Why a kernel cannot be used. A pipeline may allow fewer threads than asked for: then it gets fewer."""
+        """The reason why a kernel cannot be used, or None. If it cannot run with its simdgroups, which may be too many
+        for the pipeline, it is tried with half of them, down to one."""
         while variant is not None:
             try:
                 return find_failure(self._kernels, shape, variant, scores)
@@ -149,14 +150,15 @@ class GpuBackend:
         return None
 
     def make_pool(self, spec: LayerSpec, num_blocks: int, max_blocks: int | None = None) -> GpuPool:
-        """Raises `RuntimeError` for quantised K/V where kernels cannot write them: nothing scatters those."""
+        """Raises `RuntimeError` for quantised K/V that kernels cannot write, since MLX cannot scatter them."""
         pool = GpuPool.make(self._one_of(spec), num_blocks)
         if not self._writes(spec):
             pool.scatter()
         return pool
 
     def make_rows(self, shape: RowsShape, dtype: mx.Dtype) -> Rows:
-        """Zeros. Plain rows in place of those that kernels cannot write, and a warning says why, once a kind."""
+        """Rows of zeros, written in place; plain rows if kernels cannot write them, with one warning for each kind, or
+        if they are fewer than `SMALL_ARRAY` numbers."""
         kind = size, _ = math.prod(shape[1:]), dtype
         if kind not in self._row_failures:
             failure = self._row_failures[kind] = row_failure(self._row_kernels, size, dtype)
@@ -178,8 +180,8 @@ class GpuBackend:
         return pool
 
     def view_pool(self, pool: GpuPool, spec: LayerSpec, num_parts: int) -> GpuPool:
-        """If kernels cannot write for such layers, MLX writes for all that share the pool. So the first views of a pool
-        come before anything is written."""
+        """If kernels cannot write for such layers, MLX writes for all layers that share the pool. So the first views of
+        a pool must be made before anything is written."""
         if not self._writes(spec):
             pool.scatter()
         return GpuPool(self._one_of(spec), pool.memory, num_parts)
@@ -201,7 +203,6 @@ class GpuBackend:
         window: int | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """As `AttentionBackend.attend`."""
         kind = pool.spec, queries.shape[1], scale, None if sinks is None else sinks.dtype
         try:
             layer = self._layers[kind]
@@ -231,7 +232,7 @@ class GpuBackend:
         return pool.arrays()
 
     def _one_of(self, spec: LayerSpec) -> LayerSpec:
-        """The same for all layers like it: two objects would be compared at each layer of each step."""
+        """One object for all equal specs, because two objects would be compared for each layer of each step."""
         return self._kernels.of_pool(spec).spec
 
     def _layer(self, spec: LayerSpec, num_query_heads: int, scores: Scores) -> _Layer:
@@ -259,7 +260,7 @@ class GpuBackend:
         return self._variants[shape]
 
     def _shared_variant(self, shape: DecodeShape) -> KernelVariant | None:
-        """None where rows cannot share reads."""
+        """None if rows cannot share reads."""
         if shape not in self._shared_variants:
             self._shared_variants[shape] = None if self._variant(shape) is None else shared_variant(shape)
         return self._shared_variants[shape]
@@ -269,7 +270,7 @@ class GpuBackend:
         logger.warning("%s decodes gather K/V instead of reading it in place: %s", self.name, reason)
 
     def _writes(self, spec: LayerSpec) -> bool:
-        """Whether kernels write for such layers, which they must prove at first."""
+        """Whether kernels write for such layers, as found by a test at the first call. Raises as `make_pool` does."""
         if spec not in self._write_failures:
             failure = write_failure(self._kernels, spec)
             if failure is not None and spec.bits is not None:
@@ -281,13 +282,13 @@ class GpuBackend:
 
 
 _Part = tuple[int, mx.array]
-"""Attention of some of a step's rows, and the first of them."""
+"""A row of the step, and the attention of some consecutive rows from it on."""
 
 
 def _attend_decodes(
     layer: _Layer, pool: GpuPool, queries: mx.array, launches: Launches, sinks: mx.array | None
 ) -> list[_Part]:
-    """For all requests with few tokens."""
+    """Attention of the requests with few tokens."""
     parts: list[_Part] = []
     for launch in launches.decodes:
         kernels, first = layer.shared if launch.is_shared else layer.decodes, launch.first
@@ -308,7 +309,7 @@ def _attend_gathered(
     *,
     longer_than: int,
 ) -> list[_Part]:
-    """For longer prompt chunks, and for decodes if no kernel supports them."""
+    """Attention of longer prompt chunks, and of decodes if no kernel supports them."""
     parts: list[_Part] = []
     num_kv_heads = pool.spec.num_kv_heads
     scores = dataclasses.replace(layer.scores, sinks=sinks)
@@ -323,18 +324,18 @@ def _attend_gathered(
 
 
 def _joined(parts: list[_Part]) -> mx.array:
-    """In the order of the rows."""
+    """Concatenates the parts in the order of their rows."""
     if len(parts) == 1:
         return parts[0][1]
     return mx.concatenate([out for _, out in sorted(parts, key=itemgetter(0))], axis=0)
 
 
 _CORES = {"p": 6, "g": 16, "s": 40, "d": 80}
-"""GPU cores by the last letter of the architecture: phone, base and Pro, Max, Ultra; the largest of each class."""
+"""The most GPU cores of each class of chip, by the last letter of its architecture: phone, base and Pro, Max, Ultra."""
 
 
 class MetalBackend(GpuBackend):
-    """The `metal` backend."""
+    """The backend for Apple's GPUs."""
 
     name = "metal"
 
@@ -347,7 +348,7 @@ PRELUDE = "cuda_prelude.h"
 
 
 class CudaBackend(GpuBackend):
-    """The `cuda` backend."""
+    """The backend for NVIDIA's GPUs."""
 
     name = "cuda"
     prelude = PRELUDE

@@ -1,8 +1,8 @@
-"""The kernels' variants that `mlx-serve bench kernels` found fastest on this machine, kept in a file; and self-tests on
-small pools, which must pass on each GPU before kernels are used.
+"""The kernel variants that `mlx-serve bench kernels` found fastest on this machine, stored in a file; and the
+self-tests on small pools that kernels must pass on each GPU before they are used.
 
-An entry of the file is for one attention shape, the file for one version of the decode kernels. If it cannot be used,
-the backends take the default variants.
+The file has an entry for each attention shape and is valid for one version of the decode kernels. If it cannot be used,
+the backends use the default variants.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SIZES = ("num_query_heads", "num_kv_heads", "key_dim", "value_dim")
 
 
 def load_choice() -> Callable[[DecodeShape], KernelVariant]:
-    """The stored choice for this chip, else `default_variant`. The `choose_variant` of GPU backends."""
+    """Returns the `choose_variant` of a GPU backend: this chip's stored variant for a shape, else `default_variant`."""
     here = _stored().load()
     return lambda shape: here.get(shape) or default_variant(shape)
 
@@ -56,7 +56,7 @@ def _stored() -> StoredChoices[DecodeShape, KernelVariant]:
 
 
 def _parse(entry: Mapping[str, Any]) -> tuple[DecodeShape, KernelVariant]:
-    """Raises if no backend can launch it."""
+    """The key and value of a stored entry. Raises `ValueError` or another reading error if it cannot be launched."""
     dtypes = {dtype_name(dtype): dtype for dtype in DTYPES}
     sizes, cut = ({name: whole_number(value) for name, value in entry[part].items()} for part in ("shape", "variant"))
     bits = None if entry["kv_bits"] is None else KvBits.of(entry["kv_bits"])
@@ -84,17 +84,18 @@ def _document(shape: DecodeShape, variant: KernelVariant) -> dict[str, Any]:
 
 _STEPS = 8
 _TOLERANCE = {mx.float32: 5e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
-"""Wide, since MLX may round float32 products to TF32, and this test is for wrongly compiled kernels."""
+"""Wide, because MLX may round float32 products to TF32, and this test only looks for wrongly compiled kernels."""
 
 _ROUNDING = 1e-3
-"""Of quantising and back, by compilers that divide inexactly; the smallest step of an exact row is 8 times that."""
+"""The error allowed after quantising and back, for compilers that divide inexactly. The smallest step of an exact row
+is about 8 times as large."""
 
 
 def write_failure(kernels: PagedKernels, spec: LayerSpec) -> str | None:
-    """Why in-place writes cannot be trusted here, or None.
+    """The reason why K/V cannot be written in place on this GPU, or None.
 
-    Fills one block again and again, as if it were freed and taken by another request, reads it back after every
-    write, and submits all of that without waiting: a write that is lost, late or early shows in some reading.
+    Fills one block repeatedly, as if it were freed and taken by another request, reads it back after every write, and
+    submits all of this without waiting, so that a write that is lost or in the wrong order makes a reading wrong.
     """
     if spec.key_dim % 4 or spec.value_dim % 4:  # rows that can be quantised always can
         return f"rows of {spec.key_dim} and {spec.value_dim} elements cannot be moved in fours"
@@ -124,9 +125,9 @@ def write_failure(kernels: PagedKernels, spec: LayerSpec) -> str | None:
 
 
 def decode_failure(kernels: PagedKernels, shape: DecodeShape, variant: KernelVariant, scores: Scores) -> str | None:
-    """Why the decode kernel's numbers cannot be trusted here, or None. Raises what MLX raises if it cannot run.
+    """The reason why the decode kernel's results are wrong on this GPU, or None. Raises MLX's error if it cannot run.
 
-    Compiles and runs it with and without split sequences against MLX's own attention over the same rows.
+    Compares it with MLX's attention over the same rows, with and without split sequences.
     """
     contexts = np.array([1, BLOCK_SIZE + 1, 3 * BLOCK_SIZE], np.int32)
     tables = np.arange(12, dtype=np.int32).reshape(3, 4)
@@ -136,8 +137,8 @@ def decode_failure(kernels: PagedKernels, shape: DecodeShape, variant: KernelVar
 
 
 def shared_failure(kernels: PagedKernels, shape: DecodeShape, variant: KernelVariant, scores: Scores) -> str | None:
-    """The same for rows that share reads: three of one request, and one of another with the same prefix; with and
-    without partial results."""
+    """As `decode_failure`, for the shared kernel: three rows of one request and one row of another. Tests it with a
+    shared prefix and partial results, and without both."""
     tables = np.array([[0, 1, 2, 3, 4], [0, 1, 2, 3, 5]], np.int32)
     counts, beyond = np.array([3, 1], np.int32), np.array([22, 12], np.int32)
     decodes = DecodeKernels(kernels, shape, variant, scores, is_shared=True)
@@ -162,7 +163,7 @@ def _failure(
     row_tables: IntArray,
     row_contexts: IntArray,
 ) -> str | None:
-    """How the result of one of `works` differs from MLX's attention, or None."""
+    """The first difference between the result of one of `works` and MLX's attention, or None."""
     shape = decodes.shape
     pool, reader = _random_pool(kernels, shape, 12), kernels.of_pool(shape.spec)
     places = len(row_contexts), shape.num_query_heads, 1, shape.key_dim

@@ -1,7 +1,7 @@
-"""The kernels of paged attention as MLX calls: their texts, and each made for the sizes of a kind of layer.
+"""The kernels of paged attention as MLX calls. Each kernel is made from its text for the sizes of a kind of layer.
 
-`make_kernel` is `mx.fast.metal_kernel`, `mx.fast.cuda_kernel`, or anything of the same signature: tests pass one
-that runs the generated Metal source on the host. The texts are bodies in a dialect that Metal and CUDA share.
+`make_kernel` is `mx.fast.metal_kernel`, `mx.fast.cuda_kernel` or another function with that signature: tests pass one
+that runs the generated Metal source on the host. The texts are kernel bodies in a dialect that Metal and CUDA share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MakeKernel = Callable[..., Kernel]
 
 _MAX_THREADS = MAX_SIMDGROUPS * SIMD_WIDTH
 _LOG2_E = 1.4426950408889634
-"""In what queries are multiplied by, it makes exp(x) an exp2(x)."""
+"""With the scale multiplied by it, kernels can compute exp(x) as exp2(x)."""
 
 _TOKEN = (1,)
 
@@ -47,7 +47,7 @@ class KernelText:
 
     @property
     def body(self) -> str:
-        """The body without its comments: MLX hashes it at every call and searches it for argument names."""
+        """The body without its comments, because MLX hashes it at every call and searches it for argument names."""
         return re.sub(r"[ ]*//[^\n]*", "", read_text(f"{self.name}.msl"))
 
 
@@ -69,7 +69,7 @@ KERNEL_TEXTS = (KV_WRITE, KV_WRITE_QUANTIZED, KV_GATHER, PAGED_DECODE, PAGED_SHA
 
 
 def read_text(file_name: str) -> str:
-    """A kernel text or header that ships in the folder `texts`."""
+    """Reads a kernel text or header from the folder `texts`."""
     return resources.files(__package__).joinpath("texts", file_name).read_text(encoding="utf-8")
 
 
@@ -82,7 +82,7 @@ class Scores:
 
 
 class PagedKernels:
-    """Makes the kernels of each kind of layer once. On the MLX thread."""
+    """Makes the kernels for each kind of layer once. MLX thread."""
 
     def __init__(self, make_kernel: MakeKernel, header: str = "") -> None:
         self._make_kernel = make_kernel
@@ -91,33 +91,33 @@ class PagedKernels:
         self._numbers: dict[float, mx.array] = {}
 
     def make(self, text: KernelText, sizes: Mapping[str, int | bool]) -> Kernel:
-        """One kernel, with its sizes as constants in its text: as template arguments, MLX would read them anew at each
-        launch. They are in its name, too: CUDA tells kernels apart by names."""
+        """Makes one kernel with `sizes` as constants in its text, because MLX would process template arguments at each
+        launch. The sizes are in its name, too, because CUDA tells kernels apart by their names."""
         constants = " ".join(f"constexpr {type(size).__name__} {name} = {int(size)};" for name, size in sizes.items())
         return self._make_kernel(
             name="__".join([text.name, *(str(int(size)) for size in sizes.values())]),
             input_names=list(text.inputs),
             output_names=list(text.outputs),
-            source=f"{constants} {text.body}",  # in one line, so that compilers report the file's lines
+            source=f"{constants} {text.body}",  # in one line, so that compilers report the body's lines
             header=self._header,
             ensure_row_contiguous=True,  # rows may be strided; pools never are, and would otherwise be copied
         )
 
     def of_pool(self, spec: LayerSpec) -> PoolKernels:
-        """What writes and gathers for layers like `spec`."""
+        """The kernels that write and gather for layers like `spec`."""
         if spec not in self._pools:
             self._pools[spec] = PoolKernels(self, spec)
         return self._pools[spec]
 
     def number(self, value: float) -> mx.array:
-        """A float as `(1,)`: MLX passes it in constant memory. A model has few, so they are kept."""
+        """A float as an array `[1]`, which MLX passes in constant memory. They are kept, since a model has few."""
         if value not in self._numbers:
             self._numbers[value] = mx.array([value], mx.float32)
         return self._numbers[value]
 
 
 class PoolKernels:
-    """Writes into pools of one kind of layer, and gathers from them."""
+    """Writes into pools of one kind of layer, and gathers from them. MLX thread."""
 
     def __init__(self, kernels: PagedKernels, spec: LayerSpec) -> None:
         sizes = {**_row_sizes(spec), "KV_HEADS": spec.num_kv_heads}
@@ -136,7 +136,7 @@ class PoolKernels:
         self._template = [("T", spec.dtype)]
 
     def write(self, pool: GpuPool, keys: mx.array, values: mx.array, slots: mx.array) -> None:
-        """Writes rows `[T, num_kv_heads, 1, dim]` into their slots. Takes the pool's next token."""
+        """Writes rows `[T, num_kv_heads, 1, dim]` into their slots. Replaces the pool's token."""
         dtype = self.spec.dtype
         if keys.dtype != dtype:
             keys, values = keys.astype(dtype), values.astype(dtype)
@@ -151,8 +151,8 @@ class PoolKernels:
         )
 
     def gather(self, pool: GpuPool, rows: mx.array, num_rows: int) -> tuple[mx.array, mx.array]:
-        """K and V `[num_rows, 32, dim]` at the first `num_rows` of `rows`, which are block * num_kv_heads + head. Takes
-        the pool's next token, which later writes wait for."""
+        """Returns K and V `[num_rows, 32, dim]` of the first `num_rows` of `rows`, which are block * num_kv_heads +
+        head. Replaces the pool's token, so that later writes wait for it."""
         memory = pool.memory
         keys, values, memory.token = self._gather(
             inputs=[*memory.handles, rows, memory.token],
@@ -166,8 +166,8 @@ class PoolKernels:
 
 
 class DecodeKernels:
-    """Attends from decodes of one kind of layer, in one launch or, if a sequence is split, two. `is_shared`: from rows
-    that share reads."""
+    """Attention of decodes in one kind of layer, in one launch, or in two if a sequence is split. With `is_shared`, of
+    rows that share reads of K/V. MLX thread."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class DecodeKernels:
         *,
         is_shared: bool = False,
     ) -> None:
-        """Of the sinks in `scores`, only their type counts: each decode gets its own."""
+        """Only whether `scores` has sinks, and their type, is used here: `decode` gets the sinks themselves."""
         sizes, tiles, threads = _decode_sizes(shape, variant), variant.tiles(shape), variant.threads(shape)
         if is_shared:
             sizes, tiles = _shared_sizes(shape, variant), shared_tiles(shape, variant)
@@ -200,8 +200,9 @@ class DecodeKernels:
         self._reduce_template = [("T", shape.dtype)]
 
     def decode(self, pool: GpuPool, queries: mx.array, indices: DecodeIndices, sinks: mx.array | None) -> mx.array:
-        """Attention of the rows of queries `[T, H, 1, key_dim]` that `indices` name (of a plain decode the first, one a
-        sequence) over the pool: `[B, H, 1, value_dim]`. Takes the pool's next token, which later writes wait for."""
+        """Returns the attention `[B, H, 1, value_dim]` of B rows of queries `[T, H, 1, key_dim]` over the pool: the
+        rows that `indices` name if shared, else the first B, one for each sequence. Replaces the pool's token, so that
+        later writes wait for it."""
         shape, memory = self.shape, pool.memory
         asked = queries.dtype
         if asked != shape.dtype:
@@ -259,7 +260,7 @@ def _head_sizes(shape: DecodeShape, variant: KernelVariant) -> dict[str, int | b
 
 
 def _row_sizes(spec: LayerSpec) -> dict[str, int | bool]:
-    """How K and V rows lie in a block; bits 0 are whole rows."""
+    """The layout of K and V rows in a block; 0 bits are unquantised rows."""
     key_bits, value_bits = side_bits(spec.bits)
     groups = [dim if spec.bits is None else group_size_of(dim) for dim in (spec.key_dim, spec.value_dim)]
     return {
@@ -274,7 +275,7 @@ def _row_sizes(spec: LayerSpec) -> dict[str, int | bool]:
 
 
 def _rows_threadgroup(width: int, heads: int) -> tuple[int, int, int]:
-    """Rows of `width` threads, as many heads as fit; the grid is a multiple of it."""
+    """A threadgroup for a grid of `width` by `heads`: as large as possible, with sizes that divide the grid's."""
     across = _largest_divisor(width, _MAX_THREADS)
     return across, _largest_divisor(heads, _MAX_THREADS // across), 1
 

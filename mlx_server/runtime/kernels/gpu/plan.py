@@ -1,7 +1,7 @@
-"""The host's half of GPU attention: which launches a step is, and which tokens each threadgroup reads.
+"""Plans GPU attention on the host: the kernel launches of a step, and the tokens that each threadgroup reads.
 
-Index arrays are made once a step. Windows are resolved here: a work item names the tokens it sees, so the kernels know
-no window.
+Index arrays are made once a step. Windows are resolved here: a work item names the tokens that it sees, so the kernels
+need not know the window.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant
 from mlx_server.runtime.kernels.sharing import Indices, Readers, Run, find_runs
 
 GATHER_TOKENS = 32_768
-"""Of contexts whose rows are gathered at once, unless a single one is longer: they take memory together, and those
-gathered one after the other wait for each other."""
-
+"""The most context tokens that are gathered at once, unless one context is longer. Contexts that are gathered at once
+take memory at the same time; those that are gathered one after the other wait for each other."""
 
 DECODES_AT_ONCE = 256
-"""Rows of one launch: the partial results of their items take memory together."""
+"""Rows of one launch (a few more if requests have several rows). The partial results of all its work items take memory
+at the same time."""
 
 FEW_ROWS = 16
-"""Tokens of a request that are attended from like decodes, with shared reads: drafts, and short ends of prompts. For
-usual shapes that is one or two reads of its K/V; gathering is three, a write among them, and launches of its own."""
+"""The most tokens of a request that the shared kernel computes, like decodes: drafts, and short last chunks of prompts.
+For usual shapes, it reads the request's K/V once or twice. Gathering moves them three times, once as a write, and needs
+launches of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """How the decodes of a kind of layer are cut; `shared` is None where rows cannot share reads. Equal to itself
-    alone: a step looks up what it has for one."""
+    """How the decodes of a kind of layer are cut into work items; `shared` is None if rows cannot share reads. Compared
+    by identity, because each step looks up its launches by it."""
 
     shape: DecodeShape
     variant: KernelVariant
@@ -46,9 +47,9 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work items `[W, 4]`: sequence, first token, end token, 1 for a sequence's first item.
+    """Work items `[W, 4]`: sequence, first token, end token, and 1 for a sequence's first item, else 0.
 
-    Sequence s owns items [starts[s], starts[s + 1]).
+    Sequence s has the items [starts[s], starts[s + 1]).
     """
 
     items: IntArray
@@ -62,11 +63,11 @@ class Work:
 def make_work(
     context_lens: IntArray, window: int | None, shape: DecodeShape, variant: KernelVariant, num_cores: int
 ) -> Work:
-    """Cuts the visible tokens of each decoding sequence into runs of whole blocks.
+    """Cuts the visible tokens of each decoding sequence into work items of whole blocks.
 
-    How a sequence is cut depends on its own length, the shape and the GPU alone, so its result is the same to the bit
-    whoever runs beside it. Each is cut as if it ran alone: the longest item is then no more than an even share of all,
-    and a batch of many has more items than it needs, which cost it a few percent.
+    The cut of a sequence depends only on its own length, the shape and the GPU, so the bits of its result do not depend
+    on the rest of the batch. Each sequence is cut as if it ran alone: no item is then longer than an even share of all
+    work, but a large batch has more items than it needs, which costs a few percent.
     """
     firsts = np.zeros_like(context_lens) if window is None else np.maximum(context_lens - window, 0)
     bases = firsts // BLOCK_SIZE * BLOCK_SIZE
@@ -89,8 +90,8 @@ def make_work(
 
 
 def _partition_tokens(lengths: IntArray, shape: DecodeShape, variant: KernelVariant, num_cores: int) -> IntArray:
-    """Tokens of each sequence's work items: as many as leave threadgroups enough to fill the GPU with this sequence
-    alone, and a block for each stream."""
+    """The tokens of each sequence's work items: few enough that this sequence alone fills the GPU with threadgroups,
+    but at least a block for each stream of a threadgroup."""
     if variant.partition_tokens is not None:
         return np.full_like(lengths, variant.partition_tokens)
     groups_per_item = shape.num_kv_heads * variant.tiles(shape)
@@ -103,9 +104,9 @@ def _partition_tokens(lengths: IntArray, shape: DecodeShape, variant: KernelVari
 class DecodeIndices:
     """A `Work` or `SharedWork` on the device.
 
-    arrays       the kernel's inputs that it is: block tables, items and, if shared, their rows
-    num_results  partial results: rows times items that they are in
-    item_starts  None where each row is in one item, so that there is nothing to merge
+    arrays       the kernel's index inputs: block tables, items and, if shared, the rows of the items
+    num_results  the number of partial results: one for each row of each item
+    item_starts  `starts` of the work; None if each row is in one item, so that there is nothing to merge
     """
 
     arrays: tuple[mx.array, ...]
@@ -116,7 +117,7 @@ class DecodeIndices:
 
     @classmethod
     def of(cls, work: Work | SharedWork, block_tables: mx.array) -> DecodeIndices:
-        """Of B rows: sequences of one row each, or rows of readers."""
+        """Copies `work` to the device. Small arrays are padded to `SMALL_ARRAY` elements."""
         arrays: tuple[mx.array, ...] = block_tables, mx.array(_at_least(SMALL_ARRAY // 4, work.items))
         num_results = len(work.items)
         if isinstance(work, SharedWork):
@@ -128,8 +129,9 @@ class DecodeIndices:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Attention of some rows of a step. A plain one takes them one after the other from row `first` on; one that
-    `is_shared` names them. `spans` say where its results go: the first row of the step, and which results."""
+    """One launch: attention of some rows of a step. If it `is_shared`, its indices name the rows; otherwise they are
+    consecutive from row `first` on. Each of `spans` is a slice of the results and the row of the step at which it
+    begins."""
 
     indices: DecodeIndices
     is_shared: bool
@@ -145,9 +147,9 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """How a step is attended from in layers of a kind: by `decodes` its requests of few tokens; chunks of more than
-    `gathers_beyond` are gathered, if there are any, and so are all that see both ways. `only` is there if it is one
-    launch of all rows in their order."""
+    """How layers of one kind attend in a step. `decodes` compute the requests with few tokens. Chunks of more than
+    `gathers_beyond` tokens are gathered, and so are all whose tokens see each other both ways; it is None if there are
+    neither. `only` is set if one launch computes all rows in their order."""
 
     decodes: tuple[Launch, ...]
     gathers_beyond: int | None
@@ -158,10 +160,11 @@ class Launches:
 class Seen:
     """The K/V rows that some queries of a step see.
 
-    queries  which of the step's rows they are
-    rows     [R, num_kv_heads, B]: rows of a pool viewed `[num_blocks * num_kv_heads, 32, dim]`, one line a sequence
-    first, end  the tokens wanted, of the B * 32 that the rows give
-    mask     boolean, [R or 1, 1, L, end - first], or "causal"
+    queries     the queries' rows in the step
+    rows        [R, num_kv_heads, B], for R sequences: row numbers in a pool viewed as
+                `[num_blocks * num_kv_heads, 32, dim]`
+    first, end  the range of tokens that is needed, of the B * 32 tokens of the rows
+    mask        boolean, [R or 1, 1, L, end - first], or "causal"
     """
 
     queries: slice
@@ -173,7 +176,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """What several see, to be gathered at once: the `num_rows` of `rows` are those of `seen`, one after the other."""
+    """Several `Seen` to gather at once: the first `num_rows` of `rows` are the rows of `seen`, concatenated."""
 
     seen: tuple[Seen, ...]
     rows: mx.array
@@ -187,7 +190,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class _Sharing:
-    """Readers of one launch, their tables on the device, and the runs that they share."""
+    """The readers of one launch, their block tables on the device, and the runs that they share."""
 
     readers: Readers
     tables: mx.array
@@ -196,8 +199,8 @@ class _Sharing:
 
 @dataclass(slots=True)
 class GpuMetadata:
-    """A step's plan with its index arrays on the device; those that depend on a layer's shape are made when asked
-    for and kept for the layers like it. Without `may_share`, no row reads K/V together with others."""
+    """A step's plan with its index arrays on the device. Arrays that depend on a layer's shape are made at first use
+    and kept for other layers like it. Without `may_share`, each row reads its own K/V."""
 
     step: StepPlan
     slots: mx.array
@@ -221,7 +224,7 @@ class GpuMetadata:
         )
 
     def launches(self, cut: Cut, window: int | None) -> Launches:
-        """The launches for layers that are cut so and have this window."""
+        """The launches for layers with this cut and window."""
         key = cut, window
         if key not in self._launches:
             self._launches[key] = self._make_launches(cut, window)
@@ -248,7 +251,8 @@ class GpuMetadata:
         )
 
     def _shared_launches(self, cut: Cut, window: int | None, *, with_decodes: bool) -> tuple[Launch, ...]:
-        """Of requests of few rows. With decodes, all together; empty if they share too little for that."""
+        """Launches of the requests with few rows, decodes included if `with_decodes`. Empty if these share too
+        little."""
         assert cut.shared is not None
         launches = []
         for sharing in self._sharing(with_decodes=with_decodes):
@@ -280,17 +284,18 @@ class GpuMetadata:
 
     @property
     def _both_ways(self) -> npt.NDArray[np.bool_]:
-        """Of each request; False, of any shape, if none is."""
+        """For each request, whether its tokens see each other both ways; one False if this is so for none."""
         return self.step.both_ways > 0 if len(self.step.both_ways) else np.zeros(1, bool)
 
     def _chunks(self, longer_than: int) -> list[int]:
-        """Requests of more rows, behind the decodes, and those of fewer that no kernel masks."""
+        """The requests after the decodes that have more rows, or whose tokens see each other both ways, which no decode
+        kernel supports."""
         is_chunk = (np.diff(self.step.query_starts) > longer_than) | self._both_ways
         return (self.num_decodes + np.flatnonzero(is_chunk[self.num_decodes :])).tolist()
 
     def chunk_gathers(self, num_kv_heads: int, window: int | None, *, longer_than: int = 0) -> tuple[Gather, ...]:
-        """What the prompt chunks of more than so many tokens see: each its own past and itself, causally, in its
-        window. Together, as many as `GATHER_TOKENS` allow."""
+        """What the prompt chunks with more than `longer_than` tokens see: each its own context, within the window. One
+        gather has as many chunks as `GATHER_TOKENS` allows."""
         key = longer_than, num_kv_heads, window
         if key not in self._gathers:
             chunks = [self._chunk(request, num_kv_heads, window) for request in self._chunks(longer_than)]
@@ -298,7 +303,7 @@ class GpuMetadata:
         return self._gathers[key]
 
     def decodes_gather(self, num_kv_heads: int, window: int | None) -> Gather:
-        """What all decodes see, padded to the longest: for layers that no decode kernel supports."""
+        """What all decodes see, padded to the longest context: for layers that no decode kernel supports."""
         key = -1, num_kv_heads, window
         if key not in self._gathers:
             contexts = self.step.context_lens[: self.num_decodes]
@@ -327,7 +332,7 @@ class GpuMetadata:
 
 
 def _in_launches(rows: IntArray) -> list[IntArray]:
-    """`rows`, one a decode, as they are launched."""
+    """Splits `rows`, one for each decode, into the rows of each launch."""
     return [rows[first : first + DECODES_AT_ONCE] for first in range(0, len(rows), DECODES_AT_ONCE)]
 
 
@@ -336,7 +341,7 @@ def _device_tables(tables: IntArray) -> mx.array:
 
 
 def _in_groups(chunks: Sequence[Seen]) -> Iterator[list[Seen]]:
-    """Neighbours together while they see no more than `GATHER_TOKENS`; never less than one."""
+    """Groups of consecutive chunks that together see at most `GATHER_TOKENS`, or of one chunk that sees more."""
     group: list[Seen] = []
     tokens = 0
     for chunk in chunks:
@@ -357,15 +362,15 @@ def _at_least(count: int, values: IntArray) -> IntArray:
 
 
 def _pool_rows(tables: IntArray, first: int, end: int, num_kv_heads: int) -> tuple[IntArray, int]:
-    """Pool rows `[R, num_kv_heads, B]` of the blocks that hold tokens first to end - 1, and B's first token."""
+    """Pool rows `[R, num_kv_heads, B]` of the blocks of tokens first to end - 1, and their first token."""
     blocks = tables[:, first // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
     heads = np.arange(num_kv_heads, dtype=np.int32)
     return blocks[:, None, :] * num_kv_heads + heads[:, None], first // BLOCK_SIZE * BLOCK_SIZE
 
 
 def decode_bytes(shape: DecodeShape, context_lens: Sequence[int], variant: KernelVariant, *, num_cores: int) -> int:
-    """What the loads and stores of one layer's decode attention of `len(context_lens)` sequences add up to, caches not
-    counted, on a GPU of `num_cores`."""
+    """The bytes that decode attention of one layer over contexts of these lengths loads and stores on a GPU with
+    `num_cores`, as if there were no caches."""
     work = make_work(np.asarray(context_lens, np.int32), None, shape, variant, num_cores)
     blocks = int((-(-work.items[:, 2] // BLOCK_SIZE) - work.items[:, 1] // BLOCK_SIZE).sum())
     rows = sum(context_lens) * shape.spec.token_bytes

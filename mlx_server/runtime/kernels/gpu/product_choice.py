@@ -1,9 +1,9 @@
-"""Which quantised layers of a model multiply few rows by kernels of this project: those whose kernels prove right on
-this GPU at each load, for the numbers of rows at which they have been measured to be faster than MLX's own product.
+"""Chooses the product of few rows for each quantised layer of a model: a kernel of this project if it passes its test
+on this GPU, at each load, and for the numbers of rows at which it was measured to be faster than MLX's product.
 
-Times are of the model's own weights, one layer after the other, each on the result of the one before: as in a step,
-weights come from memory and nothing overlaps. They are kept in a file, by chip and shape, for one version of MLX and
-of the kernels.
+Times are measured with the model's own weights, one layer after the other, each on the result of the one before. So, as
+in a step, weights are read from memory and products do not overlap. Times are stored in a file, by chip and shape, and
+are valid for one version of MLX and of the kernels.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from mlx_server.runtime.layers.products import RowProduct, install_products
 logger = logging.getLogger(__name__)
 
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Row counts that are measured; a count in between uses the choice of the next larger one. With more rows than the
-last, a product is no longer limited by reading weights, and MLX's own is used."""
+"""The row counts that are measured; a count in between uses the choice of the next larger one. With more rows than the
+last, a product is no longer limited by reading weights, and MLX's product is used."""
 
 _MOST_ROWS = ROW_COUNTS[-1]
 _GAIN = 1.1
 _NUM_REPEATS = 5
 _CHAIN_BYTES = 256 * 2**20
-"""Weights of a measurement: more than fit the caches."""
+"""The bytes of weights in a measurement: more than fit in caches."""
 
 _MOST_LAYERS = 32
 _TOLERANCE = {mx.float32: 5e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
-"""Relative to the largest result. Wide, since MLX may round; this test is for wrongly compiled kernels."""
+"""Relative to the largest result. Wide, because MLX may round; this test only looks for wrongly compiled kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductTimes:
-    """Seconds of a product for each of `ROW_COUNTS`, by MLX (None) and by each form that was measured."""
+    """The seconds of a product for each of `ROW_COUNTS`, by MLX (None) and by each measured form."""
 
     seconds: Mapping[Form | None, tuple[float, ...]]
 
@@ -69,22 +69,22 @@ class ProductTimes:
         return tuple(of_count(index) for index in range(len(ROW_COUNTS)))
 
     def evenly_fastest(self, forms: Sequence[Form]) -> Form | None:
-        """The one of `forms` with the lowest geometric mean over all counts; None if there is none."""
+        """The one of `forms` with the lowest geometric mean of times over all counts; None if there are no forms."""
         return min(forms, key=lambda form: math.prod(self.seconds[form]), default=None)
 
 
 Measure = Callable[[ProductShape, Sequence[Any], Sequence[FormProduct]], ProductTimes]
-"""The times of a shape, by its layers and its correct forms."""
+"""Measures the times of a shape, with its layers and its correct forms."""
 
 
 def gpu_products(
     model: Any, kernels: ProductKernels, *, exact: bool = False, measure: Measure | None = None
 ) -> Iterator[None]:
-    """Puts the kernels behind the quantised layers of an evaluated model where they pay.
+    """Gives the quantised layers of an evaluated model this project's kernels, where these are faster.
 
-    With `exact` a layer has one form for any number of rows, whatever that costs, so that a row's bits never depend on
-    how many others there are; layers that no kernel is for, or whose kernels fail, stay with MLX, whose bits do. Yields
-    after each shape, where other models' steps may come in between. MLX thread.
+    With `exact`, a layer has one form for any number of rows, even where it is slower, so that a row's bits do not
+    depend on the number of rows. Layers without a kernel that works keep MLX's product, whose bits do depend on it.
+    Yields after each shape, so that other models' steps can run in between. MLX thread.
     """
     layers: dict[ProductShape, list[Any]] = defaultdict(list)
     for module in model.modules():
@@ -122,7 +122,7 @@ def _measured(chooser: _Chooser, stored: StoredChoices[ProductShape, ProductTime
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The product for each number of rows, from 0, and for all larger numbers; None is MLX's own."""
+    """The product for each number of rows from 0 on, and for all larger numbers; None stands for MLX's product."""
 
     few: tuple[FormProduct | None, ...]
     beyond: FormProduct | None
@@ -143,12 +143,12 @@ class _Chooser:
         self._failures: dict[Form, str | None] = {}
 
     def measured(self) -> ProductTimes:
-        """Of the forms that are right."""
+        """Measures the forms that pass their test."""
         products = [product for form, product in self._products.items() if self._is_right(form)]
         return self._measure(self.shape, self._layers, products)
 
     def table(self, times: ProductTimes, *, exact: bool) -> _Table:
-        """By these times, of the forms that are right."""
+        """The table by these times, of forms that pass their test."""
         forms = [form for form in self._products if form in times.seconds and form not in self._wrong()]
         if exact:
             chosen: tuple[Form | None, ...] = (times.evenly_fastest(forms),) * len(ROW_COUNTS)
@@ -184,8 +184,8 @@ def _row_product(layer: Any, shape: ProductShape, table: _Table) -> RowProduct:
 
 
 def product_failure(product: FormProduct, shape: ProductShape, layer: Any) -> str | None:
-    """Why a form is wrong here, or None. Its results are compared with MLX's, and each row's bits among all numbers of
-    rows."""
+    """The reason why a form is wrong on this GPU, or None. Compares its results with MLX's, and the bits of rows
+    between products with 1 to 32 rows and in reverse order."""
     x = mx.random.normal((_MOST_ROWS, shape.depth), shape.dtype, key=mx.random.key(0))
     weights = weights_of(layer)
     try:
@@ -210,8 +210,8 @@ def _same_bits(one: mx.array, other: mx.array) -> bool:
 
 
 def measure_products(shape: ProductShape, layers: Sequence[Any], products: Sequence[FormProduct]) -> ProductTimes:
-    """What a product costs in a chain of as many layers as caches cannot hold, building it included: a step is built
-    by the thread that runs it."""
+    """Measures products in a chain of so many layers that caches cannot hold their weights. The time to build the graph
+    is included, because the thread that runs a step also builds it."""
     enough = -(-_CHAIN_BYTES // shape.weight_bytes)
     chained = layers[: min(enough, _MOST_LAYERS)]
     columns: dict[Form | None, list[float]] = {form: [] for form in (None, *(product.form for product in products))}
@@ -227,7 +227,7 @@ def measure_products(shape: ProductShape, layers: Sequence[Any], products: Seque
 
 
 def chain(products: Sequence[Product], x: mx.array) -> Callable[[], None]:
-    """Runs products one after another, each on rows that depend on the result of the one before."""
+    """Returns a function that runs products one after the other, each on rows that depend on the result before."""
 
     def run() -> None:
         rows = x
@@ -239,13 +239,13 @@ def chain(products: Sequence[Product], x: mx.array) -> Callable[[], None]:
 
 
 def mlx_product(shape: ProductShape, layer: Any) -> Product:
-    """MLX's own product of one layer."""
+    """MLX's product for one layer."""
     codes, scales, biases = weights_of(layer)
     return lambda x: mx.quantized_matmul(x, codes, scales, biases, True, shape.group_size, shape.bits)
 
 
 def stored_times() -> StoredChoices[ProductShape, ProductTimes]:
-    """The file of all measured times."""
+    """The file with all measured times."""
     measured_with = digest(version("mlx"), *(read_text(name) for name in PRODUCT_FILES))
     return StoredChoices("products.json", measured_with, _parse, _document, "the next start")
 

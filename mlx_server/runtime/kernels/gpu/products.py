@@ -1,8 +1,8 @@
-"""Quantised products of few rows as MLX calls, for weights as MLX lays them out.
+"""Quantised products of few rows as MLX calls, for weights in MLX's layout.
 
-Both forms read a weight once for many rows, and a row has the same bits at any place among any number of rows; the two
-forms have different bits. Texts and launches are made once for each form, shape and number of rows; sizes are in the
-text, since MLX hashes template arguments at each call.
+There are two forms. Both read a weight once for many rows, and a row has the same bits at any place among any number of
+rows; the two forms differ in their bits. A kernel is made once for its constants, a launch once for each form, shape
+and number of rows. Constants are in the kernel text, because MLX hashes template arguments at each call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlx_server.runtime.kernels.gpu.variants import DTYPES, SIMD_WIDTH
 from mlx_server.runtime.layers.products import MakeProduct, RowProduct
 
 Product = Callable[[mx.array], mx.array]
-"""`[..., K]` to `[..., N]`."""
+"""From `[..., K]` to `[..., N]`."""
 
 Weights = tuple[mx.array, mx.array, mx.array]
 """Codes, scales and biases."""
@@ -34,11 +34,11 @@ _STEP = 256
 """Elements of K that a simdgroup processes at a time."""
 
 _ENOUGH_SIMDGROUPS = 2048
-"""With fewer, cores of a large GPU are idle, so K is cut into slices."""
+"""With fewer simdgroups, cores of a large GPU would be idle, so K is cut into slices."""
 
 
 class Form(enum.StrEnum):
-    """VECTOR: the lanes split a row. MATRIX: the lanes fill 8 x 8 matrices, which the GPU multiplies."""
+    """VECTOR: the lanes of a simdgroup split K. MATRIX: they fill 8 x 8 matrices, which the GPU multiplies."""
 
     VECTOR = "vector"
     MATRIX = "matrix"
@@ -46,7 +46,7 @@ class Form(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """Constants of a form: columns of a simdgroup, and the numbers of rows that share a weight."""
+    """The constants of a form: the columns of a simdgroup, and the numbers of rows that can share a weight."""
 
     text: KernelText
     header: str
@@ -79,14 +79,14 @@ class ProductShape:
             or self.group_size not in (32, 64, 128)
             or self.depth % self.group_size
             or self.dtype not in DTYPES
-            or groups < SMALL_ARRAY  # MLX passes fewer elements in another address space
+            or groups < SMALL_ARRAY  # MLX passes smaller inputs in another address space
             or self.num_columns * self.depth * self.bits // 32 >= 2**32
         ):
             raise ValueError(f"no kernel for {self}")
 
     @classmethod
     def of(cls, layer: Any) -> ProductShape | None:
-        """The weight of a linear layer or a tied head; None if no kernel supports it."""
+        """The shape of the weight of a linear layer or a tied head; None if no kernel supports it."""
         if not isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)) or layer.weight.ndim != 2:
             return None
         if getattr(layer, "mode", "affine") != "affine":
@@ -99,7 +99,7 @@ class ProductShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Codes, scales and biases."""
+        """The bytes of codes, scales and biases."""
         size = self.num_columns * self.depth
         return size * self.bits // 8 + 2 * size // self.group_size * self.dtype.size
 
@@ -110,10 +110,11 @@ class ProductShape:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Simdgroups of a threadgroup: `across` side by side over columns, `slices` over K.
+    """The simdgroups of a threadgroup: `across` over columns, times `slices` over K.
 
-    A function of the weight and the form alone, since slices decide a row's bits. 4,096 x 4,096, vector: 1,024
-    simdgroups of 4 columns are few, so K's 16 steps become 2 slices of 8; 14,336 columns need none.
+    It depends only on the weight and the form, because slices decide a row's bits. Example with a weight of 4,096 x
+    4,096 and the vector form: 1,024 simdgroups of 4 columns are too few, so the 16 steps of K become 2 slices of 8.
+    With 14,336 columns, K is not sliced.
     """
 
     across: int
@@ -141,7 +142,7 @@ class _Launch:
 
 
 class FormProduct:
-    """One form of the product with weights of one shape. On the MLX thread."""
+    """One form of the product with weights of one shape. MLX thread."""
 
     def __init__(self, kernels: ProductKernels, form: Form, shape: ProductShape) -> None:
         self.form = form
@@ -152,8 +153,8 @@ class FormProduct:
         self._launches: dict[int, _Launch] = {}
 
     def __call__(self, x: mx.array, num_rows: int, weights: Weights) -> mx.array:
-        """`x` is `[..., depth]` with `num_rows` rows in the shape's dtype, aligned to 8 bytes, as MLX's results are.
-        Returns `[..., num_columns]`."""
+        """Returns `[..., num_columns]`. `x` is `[..., depth]` with `num_rows` rows, of the shape's dtype and aligned to
+        8 bytes, as MLX's results are."""
         launch = self._launches.get(num_rows) or self._launch(num_rows)
         places = x.shape[:-1]
         if places[0] != num_rows:
@@ -167,7 +168,7 @@ class FormProduct:
         )[0]
 
     def _launch(self, num_rows: int) -> _Launch:
-        """Cuts rows into the fewest possible tiles, and makes these as small as possible."""
+        """Cuts the rows into as few tiles as possible, and makes these as small as possible."""
         sizes, columns = _FORMS[self.form].rows, _FORMS[self.form].columns * self._cut.across
         tiles = -(-num_rows // sizes[-1])
         rows = next(size for size in sizes if size * tiles >= num_rows)
@@ -178,7 +179,7 @@ class FormProduct:
 
 
 class ProductKernels:
-    """Makes each kernel once, for whichever shapes have its sizes. On the MLX thread."""
+    """Makes each kernel once, for all shapes with the same constants. MLX thread."""
 
     def __init__(self, make_kernel: MakeKernel) -> None:
         self._make_kernel = make_kernel
@@ -196,7 +197,7 @@ class ProductKernels:
         return self._products[form, shape]
 
     def kernel(self, form: Form, shape: ProductShape, cut: Cut, rows: int) -> Kernel:
-        """The text for a tile of `rows` rows. The sizes of the weight are not in it, so that few texts are compiled."""
+        """The kernel for tiles of `rows` rows. The weight's sizes are no constants, so few kernels are compiled."""
         shared = _FORMS[form]
         sizes = {
             "BITS": shape.bits,
@@ -230,7 +231,7 @@ def weights_of(layer: Any) -> Weights:
 
 
 def form_maker(kernels: ProductKernels, form: Form) -> MakeProduct:
-    """Makes products of one form, for any number of rows, if a kernel can compute the layer."""
+    """Returns a function that makes a layer's product in one form, for any number of rows, if a kernel supports it."""
 
     def make(layer: Any) -> RowProduct | None:
         shape = ProductShape.of(layer)

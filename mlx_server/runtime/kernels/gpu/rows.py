@@ -1,5 +1,5 @@
-"""Arrays of rows on a GPU that kernels write in place: recurrent states, and K/V that are read by group. Also attention
-over blocks that are gathered into contiguous rows: of prompt chunks, and of decodes that no kernel supports.
+"""Arrays of rows on a GPU that kernels write in place, for recurrent states and for K/V that are read by group. Also
+attention over gathered K/V, for prompt chunks and for decodes that no kernel supports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STEPS = 8
 
 
 class RowKernels:
-    """Builds both kernels once and launches them with the right grid. On the MLX thread."""
+    """The kernels that read and write rows. MLX thread."""
 
     def __init__(self, make_kernel: MakeKernel, header: str = "") -> None:
         self._read, self._write = (
@@ -46,7 +46,7 @@ class RowKernels:
         )
 
     def read(self, pool: mx.array, slots: Slots, row: RowsShape, token: mx.array) -> tuple[mx.array, mx.array]:
-        """Rows `[..., *row]` at slots `[...]` of the pool, and the token of this use."""
+        """Returns rows `[..., *row]` at slots `[...]` of the pool, and the token of this use."""
         rows, token_out = self._read(
             inputs=[pool, slots.padded, token],
             output_shapes=[(*slots.numbers.shape, *row), (1,)],
@@ -69,7 +69,7 @@ class RowKernels:
 class _Chained:
     """An array that is never replaced, its first rows in the same memory, and the token of its last use.
 
-    Kernels get the first rows: MLX ends a command buffer by the number of elements that its inputs have.
+    Kernels get the first rows, because MLX ends a command buffer after a number of elements of inputs.
     """
 
     array: mx.array
@@ -80,9 +80,9 @@ class _Chained:
 class GpuRows:
     """Rows `[num_slots, ...]` that kernels read and write in place.
 
-    MLX does not know that a kernel writes into the array. So each launch that reads or writes it takes the token of the
-    use before as an input and returns one of its own: the tokens are a chain through all uses of the memory, in any
-    shape, across steps.
+    MLX cannot see that a kernel writes into the array. So each launch that reads or writes it takes the token of the
+    last use as an input and returns a new one: the tokens are a chain through all uses of the memory, in any shape,
+    across steps.
     """
 
     needs_synchronous_steps = False
@@ -125,10 +125,10 @@ class GpuRows:
 
 
 def row_failure(kernels: RowKernels, size: int, dtype: mx.Dtype) -> str | None:
-    """Why rows of so many numbers cannot be trusted to be written in place here, or None.
+    """The reason why rows of `size` numbers cannot be written in place on this GPU, or None.
 
-    Writes two slots again and again, reads them back after every write, and submits all of that without waiting: a
-    write that is lost, late or early shows in some reading.
+    Writes two slots repeatedly, reads them back after every write, and submits all of this without waiting, so that a
+    write that is lost or in the wrong order makes a reading wrong.
     """
     rows = GpuRows(kernels, mx.zeros((max(3, -(-SMALL_ARRAY // size)), size), dtype))
     (array, _), slots = rows.arrays(), Slots(np.array([2, 1], np.int32))
@@ -152,8 +152,8 @@ def row_failure(kernels: RowKernels, size: int, dtype: mx.Dtype) -> str | None:
 
 
 def _launch(dtype: mx.Dtype, size: int, num_rows: int) -> dict[str, object]:
-    """Grid, threadgroup and template for rows of `size` elements: whole simdgroups, no more than a threadgroup may
-    have or whole threadgroups of them."""
+    """Grid, threadgroup and template for rows of `size` elements. A row gets whole simdgroups: one threadgroup of up to
+    `_MAX_THREADS`, or several whole ones."""
     width = -(-size // _ELEMENTS_PER_THREAD)
     threads = min(-(-width // SIMD_WIDTH) * SIMD_WIDTH, _MAX_THREADS)
     width = -(-width // threads) * threads
@@ -165,15 +165,15 @@ def _launch(dtype: mx.Dtype, size: int, num_rows: int) -> dict[str, object]:
 
 
 FUSED_DIMS = (64, 72, 80, 96, 128)
-"""Head dimensions for which MLX attends over prompts without storing the logits."""
+"""The head dimensions for which MLX computes the attention of prompts without storing the logits."""
 
 _FEWEST_QUERIES = 32
-"""In a piece: enough for matrix products to be worth it."""
+"""The fewest queries of a piece; with fewer, matrix products would be inefficient."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredRows:
-    """K and V `[R, num_kv_heads, B * 32, dim]` that some queries see."""
+    """K and V `[R, num_kv_heads, B * 32, dim]` of what some queries see."""
 
     seen: Seen
     keys: mx.array
@@ -181,8 +181,8 @@ class GatheredRows:
 
 
 def read_rows(kernels: PoolKernels, pool: GpuPool, gather: Gather) -> Iterator[GatheredRows]:
-    """K and V that the queries of each gather see. Takes the pool's next token, which later writes wait for; of a pool
-    that is scattered, MLX gathers, and knows the order itself."""
+    """Gathers, and yields K and V for each of `gather.seen`. Replaces the pool's token, so that later writes wait for
+    it; if the pool is scattered, MLX gathers and orders its own operations."""
     if pool.memory.is_scattered:
         rows = gather.rows[: gather.num_rows]
         keys, values = (array.reshape(-1, *array.shape[2:])[rows] for array in (pool.keys, pool.values))
@@ -198,9 +198,9 @@ def read_rows(kernels: PoolKernels, pool: GpuPool, gather: Gather) -> Iterator[G
 
 
 def attend_rows(queries: mx.array, rows: GatheredRows, scores: Scores) -> mx.array:
-    """Attention of queries `[R, H, L, key_dim]` over what they see: `[R, H, L, value_dim]`.
+    """Returns the attention `[R, H, L, value_dim]` of queries `[R, H, L, key_dim]` over what they see.
 
-    Where the logits of all queries would be in memory at once, and would be many, it is done in pieces.
+    Queries are computed in pieces if MLX has to store logits and those of all queries would take too much memory.
     """
     seen = rows.seen
     keys, values = (array[:, :, seen.first : seen.end] for array in (rows.keys, rows.values))
@@ -221,8 +221,8 @@ def attend_rows(queries: mx.array, rows: GatheredRows, scores: Scores) -> mx.arr
 
 
 def _queries_at_once(queries: mx.array, num_keys: int) -> int:
-    """The number of queries whose logits fit one command buffer, if MLX has no kernel that avoids storing them: for a
-    prompt's chunk at a long context they would be gigabytes."""
+    """The number of queries to compute at once: all if MLX does not store their logits, else as many as have logits
+    that fit a command buffer. The logits of a prompt chunk with a long context would take gigabytes."""
     sequences, num_heads, length, key_dim = queries.shape
     if key_dim in FUSED_DIMS:
         return int(length)

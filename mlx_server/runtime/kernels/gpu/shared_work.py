@@ -1,4 +1,4 @@
-"""The work items of rows that read K/V together, cut for the shared kernel."""
+"""Cuts the attention of rows that read K/V together into work items for the shared kernel."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, 
 from mlx_server.runtime.kernels.sharing import FEWEST_BLOCKS, Readers, Run, spread
 
 THREADGROUPS_PER_CORE = 8
-"""Threadgroups of 128 to 256 threads for each core that hide the latency of reads."""
+"""Threadgroups of 128 to 256 threads that a core needs to hide the latency of reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedWork:
-    """The arguments of `paged_shared`: `items` `[W, 8]` and `rows` `[N, 4]` in its layout. Row r of the launch has the
-    partial results [starts[r], starts[r + 1])."""
+    """The index arguments of `paged_shared`: `items` `[W, 8]` and `rows` `[N, 4]`, which it describes as `work_items`
+    and `item_rows`. Row r of the launch has the partial results [starts[r], starts[r + 1])."""
 
     items: IntArray
     rows: IntArray
@@ -32,15 +32,15 @@ class SharedWork:
 def make_shared_work(
     readers: Readers, runs: list[Run], window: int | None, shape: DecodeShape, variant: KernelVariant, num_cores: int
 ) -> SharedWork:
-    """Cuts shared runs, and the rest of each reader's context, into items of at most `rows_at_once` rows, with few
-    enough tokens that there are threadgroups to fill the GPU. A row's bits depend on the rows that share its reads."""
+    """Cuts shared runs, and the rest of each reader's context, into items of at most `rows_at_once` rows and few enough
+    tokens that their threadgroups fill the GPU. The bits of a row depend on the rows that share its reads."""
     counts = readers.counts
     row_starts = np.cumsum(counts) - counts
     owners, nth = spread(counts)
     row_ends = readers.contexts[owners] - counts[owners] + 1 + nth
     row_firsts = np.zeros_like(row_ends) if window is None else np.maximum(row_ends - window, 0)
 
-    rests = row_firsts[row_starts]  # where each reader's own rest begins
+    rests = row_firsts[row_starts]  # the first token of each reader that is in no shared run
     is_whole = np.ones(len(counts), bool)
     for run in runs:
         rests[run.members] = run.end * BLOCK_SIZE
@@ -54,7 +54,7 @@ def make_shared_work(
     begins = np.concatenate([firsts[: len(runs)] == 0, is_whole[own]])
 
     rows_of, nth_of = spread(counts[members])
-    rows = row_starts[members[rows_of]] + nth_of  # of all runs, one after the other
+    rows = row_starts[members[rows_of]] + nth_of  # of all runs, concatenated
     num_rows = np.add.reduceat(counts[members], np.cumsum(sizes) - sizes)
     row_offsets = np.cumsum(num_rows) - num_rows
 
@@ -87,6 +87,7 @@ def make_shared_work(
 
 
 def _tokens_of_item(num_tokens: int, shape: DecodeShape, variant: KernelVariant, num_cores: int) -> int:
-    """An even share of all blocks read, at least `FEWEST_BLOCKS`, since partial results cost time, too."""
+    """The tokens of an item: an even share of all tokens read, in whole blocks, but at least `FEWEST_BLOCKS`, since
+    partial results cost time, too."""
     wanted = max(1, THREADGROUPS_PER_CORE * num_cores // (shape.num_kv_heads * shared_tiles(shape, variant)))
     return BLOCK_SIZE * max(-(-num_tokens // (BLOCK_SIZE * wanted)), FEWEST_BLOCKS)

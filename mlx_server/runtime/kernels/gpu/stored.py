@@ -1,7 +1,7 @@
-"""Measurements of kernels on this machine, in files of the user's cache folder.
+"""Stores measurements of kernels on this machine, in files of the user's cache folder.
 
-An entry is for one chip and one shape; a file is for what it was measured with, such as the kernels' texts. Entries
-change speed only, so a file that cannot be used is ignored.
+An entry is for one chip and one shape. A file is valid for what it was measured with, such as one version of the
+kernels. Entries only change speed, so a file that cannot be used is ignored.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ V = TypeVar("V")
 class StoredChoices(Generic[K, V]):
     """One file of entries by chip and key.
 
-    measured_with  of an entry that holds here; the file's other entries are void with it
-    parse          an entry's key and value; raises any error of reading for what could not be used
-    document       the same, JSON-ready; `chip` is added
-    remedy         what writes the file anew, for the warning about one that is ignored
+    measured_with  a digest of what is measured; a file with another one is ignored as a whole
+    parse          returns an entry's key and value; raises one of `_FAULTS` if it cannot be used
+    document       returns the entry for JSON; `chip` is added to it
+    remedy         what writes a new file, for the warning that a file is ignored
     """
 
     name: str
@@ -51,8 +51,8 @@ class StoredChoices(Generic[K, V]):
         return config.home() / "kernels" / self.name
 
     def load(self) -> dict[K, V]:
-        """This chip's entries. A file that cannot be read, has an invalid entry or was measured with something else is
-        ignored as a whole, with one warning."""
+        """Reads this chip's entries. A file that cannot be read, has an invalid entry or was measured with something
+        else is ignored as a whole, with a warning."""
         try:
             return self._read().get(chip_name(), {})
         except (OSError, *_FAULTS) as error:
@@ -61,8 +61,8 @@ class StoredChoices(Generic[K, V]):
             return {}
 
     def store(self, values: Mapping[K, V]) -> Path:
-        """Stores `values` for this chip; other entries of the file stay, and a file that cannot be used is replaced.
-        Other processes see the old file or the new one. Raises `OSError`."""
+        """Stores `values` for this chip. Other entries of the file stay; a file that cannot be used is replaced. Other
+        processes see either the old file or the new one. Raises `OSError`."""
         try:
             chips = self._read()
         except _FAULTS:
@@ -80,7 +80,7 @@ class StoredChoices(Generic[K, V]):
         return self.path
 
     def _read(self) -> dict[str, dict[K, V]]:
-        """All entries; none if there is no file."""
+        """All entries by chip; empty if there is no file."""
         chips: dict[str, dict[K, V]] = {}
         if not self.path.exists():
             return chips
@@ -94,7 +94,7 @@ class StoredChoices(Generic[K, V]):
 
 
 def digest(*texts: str) -> str:
-    """Other kernel texts have other best variants."""
+    """A hash of texts, to find out whether what was measured has changed since."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
@@ -104,12 +104,12 @@ def chip_name() -> str:
 
 
 def whole_number(value: Any) -> int:
-    """`value` as a positive number. Raises `ValueError`."""
+    """Returns `value` if it is a positive whole number; raises `ValueError` otherwise."""
     if type(value) is not int or value < 1:
         raise ValueError(f"{value!r} is not a positive whole number")
     return value
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
-    """The name in files and kernel texts, like `bfloat16`."""
+    """The name of a type in files and kernel texts, like `bfloat16`."""
     return str(dtype).rpartition(".")[2]

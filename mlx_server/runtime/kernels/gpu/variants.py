@@ -1,5 +1,4 @@
-"""How the decode kernels are cut for a kind of layer: the shapes that they support, and choices that change speed
-only."""
+"""The shapes that the decode kernels support, and their variants: how work is divided among simdgroups and lanes."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ MAX_SIMDGROUPS = 8
 MAX_THREADGROUP_BYTES = 32768
 
 _FLOATS_PER_LANE = 16
-"""Floats of queries (and as many of sums) that a lane may hold before registers spill; MLX measured the same
-limit for its own grouped kernel: 8 heads at head_dim 64, 4 at 128."""
+"""The floats of queries (and as many of sums) that a lane can hold before registers spill. MLX measured the same limit
+for its own grouped kernel: 8 heads at head_dim 64, 4 at 128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class DecodeShape:
 
     @property
     def spec(self) -> LayerSpec:
-        """What the layer stores."""
+        """The spec of what the layer stores."""
         return LayerSpec(self.num_kv_heads, self.key_dim, self.value_dim, self.dtype, self.bits)
 
     @property
@@ -50,11 +49,11 @@ class DecodeShape:
 
 @dataclass(frozen=True, slots=True)
 class KernelVariant:
-    """The choices that change speed and never the result; `bench kernels` sweeps them.
+    """Choices that change the speed, and the result only in its rounding; `bench kernels` measures them.
 
-    heads_per_simdgroup  query heads that share each K/V row read, in registers
-    simdgroups           of a threadgroup; those that the heads leave over read different blocks
-    lanes_per_row        lanes that split one K/V row; 32 / lanes_per_row rows are read side by side
+    heads_per_simdgroup  query heads in a simdgroup's registers, which share each read of a K/V row
+    simdgroups           simdgroups of a threadgroup; those that the query heads do not need read different blocks
+    lanes_per_row        lanes that split one K/V row; 32 / lanes_per_row rows are read at the same time
     rows_ahead           rows that each lane loads before it uses the first
     partition_tokens     tokens of a work item, a multiple of 32; None: chosen by the sequence's own length
     """
@@ -66,32 +65,32 @@ class KernelVariant:
     partition_tokens: int | None = None
 
     def head_simdgroups(self, shape: DecodeShape) -> int:
-        """Simdgroups side by side over the query heads of one KV head."""
+        """The number of simdgroups among which the query heads of one KV head are divided."""
         return min(self.simdgroups, -(-shape.group_size // self.heads_per_simdgroup))
 
     def streams(self, shape: DecodeShape) -> int:
-        """Simdgroups side by side over the blocks of a work item."""
+        """The number of parts into which the blocks of a work item are divided, each read by its own simdgroups."""
         return self.simdgroups // self.head_simdgroups(shape)
 
     def tiles(self, shape: DecodeShape) -> int:
-        """Threadgroups that share one KV head's work item."""
+        """The number of threadgroups for a work item and KV head, each with some of its query heads."""
         return -(-shape.group_size // (self.heads_per_simdgroup * self.head_simdgroups(shape)))
 
     def row_reads(self, shape: DecodeShape) -> int:
-        """How often each K/V row is read: once for every `heads_per_simdgroup` query heads."""
+        """How often each K/V row is read: once for each `heads_per_simdgroup` query heads."""
         return self.tiles(shape) * self.head_simdgroups(shape)
 
     def threads(self, shape: DecodeShape) -> int:
-        """Threads of a threadgroup."""
+        """The threads of a threadgroup."""
         return SIMD_WIDTH * self.head_simdgroups(shape) * self.streams(shape)
 
     def threadgroup_bytes(self, shape: DecodeShape) -> int:
-        """Threadgroup memory of `paged_decode`: a row of sums, a maximum and a total for each simdgroup."""
+        """The threadgroup memory of `paged_decode`: a row of sums, a maximum and a total for each simdgroup."""
         return 4 * (shape.value_dim + 2) * self.head_simdgroups(shape) * self.streams(shape)
 
 
 def unsupported_reason(shape: DecodeShape) -> str | None:
-    """Why no decode kernel exists for `shape`, or None if one does."""
+    """The reason why no decode kernel supports `shape`, or None."""
     known = ", ".join(map(str, HEAD_DIMS))
     for name, dim in (("key", shape.key_dim), ("value", shape.value_dim)):
         if dim not in HEAD_DIMS:
@@ -120,7 +119,7 @@ def check_variant(shape: DecodeShape, variant: KernelVariant) -> None:
 
 
 def default_variant(shape: DecodeShape) -> KernelVariant:
-    """A choice that works on every GPU: no spills, 128 to 256 threads, rows split without idle lanes."""
+    """A variant that works on every GPU: no spilled registers, 128 to 256 threads, no idle lanes."""
     lanes = max(n for n in (8, 16, 32) if shape.key_dim % (2 * n) == 0 and shape.value_dim % (2 * n) == 0)
     part = max(shape.key_dim, shape.value_dim) // lanes
     most_heads = max(2, _FLOATS_PER_LANE // part)
@@ -136,12 +135,13 @@ def default_variant(shape: DecodeShape) -> KernelVariant:
 
 
 _MOST_TILE_BYTES = 16384
-"""K/V in threadgroup memory: two or three threadgroups fit on a core, and one loads while another computes."""
+"""The most K/V in threadgroup memory, so that two or three threadgroups fit on a core and one loads while another
+computes."""
 
 
 def shared_variant(shape: DecodeShape) -> KernelVariant:
-    """How `paged_shared` is cut for a shape: as many packed rows in a simdgroup's registers as do not spill, in eight
-    simdgroups, so that 16 to 64 packed rows (rows times query heads of a KV head) share each read."""
+    """The variant of `paged_shared` for a shape: eight simdgroups, each with as many packed rows (rows times query
+    heads of a KV head) as its registers hold without spilling, so that 16 to 64 packed rows share each read."""
     lanes = max(n for n in (8, 16, 32) if shape.key_dim % (2 * n) == 0 and shape.value_dim % (2 * n) == 0)
     part = max(shape.key_dim, shape.value_dim) // lanes
     return KernelVariant(
@@ -153,17 +153,17 @@ def shared_variant(shape: DecodeShape) -> KernelVariant:
 
 
 def rows_at_once(shape: DecodeShape, variant: KernelVariant) -> int:
-    """Rows of an item of `paged_shared`: its simdgroups hold them with all query heads of a KV head."""
+    """The most rows of an item of `paged_shared`: as many as its simdgroups hold with all query heads of a KV head."""
     return max(1, variant.heads_per_simdgroup * variant.simdgroups // shape.group_size)
 
 
 def shared_tiles(shape: DecodeShape, variant: KernelVariant) -> int:
-    """Threadgroups that share one KV head's item of `paged_shared`: above 1 where not even one row's heads fit one."""
+    """The number of threadgroups for an item and KV head of `paged_shared`; more than 1 if a row's heads do not fit."""
     return -(-shape.group_size // (variant.heads_per_simdgroup * variant.simdgroups))
 
 
 def tile_tokens(shape: DecodeShape, variant: KernelVariant) -> int:
-    """Tokens whose K/V `paged_shared` keeps in threadgroup memory, next to the buffer for merging its simdgroups."""
+    """The tokens whose K/V `paged_shared` holds in threadgroup memory, beside the buffer for merging its simdgroups."""
     room = MAX_THREADGROUP_BYTES - 4 * (shape.value_dim + 2) * variant.simdgroups
     token = (shape.key_dim + shape.value_dim) * shape.dtype.size
     tokens = BLOCK_SIZE
