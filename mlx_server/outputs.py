@@ -1,4 +1,4 @@
-"""What the floors hand each other: a step to run, its result, and what the request's owner sees of it."""
+"""The types that the floors exchange: a step to run, its result, and what the owner of a request gets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_server.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """`logprob` is natural; `rank` 1 is the most likely token."""
+    """The log-probability of a token (natural logarithm) and its rank; the most likely token has rank 1."""
 
     token_id: int
     logprob: float
@@ -24,10 +24,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """Log-probabilities at one position: of the token that stands there, and of the likeliest ones.
+    """Log-probabilities at one position: of the token that was chosen there, and of the most likely tokens (`top`).
 
-    They are of the model's own distribution (log softmax of the raw logits), before temperature, penalties,
-    bias and masks, as vLLM and OpenAI report them.
+    They are of the model's own distribution (log softmax of the raw logits), before temperature, penalties, bias and
+    masks, as vLLM and OpenAI report them.
     """
 
     token: TokenLogprob
@@ -36,8 +36,9 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class NewRequestData:
-    """Sent once when a request is admitted, and again when it resumes after preemption. `checkpoint` is where the
-    recurrent state at the end of its cached prefix is kept. `adapter` is the name of one of the model's, or None."""
+    """Sent to the runner once when a request is admitted, and again when it resumes after a preemption. `checkpoint` is
+    the slot of the recurrent state at the end of its cached prefix. `adapter` is the name of one of the model's
+    adapters, or None."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -65,33 +66,32 @@ class NewRequestData:
 
 
 NULL_BLOCK_ID = 0
-"""Stands in a block table where a request has no block, since nothing there is seen any more. Block 0 may be another's:
-what is read there must not count."""
+"""The entry of a block table where a request has no block, because no later token attends to it. Block 0 may belong to
+another request, so what is read from it must not affect a result."""
 
 BlockIds = tuple[tuple[int, ...], ...]
-"""Of each layer group; () if there are none at all."""
-
+"""The block ids of each layer group; () if there are none in any group."""
 
 HELD_STATES = 256
-"""Hidden states of a request that are kept for a head that drafts: those of its last positions."""
+"""The number of hidden states that are kept of each request for a draft head: those of its last positions."""
 
 
 class ScheduledChunk(NamedTuple):
-    """One request's share of a step: positions [start, start + num_tokens).
+    """One request's part of a step: positions [start, start + num_tokens).
 
-    `token_ids` are the ids of those positions; None means one id that the previous step sampled for this
-    request and that is still on the device. `new_block_ids` are appended to the request's block tables
-    before the step. `is_sampling` asks for a token after the last position. `num_output_tokens` counts the
-    outputs before the sampled one, those in flight included (the sampler's position for seeds and
-    `min_tokens`). `checkpoint` is where to keep the recurrent state that the step leaves.
+    `token_ids` are the ids at these positions; None means one id that the previous step sampled for this request and
+    that is still on the device. `new_block_ids` are appended to the request's block tables before the step.
+    `is_sampling` asks for a token after the last position. `num_output_tokens` counts the outputs before the sampled
+    one, those in flight included (the sampler's position for seeds and `min_tokens`). `checkpoint` is the slot that
+    keeps the recurrent state after the step, if it is to be kept.
 
-    The last `num_drafts` ids are drafts, which may be wrong: then a token is sampled after the last id before them, and
-    after each of them. `allowed_bitmask` is for the first of these tokens and `draft_bitmasks` for the others, as far
-    as there are some. `recent_token_ids` are the last known tokens of a request that needs them counted, more than
-    may be new since its last chunk.
+    The last `num_drafts` ids are drafts, which may be wrong. A token is sampled after the last id before the drafts and
+    after each draft. `allowed_bitmask` is for the first of these tokens, `draft_bitmasks` are for the others; () allows
+    all tokens. `recent_token_ids` are set if the request has penalties, for which tokens are counted: its last known
+    tokens, at least all that are new since its last chunk.
 
-    A chunk for the model's own head goes with hidden states of the model: the one at `start` with that of the request's
-    position `hidden_offset` + `start`.
+    In a chunk for the model's own head, position p is computed with the model's hidden state at the request's position
+    `hidden_offset` + p.
     """
 
     request_id: str
@@ -118,7 +118,7 @@ class StepKind(enum.StrEnum):
 
 
 class BlockMove(NamedTuple):
-    """A block's content is to be found under another id from now on."""
+    """Moves the content of a block to another block id."""
 
     source: int
     destination: int
@@ -126,9 +126,9 @@ class BlockMove(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolChange:
-    """What happens to the pools before a step: first the moves, none of which ends where another begins, then
-    the pools are cut or grown to `num_blocks`. Block tables follow the moves. The memory of `num_blocks_cut` is
-    free when it is done."""
+    """A change of the pools before a step. First the moves are made; no block is the destination of one and the source
+    of another. Then the pools are cut or grown to `num_blocks`. Block tables are updated for the moves. The memory of
+    `num_blocks_cut` blocks is free once the change is made."""
 
     num_blocks: int
     moves: tuple[BlockMove, ...] = ()
@@ -136,11 +136,12 @@ class PoolChange:
 
 
 STATES = -1
-"""Stands where a layer group would, for recurrent states."""
+"""Used in place of a layer group's number for recurrent states."""
 
 
 class CopyPlace(NamedTuple):
-    """A block, by its id, of a layer group; or a kept recurrent state (`STATES`), by its checkpoint's slot."""
+    """A block of a layer group, by its id; or a kept recurrent state (group `STATES`), by the slot of its
+    checkpoint."""
 
     number: int
     group: int = 0
@@ -148,8 +149,8 @@ class CopyPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """What is copied between the pools and the host before a step: first the contents of `saved`, blocks by their ids
-    before the step's change of the pools, then, behind that change, contents into `loaded`."""
+    """Copies between the pools and the host before a step. First the contents of `saved` are read; their block ids are
+    those before the step's pool change. After that change, contents are written into `loaded`."""
 
     saved: tuple[CopyPlace, ...] = ()
     loaded: tuple[tuple[CopyPlace, memoryview], ...] = ()
@@ -157,15 +158,15 @@ class BlockCopies:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. `chunks` has every scheduled request once: single-token ones first, then longer ones. It has
-    none if the step only changes the pools or copies blocks.
+    """One step. `chunks` has each scheduled request once, single-token chunks first. It is empty if the step only
+    changes the pools or copies blocks.
 
-    `dropped_request_ids` are requests whose runner state must go before the step (finished, aborted or
-    preempted since the last one). `num_prompt_tokens` of the step's tokens came out of the prompts' share: those
-    of prompts, and what is computed again after a preemption.
+    `dropped_request_ids` are the requests that finished, were aborted or were preempted since the last step: the runner
+    drops their state before this step. `num_prompt_tokens` of the step's tokens count against the prompts' share:
+    tokens of prompts, and tokens that are computed again after a preemption.
 
-    With `draft_steps` it has nothing else: the draft model runs these, one after the other, and what it samples of each
-    request are the request's drafts.
+    If `draft_steps` is set, the step has nothing else. The draft model runs these steps one after the other, and the
+    tokens that it samples for a request are the request's drafts.
     """
 
     step_id: int
@@ -189,8 +190,8 @@ class SchedulerOutput:
 
 
 class SampledToken(NamedTuple):
-    """One request's result of a step. `accepted` are drafts that stand before it, each of them what the model has
-    sampled in its place."""
+    """One request's result of a step. `accepted` are the accepted drafts before the token: the model sampled the same
+    tokens in their places."""
 
     token_id: int
     logprobs: PositionLogprobs | None = None
@@ -199,16 +200,20 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """What one executed step gave back. `prompt_logprobs` holds, for each request that asked and had prompt
-    positions in the step, one entry a computed position (that of the token that follows it). `pooled` are the results
-    of requests that only pool and whose prompts ended in the step.
+    """The result of one executed step.
 
-    `step_time_s` runs from the end of the step before, or from this one's start if that is later, to its end.
-    `idle_time_s` is how long the device had nothing to do before it although a request was running.
-    `launch_time_s` is what the host needed to give it to the device, where that is beside the device's work.
+    `prompt_logprobs` has an item for each request that asked for them and had prompt positions in the step: for each
+    computed position, the log-probabilities of the token after it. `pooled` are the results of pooling requests whose
+    prompts ended in the step.
+
+    `step_time_s` is the time from the end of the step before, or from this step's start if that is later, to this
+    step's end. `idle_time_s` is how long the device was idle before the step although a request was running.
+    `launch_time_s` is how long the host took to launch the step, if it does that beside the device's work; else 0.
     `saved_blocks` are the contents that the step's copies asked for.
-    `drafts` are what came of `draft_steps`; with a `draft_error` nothing did, nor will of any later ones. The vision
-    encoder ran for `num_images`, and failed for the requests in `image_errors`, whose rows mean nothing.
+
+    `drafts` are the results of `draft_steps`. If `draft_error` is set, there are none, and later draft steps will not
+    give any either. The vision encoder ran for `num_images`, and failed for the requests in `image_errors`, whose other
+    results are invalid.
     """
 
     step_id: int
@@ -226,10 +231,10 @@ class ModelRunnerOutput:
     image_errors: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(slots=True)  # not frozen and no tuple: there is one a token, and those take twice as long to make
+@dataclass(slots=True)  # neither frozen nor a tuple: one is made for each token, and those take twice as long
 class RequestOutput:
-    """News of one request after a step, in token ids. `finish_reason` is set on the last one; `error` says
-    what went wrong when that is ERROR."""
+    """The new tokens of one request after a step. `finish_reason` is set on the last output. `error` is set if it is
+    ERROR."""
 
     request_id: str
     new_token_ids: tuple[int, ...]
@@ -244,7 +249,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Seconds on one monotonic clock; a stage that was never reached is None."""
+    """Seconds on one monotonic clock; None for a stage that was never reached."""
 
     arrival_s: float
     first_scheduled_s: float | None
@@ -254,11 +259,12 @@ class RequestTimings:
 
 @dataclass(slots=True)  # not frozen, as above
 class CompletionDelta:
-    """What the engine puts on a request's stream: text that is safe to show, and the ids behind it.
+    """What the engine puts on a request's stream: text that is safe to show, and the new token ids.
 
-    `text` may lag behind `token_ids` (incomplete characters and possible stop strings are held back) and
-    never includes a stop string unless asked; ids end with the one that completes it. `pieces` are what each of several
-    tokens has added to it. The last delta has `finish_reason`, and `timings`. Counts are totals so far.
+    `text` may lag behind `token_ids` (incomplete characters and possible stop strings are held back) and never includes
+    a stop string unless the request asked for it; `token_ids` end with the token that completes the stop string. If the
+    delta has several tokens, `pieces` are the text that each of them added. The last delta has `finish_reason` and
+    `timings`. Counts are totals so far.
     """
 
     text: str
@@ -280,26 +286,29 @@ class CompletionDelta:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A reading of one engine, cheap enough for every scrape. What comes first says how it stands now; from
-    `num_steps` on, counters that only grow.
+    """A reading of one engine, cheap enough for every scrape. The fields before `num_steps` describe the present state;
+    `num_steps` and all later fields are counters that only grow.
 
-    `num_deferred` of those that wait do so for a prefix that another request computes. The adapters are the model's in
-    all, and by name those that some request runs or waits with. `weight_bytes` and
-    `kv_pool_bytes` are what the model's weights and its blocks take; there may come to be `max_num_blocks`.
-    A block holds 32 tokens of one of `num_layer_groups`, so that `max_tokens` may come to be there of all layers.
-    `num_state_checkpoints` are recurrent states that are kept for prefixes.
-    `pressure_level` is the percentage of full memory that the model answers now, 0 if there is no need:
-    `num_pressure_cuts` times it gave idle blocks back, `num_pressure_holds` times it stopped admitting, and
-    `num_pressure_preemptions` requests had to wait again for it. `num_prompt_tokens_computed` counts prompt
-    positions really run through the model (recomputation after preemption included); `num_prompt_tokens_cached`
-    those served by the prefix cache at first admission, of which `num_prompt_tokens_from_disk` were loaded from disk
-    for that request; `num_tokens_recomputed` those of prompts and outputs that a preemption has made the model compute
-    again. `num_images_encoded` times the vision encoder ran for an image. `num_drafts` times a request's step carried
-    `num_draft_tokens` in all, of which the model drew `num_accepted_tokens` itself: `num_accepted_by_place[j]` at
-    place j of their chunk. `num_draft_errors` is 1 for a load whose draft model has failed and is not used any more.
-    `num_disk_loads` prefixes began to be loaded from disk: `num_blocks_loaded` blocks in `disk_load_time_s`, and
-    `num_blocks_not_loaded` were computed after all; `num_blocks_saved` were given to be written, and
-    `num_blocks_not_saved` that were worth it were lost, since more came than may wait or than the day's budget allows.
+    - Requests: `num_deferred` of the waiting requests wait for a prefix that another request computes. `num_adapters`
+      counts all adapters of the model; the other two name those of running and of waiting requests.
+    - Memory: `weight_bytes` is the size of the model's weights, `kv_pool_bytes` that of its blocks. The pool can grow
+      to `max_num_blocks`. A block holds 32 tokens of one of `num_layer_groups`, so the pool can hold `max_tokens`
+      tokens in all layers. `num_state_checkpoints` counts the recurrent states that are kept for prefixes.
+    - Memory pressure: `pressure_level` is the level at which the model acts now, as a percentage of full memory; 0 if
+      it need not act. `num_pressure_cuts` counts how often the model gave idle blocks back, `num_pressure_holds` how
+      often it stopped admitting requests, and `num_pressure_preemptions` the requests that were preempted for memory.
+    - Prompts: `num_prompt_tokens_computed` counts prompt positions that ran through the model (again after a
+      preemption, too), `num_prompt_tokens_cached` those that the prefix cache had at the first admission.
+      `num_prompt_tokens_from_disk` of these were loaded from disk for their request. `num_tokens_recomputed` counts
+      tokens of prompts and outputs that were computed again after a preemption. `num_images_encoded` counts how often
+      the vision encoder ran for an image.
+    - Drafts: `num_drafts` chunks carried `num_draft_tokens` in all. The model itself sampled `num_accepted_tokens` of
+      them, `num_accepted_by_place[j]` at place j of their chunk. `num_draft_errors` counts the loads of the model whose
+      draft model failed and was not used any more.
+    - Disk: `num_disk_loads` counts the loads of prefixes that began. They loaded `num_blocks_loaded` in
+      `disk_load_time_s`; `num_blocks_not_loaded` had to be computed after all. `num_blocks_saved` were handed over to
+      be written. `num_blocks_not_saved` were worth saving but lost, because more came than may wait or than the daily
+      budget allows.
     """
 
     num_running: int = 0
@@ -353,22 +362,23 @@ class EngineStats:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the blocks that may come to be that requests hold, 0 to 1; cached ones of nobody are free."""
+        """The share of the largest pool that requests hold, 0 to 1. Cached blocks that no request holds count as
+        free."""
         most = max(self.num_blocks, self.max_num_blocks)
         return (self.num_blocks - self.num_free_blocks) / most if most else 0.0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all layers for which there are blocks."""
+        """How many tokens, in all layers, the present blocks can hold."""
         return self.num_blocks * BLOCK_SIZE // self.num_layer_groups
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of all layers for which there may come to be blocks."""
+        """How many tokens, in all layers, the pool can hold at its largest size."""
         return self.max_num_blocks * BLOCK_SIZE // self.num_layer_groups
 
     def after(self, past: EngineStats) -> EngineStats:
-        """This reading of a model that was loaded again, its counters continuing from the `past` loads'."""
+        """This reading of a model that was loaded again; its counters continue those of the `past` loads."""
         names = [leaf.name for leaf in fields(self)]
         counters: dict[str, object] = {}
         for name in names[names.index("num_steps") :]:
@@ -378,5 +388,5 @@ class EngineStats:
 
 
 def _sums(now: Mapping[Any, int], before: Mapping[Any, int]) -> dict[Any, int]:
-    """By key. What stands at 0 stays: a series is there before it counts."""
+    """Sums by key. Keys with 0 stay, so that their series exist before the first event."""
     return {key: now.get(key, 0) + before.get(key, 0) for key in {**before, **now}}

@@ -1,4 +1,4 @@
-"""A request as every floor below HTTP sees it: token ids, images as arrays, parameters and progress, no text."""
+"""A request as all floors below HTTP see it: token ids, images as arrays, parameters and progress, but no text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ DIGEST_BYTES = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImage:
-    """An image whose placeholders are the prompt's tokens [start, start + num_tokens): as many as its embeddings.
+    """An image in a prompt. Its placeholders are the prompt's tokens [start, start + num_tokens), one for each
+    embedding.
 
-    `digest` (`DIGEST_BYTES` long) is of `inputs`, so that equal digests mean equal embeddings. `inputs` are the NumPy
-    arrays that the model's vision encoder takes for this image alone, by their names in the model's own processor
-    (`pixel_values`, `image_grid_thw`, ...). In an image that `is_bidirectional` each placeholder sees those behind it,
-    too, in the layers of text: all that are not cached are computed in one step.
+    `digest` (`DIGEST_BYTES` long) is a digest of `inputs`, so equal digests mean equal embeddings. `inputs` are the
+    NumPy arrays that the model's vision encoder takes for this image alone, named as in the model's own processor
+    (`pixel_values`, `image_grid_thw`, ...). If an image `is_bidirectional`, the text layers let each placeholder attend
+    to the later ones, too, so all placeholders that are not cached are computed in one step.
     """
 
     start: int
@@ -34,35 +35,37 @@ class PromptImage:
 
 
 def images_within(images: Iterable[PromptImage], start: int, end: int) -> list[tuple[bytes, int]]:
-    """The digest of each image that has placeholders among tokens [start, end), and the place of `start` in it: below 0
-    if it begins later."""
+    """For each image with placeholders among tokens [start, end): its digest, and the position of `start` within the
+    image (negative if the image begins after `start`)."""
     return [(image.digest, start - image.start) for image in images if image.start < end and start < image.end]
 
 
 class PoolingMethod(enum.StrEnum):
-    """Which positions of a prompt of N tokens count how much, as sentence-transformers defines and names them."""
+    """How much each position of a prompt of N tokens counts. Names and definitions are those of
+    sentence-transformers."""
 
     LAST = "lasttoken"
-    """The last one alone, which in a causal model has seen all others."""
+    """Only the last position counts. In a causal model it has attended to all others."""
 
     CLS = "cls_token"
-    """The first one alone."""
+    """Only the first position counts."""
 
     MEAN = "mean_tokens"
-    """Each 1 / N."""
+    """Each position counts 1 / N."""
 
     MEAN_SQRT_LEN = "mean_sqrt_len_tokens"
-    """Each 1 / sqrt(N)."""
+    """Each position counts 1 / sqrt(N)."""
 
     WEIGHTED_MEAN = "weightedmean_tokens"
-    """Position i, counted from 1, i / (1 + 2 + ... + N) (SGPT, Muennighoff 2022)."""
+    """Position i, counted from 1, counts i / (1 + 2 + ... + N) (SGPT, Muennighoff 2022)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """For a request that ends with its prompt. Its result is the pooled hidden state, taken behind the model's last
-    norm and sent through the dense layers of the model's folder; or, if `logit_ids` are given, the logits of these
-    tokens after the last position. `is_whole` asks for all of the prompt in one step: each position sees all others."""
+    """Parameters of a request that ends with its prompt. Its result is the pooled hidden state after the model's last
+    norm and the dense layers in the model's folder; or, if `logit_ids` are given, the logits of these tokens after the
+    last position. If `is_whole`, the whole prompt is computed in one step, because each position attends to all
+    others."""
 
     method: PoolingMethod = PoolingMethod.LAST
     logit_ids: tuple[int, ...] = ()
@@ -70,11 +73,12 @@ class PoolingParams:
 
 
 Vector = bytes
-"""Of float32 numbers, in the byte order of this machine."""
+"""float32 numbers in the byte order of this machine."""
 
 
 class Priority(enum.IntEnum):
-    """Base priority of a tier. Smaller is sooner; one step equals `1 / aging_rate` seconds of waiting."""
+    """The base priority of a tier. A smaller value is more urgent; a difference of 1 equals `1 / aging_rate` seconds of
+    waiting."""
 
     HIGH = 0
     NORMAL = 1
@@ -82,7 +86,7 @@ class Priority(enum.IntEnum):
 
 
 class RequestStatus(enum.Enum):
-    """WAITING -> RUNNING -> FINISHED, and RUNNING -> WAITING by preemption. Owned by the scheduler."""
+    """WAITING -> RUNNING -> FINISHED; a preemption leads from RUNNING back to WAITING. Set by the scheduler only."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -99,55 +103,57 @@ class FinishReason(enum.StrEnum):
 
 
 class TokenConstraint(Protocol):
-    """A grammar's cursor over one request's output. Used by the scheduler, on the event-loop thread."""
+    """The state of a grammar after one request's output so far. Used by the scheduler, on the event-loop thread."""
 
     def accept(self, token_id: int) -> bool:
-        """Advances by an output token; False when the grammar forbids it."""
+        """Advances by an output token. False if the grammar forbids it."""
         ...
 
     def forced_tokens(self) -> Sequence[int]:
-        """Tokens that are the only continuation from here, already accepted by this call."""
+        """The tokens that are the only possible continuation; this call has accepted them already."""
         ...
 
     def bitmask(self) -> bytes | None:
-        """Allowed next tokens, one bit a token id, little endian; None when all are allowed."""
+        """The allowed next tokens, one bit for each token id, little endian; None if all are allowed."""
         ...
 
     def fork(self) -> TokenConstraint | None:
-        """Another cursor at the same place; None where there can be none."""
+        """An independent copy of this state; None if no copy can be made."""
         ...
 
     def is_terminated(self) -> bool:
-        """Whether the output is complete and only an end of sequence may follow."""
+        """Whether the output is complete, so that only an end-of-sequence token may follow."""
         ...
 
     @property
     def error(self) -> str | None:
-        """Why no output can be followed any further, if that is so: the grammar is too complex."""
+        """Why the grammar cannot follow the output any further (it is too complex); None if it can."""
         ...
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """One sequence to generate, and how far it has come.
+    """One sequence to generate, and its progress.
 
-    Token positions, as one range (P prompt, O output; `num_in_flight` tokens are sampled by submitted
-    steps but not known on the host yet):
+    Token positions, as one range (P prompt, O output; `num_in_flight` tokens are sampled by submitted steps but not
+    known on the host yet):
 
         |-------- prompt --------|---- output ----|- in flight -|
         0                        P                P+O           P+O+num_in_flight
         |--- computed: K/V is, or will be by a submitted step, in blocks ---|
 
-    `num_computed_tokens` catches up with the number of tokens step by step; prefill, decode, prefix hits,
-    chunks and resumption after preemption are all this one rule.
-    Mutated by the scheduler only.
+    `num_computed_tokens` catches up with the number of tokens step by step. This one rule covers prefill, decode,
+    prefix hits, chunks and resuming after a preemption. Only the scheduler changes a request, but the engine cuts its
+    output at a stop string.
 
-    `prompt_token_ids` are taken over, not copied. `max_total_tokens` bounds prompt and output together (context length
-    and `max_tokens`, already combined). `extra_keys` separate the prefix cache (tenant, then salt), and so does
-    `adapter`, the name of one of the model's, or `adapter_key` where its name does not say enough. `arrival_s` is on
-    the scheduler's clock. `prediction_token_ids` are what the sender expects most of the output to be. With `pooling`
-    there is no output: the request ends with its prompt, of which nothing stays in the prefix cache. `images` are in
-    the order of their places in the prompt.
+    - `prompt_token_ids` are not copied; the caller must not change them. `max_total_tokens` bounds prompt and output
+      together (the smaller of what the context length and `max_tokens` allow).
+    - `extra_keys` separate the prefix cache (tenant, then salt). So does `adapter`, the name of one of the model's
+      adapters, or `adapter_key` where that name does not identify the adapter well enough.
+    - `arrival_s` is on the scheduler's clock. `prediction_token_ids` are what the client expects most of the output to
+      be.
+    - With `pooling` there is no output: the request ends with its prompt, of which nothing stays in the prefix cache.
+      `images` are in the order of their places in the prompt.
     """
 
     request_id: str
@@ -171,17 +177,17 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list, init=False)
     num_computed_tokens: int = field(default=0, init=False)
     num_in_flight: int = field(default=0, init=False)
-    num_ever_computed: int = field(default=0, init=False)  # the most that `num_computed_tokens` has been
-    is_promoted: bool = field(default=False, init=False)  # runs by its age, and does not give way to better tiers
-    num_tokens_overtaken: int = field(default=0, init=False)  # work of its tier that started before it, though younger
-    num_accepted_drafts: int = field(default=0, init=False)  # of its drafts, those that are in the output
+    num_ever_computed: int = field(default=0, init=False)  # the maximum of `num_computed_tokens` so far
+    is_promoted: bool = field(default=False, init=False)  # by its age: it is not preempted for better tiers
+    num_tokens_overtaken: int = field(default=0, init=False)  # of younger requests of its tier that started before it
+    num_accepted_drafts: int = field(default=0, init=False)  # drafts that are in the output
     num_rejected_drafts: int = field(default=0, init=False)
-    has_lost_seat: bool = field(default=False, init=False)  # the last one, to such work
+    has_lost_seat: bool = field(default=False, init=False)  # a last free seat went to such a request
     num_cached_tokens: int | None = field(default=None, init=False)
-    num_loaded_tokens: int = field(default=0, init=False)  # of these, those that were loaded from disk for it
-    num_rounded_tokens: int = field(default=0, init=False)  # the most that it began with in blocks of 8 bits from disk
-    was_sought_on_disk: bool = field(default=False, init=False)  # since it began to wait
-    num_blocks_lacked: int = field(default=0, init=False)  # where it was found there and no room was for it
+    num_loaded_tokens: int = field(default=0, init=False)  # of these, loaded from disk for it
+    num_rounded_tokens: int = field(default=0, init=False)  # the most it started with in 8-bit blocks from disk
+    was_sought_on_disk: bool = field(default=False, init=False)  # since it last began to wait
+    num_blocks_lacked: int = field(default=0, init=False)  # for a prefix found on disk, when there was no room for it
     num_preemptions: int = field(default=0, init=False)
     block_hashes: list[bytes] = field(default_factory=list, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
@@ -195,7 +201,7 @@ class Request:
         num_outputs = self.max_total_tokens - len(self.prompt_token_ids)
         assert num_outputs == 0 if self.pooling is not None else num_outputs > 0, "no room for an output token"
         self.end_token_ids = frozenset() if self.sampling.ignore_eos else self.eos_token_ids
-        if self.sampling.stop_token_ids:  # else one object for all requests, which stays in the processor's cache
+        if self.sampling.stop_token_ids:  # else all requests share one set, which stays in the processor's cache
             self.end_token_ids = self.end_token_ids.union(self.sampling.stop_token_ids)
 
     @property
@@ -208,11 +214,11 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known on the host: prompt and output."""
+        """The number of tokens known on the host: prompt and output."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def token_ids(self, start: int, stop: int) -> list[int]:
-        """Known ids at positions [start, stop)."""
+        """The known ids at positions [start, stop)."""
         num_prompt = len(self.prompt_token_ids)
         if stop <= num_prompt:
             return self.prompt_token_ids[start:stop]
@@ -228,10 +234,11 @@ class Request:
 
 
 def append_token(request: Request, token_id: int) -> FinishReason | None:
-    """Appends a sampled token to the output, and those that the request's grammar forces after it; why the
-    request has ended now, if it has. ERROR means that the grammar forbids the token.
+    """Appends a sampled token to the output, and then the tokens that the request's grammar forces after it. Returns
+    why the request has ended, or None. ERROR means that the grammar forbids the token.
 
-    Sets `stop_reason` when a stop id ends the request; every other change of state is the caller's.
+    Also reduces `num_in_flight` by one, and sets `stop_reason` if a stop id ends the request. All other changes of
+    state are left to the caller.
     """
     request.num_in_flight -= 1
     request.output_token_ids.append(token_id)
@@ -242,20 +249,20 @@ def append_token(request: Request, token_id: int) -> FinishReason | None:
         return FinishReason.ERROR
     if request.constraint.is_terminated():
         return FinishReason.STOP
-    # A forced token has no logprobs, since no logits were computed: a request with logprobs has each one sampled.
+    # No logits are computed for a forced token. So if logprobs are wanted, each token is sampled.
     if reason is not None or request.sampling.logprobs is not None:
         return reason
     return _append_forced(request, request.constraint)
 
 
 def _append_forced(request: Request, constraint: TokenConstraint) -> FinishReason | None:
-    """Appends the tokens that are a grammar's only continuation: no model call decides them."""
+    """Appends the tokens that the grammar forces: no model call decides them."""
     forced = constraint.forced_tokens()
     for index, token_id in enumerate(forced, start=1):
         request.output_token_ids.append(token_id)
         reason = _finish_reason(request, token_id)
         if reason is not None and index < len(forced):
-            return reason  # cut, although the grammar has seen its end
+            return reason  # the output is cut here, although the grammar has accepted all forced tokens
         if reason is not None:
             return FinishReason.STOP if constraint.is_terminated() else reason
     return FinishReason.STOP if constraint.is_terminated() else None

@@ -1,5 +1,5 @@
-"""Every request of one scheduler and the steps that name them, and the only code that moves requests between waiting,
-running and finished."""
+"""All requests of one scheduler and the submitted steps that compute them. Only this code moves requests between
+waiting, running and finished."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from mlx_server.outputs import (
 from mlx_server.request import FinishReason, Request, RequestStatus, Vector, append_token
 
 Rank = tuple[bool, int, float]
-"""Smaller is better. All models' requests age at one rate, so that ranks of one server make one order."""
+"""A smaller rank is better. All models' requests age at the same rate, so ranks of different models can be compared."""
 
 
 _HEADROOM = 0.1
 _MOST_REMAINING = 1024
-"""Of the tokens that running requests may still add, a tenth keeps its blocks, of 1,024 at most for each, since most
-clients leave `max_tokens` open. With none, twice as much is computed again and all takes up to 3 % longer; with a fifth
-or more, seats stay empty where answers end early. A share that falls with steps and jumps with preemptions, as SGLang
-has it, kept too much: up to 15 % more steps."""
+"""Blocks are kept free for a tenth of the tokens that running requests may still add. At most 1,024 tokens of each
+count, because most clients leave `max_tokens` open. Without this headroom, twice as many tokens are computed again and
+the whole load takes up to 3 % longer; with a fifth or more, seats stay empty if answers end early. A share that falls
+with each step and rises at preemptions, as in SGLang, kept too much free: up to 15 % more steps."""
 
 
 def headroom(running: Sequence[Request], windows: Sequence[int | None] = (None,), share: float = _HEADROOM) -> int:
-    """Blocks to keep free beside `running`. `windows` are those of the layer groups: where layers see a window only, a
-    request whose window is full gives up as much as it takes."""
+    """The number of blocks to keep free for the `running` requests. `windows` are those of the layer groups: in a group
+    with a window, a request whose window is full gives up as many blocks as it takes."""
     remaining = [0] * len(windows)
     for request in running:
         num_tokens = request.num_tokens
@@ -57,15 +57,19 @@ def headroom(running: Sequence[Request], windows: Sequence[int | None] = (None,)
 
 
 class Step:
-    """A step while it is put together and while its result is awaited; single-token chunks come first in it.
+    """A step while it is composed and while its result is awaited.
 
-    `requests` are those that it computes and that, once it is submitted, have not been preempted and have not ended
-    since: the rows of others are dropped when the result comes, and `detached` blocks may go then. `given` are the
-    prompt tokens of each request that computes its prompt, and `block_ids` what is new to their tables. `filled` are
-    requests that may have full blocks to share, since their chunk begins or ends a block. `drafts` are those of each
-    request that has some. `closed_because` says why no more requests start in it, and `closed_by` which one found no
-    room; `no_overtaking` says why none starts before the oldest of a tier. One with `draft_steps` has nothing else.
-    `images` says of each request that computes placeholders where the first image of these begins.
+    - `requests` are those that it computes. Once it is submitted, requests that end or are preempted are removed: when
+      the result comes, their rows are dropped and their `detached` blocks are freed.
+    - `given` counts the prompt tokens of each request that computes its prompt; `block_ids` are the new entries of such
+      requests' block tables.
+    - `filled` are requests that may have full blocks to share, because their chunk begins a block or ends one. `drafts`
+      are those of each request that has some.
+    - `closed_because` says why no more requests start in the step, and `closed_by` which request found no room.
+      `no_overtaking` says why no request starts before the oldest one of its tier.
+    - `images` says, for each request that computes placeholders, the position at which the first image with such
+      placeholders begins.
+    - A step with `draft_steps` has nothing else.
     """
 
     def __init__(self, now: float, draft_steps: tuple[SchedulerOutput, ...] = ()) -> None:
@@ -80,16 +84,16 @@ class Step:
         self.filled: list[Request] = []
         self.drafts: dict[str, Drafts] = {}
         self.images: dict[str, int] = {}
-        self.waits_to_draft = True if draft_steps else None  # whether the step behind it waits for its result
+        self.waits_to_draft = True if draft_steps else None  # whether the next one waits for its result, if known
         self.new_requests: list[NewRequestData] = []
-        self.num_sampling = 0  # once it is submitted
+        self.num_sampling = 0  # set by `submit`
         self.num_decode_tokens = 0
         self.prompt_cost = 0.0
         self.step_id = 0
         self.pool_change: PoolChange | None = None
         self.copies: BlockCopies | None = None
         self.detached: list[list[Block]] = []
-        self.singles: list[ScheduledChunk] = []  # of one token
+        self.singles: list[ScheduledChunk] = []  # chunks of one token
         self.longer: list[ScheduledChunk] = []
 
     @property
@@ -107,7 +111,7 @@ class Step:
         pool_change: PoolChange | None,
         copies: BlockCopies | None,
     ) -> SchedulerOutput:
-        """The step as the executor gets it."""
+        """Fixes the step and returns it in the form that the executor takes."""
         self.step_id, self.pool_change, self.copies = step_id, pool_change, copies
         chunks, new_requests = tuple(self.chunks), tuple(self.new_requests)
         self.num_sampling = sum([chunk.is_sampling for chunk in chunks])
@@ -118,15 +122,20 @@ class Step:
 
 
 class RequestTable:
-    """States of requests, and what follows from each move: blocks, queue counts, runner state to drop.
+    """The states of requests, and the effects of each change of state: on blocks, queue counts and the runner's state.
 
-    `running` is sorted by `rank`, the earlier admitted among equals. `unscheduled` are
-    those that have never run, by arrival. `prompt_logprobs` are those collected of prompts that are not
-    computed to their end. `queued_requests` counts the waiting ones of each tier. All are for reading; the methods here
-    change them. But `DraftRoom` keeps `undecided`, running ones whose last chunk had drafts: those with recurrent
-    state have one before these and one behind, until their next chunk.
+    The attributes are for reading; the methods of this class change them, except `undecided`, which `DraftRoom`
+    changes.
 
-    Blocks of a request that a submitted step names are detached, not freed: the device may still write them.
+    - `running` is sorted by `rank`; of equals, the one admitted earlier comes first.
+    - `unscheduled` are requests that have never run, by arrival. `queued_requests` counts the waiting requests of each
+      tier.
+    - `prompt_logprobs` are those collected so far, of prompts that are not completely computed.
+    - `undecided` are running requests whose last chunk had drafts. With recurrent state, such a request has two states
+      until its next chunk: one from before the drafts and one from after them.
+
+    If a submitted step uses blocks of a request that leaves, they are detached and not freed, because the device may
+    still write them.
     """
 
     def __init__(
@@ -148,9 +157,9 @@ class RequestTable:
         self.undecided: set[str] = set()
         self.prompt_logprobs: dict[str, list[PositionLogprobs]] = {}
         self.submitted: deque[Step] = deque()
-        self.starved: list[Request] = []  # those that have ended for want of memory, until they are taken
-        self.starving_since: float | None = None  # there is no memory for one who is alone
-        self.is_short = False  # so it was in the step that was composed last
+        self.starved: list[Request] = []  # ended for lack of memory, until `take_starved`
+        self.starving_since: float | None = None  # since when a request that runs alone lacks memory
+        self.is_short = False  # whether the last composed step lacked memory for it
         self._dropped: list[str] = []
         self._queued_tokens: Counter[str] = Counter()
         self.queued_requests: Counter[str] = Counter()
@@ -160,26 +169,27 @@ class RequestTable:
         return len(self.requests) > len(self.running)
 
     def queued(self, tier: str | None = None) -> QueueLoad:
-        """What waits now, of one tier or in all."""
+        """The requests and tokens that wait now, of one tier or of all."""
         if tier is None:
             return QueueLoad(len(self.waiting), self._queued_tokens.total())
         return QueueLoad(self.queued_requests[tier], self._queued_tokens[tier])
 
     def add(self, request: Request) -> None:
-        """A new request waits."""
+        """Queues a new request."""
         assert request.request_id not in self.requests, f"{request} is here already"
         self.requests[request.request_id] = request
         self.unscheduled[request.request_id] = request
         self._enqueue(request)
 
     def rank(self, request: Request) -> Rank:
-        """Who keeps running if not all can: the promoted, then by tier, then by effective priority."""
+        """The order in which requests keep running if not all can: promoted ones first, then by tier, then by effective
+        priority."""
         return not request.is_promoted, request.priority, self.waiting.key(request)
 
     def is_prefilling(self, request: Request) -> bool:
-        """Whether a running request without tokens in flight takes its next ones from the prompts' share: its first, or
-        those that it computes again after a preemption, more than a block or some of an image. They have had their
-        blocks since it started."""
+        """Whether the next tokens of a running request without tokens in flight count against the prompts' share. They
+        do if it has no output yet, or if it computes more than a block or part of an image again after a preemption, in
+        blocks that it has had since it started."""
         if not request.output_token_ids:
             return True
         num_tokens, num_computed = request.num_tokens, request.num_computed_tokens
@@ -187,7 +197,8 @@ class RequestTable:
         return bool(is_much) and self.blocks.holds(request, num_tokens)
 
     def admit(self, step: Step, request: Request, prefix: CachedPrefix, *, is_promoted: bool = False) -> BlockIds:
-        """A waiting request runs, with blocks for all its tokens; its whole block tables. There must be room."""
+        """Starts a waiting request with blocks for all its tokens, and returns its whole block tables. There must be
+        room."""
         self._leave_waiting(request)
         block_ids = self.blocks.allocate(request, request.num_tokens, prefix)
         assert block_ids is not None, "admission checks that the blocks are there"
@@ -206,8 +217,8 @@ class RequestTable:
         return block_ids
 
     def publish(self, request: Request, steps: Iterable[Step] = ()) -> None:
-        """Lets later steps hit the full blocks of what is computed of a running request, or will be by a submitted
-        step, or one of `steps`; and gives up what it does not see any more, once that can be hit."""
+        """Lets later steps hit the full blocks of a running request that are computed, or will be by a submitted step
+        or one of `steps`. Then gives up the blocks that no later token attends to, once they can be hit."""
         num_tokens = self._num_certain(request, steps)
         self.blocks.cache_full_blocks(request, num_tokens)
         if num_tokens == _num_computed(request):
@@ -215,14 +226,14 @@ class RequestTable:
         self.waiting.advance(request, num_tokens)
 
     def publish_filled(self, step: Step) -> None:
-        """Lets later steps hit what this one computes. Not earlier: inside one step a model may run its requests one
-        after the other, in any order."""
+        """Lets later steps hit what this step computes. The step itself must not: a model may run the requests of a
+        step one after the other, in any order."""
         for request in step.filled:
             self.publish(request, [step])
 
     def _num_certain(self, request: Request, steps: Iterable[Step] = ()) -> int:
-        """Tokens of a running request whose K/V are computed, or will be: a step may find that it cannot encode an
-        image, so from there on they are not certain before its result."""
+        """How many tokens of a running request have K/V, or will have for certain. A step may fail to encode an image,
+        so tokens from that image on are not certain before the step's result."""
         num_tokens, request_id = _num_computed(request), request.request_id
         if not request.images:
             return num_tokens
@@ -230,8 +241,8 @@ class RequestTable:
         return min([num_tokens, *starts])
 
     def take_images(self, step: Step, errors: Mapping[str, str]) -> list[RequestOutput]:
-        """A step's result is there: ends those of its requests whose images could not be encoded, by their `errors`,
-        and lets later steps hit what the others have computed."""
+        """Takes a step's result for its requests with images. Ends those whose images could not be encoded, by
+        `errors`, and lets later steps hit what the others have computed."""
         outputs = []
         for request_id in step.images:
             request = step.requests.get(request_id)
@@ -245,11 +256,13 @@ class RequestTable:
         return outputs
 
     def cut_back(self, request: Request, drafts: Drafts, num_before: int, num_accepted: int) -> None:
-        """The result of `drafts` behind `num_before` tokens of output is there: what is computed ends before the first
-        that is not in the output. The last token of the output is never computed: its logits give the next one.
+        """Takes the result of `drafts`, which followed `num_before` tokens of output: the request's computed tokens now
+        end before the first draft that is not in the output. The last token of the output is not computed yet:
+        computing it gives the logits for the next one.
 
-        Drafts 5 6 7 behind 40 tokens, of which 39 were computed; 5 6 9 came out: 42 are computed, and 9 is next. With
-        recurrent state, which has seen all drafts or none, 39 are computed, and the 40th, 5, 6 and 9 are next.
+        Example: drafts 5 6 7 follow 40 tokens, of which 39 were computed, and the output is 5 6 9. Then 42 tokens are
+        computed, and 9 is next. With recurrent state, which has seen all drafts or none, 39 are computed; the 40th, 5,
+        6 and 9 are next.
         """
         assert self.speculation is not None
         proposed = drafts.token_ids
@@ -269,13 +282,13 @@ class RequestTable:
         self.publish(request)
 
     def promote(self, request: Request) -> None:
-        """A running request keeps its place against better tiers from now on."""
+        """Makes a running request keep its seat against better tiers from now on."""
         self.running.remove(request)
         request.is_promoted = True
         insort(self.running, request, key=self.rank)
 
     def preempt(self, request: Request) -> None:
-        """A running request waits again, at its old place in the order. Its tokens in flight are void."""
+        """Makes a running request wait again, at its old place in the order. Its tokens in flight are discarded."""
         assert request.status is RequestStatus.RUNNING
         self._leave_running(request)
         request.status = RequestStatus.WAITING
@@ -290,8 +303,8 @@ class RequestTable:
         self._enqueue(request)
 
     def end(self, request: Request, reason: FinishReason, *, num_certain: int | None = None) -> None:
-        """A request has ended, wherever it stood; what is behind `num_certain` of its tokens is not what it should
-        be."""
+        """Ends a request, waiting or running. If `num_certain` is given, the K/V of later tokens are invalid and are
+        not cached."""
         if request.status is RequestStatus.WAITING:
             self._leave_waiting(request)
         else:
@@ -303,7 +316,8 @@ class RequestTable:
         del self.requests[request.request_id]
 
     def end_pooled(self, computed: Mapping[str, Request], pooled: Mapping[str, Vector]) -> list[RequestOutput]:
-        """The ends of requests whose results are there, as far as they are still in the step that `computed` them."""
+        """Ends pooling requests whose results have come, and returns their outputs. Skips requests that are not in
+        `computed`, the remaining requests of the step."""
         outputs = []
         for request_id, vector in pooled.items():
             if request_id in computed:
@@ -311,16 +325,18 @@ class RequestTable:
                 outputs.append(RequestOutput(request_id, (), FinishReason.STOP, pooled=vector))
         return outputs
 
-    # --- memory that is not there ---------------------------------------------------------------------------
+    # --- lack of memory -------------------------------------------------------------------------------------
 
     def is_memory_coming(self) -> bool:
-        """Whether a draft model, which is asked to if the pool can use it, gives memory back before the next step."""
+        """Whether a draft model gives memory back before the next step. If the pool can grow, the draft model is asked
+        to."""
         if self.speculation is not None and self.blocks.num_blocks < self.blocks.max_blocks:
             self.speculation.give_way()
         return self.speculation is not None and self.speculation.changes_pool
 
     def starve(self, request: Request, now: float) -> None:
-        """There is no memory for one who is alone. It may come back, but is not waited for without end."""
+        """Notes that there is no memory for a request that would run alone. Memory may come back, so the request is
+        ended only after `memory_wait_s`."""
         self.starving_since = now if self.starving_since is None else self.starving_since
         self.is_short = True
         if now - self.starving_since >= self._memory_wait_s:
@@ -329,7 +345,7 @@ class RequestTable:
             self.starved.append(request)
 
     def take_dropped(self) -> tuple[str, ...]:
-        """Requests that have left the running set since the last call: the runner must forget them."""
+        """The requests that have stopped running since the last call: the runner must drop their state."""
         dropped, self._dropped = tuple(self._dropped), []
         return dropped
 
@@ -396,18 +412,18 @@ class RequestTable:
 
 
 def _num_computed(request: Request) -> int:
-    """Tokens whose ids are known and whose K/V are computed, or will be by a submitted step."""
+    """How many tokens have known ids and K/V that are computed, or will be by a submitted step."""
     return min(request.num_computed_tokens, request.num_tokens)
 
 
 def append_drafted(request: Request, sampled: SampledToken) -> tuple[FinishReason | None, tuple[PositionLogprobs, ...]]:
-    """Appends drafts that were right and the token behind them, as `append_token` does each: why the request has ended,
-    and the logprobs of those that count. Behind one that ends the output the rest is void, and so it is where a grammar
-    forces another token than was sampled."""
+    """Appends accepted drafts and the token after them, each with `append_token`. Returns why the request has ended, or
+    None, and the logprobs of the tokens that count. Discards the tokens after one that ends the output, and, if a
+    grammar forced another token than was sampled, the sampled one and all after it."""
     output_token_ids, reason = request.output_token_ids, None
     logprobs: list[PositionLogprobs] = []
     for place, token in enumerate((*sampled.accepted, sampled), start=len(output_token_ids)):
-        if place < len(output_token_ids):  # a grammar has forced it
+        if place < len(output_token_ids):  # a grammar has forced the token here
             if output_token_ids[place] != token.token_id:
                 break
             continue

@@ -1,7 +1,7 @@
-"""The scheduler of one model: its requests' way from arrival to end, step by step.
+"""The scheduler of one model: takes its requests step by step from arrival to end.
 
-Policy only: no mlx, no clock of its own, no threads. `schedule(now)` and `update(output)` are synchronous
-and hold all of it; `run(executor)` is the short asyncio loop that feeds the MLX thread with them.
+Policy only: no mlx, no clock of its own, no threads. All of it is in the synchronous `schedule(now)` and
+`update(output)`; `run(executor)` is a short asyncio loop that feeds the MLX thread.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _LONG_STEP_S = 0.01
 _LATE_SHARE = 0.9
 _LATE_MARGIN_S = 0.004
 _BESIDE_MARGIN_S = 0.008
-"""The step after a long one is composed after this share of it, less a margin: with 10 ms, a request that came in the
-last 13 of 30 ms waited for a second step. A device that runs beside the host would wait for that with 4 ms, a hundredth
-of the time; there a launch's time is added, and the share is less for a while after steps that ended early."""
+"""After a long step, the next one is composed once `_LATE_SHARE` of the expected time has passed, less a margin. With a
+margin of 10 ms, a request that arrived in the last 13 of 30 ms waited for a second step. A device that runs beside the
+host would be idle for 1 % of the time with 4 ms. For such a device the margin is larger, the time of a launch is added,
+and the share is smaller for a while after steps that ended early."""
 
 _LAUNCH_DECAY = 0.98
 _EARLY_DECAY = 0.8
@@ -42,14 +43,14 @@ class Executor(Protocol):
     """Runs submitted steps in order, on the MLX thread."""
 
     def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
-        """Queues a step; the future belongs to the running loop, and is resolved when the step is over."""
+        """Queues a step. The future belongs to the running loop and is resolved when the step has ended."""
         ...
 
 
 class ContinuousBatchingScheduler:
     """Continuous batching over paged blocks, by tier and then by age. Event-loop thread only.
 
-    `Policy` states the rules; `RequestTable` holds the states.
+    `Policy` has the rules, `RequestTable` the state of the requests.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class ContinuousBatchingScheduler:
         speculation: Speculation | None = None,
         store: BlockStore | None = None,
     ) -> None:
-        """`is_async`: `run` keeps the next step submitted while one runs. `is_device_shared` says whether requests of
-        another model wait for the same device, so that steps are to be short even where nobody decodes here. `store`
-        is where prefixes are kept beside the pool."""
+        """If `is_async`, `run` keeps the next step submitted while one runs. `is_device_shared` says whether requests
+        of another model wait for the same device; then steps are kept short even if no request decodes here. `store`
+        keeps prefixes outside the pool."""
         assert limits.max_num_batched_tokens >= limits.max_num_seqs, "a step must hold every decode"
         groups = blocks.groups
         assert groups.max_chunk_tokens >= limits.largest_chunk or not groups.has_windows, "a chunk needs its blocks"
@@ -79,8 +80,8 @@ class ContinuousBatchingScheduler:
         if store is not None:
             waiting, target_s = self._table.waiting, self._composer.policy.target_s
             self._table.disk = DiskTier(blocks, waiting, store, self._compute_s, self._headroom, target_s)
-        self._launch_s = 0.0  # the longest recent one
-        self._early_share = 1.0  # the smallest recent share of its expected time that a step took
+        self._launch_s = 0.0  # the longest recent launch
+        self._early_share = 1.0  # the smallest recent ratio of actual to expected time of a long step
         self._wake = asyncio.Event()
         self._has_draft_model = speculation is not None and speculation.has_model
         if speculation is not None:
@@ -93,12 +94,12 @@ class ContinuousBatchingScheduler:
 
     @property
     def num_deferred(self) -> int:
-        """Those of them that wait for a prefix which another request computes."""
+        """How many of the waiting requests wait for a prefix that another request computes."""
         return self._table.waiting.num_parked
 
     @property
     def disk(self) -> DiskTier | None:
-        """What is kept on disk, if anything is."""
+        """The prefixes on disk; None if there is no store."""
         return self._table.disk
 
     @property
@@ -107,7 +108,7 @@ class ContinuousBatchingScheduler:
 
     @property
     def num_waiting_by_tier(self) -> dict[str, int]:
-        """Waiting requests of each tier that has or had some."""
+        """The number of waiting requests of each tier that has or had some."""
         return dict(self._table.queued_requests)
 
     def in_order(self) -> Iterator[Request]:
@@ -119,24 +120,24 @@ class ContinuousBatchingScheduler:
         return iter(self._table.waiting)
 
     def running(self) -> Iterator[Request]:
-        """Running requests, the best rank first."""
+        """Running requests, best rank first."""
         return iter(self._table.running)
 
     def effective_priority(self, request: Request, now: float) -> float:
         return self._table.waiting.effective_priority(request, now)
 
     def learn(self, num_prompt_tokens: int, prompt_s: float, decode_s: float) -> None:
-        """Seeds the cost curve with what a prompt's chunk from position 0 and one token took, so that no step is of
-        unbounded length because nothing has been measured yet."""
+        """Seeds the cost curve with the measured times of a prompt's chunk from position 0 and of one token. Otherwise
+        the first steps could be of any length, because nothing has been measured yet."""
         self._budget.observe(StepShape(0, num_prompt_tokens, self._budget.cost(0, num_prompt_tokens)), prompt_s)
         self._budget.observe(StepShape(1, 0, 0.0), decode_s)
 
-    # --- requests come and go -----------------------------------------------------------------------------
+    # --- adding and ending requests -----------------------------------------------------------------------
 
     def add_request(self, request: Request) -> list[RequestOutput]:
-        """Lets a request wait for its turn. Raises `ContextLengthError` if it can never fit the largest pool,
-        `QuotaExceededError` at its tier's queue limit and `QueueFullError` at the server's, unless requests of worse
-        tiers that have not run yet can make room: returns their ends."""
+        """Queues a request. Raises `ContextLengthError` if it cannot fit the pool even at its largest size,
+        `QuotaExceededError` at its tier's queue limit, and `QueueFullError` at the server's limit, unless it can
+        displace requests of worse tiers that have not run yet. Returns the last outputs of displaced requests."""
         blocks = self.blocks
         if blocks.groups.num_needed(request.max_total_tokens) > blocks.max_blocks:
             raise ContextLengthError(
@@ -166,8 +167,8 @@ class ContinuousBatchingScheduler:
         return outputs
 
     def finish_request(self, request_id: str, reason: FinishReason = FinishReason.ABORT, num_void: int = 0) -> bool:
-        """Ends a request from outside (client gone, stop string), whose last `num_void` tokens do not count. Its blocks
-        are free once no submitted step names them. False if it has ended already."""
+        """Ends a request from outside (client gone, stop string); its last `num_void` tokens are not counted. Its
+        blocks are free once no submitted step uses them. False if it has ended already."""
         self.counters.num_generated_tokens -= num_void
         request = self._table.requests.get(request_id)
         if request is not None:
@@ -176,7 +177,7 @@ class ContinuousBatchingScheduler:
         return request is not None
 
     def fail_all(self) -> list[str]:
-        """Ends every request after the executor has died, and returns their ids."""
+        """Ends all requests after the executor has died, and returns their ids."""
         ended = list(self._table.requests.values())
         for request in ended:
             self._table.end(request, FinishReason.ERROR)
@@ -188,7 +189,7 @@ class ContinuousBatchingScheduler:
         return [request.request_id for request in ended]
 
     def expire(self, now: float) -> list[RequestOutput]:
-        """Ends requests that have waited for their first step for longer than the queue timeout."""
+        """Ends requests that have waited for their first step longer than the queue timeout."""
         timeout = self.limits.queue_timeout_s
         expired: list[RequestOutput] = []
         while timeout is not None and self._table.unscheduled:
@@ -204,9 +205,9 @@ class ContinuousBatchingScheduler:
     # --- a step -------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """The next step, its effects on blocks and progress already booked. None if nothing can run now:
-        there is nothing, or what there is waits for the result of a submitted step. A step without requests
-        changes the pools only, or is of a draft model."""
+        """Composes the next step and books its effects on blocks and progress. None if nothing can run now, because
+        there are no requests or all of them wait for memory or for a submitted step's result. A step without requests
+        only changes the pools or copies blocks, or runs a draft model."""
         if self._has_draft_model and (burst := self._composer.compose_burst(now)) is not None:
             return burst
         step = self._composer.compose(now)
@@ -219,8 +220,8 @@ class ContinuousBatchingScheduler:
         return step.submit(self.counters.num_steps - 1, self._table.take_dropped(), change, copies)
 
     def update(self, output: ModelRunnerOutput) -> list[RequestOutput]:
-        """Takes the result of the oldest submitted step. Rows of requests that have ended or were preempted
-        since are dropped; blocks that waited for the step are free."""
+        """Takes the result of the oldest submitted step. Drops the rows of requests that have ended or were preempted
+        since, and frees the blocks that waited for the step."""
         submitted = self._table.submitted.popleft()
         assert submitted.step_id == output.step_id, "results come in the order of submission"
         assert submitted.num_sampling == len(output.sampled), "a step samples what it was asked to"
@@ -228,7 +229,7 @@ class ContinuousBatchingScheduler:
             self.speculation.take_burst(output)
         elif submitted.pool_change is not None:
             self.blocks.on_changed(submitted.pool_change)
-        elif submitted.copies is None and not output.num_images:  # whose encoding took its share of the time
+        elif submitted.copies is None and not output.num_images:  # copies and images take time, too
             self._observe(submitted, output)
         if self.disk is not None and submitted.copies is not None:
             is_other = submitted.pool_change is not None or output.num_images
@@ -251,8 +252,9 @@ class ContinuousBatchingScheduler:
         return outputs
 
     def next_schedule_s(self, began_s: float) -> float:
-        """When to compose the step after the oldest submitted one, which began at `began_s`: late in it if it is long,
-        so that requests that arrive meanwhile wait for one step and not for two; at once while its time is unknown."""
+        """When to compose the step after the oldest submitted one, which began at `began_s`. If that step is long, late
+        in it: a request that arrives meanwhile then waits for one step instead of two. Otherwise at once, as also if
+        the step's time is unknown or the device is shared."""
         expected_s = self._budget.expected_s(self._table.submitted[0].shape)
         if expected_s < _LONG_STEP_S or self._is_device_shared():
             return began_s
@@ -262,15 +264,15 @@ class ContinuousBatchingScheduler:
 
     @property
     def waits_to_draft(self) -> bool:
-        """Whether the next step is better composed when the result of the submitted one is known."""
+        """Whether the next step should not be composed before the result of the submitted one is known."""
         return self._composer.waits_to_draft()
 
     def explain(self, request: Request, step: SchedulerOutput) -> str:
-        """Why the step that was composed last gives a request that has no token yet no more."""
+        """Why `step`, the last one composed, gives no more tokens to a request that has no output yet."""
         return self._composer.explain(request, step)
 
     def take_starved(self) -> list[RequestOutput]:
-        """Ends of requests that waited too long for the memory of their next block, although no other ran."""
+        """The last outputs of requests that ran alone and were ended after waiting too long for memory."""
         if not (starved := self._table.starved):
             return []
         self._table.starved = []
@@ -280,11 +282,11 @@ class ContinuousBatchingScheduler:
 
     @property
     def is_starving(self) -> bool:
-        """Whether nothing can be computed for want of memory; it is tried again at each `schedule`."""
+        """Whether nothing can be computed for lack of memory. Each `schedule` tries again."""
         return self._table.starving_since is not None
 
     def _take_tokens(self, request: Request, sampled: SampledToken, drafts: Drafts | None) -> RequestOutput:
-        """Appends what a step has given a request: one token, and its drafts that were right before it."""
+        """Appends a request's tokens of a step: its accepted drafts and the token after them."""
         output_token_ids = request.output_token_ids
         num_before = len(output_token_ids)
         logprobs: tuple[PositionLogprobs, ...] = ()
@@ -313,7 +315,8 @@ class ContinuousBatchingScheduler:
         )
 
     def _observe(self, step: Step, output: ModelRunnerOutput) -> None:
-        """Learns how long steps and their launches take. Rows of drafts say nothing of what plain decoding takes."""
+        """Learns how long steps and their launches take. Decode steps with drafts do not count for the step budget,
+        because their rows do not show how long plain decoding takes."""
         shape, step_time_s = step.shape, output.step_time_s
         if self.speculation is not None and shape.num_prompt_tokens == 0:
             num_rows, is_drafted = shape.num_decode_tokens, bool(step.drafts)
@@ -328,15 +331,15 @@ class ContinuousBatchingScheduler:
     def _collect_prompt_logprobs(self, requests: dict[str, Request], found: dict[str, list[PositionLogprobs]]) -> None:
         for request_id, positions in found.items():
             request = requests.get(request_id)
-            # With output there, they have been delivered: the prompt is computed again after a preemption.
+            # A request with output has got them already; a preemption makes its prompt be computed again.
             if request is not None and not request.output_token_ids:
                 self._table.prompt_logprobs.setdefault(request_id, []).extend(positions)
 
     # --- memory -------------------------------------------------------------------------------------------
 
     def shrink(self, num_blocks: int, *, saves_first: bool = False) -> int:
-        """`PagedBlockManager.shrink` with the next step; if it `saves_first`, 0 while what would go is being saved.
-        With no blocks: nobody waits for that any more."""
+        """Calls `PagedBlockManager.shrink`; the cut is made before the next step. With `saves_first`, returns 0 while
+        blocks that would be evicted are being saved. `shrink(0)` says that saving for a cut is no longer urgent."""
         self._wake.set()
         if self.disk is None:
             return self.blocks.shrink(num_blocks)
@@ -349,20 +352,20 @@ class ContinuousBatchingScheduler:
         self._wake.set()
 
     def lowest_rank(self) -> Rank | None:
-        """The rank of the request that `preempt_lowest` would make wait, which can be held against other models';
-        None if there is none."""
+        """The rank of the request that `preempt_lowest` would preempt, to compare with those of other models; None if
+        there is no such request."""
         running = self._table.running
         return self._table.rank(running[-1]) if len(running) > 1 else None
 
     def preempt_lowest(self) -> bool:
-        """Makes the running request of the lowest rank wait, unless it is the only one."""
+        """Preempts the running request of the lowest rank, unless it is the only one. Returns whether it did."""
         if len(self._table.running) < 2:
             return False
         self._table.preempt(self._table.running[-1])
         return True
 
     def check_integrity(self) -> None:
-        """Asserts the invariants of queue, blocks and requests; for tests and idle moments."""
+        """Asserts the invariants of queue, blocks and requests. For tests and idle moments."""
         self._table.check_integrity()
         if self.speculation is not None:
             self.speculation.check_integrity()
@@ -373,10 +376,10 @@ class ContinuousBatchingScheduler:
     async def run(
         self, executor: Executor, clock: Callable[[], float], deliver: Callable[[list[RequestOutput]], None]
     ) -> None:
-        """Feeds `executor` until `stop()`, handing results to `deliver`. Raises what the executor raised."""
+        """Feeds `executor` until `stop()`, and passes outputs to `deliver`. Raises what the executor raised."""
         results: deque[asyncio.Future[ModelRunnerOutput]] = deque()
         max_submitted = 2 if self._is_async else 1
-        began_s = 0.0  # the oldest submitted step
+        began_s = 0.0  # of the oldest submitted step
         try:
             while not self._is_stopping:
                 now = clock()
@@ -402,11 +405,11 @@ class ContinuousBatchingScheduler:
             while results:
                 deliver(self.update(await results.popleft()))
         finally:
-            for result in results:  # else asyncio reported an exception for which nobody waits any more
+            for result in results:  # else asyncio would report an exception that nobody retrieves
                 result.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _schedule_next(self, now: float, deliver: Callable[[list[RequestOutput]], None]) -> SchedulerOutput | None:
-        """`schedule`, and the ends of requests that have waited too long."""
+        """Calls `schedule`, and delivers the last outputs of requests that have waited too long."""
         if expired := self.expire(now):
             deliver(expired)
         self._wake.clear()
@@ -417,7 +420,7 @@ class ContinuousBatchingScheduler:
         return output
 
     def wake(self) -> None:
-        """Has `run` look for something to do: a block was read or written."""
+        """Makes `run` look for work, after a block was read or written."""
         self._wake.set()
 
     def _compute_s(self, start: int, num_tokens: int) -> float:
@@ -432,13 +435,14 @@ class ContinuousBatchingScheduler:
         self._wake.set()
 
     async def _rest(self, now: float) -> None:
-        """Until something comes, a load from disk takes too long, or blocks are to be saved since nothing comes."""
+        """Waits until something arrives, a load from disk takes too long, or blocks are to be saved because nothing
+        arrives."""
         pause_s = None if self._table.disk is None else self._table.disk.rest_s(now, is_idle=not self._table.requests)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), pause_s)
 
     async def _is_result_first(self, result: asyncio.Future[ModelRunnerOutput]) -> bool:
-        """Waits for the result, or for something to arrive that may run beside it; which one it was."""
+        """Waits for the result, or for an arrival that may run beside it. Returns whether the result is there."""
         if not result.done():
             await self._wake.wait()
         return result.done()

@@ -1,4 +1,4 @@
-"""Which requests a step computes, and how many tokens of each."""
+"""Composes a step: which requests it computes, and how many tokens of each."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mlx_server.request import Request, RequestStatus, images_within
 class StepComposer:
     """Spends a step's token budget so that each request's `num_computed_tokens` catches up with its tokens.
 
-    First, every request that decodes takes its token. What is left goes to prompts, running and waiting together, as
-    `Policy` says.
+    First, every decoding request gets its token. The rest of the budget goes to prompts, of running and waiting
+    requests together, as `Policy` decides.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class StepComposer:
         self._is_burst_over = False
 
     def compose(self, now: float) -> Step:
-        """The next step, its effects on blocks and progress already booked; empty if nothing can run now."""
+        """Composes the next step and books its effects on blocks and progress. The step is empty if nothing can run
+        now."""
         table, step = self._table, Step(now)
         self._last, table.is_short = step, False
         disk = table.disk
@@ -71,23 +72,23 @@ class StepComposer:
         return step
 
     def compose_burst(self, now: float) -> SchedulerOutput | None:
-        """A draft model's burst, submitted: at most one before each step, and none beside one."""
+        """Composes and submits a draft model's burst; None if there is nothing to draft. At most one burst runs before
+        each step, and none while a step runs."""
         steps: tuple[SchedulerOutput, ...] = ()
         if self._draft_room is not None and not self._table.submitted and not self._is_burst_over:
             steps = self._draft_room.compose_burst()
-        self._is_burst_over = bool(steps)  # before the next step is composed
+        self._is_burst_over = bool(steps)  # one burst is enough before the next step
         if not steps:
             return None
         self._table.submitted.append(Step(now, steps))
         return self._table.submitted[-1].submit(-1, (), None, None)
 
     def waits_to_draft(self) -> bool:
-        """Whether a step runs and the next one is better composed when its result is known."""
+        """Whether a step runs and the next one should not be composed before its result is known."""
         return self._draft_room is not None and bool(self._table.submitted) and self._draft_room.waits()
 
     def explain(self, request: Request, step: SchedulerOutput) -> str:
-        """How many tokens `step`, the last that was composed, gives a request that has no output yet, and what kept it
-        from more."""
+        """How many tokens `step`, the last one composed, gives a request that has no output yet, and why not more."""
         given = {chunk.request_id: chunk.num_tokens for chunk in step.chunks}
         others = ", ".join(f"{name} {num_tokens}" for name, num_tokens in given.items() if name != request.request_id)
         if request.request_id in given:
@@ -100,10 +101,10 @@ class StepComposer:
     # --- decodes ------------------------------------------------------------------------------------------
 
     def _add_decodes(self, step: Step) -> list[Request]:
-        """Adds all requests that decode; returns running ones that have prompt to compute.
+        """Adds all decoding requests to the step. Returns the running requests with prompt left to compute.
 
-        Up to a block of known tokens counts as a decode (those that a grammar forces, or the uncached tail of a
-        resumed request), if the step has room for them beside one token of each running request.
+        Up to a block of known tokens counts as a decode (tokens that a grammar forces, or the uncached end of a resumed
+        request), if the step has room for them beside one token of each running request.
         """
         running = self._table.running
         drafts = {} if self._draft_room is None else self._draft_room.choose()
@@ -112,7 +113,7 @@ class StepComposer:
         spare = self._limits.max_num_batched_tokens - len(running) - num_taken
         most = min(BLOCK_SIZE, self._limits.max_chunk_tokens or BLOCK_SIZE)
         prefilling: list[Request] = []
-        for request in running:  # a preemption shortens the list at its end, at or behind this place
+        for request in running:  # a preemption removes requests from the end of the list, never ones before this
             start = request.num_computed_tokens
             if request.num_in_flight:
                 if not needs_no_result(request) or request.request_id in drafted:
@@ -142,8 +143,8 @@ class StepComposer:
     def _put(
         self, step: Step, request: Request, num_tokens: int, block_ids: BlockIds, drafts: Drafts = NO_DRAFTS
     ) -> None:
-        """Books the next `num_tokens` positions of the request, of which `drafts` are the last ones, as computed by
-        this step. Most requests of most steps have one token, which is in flight."""
+        """Adds the next `num_tokens` positions of a request to the step, the last of them `drafts`, and books them as
+        computed. In most steps, most requests have one token, which is in flight."""
         request_id, start, num_in_flight = request.request_id, request.num_computed_tokens, request.num_in_flight
         end, num_output_tokens = start + num_tokens, len(request.output_token_ids) + num_in_flight
         num_prompt_tokens, num_drafts = len(request.prompt_token_ids), len(drafts.token_ids)
@@ -172,7 +173,7 @@ class StepComposer:
             request.num_in_flight = num_in_flight + 1 + num_drafts
         if num_drafts:
             step.drafts[request_id] = drafts
-            return  # what is computed is known when it is known which of them are right
+            return  # progress is counted once it is known which drafts are right
         num_ever_computed = request.num_ever_computed
         if start < num_ever_computed:
             self._counters.num_tokens_recomputed += min(end, num_ever_computed) - start
@@ -180,6 +181,6 @@ class StepComposer:
             request.num_ever_computed = end
         if start < num_prompt_tokens:
             self._counters.num_prompt_tokens_computed += min(end, num_prompt_tokens) - start
-        # A block that ends with a token in flight has no hash yet, and is filled for the step after it.
+        # A block that ends with a token in flight has no hash yet; the next step counts it as filled.
         if start % BLOCK_SIZE == 0 or (not num_in_flight and end // BLOCK_SIZE > start // BLOCK_SIZE):
             step.filled.append(request)

@@ -1,4 +1,5 @@
-"""Which requests may draft in the next step, how much, and whether that step is worth waiting for."""
+"""Decides which requests may draft in the next step, how many tokens, and whether that step should wait for a
+result."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from mlx_server.request import Request
 
 @dataclass(frozen=True, slots=True)
 class DraftRoom:
-    """What one scheduler's steps have room for beside what they must compute."""
+    """The room for drafts in the steps of one scheduler, beside what they must compute."""
 
     _speculation: Speculation
     _table: RequestTable
@@ -31,11 +32,11 @@ class DraftRoom:
 
     @classmethod
     def of(cls, table: RequestTable, limits: SchedulerLimits, policy: Policy) -> DraftRoom | None:
-        """None where nothing is drafted."""
+        """None if the scheduler does not draft."""
         return None if table.speculation is None else cls(table.speculation, table, limits, policy)
 
     def choose(self) -> dict[str, Drafts]:
-        """The drafts that the step carries, as far as they fit what is free: nobody is preempted for a draft."""
+        """The drafts that the step carries. They only use free blocks: no request is preempted for a draft."""
         num_known = self._num_known()
         if not num_known:
             return {}
@@ -44,12 +45,12 @@ class DraftRoom:
         return {r.request_id: drafts[r.request_id]._replace(num_known=count) for r, count in drafting.items()}
 
     def compose_burst(self) -> tuple[SchedulerOutput, ...]:
-        """The steps of a draft model for those whose drafts the step behind these can carry."""
+        """The steps of a draft model, for the requests whose drafts the next step can carry."""
         num_known = self._num_known()
         return self._speculation.compose_burst(self._rooms(self._with_states(num_known)), self._beside(num_known))
 
     def _num_known(self) -> dict[Request, int]:
-        """Who may draft now, and the known tokens that the step computes before the drafts."""
+        """The requests that may draft now, and how many known tokens the step computes before their drafts."""
         most_known = 1 if self._speculation.num_spares is None else BLOCK_SIZE
         num_known = {
             request: request.num_tokens - request.num_computed_tokens
@@ -59,7 +60,7 @@ class DraftRoom:
         return {request: count for request, count in num_known.items() if count <= most_known}
 
     def _with_states(self, num_known: dict[Request, int]) -> dict[Request, int]:
-        """Those for whose state after the drafts there is a slot: the requests that drafted last have one."""
+        """The requests that have a slot for the state after their drafts. Those that drafted last have one already."""
         undecided, num_spares = self._table.undecided, self._speculation.num_spares
         if num_spares is None:
             return num_known
@@ -68,7 +69,8 @@ class DraftRoom:
         return {request: count for request, count in num_known.items() if request.request_id in able}
 
     def on_step(self, step: Step) -> None:
-        """A step computes chunks of requests, each from that one of its states which has proved right."""
+        """Call for each composed step. Its chunks continue from the right one of a request's two states, so afterwards
+        only requests with new drafts are undecided."""
         self._table.undecided.difference_update(step.requests)
         self._table.undecided.update(step.drafts)
         if self._speculation.has_model:
@@ -76,9 +78,9 @@ class DraftRoom:
                 self._speculation.on_chunk(chunk)
 
     def waits(self) -> bool:
-        """Whether the next step is better composed when the result of the one that runs is known: it carries drafts, or
-        the next could if its tokens were known, or a draft model's pool is to be changed. A draft is only made behind
-        known tokens, and a draft model runs between two steps."""
+        """Whether the next step should not be composed before the result of the running one is known: if the running
+        step carries drafts, if the next one could do so once its tokens are known, or if a draft model's pool is to be
+        changed. Drafts can only follow known tokens, and a draft model runs between two steps."""
         newest = self._table.submitted[-1]
         if newest.waits_to_draft is None:
             must_wait = self._speculation.changes_pool or any(step.drafts for step in self._table.submitted)
@@ -86,8 +88,8 @@ class DraftRoom:
         return newest.waits_to_draft
 
     def _would_draft(self) -> bool:
-        """Whether the next step would carry drafts if the tokens in flight were known. With many requests the answer is
-        nearly always no, and needs no look at each of them."""
+        """Whether the next step would carry drafts if the tokens in flight were known. With many requests it nearly
+        always would not, and `may_gain` says so without a look at each of them."""
         speculation, running = self._speculation, self._table.running
         if not (speculation.has_model or speculation.may_gain(len(running), self._step_room(has_prompts=False))):
             speculation.pass_over()
@@ -97,8 +99,8 @@ class DraftRoom:
         return bool(free) and speculation.would_draft(free, self._beside(dict.fromkeys(free, 1)))
 
     def _beside(self, num_known: Mapping[Request, int]) -> StepRoom:
-        """The room beside `num_known`: the tokens that the step computes of requests that may draft, before their
-        drafts."""
+        """The room for drafts, given `num_known`: how many known tokens the step computes of each request that may
+        draft."""
         running = self._table.running
         may_start = self._table.has_waiting and len(running) < self._limits.max_num_seqs and not self._policy.is_held
         has_prompts = may_start or not all(request.output_token_ids for request in running)
@@ -108,9 +110,11 @@ class DraftRoom:
         return room._replace(num_known={request.request_id: count for request, count in num_known.items()})
 
     def _step_room(self, num_again: int = 0, *, has_prompts: bool) -> StepRoom:
-        """Prompts that can run keep half of the step's tokens, and beside them no number of rows is tried that was not
-        measured, since such a step does not tell what it takes. The sampler has room for as many rows as may run.
-        `num_again` tokens are computed beside one of each request."""
+        """The room for drafts in a step that computes `num_again` tokens beside one of each running request.
+
+        If prompts can run, they keep half of the step's tokens, and drafts only use numbers of rows that were measured:
+        a step with prompts does not show what its rows take. The sampler has room for as many rows as requests may run.
+        """
         limits, num_running = self._limits, len(self._table.running)
         num_rows = limits.max_num_batched_tokens // (1 + has_prompts) - num_running - num_again
         most = max(0, min(num_rows, max(limits.max_num_seqs, FEWEST_SAMPLED_ROWS) - num_running))
@@ -120,11 +124,11 @@ class DraftRoom:
         return StepRoom(num_running, most, self._policy.target_s(), least_gain)
 
     def _rooms(self, requests: Iterable[Request]) -> dict[Request, int]:
-        """Most drafts of each: they end before its last token, and take no block that others may need. With recurrent
-        state they end in the block of the first token that the chunk computes: so a step ends at each of the request's
-        block boundaries, where its state may be kept, and no more than a block is computed again."""
+        """The most drafts of each request: they end before its last token, and take no block that others may need. With
+        recurrent state, they also end in the block of the first token that the chunk computes. So a step ends at each
+        block boundary of the request, where its state may be kept, and no more than a block is computed again."""
         blocks, most_tokens = self._table.blocks, self._limits.max_chunk_tokens or BLOCK_SIZE
-        needed = 2 * len(self._table.running) * len(blocks.groups)  # a token's and a draft's of each
+        needed = 2 * len(self._table.running) * len(blocks.groups)  # for a token and drafts of each
         next_block = BLOCK_SIZE if blocks.num_free_blocks >= needed else 0
         is_recurrent = self._speculation.num_spares is not None
         rooms: dict[Request, int] = {}
@@ -140,13 +144,13 @@ class DraftRoom:
 
 
 def needs_no_result(request: Request) -> bool:
-    """Whether the next token of a request can be computed while its last one is in flight: a last token
-    needs no successor, and a grammar's next mask depends on the token."""
+    """Whether a request's next token can be computed while its last one is in flight. False if the output may have no
+    more tokens, and with a grammar, whose next mask depends on the one in flight."""
     num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_in_flight
     is_last = num_tokens >= request.max_total_tokens
     return not is_last and request.constraint is None
 
 
 def _drafts(request: Request) -> bool:
-    """Whether a request decodes, and may carry drafts."""
+    """Whether a request decodes and may have drafts."""
     return bool(request.output_token_ids) and request.sampling.speculate

@@ -1,14 +1,14 @@
-"""LoRA and DoRA adapters, as mlx-lm trains and saves them: several in one model, and each row of a batch has its own.
+"""LoRA and DoRA adapters in mlx-lm's format. A model can have several LoRA adapters, and each row of a batch its own.
 
-A layer computes what is the model's once for all rows. Its adapters lie side by side, each in as many columns as its
-rank:
+A layer computes its own product once for all rows. The matrices of its adapters lie side by side; each takes as many
+columns as its rank:
 
     columns of x lora_a      |-- first, rank 8 --|-- second, rank 4 --|
     a row of the first       | its products      | zeros              |
     a row of none            | zeros             | zeros              |
 
-So a mixed batch costs two small products a layer, for any rows and ranks, and a row's result is what its own adapter
-alone would give.
+So a mixed batch costs two small products for each layer, for any rows and ranks, and a row's result is the same as with
+its own adapter alone.
 """
 
 from __future__ import annotations
@@ -35,38 +35,40 @@ from mlx_server.runtime.attention.interface import IntArray
 from mlx_server.runtime.models.folder import TensorHeader, read_headers
 
 NONE = -1
-"""The adapter index of rows without an adapter."""
+"""The adapter index of a row without an adapter."""
 
 
 @dataclass(frozen=True)
 class ColumnLayout:
-    """The adapters of one layer by ascending index, and the rank of each. Many layers have equal layouts."""
+    """The adapters of one layer by ascending index, and their ranks. Many layers have equal layouts."""
 
     adapters: tuple[int, ...]
     ranks: tuple[int, ...]
 
     def span(self, owners: IntArray) -> slice | None:
-        """The columns from the first to the last adapter among `owners`; None if the layer has none of them."""
+        """The columns from the first to the last adapter that occurs in `owners`; None if the layer has none of
+        them."""
         used = [place for place, adapter in enumerate(self.adapters) if (owners == adapter).any()]
         return slice(sum(self.ranks[: used[0]]), sum(self.ranks[: used[-1] + 1])) if used else None
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What a batch needs of a layer's columns: those at `span`. `owners` are their adapters; None if all rows have one
-    adapter, so that every row uses them all."""
+    """The columns of a layer that a batch needs: those at `span`. `owners` are the adapters of these columns; None if
+    all rows have the same adapter, so that each row uses all of them."""
 
     span: slice
     owners: mx.array | None
 
     def keep_own(self, products: mx.array, row_owners: mx.array | None) -> mx.array:
-        """`products` `[..., columns]` with zeros where row and column have other adapters; `row_owners` `[..., 1]`."""
+        """`products` `[..., columns]` with zeros where a row has another adapter than the column. `row_owners` is
+        `[..., 1]`."""
         return products if self.owners is None else mx.where(self.owners == row_owners, products, 0)
 
 
 @dataclass(eq=False)
 class RowScope:
-    """A batch `[R, length, ...]`: `owners` `[R]` are the requests' adapters."""
+    """The adapters of the rows of a batch `[R, length, ...]`: `owners` `[R]` has one for each request."""
 
     owners: IntArray
     length: int = 1
@@ -74,7 +76,8 @@ class RowScope:
     _row_owners: dict[int, mx.array] = field(default_factory=dict)
 
     def columns(self, layout: ColumnLayout) -> Columns | None:
-        """What a layer has to compute; None if no row of the batch has an adapter there. Made once a layout."""
+        """The columns that a layer must compute; None if no row of the batch has an adapter there. Computed once for
+        each layout."""
         if layout not in self._columns:
             span, owners = layout.span(self.owners), None
             if span is not None and (self.owners != self.owners[0]).any():
@@ -83,8 +86,8 @@ class RowScope:
         return self._columns[layout]
 
     def row_owners(self, num_rows: int) -> mx.array:
-        """The adapter of each of a layer's rows, which are the batch's requests or its tokens: `[num_rows]`. Raises
-        `UnpageableError` for any others."""
+        """The adapter of each row of a layer's input, `[num_rows]`. The rows are the batch's requests or its tokens.
+        Raises `UnpageableError` for any other number of rows."""
         if num_rows not in self._row_owners:
             num_requests = len(self.owners)
             if num_rows not in (num_requests, num_requests * self.length):
@@ -93,15 +96,15 @@ class RowScope:
         return self._row_owners[num_rows]
 
     def select(self, rows: Sequence[int]) -> RowScope:
-        """The scope of these rows of the batch, counted over all of its tokens."""
+        """The scope of some rows of the batch, given by their index among all of its tokens."""
         return RowScope(np.repeat(self.owners, self.length)[list(rows)])
 
 
 class AdapterRows:
-    """The adapters of one model by `names`, and those of the rows that its layers compute now.
+    """The `names` of a model's adapters, and the adapters of the rows that its layers compute now.
 
-    Shared by a model's layers and their callers. Between forward passes no row has an adapter: the model then computes
-    what it does without adapters.
+    Shared by a model's layers and the code that calls them. Between forward passes no row has an adapter, so the model
+    then computes what it does without adapters.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
@@ -110,11 +113,11 @@ class AdapterRows:
         self._groups: dict[tuple[int, int], RowScope] = {}
 
     def columns(self, layout: ColumnLayout) -> Columns | None:
-        """What a layer of this layout has to compute; None for nothing."""
+        """The columns that a layer of this layout must compute; None if there are none."""
         return None if self._scope is None else self._scope.columns(layout)
 
     def keep_own(self, columns: Columns, products: mx.array) -> mx.array:
-        """As `Columns.keep_own`, of `products` `[rows, ..., columns]`. Raises `UnpageableError` if their rows are not
+        """Like `Columns.keep_own`, for `products` `[rows, ..., columns]`. Raises `UnpageableError` if the rows are not
         those of the batch."""
         if columns.owners is None:
             return products
@@ -122,13 +125,14 @@ class AdapterRows:
         return columns.keep_own(products, self.owners(num_rows).reshape(num_rows, *[1] * (products.ndim - 1)))
 
     def owners(self, num_rows: int) -> mx.array:
-        """As `RowScope.row_owners`, in a batch with adapters."""
+        """Like `RowScope.row_owners`, for a batch with adapters."""
         assert self._scope is not None, "no row of the batch has an adapter"
         return self._scope.row_owners(num_rows)
 
     @contextmanager
     def step(self, owners: IntArray | None) -> Iterator[None]:
-        """A forward pass over a ragged batch whose rows have these adapters, `[T]`; None if no row has one."""
+        """Within the context, a forward pass runs over a ragged batch whose rows have the adapters `owners` `[T]`; None
+        if no row has one."""
         self._scope = None if owners is None or (owners == NONE).all() else RowScope(owners)
         self._groups.clear()
         try:
@@ -138,7 +142,7 @@ class AdapterRows:
 
     @contextmanager
     def group(self, group: RowGroup) -> Iterator[None]:
-        """Within a step: layers compute this group of its rows only."""
+        """Within the context, inside a step, layers compute only this group of its rows."""
         whole = self._scope
         if whole is not None:
             self._scope = self._groups.setdefault(
@@ -151,14 +155,16 @@ class AdapterRows:
             self._scope = whole
 
     def select(self, rows: Sequence[int]) -> None:
-        """Within a step or group: from now to its end, layers compute these rows of its tokens only."""
+        """From now to the end of the step or group, layers compute only some rows, given by their index among its
+        tokens."""
         if self._scope is not None:
             self._scope = self._scope.select(rows)
 
 
 class LowRank(NamedTuple):
-    """What one adapter, by its index, adds to a layer: `x lora_a lora_b`, its scale in `lora_b`; `[inputs, rank]` and
-    `[rank, outputs]`, of experts one such pair each."""
+    """What one adapter, given by its index, adds to a layer: `x lora_a lora_b`, with the scale included in `lora_b`.
+    `lora_a` is `[inputs, rank]` and `lora_b` `[rank, outputs]`; layers of experts have one such pair for each
+    expert."""
 
     adapter: int
     lora_a: mx.array
@@ -170,7 +176,8 @@ def layout_of(parts: Sequence[LowRank]) -> ColumnLayout:
 
 
 class _AdaptedLayer(nn.Module):  # type: ignore[misc]
-    """`lora_a` is `[columns, inputs]` and `lora_b` `[columns, outputs]`, of all adapters."""
+    """A layer with adapters: `lora_a` `[columns, inputs]` and `lora_b` `[columns, outputs]` have the columns of all of
+    them."""
 
     def __init__(self, parts: Sequence[LowRank], rows: AdapterRows) -> None:
         super().__init__()
@@ -181,12 +188,12 @@ class _AdaptedLayer(nn.Module):  # type: ignore[misc]
 
 
 def is_adapted(part: nn.Module) -> bool:
-    """Whether an adapter that differs by row changes a layer in `part` of a model."""
+    """Whether `part` of a model has a layer with adapters that may differ by row."""
     return any(isinstance(module, (_AdaptedLayer, AdaptedExperts)) for module in part.modules())
 
 
 class AdaptedLinear(_AdaptedLayer):
-    """A linear layer, quantised or not."""
+    """A linear layer with adapters, quantised or not."""
 
     def __init__(self, linear: nn.Module, parts: Sequence[LowRank], rows: AdapterRows) -> None:
         super().__init__(parts, rows)
@@ -202,7 +209,7 @@ class AdaptedLinear(_AdaptedLayer):
 
 
 class AdaptedEmbedding(_AdaptedLayer):
-    """An embedding, which may be the model's head as well."""
+    """An embedding with adapters, which may also be the model's output head."""
 
     def __init__(self, embedding: nn.Module, parts: Sequence[LowRank], rows: AdapterRows) -> None:
         super().__init__(parts, rows)
@@ -226,9 +233,10 @@ class AdaptedEmbedding(_AdaptedLayer):
 
 
 class ExpertRoute:
-    """Tells the experts of one layer which adapter each row has: rows come to them in another order, each with the
-    index of an expert. In a mixed batch that index is `expert * num_owners + owner`, which names the adapter, too: of
-    two adapters, a row without one (owner 0) that goes to expert 5 has the index 15, and one of the second 17."""
+    """Tells the experts of one layer which adapter each row has. Rows come to experts in another order, each with the
+    index of an expert. In a mixed batch that index also encodes the adapter, as `expert * num_owners + owner`. Example
+    with two adapters (`num_owners` is 3): expert 5 gets the index 15 for a row without an adapter (owner 0), and 17 for
+    one with the second adapter."""
 
     def __init__(self, rows: AdapterRows) -> None:
         self.rows = rows
@@ -236,19 +244,19 @@ class ExpertRoute:
         self._num_owners = len(rows.names) + 1
 
     def mix(self, indices: mx.array, owners: mx.array) -> mx.array:
-        """`indices` `[rows, ..., k]` of experts with the owners `[rows]` in them."""
+        """Expert `indices` `[rows, ..., k]` with the `owners` `[rows]` encoded in them."""
         return indices * self._num_owners + (owners + 1).reshape(-1, *[1] * (indices.ndim - 1)).astype(indices.dtype)
 
     def experts(self, indices: mx.array) -> mx.array:
         return indices // self._num_owners if self.is_mixed else indices
 
     def owners(self, indices: mx.array) -> mx.array | None:
-        """The adapter of each row; None in a batch of one adapter."""
+        """The adapter of each row; None if all rows of the batch have the same one."""
         return (indices % self._num_owners).astype(mx.int32) - 1 if self.is_mixed else None
 
 
 class AdaptedExperts(nn.Module):  # type: ignore[misc]
-    """A layer of experts, whose products are `AdaptedExpertLinear`s. `adapters` are those of any of them."""
+    """A layer of experts whose products are `AdaptedExpertLinear`s. `adapters` are those of any of its products."""
 
     def __init__(self, experts: nn.Module, adapters: Collection[int], route: ExpertRoute) -> None:
         super().__init__()
@@ -270,7 +278,7 @@ class AdaptedExperts(nn.Module):  # type: ignore[misc]
 
 class AdaptedExpertLinear(nn.Module):  # type: ignore[misc]
     """One of the products of a layer of experts. `lora_a` is `[experts, columns, inputs]` and `lora_b` `[experts,
-    columns, outputs]`, of all adapters; a product without adapters still has to decode the indices."""
+    columns, outputs]`, for all adapters. A product without adapters must still decode the indices."""
 
     def __init__(self, linear: nn.Module, parts: Sequence[LowRank], route: ExpertRoute) -> None:
         super().__init__()
@@ -300,8 +308,8 @@ WEIGHTS_FILE = "adapters.safetensors"
 
 
 def apply_adapter(model: Any, adapter: Adapter) -> None:
-    """Puts an adapter into `model` for every row; its weights are lazy until they are evaluated. Raises
-    `ModelLoadError` for a folder without an adapter, or with one made for another model."""
+    """Applies an adapter to `model` for all rows. Its weights are lazy until they are evaluated. Raises
+    `ModelLoadError` if the folder has no adapter, or one for another model."""
     folder = adapter.path
     missing = [name for name in (SETTINGS_FILE, WEIGHTS_FILE) if not (folder / name).is_file()]
     if missing:
@@ -319,8 +327,9 @@ def apply_adapter(model: Any, adapter: Adapter) -> None:
 
 
 def install_adapters(model: Any, adapters: Sequence[Adapter]) -> AdapterRows:
-    """Puts adapters into `model` so that each row of a batch may have another one, or none, as the returned
-    `AdapterRows` say. Raises like `apply_adapter`, and for an adapter whose changes cannot be computed by rows."""
+    """Installs adapters in `model` so that each row of a batch may have a different one, or none; the returned
+    `AdapterRows` say which. Raises like `apply_adapter`, and also for an adapter whose changes cannot be computed by
+    row."""
     rows = AdapterRows([adapter.name for adapter in adapters])
     parts: defaultdict[str, list[LowRank]] = defaultdict(list)
     for index, adapter in enumerate(adapters):
@@ -335,8 +344,8 @@ def install_adapters(model: Any, adapters: Sequence[Adapter]) -> AdapterRows:
 
 
 def must_be_merged(adapter: Adapter) -> bool:
-    """Whether an adapter's settings make it more than products of two matrices beside a model's own: DoRA, or full
-    weights. False for settings that cannot be read, which loading refuses."""
+    """Whether an adapter must be merged into the model, because it is more than products of two matrices beside the
+    model's own: DoRA, or full weights. False for settings that cannot be read, which loading refuses."""
     try:
         return _kind(adapter) != "lora"
     except (OSError, ValueError, AttributeError):
@@ -344,24 +353,25 @@ def must_be_merged(adapter: Adapter) -> bool:
 
 
 def merged_adapter(adapters: Sequence[Adapter]) -> Adapter | None:
-    """The adapter that all requests of a model get: its only one, if that cannot differ by request."""
+    """The adapter that is merged into the model for all requests: the only one given, if it cannot differ by request.
+    Else None."""
     return adapters[0] if len(adapters) == 1 and must_be_merged(adapters[0]) else None
 
 
 def adapter_tensors(adapter: Adapter) -> list[TensorHeader]:
-    """The header of an adapter's file of weights; empty if there is none."""
+    """The tensor headers of an adapter's weight file; empty if there is no file."""
     path = adapter.path / WEIGHTS_FILE
     return list(read_headers(path).values()) if path.is_file() else []
 
 
 def _kind(adapter: Adapter) -> str:
-    """mlx-lm's name of it: lora, dora or full."""
+    """The adapter's type as mlx-lm names it: lora, dora or full."""
     settings = json.loads((adapter.path / SETTINGS_FILE).read_text(encoding="utf-8"))
     return str(settings.get("fine_tune_type", "lora"))
 
 
 def _take_layers(model: Any, adapter: Adapter) -> dict[str, nn.Module]:
-    """The layers that mlx-lm makes of an adapter, by their paths; the model stays as it was."""
+    """The layers that mlx-lm makes for an adapter, by path. The model is left as it was."""
     if must_be_merged(adapter) and _kind(adapter) == "full":
         raise _refusal(adapter, "replaces weights of the model")
     before = dict(model.named_modules())
@@ -386,7 +396,7 @@ def _refusal(adapter: Adapter, what: str) -> ModelLoadError:
 
 
 def _low_rank(adapter: int, layer: Any) -> LowRank:
-    """From one of mlx-lm's layers, which has both matrices of experts transposed."""
+    """Converts a layer of mlx-lm, which stores both matrices of experts transposed."""
     lora_b = (layer.scale * layer.lora_b).astype(layer.lora_b.dtype)
     if isinstance(layer, LoRASwitchLinear):
         return LowRank(adapter, layer.lora_a.swapaxes(-1, -2), lora_b.swapaxes(-1, -2))
@@ -396,8 +406,8 @@ def _low_rank(adapter: int, layer: Any) -> LowRank:
 def _adapt_experts(
     model: Any, path: str, experts: nn.Module, parts: dict[str, list[LowRank]], rows: AdapterRows
 ) -> None:
-    """Moves the parts of a layer of experts, if there are any, into it: all of its products must decode the indices of
-    a mixed batch."""
+    """Moves the `parts` for a layer of experts, if there are any, into that layer. Then all of its products must decode
+    the indices of a mixed batch."""
     kinds = SwitchLinear | QuantizedSwitchLinear
     products = {name: child for name, child in experts.children().items() if isinstance(child, kinds)}
     own = {name: parts.pop(f"{path}.{name}", []) for name in products}
