@@ -58,7 +58,7 @@ def test_the_example_is_valid_and_shown_as_it_is_read(tmp_path):
         ('[[models]]\nmodel = "a"\npined = true', r"\[\[models\]\] 1: unknown key pined; did you mean pinned\?"),
         ('[[models]]\nmodel = "a"\nmax_model_len = 1', "max_model_len is 1; it should be greater than or equal to 2"),
         ('[[models]]\nmodel = "a"\nport = 1', "unknown key port"),
-        ('[[models]]\nmodel = "a"\nserved_model_name = "b"', "served_model_name is not for .*; use id"),
+        ('[[models]]\nmodel = "a"\nserved_model_name = "b"', "served_model_name is not allowed in .*; use id"),
         ('[[models]]\nmodel = "a"\nidle_ttl_s = -1', "idle_ttl_s is -1; it should be greater than or equal to 0"),
         ('[model]\nmodel = "b"\n[[models]]\nmodel = "a"', "give either one model or several"),
     ],

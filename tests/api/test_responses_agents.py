@@ -214,5 +214,5 @@ async def test_a_response_has_every_field_of_the_specification(world: World, str
 async def test_the_client_counts(world: World):
     counted = await world.openai.responses.input_tokens.count(model="fake", input="Hi")
     assert counted.input_tokens > 0
-    with pytest.raises(openai.APIStatusError, match="not compacted"):
+    with pytest.raises(openai.APIStatusError, match="does not compact"):
         await world.openai.responses.compact(model="fake", input="Hi")

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from mlx_server.api.answers.generation import Truncation
-from mlx_server.api.http.request_bounds import FIRST_ERROR
+from mlx_server.api.http.request_bounds import FIRST_ERROR, at_most
 from mlx_server.api.openai.document import (
     TEXT,
     TOKEN_IDS,
@@ -69,6 +69,7 @@ Ints = Annotated[list[Int], FIRST_ERROR]
 _LogitBias = Annotated[
     dict[int, Annotated[Number, Field(ge=-100, le=100)]],
     Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^[0-9]+$"}}),
+    at_most(MAX_LOGIT_BIAS, "tokens"),  # before any entry is looked at
 ]
 
 
