@@ -41,46 +41,63 @@ constexpr int64_t kFewestOutputs = 64;      // that a thread takes at a time
 constexpr int64_t kAlone = 100000;          // multiply-adds that are not worth a second thread
 constexpr int64_t kAloneRows = 1 << 16;     // the same for norms and SwiGLU, in numbers
 
-// Prefetches weights far ahead into the L2 cache, in the order of addresses. A tile reads kTile rows in turns, which
-// hardware does not predict.
-constexpr int64_t kAheadBytes = 16384;
-inline void fetch_ahead(const void* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + kAheadBytes + at, 0, 2);
+// Which weights a group of rows prefetches at each step: bytes [from, to) of a step's, `distance` bytes further on. A tile
+// reads kTile rows in turns, which hardware does not predict.
+struct Ahead {
+  int64_t distance = 0, from = 0, to = 0;
+};
+
+constexpr int64_t kNearBytes = 8192, kLineBytes = 64;
+
+inline Ahead part_ahead(int64_t distance, int64_t step_bytes, int64_t part, int64_t parts) {
+  const int64_t lines = std::max<int64_t>(1, step_bytes / kLineBytes);
+  return {distance, lines * part / parts * kLineBytes, lines * (part + 1) / parts * kLineBytes};
 }
 
-// kTile rows of weights from `first` on; past the end, the last row again. `get<0>` and `get<1>` return the two vectors
-// of a step; `enter` is called before the steps of a group.
-template <typename T>
+// kTile rows of weights from `first` on, with kNumbers numbers in each T; past the end, the last row again. `get<0>` and
+// `get<1>` return the two vectors of a step; `enter` is called before the steps of a group.
+template <typename T, int kNumbers = 1>
 class Rows {
  public:
-  Rows(const T* data, int64_t first, int64_t outputs, int64_t stride) : stride_(stride) {
-    for (int i = 0; i < kTile; ++i) row_[i] = data + std::min(first + i, outputs - 1) * stride;
+  static constexpr int64_t kStepBytes = kTile * kStep / kNumbers * int64_t(sizeof(T));
+  static constexpr bool kIsLarge = sizeof(T) > 1;  // reading takes about as long as computing; unpacking takes longer
+
+  Rows(const void* data, int64_t first, int64_t outputs, int64_t depth) {
+    for (int i = 0; i < kTile; ++i) {
+      row_[i] = static_cast<const T*>(data) + std::min(first + i, outputs - 1) * (depth / kNumbers);
+    }
+  }
+
+  // The rows are adjacent in memory: place k of each is mapped to kTile * k. Near: all of the step, into the L1 cache;
+  // else into the L2 cache.
+  template <bool kNear>
+  void fetch(int64_t k, const Ahead& ahead) const {
+    const char* here = reinterpret_cast<const char*>(row_[0] + kTile * (k / kNumbers));
+    if constexpr (kNear) {
+      for (int64_t i = 0; i < kStepBytes; i += kLineBytes) __builtin_prefetch(here + ahead.distance + i);
+    } else if constexpr (kIsLarge) {
+      for (int64_t i = ahead.from; i < ahead.to; i += kLineBytes) __builtin_prefetch(here + ahead.distance + i, 0, 2);
+    }
   }
 
  protected:
-  // The rows are adjacent in memory: place `at` of each is mapped to kTile * at.
-  void fetch(int64_t at, int64_t count) const { fetch_ahead(row_[0] + kTile * at, kTile * count * int64_t(sizeof(T))); }
-
   const T* row_[kTile];
-  int64_t stride_;
 };
 
-class Float32Rows : Rows<float> {
+class Float32Rows : public Rows<float> {
  public:
-  Float32Rows(const Weights& w, int64_t first) : Rows(static_cast<const float*>(w.data), first, w.outputs, w.depth) {}
+  Float32Rows(const Weights& w, int64_t first) : Rows(w.data, first, w.outputs, w.depth) {}
   void enter(int64_t) {}
-  void fetch(int64_t k) const { Rows::fetch(k, kStep); }
   template <int kHalf>
   Floats get(int i, int64_t k) const {
     return load(row_[i] + k + kHalf * kLanes);
   }
 };
 
-class Bfloat16Rows : Rows<uint16_t> {
+class Bfloat16Rows : public Rows<uint16_t> {
  public:
-  Bfloat16Rows(const Weights& w, int64_t first) : Rows(static_cast<const uint16_t*>(w.data), first, w.outputs, w.depth) {}
+  Bfloat16Rows(const Weights& w, int64_t first) : Rows(w.data, first, w.outputs, w.depth) {}
   void enter(int64_t) {}
-  void fetch(int64_t k) const { Rows::fetch(k, kStep); }
   template <int kHalf>
   Floats get(int i, int64_t k) const {
     typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
@@ -93,10 +110,11 @@ class Bfloat16Rows : Rows<uint16_t> {
   }
 };
 
-class AffineRows : protected Rows<uint8_t> {
+template <int kNumbers>
+class AffineRows : public Rows<uint8_t, kNumbers> {
  public:
-  AffineRows(const Weights& w, int64_t first, int64_t row_bytes)
-      : Rows(static_cast<const uint8_t*>(w.data), first, w.outputs, row_bytes),
+  AffineRows(const Weights& w, int64_t first)
+      : Rows<uint8_t, kNumbers>(w.data, first, w.outputs, w.depth),
         scales_(w.scales, first, w.outputs, w.depth / w.group),
         biases_(w.biases, first, w.outputs, w.depth / w.group) {}
 
@@ -109,13 +127,12 @@ class AffineRows : protected Rows<uint8_t> {
   Numbers scales_, biases_;
 };
 
-class Affine8Rows : AffineRows {
+class Affine8Rows : public AffineRows<1> {
  public:
-  Affine8Rows(const Weights& w, int64_t first) : AffineRows(w, first, w.depth) {}
+  using AffineRows::AffineRows;
   void enter(int64_t group) {
     UNROLL for (int i = 0; i < kTile; ++i) scale_[i] = fill(scales_.at(i, group)), bias_[i] = fill(biases_.at(i, group));
   }
-  void fetch(int64_t k) const { Rows::fetch(k, kStep); }
   template <int kHalf>
   Floats get(int i, int64_t k) const {
     return fused(widen(load_bytes(row_[i] + k + kHalf * kLanes)), scale_[i], bias_[i]);
@@ -125,9 +142,9 @@ class Affine8Rows : AffineRows {
   Floats scale_[kTile], bias_[kTile];
 };
 
-class Affine4Rows : AffineRows {
+class Affine4Rows : public AffineRows<2> {
  public:
-  Affine4Rows(const Weights& w, int64_t first) : AffineRows(w, first, w.depth / 2) {}
+  using AffineRows::AffineRows;
   void enter(int64_t group) {
     UNROLL for (int i = 0; i < kTile; ++i) {
       const Floats scale = fill(scales_.at(i, group)), bias = fill(biases_.at(i, group));
@@ -138,7 +155,6 @@ class Affine4Rows : AffineRows {
 #endif
     }
   }
-  void fetch(int64_t k) const { Rows::fetch(k / 2, kStep / 2); }
   template <int kHalf>
   Floats get(int i, int64_t k) const {
 #if defined(__AVX512F__)  // looks up one of a group's 16 numbers by the low 4 bits of each lane
@@ -181,7 +197,8 @@ struct PackedRows {
 struct PackedWeights {
   const float* data;
   void enter(int64_t) {}
-  void fetch(int64_t) const {}
+  template <bool kNear>
+  void fetch(int64_t, const Ahead&) const {}
   template <int kHalf>
   Floats get(int i, int64_t k) const {
     return load(data + k * kTile + (kHalf * kTile + i) * kLanes);
@@ -210,16 +227,16 @@ inline __attribute__((always_inline)) void add_half(const W& w, const X& x, int6
   }
 }
 
-// `count` of kTile outputs of M rows, over [from, to) of the depth; added to y unless `is_first`. Only the first group of
-// rows prefetches the weights.
-template <int M, bool kFetches, typename W, typename X>
-void tile(W w, X x, int64_t from, int64_t to, bool is_first, int64_t group, float* y, int64_t stride, int64_t count) {
+// `count` of kTile outputs of M rows, over [from, to) of the depth; added to y unless `is_first`.
+template <int M, bool kNear, typename W, typename X>
+void tile(W w, X x, int64_t from, int64_t to, bool is_first, int64_t group, const Ahead& ahead, float* y, int64_t stride,
+          int64_t count) {
   Floats sum[M][kTile] = {};
   for (int64_t start = from; start < to; start += group) {
     const int64_t end = std::min(start + group, to);
     w.enter(start / group);
     for (int64_t k = start; k < end; k += kStep) {
-      if (kFetches) w.fetch(k);
+      w.template fetch<kNear>(k, ahead);
       add_half<0, M>(w, x, k, sum);
       add_half<1, M>(w, x, k, sum);
     }
@@ -240,18 +257,18 @@ void tile(W w, X x, int64_t from, int64_t to, bool is_first, int64_t group, floa
 
 // Outputs [first, last) of as many rows as fit the registers. Not inlined, so that registers are allocated for each
 // number of rows on its own.
-template <typename W, bool kFetches, int M = kRows>
+template <typename W, bool kNear, int M = kRows>
 __attribute__((noinline)) void few_rows(int rows, const Weights& w, const float* x, int64_t first, int64_t last,
-                                        float* y) {
+                                        const Ahead& ahead, float* y) {
   if constexpr (M > 0) {
-    if (rows < M) return few_rows<W, kFetches, M - 1>(rows, w, x, first, last, y);
+    if (rows < M) return few_rows<W, kNear, M - 1>(rows, w, x, first, last, ahead, y);
     const int64_t group = w.group > 0 ? w.group : w.depth, chunk = chunk_of(w.depth);
     for (int64_t n = first; n < last; n += kTile) {
       const int64_t count = std::min<int64_t>(kTile, last - n);
       const W reader(w, n);
       for (int64_t k = 0; k < w.depth; k += chunk) {
         const int64_t end = std::min(k + chunk, w.depth);
-        tile<M, kFetches>(reader, PlainRows{x, w.depth}, k, end, k == 0, group, y + n, w.outputs, count);
+        tile<M, kNear>(reader, PlainRows{x, w.depth}, k, end, k == 0, group, ahead, y + n, w.outputs, count);
       }
     }
   }
@@ -265,7 +282,8 @@ __attribute__((noinline)) void few_packed(int rows, const float* weights, const 
     if (rows < M) return few_packed<M - 1>(rows, weights, x, size, is_first, outputs, y, stride);
     for (int64_t n = 0; n < outputs; n += kTile) {
       const int64_t count = std::min<int64_t>(kTile, outputs - n);
-      tile<M, false>(PackedWeights{weights + n * size}, PackedRows<M>{x}, 0, size, is_first, size, y + n, stride, count);
+      tile<M, false>(PackedWeights{weights + n * size}, PackedRows<M>{x}, 0, size, is_first, size, Ahead(), y + n, stride,
+                     count);
     }
   }
 }
@@ -285,16 +303,26 @@ void pack_weights(W w, int64_t from, int64_t to, int64_t group, float* out) {
 }
 
 // Outputs [first, last) of few rows, cut into even groups. A panel of weights stays in the L2 cache while it is
-// multiplied by all groups.
+// multiplied by all groups. Of one or two groups, the first prefetches weights a tile ahead. More groups share: each
+// prefetches a part of the next panel, so that weights arrive while all rows are computed. Example: 16 rows in groups of
+// 5, 5 and 6, with 512 bytes of weights a step, prefetch bytes [0, 128), [128, 320) and [320, 512) of every step.
 template <typename W>
 void multiply_outputs(const Weights& w, const float* x, int64_t rows, int64_t first, int64_t last, float* y) {
-  const int64_t width = std::max<int64_t>(kTile, kPanelFloats / w.depth / kTile * kTile);
-  for (; first < last; first += width) {
-    const int64_t end = std::min(first + width, last);
-    for (int64_t g = 0; g < groups_of(rows); ++g) {
+  const int64_t groups = groups_of(rows), tile_bytes = w.depth / kStep * W::kStepBytes;
+  const int64_t most = std::max<int64_t>(kTile, kPanelFloats / w.depth), panels = (last - first + most - 1) / most;
+  const int64_t width = up_to((last - first + panels - 1) / panels, kTile);
+  for (int64_t panel = first; panel < last; panel += width) {
+    const int64_t end = std::min(panel + width, last), alone = panel == first || groups <= 2 || !W::kIsLarge;
+    for (int64_t g = 0; g < groups; ++g) {
       const int64_t row = first_of(g, rows);
-      const auto multiply_group = g == 0 ? few_rows<W, true> : few_rows<W, false>;
-      multiply_group(int(first_of(g + 1, rows) - row), w, x + row * w.depth, first, end, y + row * w.outputs);
+      Ahead ahead;
+      if (g == 0 && alone) {
+        ahead = {std::max(kNearBytes, tile_bytes + tile_bytes / 4)};
+      } else if (W::kIsLarge && groups > 2 && end < last) {
+        ahead = part_ahead(width / kTile * tile_bytes, W::kStepBytes, g - alone, groups - alone);
+      }
+      const auto multiply_group = g == 0 && alone ? few_rows<W, true> : few_rows<W, false>;
+      multiply_group(int(first_of(g + 1, rows) - row), w, x + row * w.depth, panel, end, ahead, y + row * w.outputs);
     }
   }
 }
@@ -400,7 +428,7 @@ void multiply(Engine& engine, const Weights* all, int64_t count, const float* x,
     }
     outputs += all[i].outputs;
   }
-  const bool is_small = rows * depth * outputs < kAlone;
+  const bool is_small = rows * depth * outputs < kAlone || engine.threads.count() == 1;
   const int64_t even = outputs / (4 * engine.threads.count());
   const int64_t at_once = is_small ? outputs : std::max(kFewestOutputs, even / kFewestOutputs * kFewestOutputs);
   float* ordered = is_packed || is_even_first ? engine.arranged.at_least(rows * depth) : nullptr;
