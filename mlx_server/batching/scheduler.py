@@ -247,7 +247,7 @@ class ContinuousBatchingScheduler:
             outputs += self._table.end_pooled(requests, output.pooled)
         for blocks in submitted.detached:
             self.blocks.free_detached(blocks)
-        self.counters.num_generated_tokens += sum([len(news.new_token_ids) for news in outputs])
+        self.counters.num_generated_tokens += sum([len(one.new_token_ids) for one in outputs])
         self.counters.take(output)
         return outputs
 

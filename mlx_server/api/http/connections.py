@@ -110,7 +110,7 @@ class ConnectionGate:
         self._open: set[Connection] = set()
         self._silent: OrderedDict[Connection, float] = OrderedDict()  # since when; the longest first
         self._num_refused = 0
-        self._told_s = -math.inf
+        self._logged_s = -math.inf
 
     def enter(self, connection: Connection) -> bool:
         """Adds a new connection, and closes a silent one for it if the limit is reached. Returns True if the new one is
@@ -187,13 +187,13 @@ class ConnectionGate:
     def _count_refusal(self) -> None:
         self._num_refused += 1
         now = self._clock()
-        if now - self._told_s >= _LOG_EVERY_S:
+        if now - self._logged_s >= _LOG_EVERY_S:
             logger.warning(
                 "%d connections closed or refused: more come than the %d there may be (--max-connections)",
                 self._num_refused,
                 self.max_num,
             )
-            self._num_refused, self._told_s = 0, now
+            self._num_refused, self._logged_s = 0, now
 
 
 class GuardedListener(socket.socket):

@@ -245,7 +245,7 @@ async def pull(body: PullRequest, request: Request, context: Context) -> Respons
 
 
 def _streamed(fetch: Fetch | None) -> Response:
-    return sse.event_stream(sse.told_by(_lines(fetch)), 0, media_type=NDJSON)
+    return sse.event_stream(sse.from_generator(_lines(fetch)), 0, media_type=NDJSON)
 
 
 async def _lines(fetch: Fetch | None) -> AsyncGenerator[bytes, None]:

@@ -145,8 +145,8 @@ class Exchange:
             generation.close()
             writer.close()
 
-        tell = partial(_tell, generation, writer)
-        return sse.event_stream(tell, keep_alive_s, close, self._headers, ping, media_type)
+        write_stream = partial(_write_stream, generation, writer)
+        return sse.event_stream(write_stream, keep_alive_s, close, self._headers, ping, media_type)
 
     async def _begin(self, job: GenerationJob, timeout_s: float) -> Generation:
         """Starts a job and waits for its first output, but no longer than `timeout_s` (0: no limit), since a stream
@@ -209,10 +209,10 @@ async def open_exchange(
     return Exchange(request, context, body, engine, adapter, caller, request.state.request_id)
 
 
-async def _tell(generation: Generation, writer: Writer, out: sse.PieceWriter) -> None:
+async def _write_stream(generation: Generation, writer: Writer, out: sse.PieceWriter) -> None:
     """Writes a stream. Events that are available at the same time are written as one piece."""
 
-    def show(events: list[OutputEvent]) -> bool:
+    def emit(events: list[OutputEvent]) -> bool:
         piece = writer.write(events[0]) if len(events) == 1 else b"".join(map(writer.write, events))
         return not piece or out.write(piece)
 
@@ -220,7 +220,7 @@ async def _tell(generation: Generation, writer: Writer, out: sse.PieceWriter) ->
         opening = writer.opening(generation.has_output)
         if opening and not out.write(opening):
             await out.drain()
-        await generation.feed(show, out.drain)
+        await generation.feed(emit, out.drain)
         last = writer.closing()
     except Exception as error:
         info = error_info(error)
