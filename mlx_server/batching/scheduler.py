@@ -343,8 +343,8 @@ class ContinuousBatchingScheduler:
         self._wake.set()
         if self.disk is None:
             return self.blocks.shrink(num_blocks)
-        self.disk.saves.is_hasty = False
-        return self.blocks.shrink(num_blocks, self.disk.saves.puts_off if saves_first else None)
+        self.disk.saves.is_urgent = False
+        return self.blocks.shrink(num_blocks, self.disk.saves.defers if saves_first else None)
 
     def hold_admission(self, is_held: bool) -> None:
         """While it is held, no request starts beside running ones. Wakes `run`, which may wait for memory."""

@@ -71,7 +71,7 @@ async def test_a_burst_over_two_servers_cannot_pass_all_at_once(fleet: Fleet):
     assert sorted(answer.status_code for answer in answers) == [200] * 5 + [429] * 11
 
 
-async def test_what_is_left_is_told_of_all_servers(fleet: Fleet):
+async def test_what_is_left_is_reported_for_all_servers(fleet: Fleet):
     (key,) = await fleet.start(requests_per_minute=3, tokens_per_minute=100)
     first, second = fleet.servers
     await first.ask(key)
@@ -339,7 +339,7 @@ async def test_a_conversation_goes_on_at_whichever_server(fleet: Fleet):
     assert len(items["data"]) == 7
 
 
-async def test_a_stream_is_kept_before_its_end_is_told(fleet: Fleet):
+async def test_a_stream_is_kept_before_its_end_is_sent(fleet: Fleet):
     (key,) = await fleet.start()
     first, second = fleet.servers
     streamed = await first.respond(key, stream=True)

@@ -145,11 +145,11 @@ async def test_output_does_not_depend_on_who_else_is_in_the_batch(folder):
     sampling = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True)
     async with engine_of(folder) as engine:
         alone = await read(engine.submit(ask("alone", sampling=sampling)))
-        strangers = [
+        others = [
             ask(f"s{i}", prompt, SamplingParams(max_tokens=15, temperature=0.5 + i / 10, top_k=i, ignore_eos=True))
             for i, prompt in enumerate(random_prompts(range(5, 20)))
         ]
-        streams = [engine.submit(request) for request in [*strangers, ask("again", sampling=sampling)]]
+        streams = [engine.submit(request) for request in [*others, ask("again", sampling=sampling)]]
         together = (await asyncio.gather(*map(read, streams)))[-1]
     assert ids_of(together) == ids_of(alone)
 

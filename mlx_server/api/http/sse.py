@@ -106,14 +106,14 @@ class Template:
         return encode_basestring(text).encode().join(self._parts)
 
 
-def whole_or_streamed(*fields: str, media_type: str = EVENT_STREAM) -> dict[int | str, dict[str, Any]]:
+def openapi_responses(*fields: str, media_type: str = EVENT_STREAM) -> dict[int | str, dict[str, Any]]:
     """The responses of a generating route, for the OpenAPI document. `fields` are required in every answer that is not
     streamed."""
-    whole = {"schema": {"type": "object", "required": fields}}
+    full = {"schema": {"type": "object", "required": fields}}
     return {
         200: {
             "description": "The answer; streamed, its events or lines",
-            "content": {"application/json": whole, media_type: {}},
+            "content": {"application/json": full, media_type: {}},
         }
     }
 

@@ -118,9 +118,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure_case(case: Case, backend: AttentionBackend, most_layers: int, num_repeats: int) -> Result:
+def measure_case(case: Case, backend: AttentionBackend, max_layers: int, num_repeats: int) -> Result:
     """Compares the results of the backend with those of MLX, then times both. Raises `ServeError` if they differ."""
-    world = World(case, case.num_layers(most_layers), backend)
+    world = World(case, case.num_layers(max_layers), backend)
     paged, contiguous = world.paged(backend), world.contiguous()
     difference = float(mx.abs(paged().astype(mx.float32) - contiguous().astype(mx.float32)).max())
     if not difference <= _TOLERANCES[case.shape.dtype]:
@@ -136,10 +136,10 @@ def measure_case(case: Case, backend: AttentionBackend, most_layers: int, num_re
 
 
 def sweep_decodes(
-    decodes: Sequence[Case], backend: GpuBackend, make_backend: MakeBackend, most_layers: int, num_repeats: int
+    decodes: Sequence[Case], backend: GpuBackend, make_backend: MakeBackend, max_layers: int, num_repeats: int
 ) -> Sweep:
     """Tries all variants with decodes of one shape, whose K/V `backend` stores."""
-    worlds = [World(case, case.num_layers(most_layers), backend) for case in decodes]
+    worlds = [World(case, case.num_layers(max_layers), backend) for case in decodes]
     shape = decodes[0].shape
     print_progress(f"{describe_shape(shape)}: trying {len(kernel_variants(shape))} variants")
     timed = sweep(shape, make_measure(worlds, make_backend, num_repeats))
