@@ -1,4 +1,4 @@
-"""Keys from the key file, at the door of a running server."""
+"""Keys from the key file, on a running server."""
 
 from __future__ import annotations
 
