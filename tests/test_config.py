@@ -362,7 +362,7 @@ def test_origins_are_in_small_letters_as_browsers_send_them():
 
 
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])
-def test_a_secret_is_not_told_when_it_is_refused(tmp_path, name):
+def test_a_secret_is_not_reported_when_it_is_refused(tmp_path, name):
     words = refusal(tmp_path, f"[server]\n{name} = 12345\n")
     assert f"{name} is not valid; it should be a valid string" in words
     assert "12345" not in words

@@ -196,9 +196,9 @@ def test_every_limit_of_a_tier_is_explained() -> None:
     assert {name for name in Tier.__dataclass_fields__ if name != "name"} <= named
 
 
-def test_free_paths_are_those_that_are_told() -> None:
-    told = "`/health`, `/ping`, `/version`, `/metrics` and the live page's static files"
-    assert told in text_of(ROOT / "docs" / "keys-and-tiers.md")
+def test_free_paths_are_those_that_are_reported() -> None:
+    stated = "`/health`, `/ping`, `/version`, `/metrics` and the live page's static files"
+    assert stated in text_of(ROOT / "docs" / "keys-and-tiers.md")
     assert {path for path in FREE_PATHS if "dashboard" not in path} == {
         "/health", "/ping", "/version", "/metrics", "/"
     }  # fmt: skip

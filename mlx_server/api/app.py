@@ -17,7 +17,7 @@ from mlx_server.api.auth.keys import KeyRing
 from mlx_server.api.auth.quotas import Quotas
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import OpenAIError, error_responses, install_error_handlers
-from mlx_server.api.http.door import DoorMiddleware
+from mlx_server.api.http.access import AccessMiddleware
 from mlx_server.api.http.middleware import ExchangeMiddleware, allow_origins
 from mlx_server.api.http.text_turns import TextWorkers
 from mlx_server.api.ollama import chat as ollama_chat
@@ -73,7 +73,7 @@ def create_app(
         app.include_router(routes.router)
     install_error_handlers(app)
     # The last middleware added is the outermost.
-    app.add_middleware(DoorMiddleware, server=config.server, keys=keys)
+    app.add_middleware(AccessMiddleware, server=config.server, keys=keys)
     allow_origins(app, config.server)
     app.add_middleware(ExchangeMiddleware, metrics=context.http_metrics, quotas=quotas)
     (tracing or open_tracing(config.observability)).instrument(app)

@@ -23,7 +23,7 @@ from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
 from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.request_bounds import BOUNDED_ITEMS, FIRST_ERROR, Strings
-from mlx_server.api.http.sse import whole_or_streamed
+from mlx_server.api.http.sse import openapi_responses
 from mlx_server.api.openai.completions import fill_writer, plan_prompts
 from mlx_server.api.openai.exchange import Exchange, Writer, open_exchange
 from mlx_server.api.openai.fields import Bool, Int, OneAnswerOfText, no_limit
@@ -160,7 +160,7 @@ class InfillWriter(Writer):
         self._meter = UsageMeter(1)
         self._has_new_line = False
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def full_body(self, answer: Answer) -> dict[str, Any]:
         (choice,) = answer.choices
         self._has_new_line = "\n" in choice.content
         token_ids = choice.token_ids if self._body.return_tokens else ()
@@ -250,7 +250,7 @@ def _timings(finish: Finish, usage: Usage, num_predicted: int) -> dict[str, floa
 router = APIRouter(tags=["completions"], route_class=TurnRoute)
 
 
-@router.post("/infill", responses=whole_or_streamed("content", "stop"))
+@router.post("/infill", responses=openapi_responses("content", "stop"))
 async def infill(body: InfillRequest, request: Request, context: Context) -> Response:
     """The text between `input_prefix` and `input_suffix`, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)

@@ -38,13 +38,13 @@ _NOT_READY = {"type": "object", "required": ["status"], "properties": {"status":
 async def health(context: Context) -> Response:
     """200 when requests are served; 503 while the server is starting or draining, or after an engine has died. Models
     that are not loaded do not matter."""
-    trouble = _trouble(context)
-    if trouble is None:
+    reason = _unready_reason(context)
+    if reason is None:
         return Response()
-    return JSONResponse({"status": trouble}, 503, {"retry-after": "1"})
+    return JSONResponse({"status": reason}, 503, {"retry-after": "1"})
 
 
-def _trouble(context: ServerContext) -> str | None:
+def _unready_reason(context: ServerContext) -> str | None:
     if context.generations.is_draining:
         return "draining"
     if context.pool.is_starting:

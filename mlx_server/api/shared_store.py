@@ -34,7 +34,7 @@ CONNECT_S = 2.0
 PROBE_S = 1.0
 """Time between probes of a store that is away."""
 
-_MOST_OWED = 10_000
+_MAX_DEFERRED = 10_000
 """How many scripts are kept to run when the store is back; older ones are dropped."""
 
 _PROBE = "return redis.call('SET', KEYS[1], '1', 'PX', 1000)"
@@ -86,7 +86,7 @@ class SharedStore:
             ) from None  # the error may show the password
         self._scripts: dict[Script, Callable[..., Any]] = {}
         self._probing: asyncio.Task[None] | None = None
-        self._owed: deque[tuple[Script, Sequence[str], Sequence[Any]]] = deque(maxlen=_MOST_OWED)
+        self._deferred: deque[tuple[Script, Sequence[str], Sequence[Any]]] = deque(maxlen=_MAX_DEFERRED)
 
     async def open(self) -> None:
         """Probes the store, so that the log says at once if it is away."""
@@ -100,9 +100,9 @@ class SharedStore:
             raise StoreAwayError
         return await self._run(script, keys, args, timeout_s or CALL_S)
 
-    def owe(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> None:
+    def defer(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> None:
         """Runs the script once the store is back. For callers that got `StoreAwayError`."""
-        self._owed.append((script, keys, args))
+        self._deferred.append((script, keys, args))
 
     @contextlib.asynccontextmanager
     async def turn(self, lock: asyncio.Lock) -> AsyncIterator[None]:
@@ -159,9 +159,9 @@ class SharedStore:
             await asyncio.sleep(PROBE_S)
             with contextlib.suppress(StoreAwayError):
                 await self._probe()
-                while self._owed:
-                    await self._run(*self._owed[0], CONNECT_S)
-                    self._owed.popleft()
+                while self._deferred:
+                    await self._run(*self._deferred[0], CONNECT_S)
+                    self._deferred.popleft()
                 self.is_here = True
         logger.info("The shared store %s is back", self.name)
 

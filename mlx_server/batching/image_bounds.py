@@ -41,7 +41,7 @@ class ImageTurns:
     A request in the middle of an image goes on, so that embeddings are kept for few requests. Otherwise the first
     request that comes to an image has the step's image, unless a request of the same or a better tier, or one promoted
     by age, was held up at its image in the step before. So requests take turns, and short prompts with images do not
-    hold up a long one for ever.
+    hold up a long one forever.
 
         step 1  B, short, has the image; A, the oldest, computes its text up to its own image and is held up
         step 2  it is A's turn: A has the image, C, short, is held up

@@ -10,7 +10,7 @@ from mlx_server.errors import QueueFullError, QuotaExceededError
 from mlx_server.outputs import ModelRunnerOutput
 from mlx_server.request import Request
 
-FEWEST_SAMPLED_ROWS = 16
+MIN_SAMPLED_ROWS = 16
 """A step may sample as many rows, drafts included, as requests may run, but at least this many. Memory for their logits
 is booked."""
 

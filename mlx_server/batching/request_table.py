@@ -37,7 +37,7 @@ Rank = tuple[bool, int, float]
 
 
 _HEADROOM = 0.1
-_MOST_REMAINING = 1024
+_MAX_REMAINING = 1024
 """Blocks are kept free for a tenth of the tokens that running requests may still add. At most 1,024 tokens of each
 count, because most clients leave `max_tokens` open. Without this headroom, twice as many tokens are computed again and
 the whole load takes up to 3 % longer; with a fifth or more, seats stay empty if answers end early. A share that falls
@@ -50,7 +50,7 @@ def headroom(running: Sequence[Request], windows: Sequence[int | None] = (None,)
     remaining = [0] * len(windows)
     for request in running:
         num_tokens = request.num_tokens
-        num_left = min(request.max_total_tokens - num_tokens, _MOST_REMAINING)
+        num_left = min(request.max_total_tokens - num_tokens, _MAX_REMAINING)
         for group, window in enumerate(windows):
             remaining[group] += num_left if window is None else min(num_left, max(0, window - num_tokens))
     return sum([num_blocks_for(int(share * num_tokens)) for num_tokens in remaining])

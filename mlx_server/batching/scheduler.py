@@ -247,7 +247,7 @@ class ContinuousBatchingScheduler:
             outputs += self._table.end_pooled(requests, output.pooled)
         for blocks in submitted.detached:
             self.blocks.free_detached(blocks)
-        self.counters.num_generated_tokens += sum([len(news.new_token_ids) for news in outputs])
+        self.counters.num_generated_tokens += sum([len(one.new_token_ids) for one in outputs])
         self.counters.take(output)
         return outputs
 
@@ -343,8 +343,8 @@ class ContinuousBatchingScheduler:
         self._wake.set()
         if self.disk is None:
             return self.blocks.shrink(num_blocks)
-        self.disk.saves.is_hasty = False
-        return self.blocks.shrink(num_blocks, self.disk.saves.puts_off if saves_first else None)
+        self.disk.saves.is_urgent = False
+        return self.blocks.shrink(num_blocks, self.disk.saves.defers if saves_first else None)
 
     def hold_admission(self, is_held: bool) -> None:
         """While it is held, no request starts beside running ones. Wakes `run`, which may wait for memory."""

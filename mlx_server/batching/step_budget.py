@@ -18,7 +18,7 @@ _MEMORY = 8 * BLOCK_SIZE
 """Prompt cost over which `speed` is averaged. Counted in work and not in steps: many tiny prompts, whose steps say
 little about speed, do not outweigh a real chunk."""
 
-_MAX_SURPRISE = 2.0
+_MAX_RATIO = 2.0
 """A step that takes longer than this multiple of its expected time is a hiccup, and counts as this multiple."""
 
 _NEXT_SHARE = 0.45
@@ -88,7 +88,7 @@ class PromptBudget:
     correct it, and its error must not spread to `speed`.
 
         speed 1 ms, decode_s 50 ms: a step of 100 prompt tokens beside decodes is expected to take 150 ms
-        it takes 180 ms, a surprise of 20 %: decode_s rises by half of that, to 55 ms, and speed by 2.5 %, which is
+        it takes 180 ms, an error of 20 %: decode_s rises by half of that, to 55 ms, and speed by 2.5 %, which is
         20 % * (100 / 150)^2 * 100 / (256 + 100): prompts were two thirds of the step, and 256 tokens were seen before
     """
 
@@ -158,7 +158,7 @@ class PromptBudget:
             return
         if shape.num_prompt_tokens == 0:
             self._decode_s = self._decode_s or step_time_s
-            self._decode_s *= 1.0 + _DECODE_GAIN * _surprise(step_time_s, self._decode_s)
+            self._decode_s *= 1.0 + _DECODE_GAIN * _relative_error(step_time_s, self._decode_s)
             return
         cost = shape.prompt_cost
         decode_s = self._decode_s if shape.num_decode_tokens else 0.0
@@ -166,14 +166,14 @@ class PromptBudget:
             self._speed = step_time_s / cost  # how many decoded when `decode_s` was measured is not known
         else:
             expected_s = decode_s + self._speed * cost
-            surprise = _surprise(step_time_s, expected_s)
+            error = _relative_error(step_time_s, expected_s)
             prompt_share = self._speed * cost / expected_s
-            self._speed *= 1.0 + surprise * prompt_share**2 * cost / (self._observed_cost + cost)
-            decode_s *= 1.0 + _DECODE_GAIN * surprise
+            self._speed *= 1.0 + error * prompt_share**2 * cost / (self._observed_cost + cost)
+            decode_s *= 1.0 + _DECODE_GAIN * error
         if decode_s:
             self._decode_s = min(decode_s, step_time_s)
         self._observed_cost = min(self._observed_cost + cost, _MEMORY)
 
 
-def _surprise(step_time_s: float, expected_s: float) -> float:
-    return min(step_time_s / expected_s, _MAX_SURPRISE) - 1.0
+def _relative_error(step_time_s: float, expected_s: float) -> float:
+    return min(step_time_s / expected_s, _MAX_RATIO) - 1.0

@@ -44,7 +44,7 @@ from mlx_server.bench.serve.command import (
 from mlx_server.bench.serve.report import without_arrays
 from mlx_server.bench.serve.run import Load, measure
 from mlx_server.bench.servers import Server
-from mlx_server.bench.tables import render_table, tell, write_json
+from mlx_server.bench.tables import print_progress, render_table, write_json
 from mlx_server.errors import ConfigError, ServeError
 
 MIN_ROUNDS = 3
@@ -112,9 +112,9 @@ def take_turns(servers: Sequence[Server], load: Load, args: argparse.Namespace, 
             result = None
             try:
                 result = _take_turn(server, seeded, args, folder / f"{server.name}.log")
-                tell(f"{what}: {result['duration']:.1f} s, {result['failed']} failed")
+                print_progress(f"{what}: {result['duration']:.1f} s, {result['failed']} failed")
             except ServeError as error:
-                tell(f"{what}: {error}")
+                print_progress(f"{what}: {error}")
             results[server.name].append(result)
     return [Turns(name, tuple(taken)) for name, taken in results.items()]
 

@@ -19,7 +19,7 @@ import gguf
 
 from mlx_server import config
 from mlx_server.bench.servers import Unavailable, run_to_end
-from mlx_server.bench.tables import tell
+from mlx_server.bench.tables import print_progress
 from mlx_server.runtime.models.bundled import SMOLLM2
 from mlx_server.runtime.models.gguf import WeightFormat
 
@@ -39,7 +39,7 @@ def find_server(folder: Path) -> Path:
     if not stamp.exists():
         if shutil.which("cmake") is None:
             raise Unavailable("there is no llama-server on the PATH, and no cmake to build it")
-        tell(f"building llama.cpp in {folder}, which takes minutes ...")
+        print_progress(f"building llama.cpp in {folder}, which takes minutes ...")
         shutil.rmtree(folder, ignore_errors=True)
         _fetch_sources(folder, source)
         options = [f"-D{option}" for option in (*_BUILD_OPTIONS, *(f"{name}=OFF" for name in _LEFT_OUT))]

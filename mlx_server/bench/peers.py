@@ -29,7 +29,7 @@ from mlx_server.bench import compare, llama_cpp, random_folder
 from mlx_server.bench.serve.client import CHAT
 from mlx_server.bench.serve.command import INTRUDER
 from mlx_server.bench.servers import Unavailable, run_to_end
-from mlx_server.bench.tables import tell
+from mlx_server.bench.tables import print_progress
 from mlx_server.config import home
 from mlx_server.errors import ConfigError
 from mlx_server.runtime.models import random_models
@@ -120,7 +120,7 @@ def prepare(peer: Peer, folder: Path) -> str:
         programs = folder / "bin"
         stamp = folder / "installed"
         if not stamp.exists():
-            tell(f"installing {peer.requirement} into {folder} ...")
+            print_progress(f"installing {peer.requirement} into {folder} ...")
             shutil.rmtree(folder, ignore_errors=True)
             _install(peer.requirement, folder)
             stamp.touch()

@@ -117,8 +117,8 @@ def _edit(rng: random.Random, number: int) -> tuple[str, str]:
         )
     old = functions[2].partition("(")[0].removeprefix("def ")
     file = "\n".join(functions)
-    wish = f"Rewrite this file and rename the function {old} to {old}_{number}. Print the whole file.\n\n{file}"
-    return wish, f"```python\n{functions[0]}"
+    request = f"Rewrite this file and rename the function {old} to {old}_{number}. Print the whole file.\n\n{file}"
+    return request, f"```python\n{functions[0]}"
 
 
 def _tool_calls(rng: random.Random, number: int) -> tuple[str, str]:
@@ -127,8 +127,8 @@ def _tool_calls(rng: random.Random, number: int) -> tuple[str, str]:
         json.dumps({"name": "read_file", "arguments": {"path": f"src/{folder}/{verb}.py", "limit": 100}})
         for folder, verb in zip(folders, rng.sample(_VERBS, 10))
     ]
-    wish = "Repeat this list of tool calls three times, one call a line, and nothing else:\n" + "\n".join(calls)
-    return wish, calls[0].partition(' "arg')[0]
+    request = "Repeat this list of tool calls three times, one call a line, and nothing else:\n" + "\n".join(calls)
+    return request, calls[0].partition(' "arg')[0]
 
 
 def _chat(rng: random.Random, number: int) -> tuple[str, str]:
@@ -153,8 +153,8 @@ def make_chat_workload(name: str, tokenizer: Tokenizer | None, seed: int) -> Wor
     rng = random.Random(f"{name}:{seed}")
     requests = []
     for number in range(_NUM_REQUESTS):
-        wish, begun = text(rng, number)
-        messages = [{"role": "user", "content": wish}]
+        request, begun = text(rng, number)
+        messages = [{"role": "user", "content": request}]
         prompt = tokenizer.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         token_ids = tuple(tokenizer.encode(prompt + begun, add_special_tokens=False))
         requests.append(WorkloadRequest(token_ids, num_output_tokens))

@@ -30,7 +30,7 @@ def document_of(thing: object, *names: str) -> dict[str, Any]:
     return {name: getattr(thing, name) for name in names}
 
 
-def tell(progress: str) -> None:
+def print_progress(progress: str) -> None:
     """Prints progress to stderr."""
     print(progress, file=sys.stderr, flush=True)
 

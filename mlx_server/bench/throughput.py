@@ -36,7 +36,7 @@ from mlx_server.bench.systems import (
     make_warm_up,
     make_workload,
 )
-from mlx_server.bench.tables import document_of, format_bytes, format_rate, render_items, tell, write_json
+from mlx_server.bench.tables import document_of, format_bytes, format_rate, print_progress, render_items, write_json
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.runtime.models.loader import LoadedModel, load
 
@@ -154,7 +154,7 @@ def _title(model: str, workload: Workload) -> str:
 
 
 def _report_turn(system: System, number: int, turn: Turn) -> None:
-    tell(f"turn {number + 1}, {system.label}: {turn.elapsed_s:.1f} s")
+    print_progress(f"turn {number + 1}, {system.label}: {turn.elapsed_s:.1f} s")
 
 
 def _prefill_setting(text: str) -> tuple[int, int]:

@@ -29,7 +29,7 @@ _LAUNCH_KEY_VARIABLE = "MLX_SERVE_LAUNCH_KEY"
 """For clients that read their key from a variable of any name."""
 
 _FAR_OFF_MS = "3000000"
-_LEAST_OUTPUT = 4096
+_MIN_OUTPUT = 4096
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
@@ -238,7 +238,7 @@ def _aider(target: Target) -> Setup:
 
 def _output_limit(max_model_len: int) -> int:
     """The part of the context that clients reserve for an answer."""
-    return min(max(max_model_len // 4, _LEAST_OUTPUT), max_model_len)
+    return min(max(max_model_len // 4, _MIN_OUTPUT), max_model_len)
 
 
 def _json(value: Any) -> str:

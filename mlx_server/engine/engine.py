@@ -23,7 +23,7 @@ from mlx_server.engine.embeddings import Pooling, check_generates
 from mlx_server.engine.grammar.constraints import GrammarCompiler
 from mlx_server.engine.loading import served_names
 from mlx_server.engine.memory.guard import GuardCounters
-from mlx_server.engine.observed import ObservedExecutor, told
+from mlx_server.engine.observed import ObservedExecutor, notify
 from mlx_server.engine.parts import EngineParts, GivenModels, Surroundings, load_parts, unload_parts
 from mlx_server.engine.prefixes.kv_events import ModelEvents, follow
 from mlx_server.engine.prefixes.model_on_disk import flush
@@ -99,7 +99,7 @@ class AsyncEngine:
         self._tracer: EngineTracer = NO_TRACER
         self._parts: EngineParts | None = None
         self._streams: dict[str, RequestStream] = {}
-        self._untold: dict[Callable[[], None], None] = {}  # an ordered set of callbacks
+        self._pending_callbacks: dict[Callable[[], None], None] = {}  # an ordered set of callbacks
         self._loop_task: asyncio.Task[None] | None = None
         self._events: ModelEvents | None = None
         self._is_drained = asyncio.Event()
@@ -243,11 +243,11 @@ class AsyncEngine:
         try:
             request = self._enqueue(generation, parts)
         except (ContextLengthError, QueueFullError, QuotaExceededError) as error:
-            told(self.metrics.on_rejected, generation.tier or generation.priority.name.lower(), error.reason)
+            notify(self.metrics.on_rejected, generation.tier or generation.priority.name.lower(), error.reason)
             raise
         if generation.sample_index == 0:
-            told(self.metrics.on_submitted, generation.num_samples)
-        told(self._tracer.on_submitted, request)
+            notify(self.metrics.on_submitted, generation.num_samples)
+        notify(self._tracer.on_submitted, request)
         stream = self._streams[request.request_id] = RequestStream(request, text, self._end_request)
         return stream
 
@@ -372,14 +372,14 @@ class AsyncEngine:
         turn, so that the next step is submitted to the device before anything is sent to clients."""
         if not outputs:
             return
-        if not self._untold:
-            asyncio.get_running_loop().call_soon(self._tell_readers)
+        if not self._pending_callbacks:
+            asyncio.get_running_loop().call_soon(self._notify_readers)
         now = self._clock()
         streams = self._streams
-        news = [(stream, output) for output in outputs if (stream := streams.get(output.request_id)) is not None]
-        told(self.metrics.on_tokens, [stream.request for stream, output in news if output.new_token_ids], now)
-        for stream, output in news:
-            self._untold[stream.on_news] = None
+        delivered = [(stream, output) for output in outputs if (stream := streams.get(output.request_id)) is not None]
+        notify(self.metrics.on_tokens, [stream.request for stream, output in delivered if output.new_token_ids], now)
+        for stream, output in delivered:
+            self._pending_callbacks[stream.on_output] = None
             try:
                 stream.put(output, now)
             except Exception as error:  # an error in one request's text must not end other requests
@@ -390,13 +390,13 @@ class AsyncEngine:
             if stream.is_complete:
                 self._forget(output.request_id, output.finish_reason or FinishReason.STOP, output.error)
 
-    def _tell_readers(self) -> None:
-        untold, self._untold = self._untold, {}
-        for on_news in untold:
+    def _notify_readers(self) -> None:
+        callbacks, self._pending_callbacks = self._pending_callbacks, {}
+        for callback in callbacks:
             try:
-                on_news()
+                callback()
             except Exception:  # the other readers must still be called
-                logger.exception("A reader could not take its news")
+                logger.exception("A reader failed on its output")
 
     def _forget(self, request_id: str, reason: FinishReason, error: ServeError | None = None) -> None:
         """Removes the stream of a request that has ended, and reports its end to metrics and traces once."""
@@ -404,9 +404,9 @@ class AsyncEngine:
         if stream is not None:
             request, now = stream.request, self._clock()
             if isinstance(error, (QueueTimeoutError, QueueFullError)):
-                told(self.metrics.on_rejected, request.tier, error.reason)
-            stream.summary = told(self.metrics.on_finished, request, reason, now)
-            told(self._tracer.on_finished, request, reason, now)
+                notify(self.metrics.on_rejected, request.tier, error.reason)
+            stream.summary = notify(self.metrics.on_finished, request, reason, now)
+            notify(self._tracer.on_finished, request, reason, now)
         if not self._streams:
             self._is_drained.set()
 

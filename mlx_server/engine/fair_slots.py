@@ -22,14 +22,14 @@ _SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class Requester:
     """The client whose work it is. Keys of one priority take turns."""
 
     key: str = ""
     priority: Priority = Priority.NORMAL
 
 
-ANYONE = Asker()
+ANYONE = Requester()
 
 
 class Slot:
@@ -72,19 +72,19 @@ class FairSlots:
     def num_waiting(self) -> int:
         return sum(len(queue) for keys in self._waiting.values() for queue in keys.values())
 
-    def try_acquire(self, asker: Asker) -> Slot | None:
+    def try_acquire(self, requester: Requester) -> Slot | None:
         """Returns a slot if one is free and no other work of this priority waits."""
-        if self._waiting[asker.priority] or not self._has_room(asker.priority):
+        if self._waiting[requester.priority] or not self._has_room(requester.priority):
             return None
-        return self._give(asker.priority)
+        return self._give(requester.priority)
 
-    async def acquire(self, asker: Asker, *, is_later: bool = False) -> Slot:
+    async def acquire(self, requester: Requester, *, is_later: bool = False) -> Slot:
         """Waits for a slot. Raises `QuotaExceededError` if too much of the key's work waits already, unless this
         `is_later` work of a request that has had a slot before: the work done for it would be lost."""
-        slot = self.try_acquire(asker)
+        slot = self.try_acquire(requester)
         if slot is not None:
             return slot
-        queue = self._waiting[asker.priority].setdefault(asker.key, deque())
+        queue = self._waiting[requester.priority].setdefault(requester.key, deque())
         if not is_later and self.max_num_waiting is not None and len(queue) >= self.max_num_waiting:
             raise QuotaExceededError(
                 f"{len(queue)} requests of this key wait to be read; the limit is {self.max_num_waiting}. "
@@ -98,7 +98,7 @@ class FairSlots:
             if coming.done() and not coming.cancelled():
                 coming.result().release()
             else:
-                self._forget(asker, coming)
+                self._forget(requester, coming)
             raise
 
     def take_back(self, priority: Priority) -> None:
@@ -134,13 +134,13 @@ class FairSlots:
         self._num_passed.update(priority for priority in able if priority > chosen)
         return chosen
 
-    def _forget(self, asker: Asker, coming: asyncio.Future[Slot]) -> None:
-        keys = self._waiting[asker.priority]
-        queue = keys.get(asker.key)
+    def _forget(self, requester: Requester, coming: asyncio.Future[Slot]) -> None:
+        keys = self._waiting[requester.priority]
+        queue = keys.get(requester.key)
         if queue is not None and coming in queue:
             queue.remove(coming)
             if not queue:
-                del keys[asker.key]
+                del keys[requester.key]
 
 
 _THREAD_BASIC_INFO = 3

@@ -27,12 +27,11 @@ _logged_s: dict[str, float] = {}
 """When an error of a listener was last logged, by the listener's name."""
 
 
-def told(listener: Callable[P, T], *news: P.args, **more: P.kwargs) -> T | None:
-    """Calls a listener of metrics or traces with `news` and `more`, and returns its result. An error in it must not end
-    requests: it is logged, at most once a minute for each listener since some are called at every step, and None is
-    returned."""
+def notify(listener: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    """Calls a listener of metrics or traces, and returns its result. An error in it must not end requests: it is
+    logged, at most once a minute for each listener since some are called at every step, and None is returned."""
     try:
-        return listener(*news, **more)
+        return listener(*args, **kwargs)
     except Exception:
         name, now = listener.__qualname__, time.monotonic()
         if now - _logged_s.get(name, -math.inf) >= _LOG_EVERY_S:
@@ -53,9 +52,9 @@ class ObservedExecutor:
     def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
         if not output.chunks:
             return self.executor.submit(output)
-        told(self.metrics.on_step, output)
+        notify(self.metrics.on_step, output)
         if self.tracer is not NO_TRACER:
-            told(self.tracer.on_step, output)
+            notify(self.tracer.on_step, output)
         result = self.executor.submit(output)
         result.add_done_callback(partial(self._on_done, output))
         return result
@@ -63,6 +62,6 @@ class ObservedExecutor:
     def _on_done(self, output: SchedulerOutput, future: asyncio.Future[ModelRunnerOutput]) -> None:
         if future.cancelled() or future.exception() is not None:
             return
-        told(self.metrics.on_step_done, output, future.result())
+        notify(self.metrics.on_step_done, output, future.result())
         if self.tracer is not NO_TRACER:
-            told(self.tracer.on_step_done, output, future.result())
+            notify(self.tracer.on_step_done, output, future.result())

@@ -321,12 +321,12 @@ async def _in_pieces(around: Surroundings, work: Pieces[T]) -> T:
             return end
 
     try:
-        while not isinstance(news := await asyncio.wrap_future(around.thread.call(advance)), StopIteration):
-            around.on_progress(news)
+        while not isinstance(progress := await asyncio.wrap_future(around.thread.call(advance)), StopIteration):
+            around.on_progress(progress)
     except BaseException:
         around.thread.call(work.close)
         raise
-    result: T = news.value
+    result: T = progress.value
     return result
 
 

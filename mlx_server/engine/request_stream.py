@@ -120,7 +120,7 @@ class RequestStream:
     does not end the request: abort a stream that is no longer wanted. Once `is_complete` is set, no more deltas are
     added, and `summary` is available (None if metrics failed).
 
-    `on_news` is called when there are deltas to read, and at the end. A reader of several streams gives them the same
+    `on_output` is called when there are deltas to read, and at the end. A reader of several streams gives them the same
     callback, which is then called once for all their outputs of a step.
     """
 
@@ -136,8 +136,8 @@ class RequestStream:
         self._latest = CompletionDelta("", ())
         self._error: ServeError | None = None
         self.is_complete = False
-        self._news = asyncio.Event()
-        self.on_news: Callable[[], None] = self._news.set
+        self._output_ready = asyncio.Event()
+        self.on_output: Callable[[], None] = self._output_ready.set
         self.summary: RequestSummary | None = None
 
     @property
@@ -151,8 +151,8 @@ class RequestStream:
         while not self._deltas:
             if self.is_over():
                 raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
+            self._output_ready.clear()
+            await self._output_ready.wait()
         return self._deltas.pop(0)
 
     @property
@@ -184,12 +184,12 @@ class RequestStream:
             nothing: dict[str, Any] = {"text": "", "token_ids": (), "logprobs": (), "prompt_logprobs": (), "pieces": ()}
             self._deltas.append(replace(self._latest, finish_reason=FinishReason.ABORT, **nothing))
             self.is_complete = True
-            self.on_news()
+            self.on_output()
         else:
             self.fail(error)
 
     def put(self, output: RequestOutput, now: float) -> None:
-        """Adds a step's output of the request, at time `now` of the scheduler's clock. The caller calls `on_news`
+        """Adds a step's output of the request, at time `now` of the scheduler's clock. The caller calls `on_output`
         afterwards."""
         if output.error is not None and len(output.new_token_ids) > 1:  # the error belongs to the last one
             self.put(_before_fault(output), now)
@@ -248,7 +248,7 @@ class RequestStream:
         """Ends the stream with an error. Deltas that are already there can still be read."""
         self._error = error
         self.is_complete = True
-        self.on_news()
+        self.on_output()
 
 
 def _before_fault(output: RequestOutput) -> RequestOutput:

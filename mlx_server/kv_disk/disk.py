@@ -37,7 +37,7 @@ _LOCK_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 2.0
 """How long to wait for a read or a write in progress: a hanging disk does not keep the server from ending."""
 
-MOST_WAITING_BYTES = 128 * 2**20
+MAX_WAITING_BYTES = 128 * 2**20
 """The most bytes of blocks that wait to be written. Further blocks are not saved."""
 
 BUSY_BYTES_PER_S = 128 * 10**6
@@ -139,7 +139,7 @@ class KvDisk:
     def room(self, largest: int = 0) -> int:
         """How many bytes `write` takes now. A content as large as `largest` is taken at least when nothing waits."""
         with self._waiting.condition:
-            left = min(max(MOST_WAITING_BYTES, largest), self._budget.left) - self._waiting.num_bytes
+            left = min(max(MAX_WAITING_BYTES, largest), self._budget.left) - self._waiting.num_bytes
         return max(0, left) if self.is_on else 0
 
     def set_busy(self, space: Space, is_busy: bool) -> None:

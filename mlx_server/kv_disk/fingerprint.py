@@ -12,8 +12,8 @@ import xxhash
 from mlx_server.kv_disk.files import Files
 
 _NAME = "fingerprints.json"
-_MOST_REMEMBERED = 1000
-_MOST_BYTES = 16 * 2**20
+_MAX_REMEMBERED = 1000
+_MAX_BYTES = 16 * 2**20
 _CHUNK_BYTES = 16 * 2**20
 _PATTERNS = ("*.safetensors", "config.json", "adapter_config.json", "*.py")
 
@@ -34,7 +34,7 @@ def fingerprint(folder: Path, files: Files) -> str:
         seen[key] = known.get(key) or _content_digest(path)
         digest.update(f"{path.name}\0{seen[key]}\0".encode())
     if not seen.keys() <= known.keys():
-        kept = list({**known, **seen}.items())[-_MOST_REMEMBERED:]
+        kept = list({**known, **seen}.items())[-_MAX_REMEMBERED:]
         files.replace(_NAME, json.dumps(dict(kept)).encode())
     return digest.hexdigest()
 
@@ -54,7 +54,7 @@ def _content_digest(path: Path) -> str:
 
 def _remembered(files: Files) -> dict[str, str]:
     try:
-        (text,) = files.read(_NAME, [0], _MOST_BYTES)
+        (text,) = files.read(_NAME, [0], _MAX_BYTES)
         known = json.loads(text)
         return {str(key): str(value) for key, value in known.items()}
     except (FileNotFoundError, ValueError, AttributeError):

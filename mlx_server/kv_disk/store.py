@@ -20,8 +20,8 @@ from mlx_server.kv_disk.slab import (
     checksum,
 )
 
-MOST_SLAB_BYTES = 256 * 2**20
-_FEWEST_SLABS = 8
+MAX_SLAB_BYTES = 256 * 2**20
+_MIN_SLABS = 8
 """The limit is divided into at least this many slabs, since a slab is evicted as a whole."""
 
 _TOUCH_S = 60.0
@@ -232,7 +232,7 @@ class RecordStore:
         return _Place(slab, slot)
 
     def _new_slab(self, space: Space) -> _Slab | None:
-        most = min(MOST_SLAB_BYTES, self.limit_bytes // _FEWEST_SLABS) - SLAB_HEADER_BYTES
+        most = min(MAX_SLAB_BYTES, self.limit_bytes // _MIN_SLABS) - SLAB_HEADER_BYTES
         num_slots = max(1, most // space.stride)
         if SLAB_HEADER_BYTES + space.stride > self.limit_bytes:
             return None

@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_server.errors import EngineDeadError
 from mlx_server.outputs import ModelRunnerOutput, SchedulerOutput
 from mlx_server.runtime.device_queue import DeviceQueue, DeviceStep, FairShare
-from mlx_server.runtime.layers.blocks import MOST_ROWS
+from mlx_server.runtime.layers.blocks import MAX_ROWS
 from mlx_server.runtime.memory import resident_memory
 from mlx_server.runtime.model_runner import LaunchedStep
 
@@ -273,7 +273,7 @@ class MLXExecutor:
         few rows are short graphs, which fit MLX's queue: such a launch returns at once."""
         if not self._thread.computes_at_launch or self._device.is_empty or self._last_step_s < _LONG_LAUNCH_S:
             return False
-        return sum(chunk.num_tokens for chunk in self._submissions[0].step.chunks) > MOST_ROWS
+        return sum(chunk.num_tokens for chunk in self._submissions[0].step.chunks) > MAX_ROWS
 
     def submit(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
         """Queues a step; returns a future of the running loop for its result."""

@@ -247,7 +247,7 @@ _MAX_OPS = 1000
 """More than the steps of most models have, so the number of elements decides."""
 
 _MILLIONS_PER_GIB = 6
-_FEWEST_MILLIONS, _MOST_MILLIONS = 40, 400
+_MIN_MILLIONS, _MAX_MILLIONS = 40, 400
 """MLX's own number, and one with which decode steps of the largest models have about ten command buffers."""
 
 
@@ -261,10 +261,10 @@ def set_limits(machine_bytes: int, *, is_metal: bool) -> None:
     millions = 1_000_000
     if is_metal:
         os.environ.setdefault(_OPS, str(_MAX_OPS))
-        millions = min(_MOST_MILLIONS, max(_FEWEST_MILLIONS, _MILLIONS_PER_GIB * machine_bytes >> 30))
+        millions = min(_MAX_MILLIONS, max(_MIN_MILLIONS, _MILLIONS_PER_GIB * machine_bytes >> 30))
     os.environ.setdefault(_ELEMENTS, str(millions))
 
 
 def max_elements() -> int:
     """The number of elements at which a command buffer ends, limited to values that matter for memory."""
-    return min(_MOST_MILLIONS, int(os.environ[_ELEMENTS])) << 20
+    return min(_MAX_MILLIONS, int(os.environ[_ELEMENTS])) << 20

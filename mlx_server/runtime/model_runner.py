@@ -29,7 +29,7 @@ from mlx_server.runtime.layers.adapters import NONE, AdapterRows
 from mlx_server.runtime.pooling import NO_POOLING, PooledBatch, Pooler
 from mlx_server.runtime.sampling.edits import ScoredTokens, score_tokens
 from mlx_server.runtime.sampling.sampler import SampledBatch, SampledRows, Sampler, SampleRow, plan_samples
-from mlx_server.runtime.vision import NO_NEWS, ImageEncoder, ImageNews
+from mlx_server.runtime.vision import NOTHING_ENCODED, EncodingResult, ImageEncoder
 from mlx_server.sampling_params import SamplingParams
 
 
@@ -61,7 +61,7 @@ class LaunchedStep:
     """Evaluated with the step, only for the thread that waits for it: two threads must not wait for one array, since
     MLX marks it as available without a lock."""
     draft_steps: tuple[LaunchedStep, ...] = ()
-    images: ImageNews = NO_NEWS
+    images: EncodingResult = NOTHING_ENCODED
 
     def wait(self) -> None:
         """Returns when the device has finished the step. Drops its arrays: with a reference from here, the next step
@@ -184,7 +184,7 @@ class ModelRunner:
             arrays,
             saved_blocks,
             end,
-            images=NO_NEWS if self.images is None else self.images.take_news(),
+            images=NOTHING_ENCODED if self.images is None else self.images.take_result(),
         )
         return self._previous
 

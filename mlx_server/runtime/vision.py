@@ -106,14 +106,14 @@ def _grid(image: PromptImage, merge: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageNews:
+class EncodingResult:
     """How often the encoder has run, and its errors by request."""
 
     num_encoded: int = 0
     errors: Mapping[str, str] = field(default_factory=dict)
 
 
-NO_NEWS = ImageNews()
+NOTHING_ENCODED = EncodingResult()
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ class ImageEncoder:
     evicted first, the least recently used before others. The last used image stays while
     a running request has partly computed it.
 
-    If encoding fails, the request goes through the step without its image, and the step's news has the error.
+    If encoding fails, the request goes through the step without its image, and the step's result has the error.
     """
 
     def __init__(self, model: Any, max_bytes: int) -> None:
@@ -173,11 +173,11 @@ class ImageEncoder:
         """The number of running requests with images."""
         return len(self._requests)
 
-    def take_news(self) -> ImageNews:
+    def take_result(self) -> EncodingResult:
         """What has happened since the last call."""
-        news = ImageNews(self._num_encoded, self._errors) if self._num_encoded else NO_NEWS
+        result = EncodingResult(self._num_encoded, self._errors) if self._num_encoded else NOTHING_ENCODED
         self._num_encoded, self._errors = 0, {}
-        return news
+        return result
 
     def add(self, data: NewRequestData) -> None:
         """Adds a request that starts; ignored if it has no images."""

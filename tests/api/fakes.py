@@ -214,7 +214,7 @@ class FakeStream:
         self._progress = _Progress(request, engine.num_cached_tokens, engine.num_drafts)
         self._reason: FinishReason | None = None
         self._error: ServeError | None = None
-        self.on_news: Callable[[], None] = lambda: None
+        self.on_output: Callable[[], None] = lambda: None
         self.is_complete = False
         self._deltas: list[CompletionDelta] = []
         self._taken = asyncio.Event()
@@ -227,13 +227,13 @@ class FakeStream:
             async for delta in self._generate():
                 self._deltas.append(delta)
                 self._taken.clear()
-                self.on_news()
+                self.on_output()
                 await self._taken.wait()
         except ServeError as error:
             self._end = error
         finally:
             self.is_complete = True
-            self.on_news()
+            self.on_output()
 
     @property
     def has_output(self) -> bool:

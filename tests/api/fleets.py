@@ -95,7 +95,7 @@ class Fleet:
     async def statuses(self, key: str, num: int, **body: Any) -> list[int]:
         return [(await next(self.turns).ask(key, **body)).status_code for _ in range(num)]
 
-    async def told(self) -> None:
+    async def reported(self) -> None:
         """Waits until the store has all that the servers have counted."""
         for server in self.servers:
             quotas = server.context.quotas

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
-_MOST_S = 120
+_MAX_S = 120
 """More than any takes on a busy machine."""
 
 
@@ -23,7 +23,7 @@ async def output_of(
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        out, errors = await asyncio.wait_for(process.communicate(given), _MOST_S)
+        out, errors = await asyncio.wait_for(process.communicate(given), _MAX_S)
     finally:
         if process.returncode is None:
             process.kill()

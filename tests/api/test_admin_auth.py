@@ -130,7 +130,7 @@ async def test_the_first_key_closes_the_routes_for_admins(world: World, tmp_path
         ),
     ],
 )
-async def test_who_is_an_admin_is_told(world: World, settings: dict[str, str], tiers: tuple[Tier, ...], expected: str):
+async def test_admins_are_reported(world: World, settings: dict[str, str], tiers: tuple[Tier, ...], expected: str):
     world.configure_server(*tiers, **settings)
     assert expected in world.context.keys.admins()
 

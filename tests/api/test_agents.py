@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 @dataclass(frozen=True)
 class Setup:
-    """How an agent is told of the server: on its command line, in its environment, in files under its work and home."""
+    """How an agent learns of the server: on its command line, in its environment, in files under its work and home."""
 
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -105,7 +105,7 @@ async def test_strangers_are_warned_of(host: str, is_local: bool):
 
 
 @pytest.mark.parametrize(
-    ("base", "wish", "priority"),
+    ("base", "requested", "priority"),
     [
         (Priority.HIGH, None, Priority.HIGH),
         (Priority.HIGH, 1, Priority.NORMAL),
@@ -114,9 +114,9 @@ async def test_strangers_are_warned_of(host: str, is_local: bool):
         (Priority.LOW, -1, Priority.LOW),
     ],
 )
-async def test_a_wish_for_priority(world: World, base: Priority, wish: int | None, priority: Priority):
+async def test_a_requested_priority(world: World, base: Priority, requested: int | None, priority: Priority):
     world.configure_server(Tier(priority=base))
-    assert (await world.chat(priority=wish)).status_code == 200
+    assert (await world.chat(priority=requested)).status_code == 200
     (request,) = world.engine.requests
     assert (request.priority, request.tier) == (priority, "default")
 
@@ -130,7 +130,7 @@ async def test_a_wish_for_priority(world: World, base: Priority, wish: int | Non
         ("::", "http://[::1]:80"),
     ],
 )
-async def test_a_server_on_all_addresses_is_told_by_one_that_can_be_opened(host: str, url: str):
+async def test_a_server_on_all_addresses_is_reported_by_one_that_can_be_opened(host: str, url: str):
     assert local_url(host, 80) == url
 
 

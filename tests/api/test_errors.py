@@ -131,7 +131,7 @@ async def test_a_wrong_completion_names_its_parameter(world: World, body: dict[s
     assert "Value error" not in response.json()["error"]["message"]
 
 
-async def test_several_problems_are_told_at_once(world: World):
+async def test_several_problems_are_reported_at_once(world: World):
     error = (await world.chat(temperature="hot", top_k="many")).json()["error"]
     assert "temperature: " in error["message"]
     assert "top_k: " in error["message"]
@@ -235,7 +235,7 @@ async def test_unknown_paths_and_methods(world: World):
         ("/v1/nothing", "see /docs"),
     ],
 )
-async def test_a_wrong_base_url_is_told(world: World, sent: str, remedy: str):
+async def test_a_wrong_base_url_is_reported(world: World, sent: str, remedy: str):
     answer = await world.http.post(sent, json={})
     assert answer.status_code == 404
     assert remedy in answer.json()["error"]["message"]

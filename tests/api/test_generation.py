@@ -19,7 +19,7 @@ from mlx_server.sampling_params import SamplingParams
 
 
 class Reader:
-    """Notes the tokens that it is shown, in one list a call; not ready from token `full_at` on until told so."""
+    """Records the tokens that it gets, in one list a call; full from token `full_at` on until `ready` is set."""
 
     def __init__(self, full_at: int | None = None) -> None:
         self.shown: list[list[int]] = []
@@ -28,14 +28,14 @@ class Reader:
         self.ready = asyncio.Event()
         self.fault: Exception | None = None
 
-    def show(self, events: list[OutputEvent]) -> bool:
+    def emit(self, events: list[OutputEvent]) -> bool:
         self.events += events
         self.shown.append([token_id for event in events for token_id in event.token_ids])
         if self.fault is not None:
             raise self.fault
         return not self._is_full
 
-    async def is_ready(self) -> None:
+    async def drain(self) -> None:
         if self._is_full:
             await self.ready.wait()
 
@@ -56,14 +56,14 @@ class World:
         )
         grant = Quotas().open(Caller(), Demand(n, 1))
         self.generation = Generation(job, "model", self.streams, grant, lambda generation: None)
-        self.feeding = asyncio.ensure_future(self.generation.feed(reader.show, reader.is_ready))
+        self.feeding = asyncio.ensure_future(self.generation.feed(reader.emit, reader.drain))
 
     def step(self, *token_ids: int, reason: FinishReason | None = None) -> None:
-        """One token for each of the first choices, told of as the engine does."""
+        """Puts one token on each of the first choices, and notifies the reader once, as the engine does."""
         for stream, token_id in zip(self.streams, token_ids):
             stream.put(RequestOutput(stream.request_id, (token_id,), reason), time.monotonic())
-        (on_news,) = {stream.on_news for stream in self.streams}
-        on_news()
+        (on_output,) = {stream.on_output for stream in self.streams}
+        on_output()
 
 
 async def turns(num: int = 3) -> None:
@@ -84,7 +84,7 @@ class EndsAt(OutputParser):
 
 @pytest.mark.parametrize("is_read_before", [True, False])
 async def test_an_output_that_is_cut_ends_once_and_behind_its_last_text(is_read_before: bool):
-    """Also when what is cut is there before anybody reads; and others are told of the same step."""
+    """Also when the output is there before it is read."""
     reader = Reader()
     world = World(reader, new_parser=EndsAt)
     if is_read_before:
@@ -157,7 +157,7 @@ async def test_a_readers_fault_is_its_own():
     reader.fault = ValueError("cannot be shown")
     world = World(reader)
     await turns()
-    world.step(1)  # nothing is raised where the engine tells
+    world.step(1)  # nothing is raised in the engine
     world.step(2)
     with pytest.raises(ValueError, match="cannot be shown"):
         await world.feeding
@@ -181,7 +181,7 @@ async def test_a_reader_who_has_left_is_shown_nothing_more():
     world = World(reader)
     await turns()
     world.feeding.cancel()
-    world.step(1)  # before the task has heard of it
+    world.step(1)  # before the task notices
     await turns()
     world.step(2)
     world.generation.close()

@@ -98,8 +98,8 @@ async def test_each_protocols_image_reaches_the_engine_and_is_counted(seer: Worl
     assert response.status_code == 200, response.text
     (image,) = seen(seer)
     assert (image.digest, image.num_tokens) == (digest_of(seer, CAT), NUM_CAT_TOKENS)
-    told = response.json().get("usage", response.json())
-    (count,) = (told[key] for key in COUNTS if key in told)
+    usage = response.json().get("usage", response.json())
+    (count,) = (usage[key] for key in COUNTS if key in usage)
     assert count == len(seer.engine.requests[-1].prompt_token_ids)
     pad = "<|vision_start|>" + "<|image_pad|>" * NUM_CAT_TOKENS + "<|vision_end|>"
     order = f"{pad}What?" if name.startswith("ollama") else f"What?{pad}"
@@ -321,7 +321,7 @@ async def test_images_are_made_smaller_by_the_setting(seer: World):
     assert [image.num_tokens for image in seen(seer)] == [25] * 5
 
 
-async def test_images_that_cannot_fit_are_told_before_all_are_prepared(seer: World):
+async def test_images_that_cannot_fit_are_reported_before_all_are_prepared(seer: World):
     large = {"type": "image_url", "image_url": {"url": data_url(encoded(picture(size=(448, 448))))}}
     response = await seer.chat(messages=user([large] * 5))
     assert response.status_code == 400

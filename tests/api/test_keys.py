@@ -1,4 +1,4 @@
-"""Keys from the key file, at the door of a running server."""
+"""Keys from the key file, on a running server."""
 
 from __future__ import annotations
 
@@ -411,7 +411,7 @@ async def test_a_file_of_something_else_is_refused(tmp_path: Path):
         ({"api_key_file": "{path}/one", "api_key": "sesame"}, "api_key and api_key_file are both set"),
     ],
 )
-async def test_keys_that_cannot_be_read_are_told_at_the_start(tmp_path: Path, settings: dict[str, str], words: str):
+async def test_keys_that_cannot_be_read_are_reported_at_the_start(tmp_path: Path, settings: dict[str, str], words: str):
     (tmp_path / "empty").write_text(" \n")
     (tmp_path / "one").write_text("sesame\n")
     (tmp_path / "two").write_text("sesame\nother\n")

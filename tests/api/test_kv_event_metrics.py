@@ -19,7 +19,7 @@ from mlx_server.fleet import FleetConfig
 from tests.api.fakes import FakeEngine, fake_pool
 
 
-async def test_what_is_told_and_lost_is_counted(monkeypatch: pytest.MonkeyPatch):
+async def test_what_is_reported_and_lost_is_counted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kv_events, "MAX_QUEUED", 1)
     events = KvEvents(FleetConfig(kv_events="tcp://127.0.0.1:0"))
     pool = fake_pool(FakeEngine())

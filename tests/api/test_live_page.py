@@ -306,8 +306,8 @@ async def test_admins_load_unload_and_fetch_models(site: Site, monkeypatch: pyte
             await page.evaluate(press.format("two"))
             await page.until(f"{state.format(2)} === 'unloaded'")
             await submit(page, "pull", "pull-name", "owner/new")
-            told = "document.getElementById('pulls').textContent"
-            await page.until(f"{told}.startsWith('owner/new fetching 40 MiB of 100 MiB')")
+            status = "document.getElementById('pulls').textContent"
+            await page.until(f"{status}.startsWith('owner/new fetching 40 MiB of 100 MiB')")
             (pull,) = (await site.http.get("/admin/models")).json()["pulls"]
             assert (pull["model"], pull["done_bytes"], pull["total_bytes"]) == ("owner/new", 40 * 2**20, 100 * 2**20)
             release.set()

@@ -244,7 +244,7 @@ async def test_what_keeps_a_pinned_model_from_being_loaded_ends_the_start():
     await world.pool.stop(0.0)
 
 
-async def test_a_load_that_is_given_up_is_told_and_can_be_repeated():
+async def test_a_load_that_is_given_up_is_reported_and_can_be_repeated():
     async with world_of("a") as world:
         world.factory.gate.clear()
         waiting = asyncio.create_task(world.pool.acquire("a"))

@@ -261,7 +261,7 @@ async def test_others_decode_while_a_model_is_loaded(serve: Any, folders: dict[s
     stream.cancel()
 
 
-async def test_a_broken_model_is_told_from_the_others_and_served_once_it_is_mended(
+async def test_a_broken_model_is_distinguished_and_served_once_it_is_repaired(
     serve: Any, folders: dict[str, Path], tmp_path: Path, alone: dict[str, list[list[int]]]
 ):
     broken = make_folder(tmp_path / "broken", "qwen3")
@@ -299,7 +299,7 @@ async def test_what_never_fits_is_507_with_the_numbers(serve: Any, folders: dict
 
 
 async def test_what_cannot_be_served_unloads_nobody(serve: Any, folders: dict[str, Path], tmp_path: Path):
-    """Its configuration tells, before room is made for it."""
+    """Its configuration shows it, before room is made for it."""
     olmo = describe_model_folder(architectures.config_of("olmo"), tmp_path / "olmo")
     config = with_room_for(1, config_of({"a": folders["a"]}, num_kv_blocks=8))
     world = await serve(replace(config, models=(*config.models, ModelEntry(id="olmo", model=str(olmo)))))

@@ -31,7 +31,7 @@ async def test_its_examples_work(real: RealWorld):
     assert text == seen["chat"]["message"]["content"]
     assert seen["parts"][-1]["done"]
     assert seen["parts"][-1]["eval_count"] == seen["chat"]["eval_count"]
-    assert seen["told"]["prompt_eval_count"] > seen["called"]["prompt_eval_count"]
+    assert seen["answered"]["prompt_eval_count"] > seen["called"]["prompt_eval_count"]
     assert "Paris" in seen["generated"]["response"]
     assert "".join(part["response"] for part in seen["more"])
     assert seen["more"][-1]["context"]

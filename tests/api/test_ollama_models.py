@@ -99,16 +99,16 @@ async def test_models_are_listed_with_a_tag(world: World, stored: Path):
 async def test_a_model_is_described_without_being_loaded(world: World, stored: Path):
     serve_pulled(world)
     for name in ("pulled", "pulled:latest", "Pulled"):
-        told = await post(world, "/api/show", model=name)
-        assert told["model_info"] == {
+        answer = await post(world, "/api/show", model=name)
+        assert answer["model_info"] == {
             "general.architecture": "llama",
             "general.parameter_count": 64 + 16 + 6,
             "llama.context_length": 4096,
             "llama.embedding_length": 64,
             "llama.block_count": 2,
         }
-        assert (told["template"], told["license"]) == ("{{ messages }}<think>", "Do as you please.")
-        assert told["modelfile"] == "FROM pulled\n"
+        assert (answer["template"], answer["license"]) == ("{{ messages }}<think>", "Do as you please.")
+        assert answer["modelfile"] == "FROM pulled\n"
     assert await post(world, "/api/show", name="fake") == await post(world, "/api/show", model="fake")
 
 
@@ -316,8 +316,8 @@ async def test_what_is_not_done_says_so(world: World, path: str):
 
 
 async def test_the_version_is_of_ollama(world: World):
-    told = (await world.http.get("/api/version")).json()
-    assert tuple(map(int, told["version"].split("."))) >= (0, 6, 4), "older ones are refused by some clients"
+    answer = (await world.http.get("/api/version")).json()
+    assert tuple(map(int, answer["version"].split("."))) >= (0, 6, 4), "older ones are refused by some clients"
     for path in ("/api/version", "/api/tags"):
         assert (await world.http.head(path)).status_code == 200
 
@@ -328,8 +328,8 @@ async def test_the_root_is_ollamas_on_its_port_only(world: World):
     port = world.http.base_url.port
     assert port is not None
     world.configure(Config(server=ServerConfig(ollama_port=port)))
-    told = await world.http.get("/")
-    assert (told.status_code, told.text) == (200, "Ollama is running")
+    answer = await world.http.get("/")
+    assert (answer.status_code, answer.text) == (200, "Ollama is running")
     assert (await world.http.head("/")).status_code == 200
     assert "<html" in (await world.http.get("/dashboard")).text
 

@@ -225,7 +225,7 @@ async def test_options_that_are_wrong_are_named(world: World, options: dict[str,
     ],
     ids=str,
 )
-async def test_what_is_not_kept_to_is_told(world: World, options: dict[str, Any], noted: str | None):
+async def test_what_is_not_kept_to_is_reported(world: World, options: dict[str, Any], noted: str | None):
     for stream in (False, True):
         body = {"messages": user("Hi"), "options": options, "stream": stream}
         response = await world.http.post("/api/chat", json=body)

@@ -114,7 +114,7 @@ READING = [
     ("/v1/chat/completions/render", {"messages": user("a")}, None),
     ("/v1/messages/count_tokens", {"messages": user("a"), "model": "fake"}, None),
 ]
-"""Routes that generate nothing, with a body and its tokens where they can be told."""
+"""Routes that generate nothing, with a body and its tokens where they can be counted."""
 
 
 WRONG = {"prompt": -1, "tokens": "x", "messages": 7, "model": "fake"}
@@ -278,7 +278,7 @@ async def test_seats_are_counted_in_answers_and_come_back(world: World, keys: An
     assert (never.json()["error"]["param"], "4 answers" in never.json()["error"]["message"]) == ("n", True)
 
 
-async def vanish(world: World, key: str, stream: bool) -> None:
+async def disconnect(world: World, key: str, stream: bool) -> None:
     """A client that asks and goes away."""
     _, writer = await world.connect()
     body = b'{"prompt": [5, 6], "stream": %b}' % (b"true" if stream else b"false")
@@ -315,7 +315,7 @@ async def refuse_the_second(world: World, key: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("end", [vanish, abort, fail, refuse, refuse_the_second])
+@pytest.mark.parametrize("end", [disconnect, abort, fail, refuse, refuse_the_second])
 async def test_a_seat_comes_back_however_a_request_ends(
     world: World, keys: Any, end: Callable[[World, str, bool], Awaitable[None]], stream: bool
 ):

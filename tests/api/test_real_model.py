@@ -59,7 +59,7 @@ async def test_a_shared_prefix_is_counted_as_cached(real: RealWorld):
 async def test_a_seed_gives_the_same_tokens_alone_and_among_16_strangers(real: RealWorld):
     body = {"max_tokens": 12, "temperature": 1.0, "return_token_ids": True, "ignore_eos": True, "logprobs": 2}
     alone = (await real.complete(**body, seed=7))["choices"][0]
-    strangers = [
+    others = [
         {"temperature": 1.0, "seed": 7},  # with the same seed, behind another prompt
         {"temperature": 1.0},
         {"temperature": 0},
@@ -81,7 +81,7 @@ async def test_a_seed_gives_the_same_tokens_alone_and_among_16_strangers(real: R
     answers = await asyncio.gather(
         real.complete(**body, seed=7),
         *(
-            real.complete(prompt=f"Number {i} is", max_tokens=12 + i, ignore_eos=True, **strangers[i % len(strangers)])
+            real.complete(prompt=f"Number {i} is", max_tokens=12 + i, ignore_eos=True, **others[i % len(others)])
             for i in range(16)
         ),
     )
@@ -152,7 +152,7 @@ async def test_bias_bans_and_limits_reach_the_sampler(real: RealWorld):
     ("more", "param"),
     [({"allowed_token_ids": [500]}, "allowed_token_ids"), ({"min_tokens": 9}, "min_tokens")],
 )
-async def test_who_forbids_all_that_the_grammar_allows_is_told_so(real: RealWorld, more: dict[str, Any], param: str):
+async def test_a_request_that_bans_all_its_grammar_allows_is_refused(real: RealWorld, more: dict[str, Any], param: str):
     zero = real.engine.tokenizer.encode("0", add_special_tokens=False)
     if param == "min_tokens":
         more = {**more, "stop_token_ids": zero}

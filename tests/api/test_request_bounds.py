@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_server.api.auth.keys import Caller
-from mlx_server.api.http import door, request_bounds
+from mlx_server.api.http import access, request_bounds
 from mlx_server.api.http.connections import MAX_HEADERS, MAX_SMALL_CHUNKS
 from mlx_server.api.http.request_bounds import (
     MAX_BACKSLASHES,
@@ -29,7 +29,7 @@ from mlx_server.api.http.request_bounds import (
 )
 from mlx_server.api.http.text_turns import TextWorkers
 from mlx_server.api.openai.completions import MAX_SEQUENCES
-from mlx_server.engine.fair_slots import Asker
+from mlx_server.engine.fair_slots import Requester
 from mlx_server.errors import QuotaExceededError
 from mlx_server.request import Priority
 from mlx_server.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS
@@ -182,7 +182,11 @@ async def test_large_bodies_are_read_beside_the_loop(world: World, parsed: list[
 
 async def test_bodies_are_parsed_one_at_a_time_by_priority_and_key_in_turn():
     workers, done, may_go = TextWorkers(8), [], threading.Event()
-    greedy, modest, high = Asker("greedy", Priority.LOW), Asker("modest", Priority.LOW), Asker("vip", Priority.HIGH)
+    greedy, modest, high = (
+        Requester("greedy", Priority.LOW),
+        Requester("modest", Priority.LOW),
+        Requester("vip", Priority.HIGH),
+    )
 
     def work(name: str) -> None:
         may_go.wait(5)
@@ -205,9 +209,9 @@ def caller(identity: str, priority: Priority) -> Caller:
 
 
 async def test_bytes_that_wait_to_be_read_are_bounded_by_key_and_tier(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(door, "MAX_HELD_BYTES", 100)
+    monkeypatch.setattr(access, "MAX_HELD_BYTES", 100)
     counted: Counter[str] = Counter()
-    first, second, third = (door.HeldBody(counted, caller(name, Priority.LOW)) for name in "abc")
+    first, second, third = (access.HeldBody(counted, caller(name, Priority.LOW)) for name in "abc")
     first.add(60)
     with pytest.raises(QuotaExceededError, match=r"60 bytes of bodies from the key a .* at most 100"):
         first.add(60)
@@ -223,7 +227,7 @@ async def test_bytes_that_wait_to_be_read_are_bounded_by_key_and_tier(monkeypatc
 
 
 async def test_a_caller_s_bodies_in_waiting_are_refused_with_429(world: World, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(door, "MAX_HELD_BYTES", 1000)
+    monkeypatch.setattr(access, "MAX_HELD_BYTES", 1000)
     world.configure_server()
     answer = await world.complete(user="x" * 2000)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")

@@ -82,7 +82,7 @@ async def test_an_error_is_a_finish_reason(world: World, lines: Any):
     assert (fields["finish_reason"], fields["output_tokens"]) == ("error", 1)
 
 
-async def test_a_refusal_is_told_with_its_error(world: World, lines: Any):
+async def test_a_refusal_is_reported_with_its_error(world: World, lines: Any):
     world.engine.refuse_with = QueueFullError("full", "max_num_queued_reqs")
     assert (await world.http.post("/v1/completions", json={"prompt": [[1, 2], [3]], "n": 2})).status_code == 503
     ((message, fields),) = lines()

@@ -362,7 +362,7 @@ async def test_what_is_counted_is_what_is_held():
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert 0.8 * held < store.shelf("owner").num_bytes < 1.2 * held
+    assert 0.8 * held < store.of_owner("owner").num_bytes < 1.2 * held
 
 
 async def test_one_owner_cannot_push_out_what_another_keeps():
@@ -383,13 +383,13 @@ async def test_one_owner_cannot_push_out_what_another_keeps():
 
 async def test_a_response_that_grows_is_counted_again():
     store = ResponseStore()
-    kept, shelf = KeptResponses(store, None, "owner"), store.shelf("owner")
+    kept, owned = KeptResponses(store, None, "owner"), store.of_owner("owner")
     kept.put(stored("a"))
-    before = shelf.num_bytes
+    before = owned.num_bytes
     kept.update({"id": "a", "status": "completed", "output": [{"id": "m", "text": "x" * 5000}]})
-    assert shelf.num_bytes > before + 5000
+    assert owned.num_bytes > before + 5000
     await kept.delete("a")
-    assert shelf.num_bytes == 0
+    assert owned.num_bytes == 0
 
 
 async def test_fields_that_nobody_reads_are_not_kept(world: World):

@@ -29,7 +29,7 @@ VENV = Path(__file__).parent / "routers" / ".venv"
 PATH = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"
 INSTALL = f"python -m venv {VENV.relative_to(CONFIGS.parents[1])} && .../bin/pip install smg vllm-router"
 NUM_OPEN, NUM_LATER = 20, 40
-MOST_S = 120.0
+MAX_S = 120.0
 
 
 def needs(program: str) -> Any:
@@ -62,8 +62,8 @@ async def router(
     with log.open("wb") as said:
         process = await asyncio.create_subprocess_exec("sh", *command, env=env, stdout=said, stderr=said)
     try:
-        async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=MOST_S) as http:
-            async with asyncio.timeout(MOST_S):
+        async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=MAX_S) as http:
+            async with asyncio.timeout(MAX_S):
                 while not await knows(http, name, len(servers)):
                     assert process.returncode is None, log.read_text()
                     await asyncio.sleep(0.1)
@@ -110,13 +110,13 @@ async def loads(servers: Sequence[Server], http: httpx.AsyncClient) -> list[int]
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL, "death"])
 async def test_sixty_requests_of_which_one_server_s_goes(name: str, end: int | str, tmp_path: Path):
     """SIGTERM: all are answered. SIGKILL, or a dead engine: only those end that were open there."""
-    async with server(drain_timeout_s=MOST_S) as one, server(drain_timeout_s=MOST_S) as other:
+    async with server(drain_timeout_s=MAX_S) as one, server(drain_timeout_s=MAX_S) as other:
         both = [one, other]
         await asyncio.gather(*(each.ready() for each in both))
         async with (
             httpx.AsyncClient() as direct,
             router(name, [each.url for each in both], tmp_path) as http,
-            asyncio.timeout(MOST_S),
+            asyncio.timeout(MAX_S),
         ):
             streams = [asyncio.create_task(stream(http)) for _ in range(NUM_OPEN)]
             while sum(num_open := await loads(both, direct)) < NUM_OPEN:  # noqa: ASYNC110
@@ -152,7 +152,7 @@ async def test_a_full_server_s_requests_are_answered_by_the_other(name: str, tmp
     async with server("full") as full, server() as other:
         await asyncio.gather(full.ready(), other.ready())
         os.kill(other.process.pid, signal.SIGUSR1)  # it does not hold its streams
-        async with router(name, [full.url, other.url], tmp_path) as http, asyncio.timeout(MOST_S):
+        async with router(name, [full.url, other.url], tmp_path) as http, asyncio.timeout(MAX_S):
             assert [await stream(http) for _ in range(6)] == ["done"] * 6
 
 
@@ -204,7 +204,7 @@ async def test_conversations_hit_their_prefixes_and_both_servers_work(name: str,
                 assert answer.status_code == 200, answer.text
                 messages.append({"role": "assistant", "content": "That is as it is."})
 
-        async with router(name, [first, second], tmp_path, "tiny", **more) as http, asyncio.timeout(MOST_S):
+        async with router(name, [first, second], tmp_path, "tiny", **more) as http, asyncio.timeout(MAX_S):
             await asyncio.gather(*(talk(http, number) for number in range(10)))
             for url in (first, second):
                 text = (await http.get(f"{url}/metrics")).text

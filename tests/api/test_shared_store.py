@@ -71,11 +71,11 @@ async def test_a_burst_over_two_servers_cannot_pass_all_at_once(fleet: Fleet):
     assert sorted(answer.status_code for answer in answers) == [200] * 5 + [429] * 11
 
 
-async def test_what_is_left_is_told_of_all_servers(fleet: Fleet):
+async def test_what_is_left_is_reported_for_all_servers(fleet: Fleet):
     (key,) = await fleet.start(requests_per_minute=3, tokens_per_minute=100)
     first, second = fleet.servers
     await first.ask(key)
-    await fleet.told()
+    await fleet.reported()
     answer = await second.ask(key)
     left = {name: answer.headers[f"x-ratelimit-remaining-{name}"] for name in ("requests", "tokens")}
     assert left == {"requests": "1", "tokens": str(100 - 2 * len(PROMPT) - 4)}
@@ -102,7 +102,7 @@ async def test_tokens_of_all_servers_count(fleet: Fleet):
     (key,) = await fleet.start(tokens_per_minute=30)
     first, second = fleet.servers
     assert (await first.ask(key)).status_code == 200  # 10 of the prompt and 4 of the output
-    await fleet.told()
+    await fleet.reported()
     refused = await second.ask(key, prompt=[5] * 17)
     assert (refused.status_code, "14 tokens were used within a minute" in refused.text) == (429, True)
     assert (await second.ask(key, prompt=[5] * 16)).status_code == 200
@@ -115,7 +115,7 @@ async def test_wrong_requests_count_and_refused_ones_do_not(fleet: Fleet):
     assert (await second.ask(key)).status_code == 503
     second.engine.refuse_with = None
     assert (await first.ask(key, temperature=-1)).status_code == 400
-    await fleet.told()
+    await fleet.reported()
     assert [(await second.ask(key)).status_code for _ in range(2)] == [200, 429]
 
 
@@ -130,7 +130,7 @@ async def test_answers_in_progress_count_over_all_servers(fleet: Fleet):
     assert "2 answers are in progress and the request asks for 1" in refused.text
     first.engine.gate.set()
     assert [answer.status_code for answer in await asyncio.gather(*open_ones)] == [200, 200]
-    await fleet.told()
+    await fleet.reported()
     assert (await second.ask(key, n=2)).status_code == 200
 
 
@@ -152,7 +152,7 @@ async def test_a_seat_that_is_just_given_back_is_found(fleet: Fleet, monkeypatch
         num_pauses += 1
         first.engine.gate.set()
         assert (await asking).status_code == 200
-        await fleet.told()
+        await fleet.reported()
 
     monkeypatch.setattr(fleet_quotas.FleetQuotas, "_pause", staticmethod(pause))
     assert (await second.ask(key)).status_code == 200
@@ -166,7 +166,7 @@ async def test_a_seat_that_came_to_nothing_is_free_at_once(fleet: Fleet, monkeyp
     first, second = fleet.servers
     first.engine.refuse_with = OverloadedError("Full.", 1.0)
     assert (await first.ask(key)).status_code == 503
-    await fleet.told()
+    await fleet.reported()
     assert (await second.ask(key)).status_code == 200
 
 
@@ -176,7 +176,7 @@ async def test_a_killed_server_s_seats_are_free_when_its_lease_ends(fleet: Fleet
     dying.engine.gate.clear()
     asking = asyncio.create_task(dying.ask(key))
     await until(lambda: dying.engine.requests)
-    dying.store.is_here = False  # from here on the store does not hear of it
+    dying.store.is_here = False  # from here on nothing reaches the store
     fleet.now_s += LEASE_S - 1
     assert (await staying.ask(key)).status_code == 429
     fleet.now_s += 2
@@ -193,7 +193,7 @@ async def test_a_long_answer_keeps_its_seat(fleet: Fleet):
     await until(lambda: first.engine.requests)
     for _ in range(4):
         fleet.now_s += LEASE_S / 2
-        await fleet.told()
+        await fleet.reported()
     assert (await second.ask(key)).status_code == 429
     first.engine.gate.set()
     await asking
@@ -218,7 +218,7 @@ async def test_a_store_that_goes_and_comes_again(fleet: Fleet, redis: RedisServe
     await redis.start()
     await until(lambda: first.store.is_here and second.store.is_here)
     assert "mlx_serve:shared_store_up 1.0" in await second.metrics()
-    await fleet.told()
+    await fleet.reported()
     assert [(await second.ask(key)).status_code for _ in range(2)] == [200, 429]
     lines = [record.getMessage() for record in caplog.records]
     assert len([line for line in lines if "limits hold for this server alone" in line]) == 2, "a line a server"
@@ -231,7 +231,7 @@ async def test_a_store_that_hangs_holds_up_one_call_only(
     (key,) = await fleet.start(requests_per_minute=100)
     (first, _) = fleet.servers
     await first.ask(key)
-    await fleet.told()
+    await fleet.reported()
     monkeypatch.setattr(shared_store, "CALL_S", 0.05)
     assert redis.process is not None
     redis.process.send_signal(signal.SIGSTOP)
@@ -252,17 +252,17 @@ async def test_a_seat_counted_by_a_store_that_answered_too_late_is_given_back(
     (key,) = await fleet.start(max_concurrent_requests=1)
     first, second = fleet.servers
     assert await fleet.statuses(key, 2) == [200, 200]
-    await fleet.told()
+    await fleet.reported()
     monkeypatch.setattr(shared_store, "CALL_S", 0.05)
     assert redis.process is not None
     redis.process.send_signal(signal.SIGSTOP)
-    first.engine.refuse_with = OverloadedError("Full.", 1.0)  # so that there is nothing else to tell the store of
+    first.engine.refuse_with = OverloadedError("Full.", 1.0)  # so that nothing else is reported to the store
     assert (await first.ask(key)).status_code == 503
     assert not first.store.is_here
     monkeypatch.setattr(shared_store, "CALL_S", 60.0)
     redis.process.send_signal(signal.SIGCONT)  # and now it takes the seat
     await until(lambda: first.store.is_here)
-    await fleet.told()
+    await fleet.reported()
     assert (await second.ask(key)).status_code == 200
 
 
@@ -339,7 +339,7 @@ async def test_a_conversation_goes_on_at_whichever_server(fleet: Fleet):
     assert len(items["data"]) == 7
 
 
-async def test_a_stream_is_kept_before_its_end_is_told(fleet: Fleet):
+async def test_a_stream_is_kept_before_its_end_is_sent(fleet: Fleet):
     (key,) = await fleet.start()
     first, second = fleet.servers
     streamed = await first.respond(key, stream=True)

@@ -23,7 +23,7 @@ HEAD = b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n"
 
 class App:
     """Answers with the length of the body it got; `/flood` with more than any buffer holds, `/events` likewise and as
-    a stream of events. `events` tell how its requests went, `num_pieces` how much of the stream was asked for."""
+    a stream of events. `events` are what happened to its requests, `num_pieces` how many pieces were written."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -35,7 +35,7 @@ class App:
         if scope["path"] == "/flood":
             await self._flood(receive, send)
         elif scope["path"] == "/events":
-            await sse.event_stream(self._tell, 0, lambda: self.events.append("gone"))(scope, receive, send)
+            await sse.event_stream(self._write_events, 0, lambda: self.events.append("gone"))(scope, receive, send)
         elif scope["path"] == "/refuse":
             await self._answer(send, b"no")
         else:
@@ -65,7 +65,7 @@ class App:
             await asyncio.sleep(0)
         self.events.append("gone")
 
-    async def _tell(self, writer: sse.PieceWriter) -> None:
+    async def _write_events(self, writer: sse.PieceWriter) -> None:
         for self.num_pieces in range(NUM_PIECES):
             writer.write(PIECE)
             await writer.drain()

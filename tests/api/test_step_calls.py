@@ -245,7 +245,7 @@ async def test_a_token_over_http_is_a_few_calls_and_a_step_one_write_a_connectio
     num_writes = sum(writes.by_step[step] for step in steps)
     # Counting begins and ends in the middle of a step, and a write may be counted for a later step than its own.
     assert num_streams * len(steps) / 4 <= num_writes <= num_streams * (len(steps) + 2)
-    assert calls.num("AsyncEngine._tell_readers") <= len(steps) + len(calls.windows)
+    assert calls.num("AsyncEngine._notify_readers") <= len(steps) + len(calls.windows)
     assert calls.num("Generation.feed") <= num_streams, "a task has its turn when a stream begins, not for a token"
 
 

@@ -1,4 +1,4 @@
-"""When a stream begins: what ends it before its first token is told by the answer's status, as without streaming."""
+"""When a stream begins: what ends it before its first token decides the answer's status, as without streaming."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ async def test_nothing_comes_behind_the_end_to_a_client_that_is_slow_to_take_it(
     sent: list[bytes] = []
     is_full, is_drained = False, asyncio.Event()
 
-    async def tell(writer: sse.PieceWriter) -> None:
+    async def write_stream(writer: sse.PieceWriter) -> None:
         for piece in (b"data: {}\n\n", sse.DONE):
             writer.write(piece)
             await writer.drain()
@@ -62,7 +62,7 @@ async def test_nothing_comes_behind_the_end_to_a_client_that_is_slow_to_take_it(
     async def receive() -> Message:
         return await asyncio.Future()
 
-    response = sse.event_stream(tell, 0.2, lambda: None)
+    response = sse.event_stream(write_stream, 0.2, lambda: None)
     answering = asyncio.create_task(response({"type": "http", "method": "POST"}, receive, send))
     await asyncio.sleep(0.5)
     is_drained.set()

@@ -1,4 +1,4 @@
-"""JSON schemas of many kinds, filled in by the bundled model at temperature 1 through every door, in batches."""
+"""JSON schemas of many kinds, filled in by the bundled model at temperature 1 through every protocol, in batches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def messages(schema: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/messages", {"messages": user(PROMPT), "max_tokens": MAX_TOKENS, "output_config": {"format": format_}}
 
 
-DOORS = (chat, text, responses, messages)
+PROTOCOLS = (chat, text, responses, messages)
 
 
 def finished_text(answer: dict[str, Any]) -> str | None:
@@ -71,7 +71,7 @@ async def test_whatever_is_finished_fits_and_whatever_is_refused_says_why(real: 
     gate = asyncio.Semaphore(NUM_AT_ONCE)
 
     async def ask(index: int, made: Made) -> str:
-        path, body = DOORS[index % len(DOORS)](made.schema)
+        path, body = PROTOCOLS[index % len(PROTOCOLS)](made.schema)
         async with gate:
             body = {**body, "temperature": 1.0, "seed": index}
             response = await real.http.post(path, json=body, timeout=300)

@@ -1,4 +1,4 @@
-"""Text is read by tier and by key in turn; here, a text with `stop` in it is one that takes for ever."""
+"""Text is read by tier and by key in turn; here, a text with `stop` in it is one that takes forever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from mlx_server.api.auth.key_file import KeyFile
 from mlx_server.api.http.text_turns import TextTurn, TextWorkers
-from mlx_server.engine.fair_slots import Asker
+from mlx_server.engine.fair_slots import Requester
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.request import Priority
 from mlx_server.tiers import Tier
@@ -39,7 +39,7 @@ class Reading:
         return await self.world.http.post(path, json=body, headers=headers, timeout=10)
 
     async def stop(self, tier: str, num: int = NUM_STOPPED) -> None:
-        """So many requests of the tier that take for ever."""
+        """So many requests of the tier that take forever."""
         self.tasks += [asyncio.create_task(self.post(tier, "/tokenize", prompt="stop")) for _ in range(num)]
         slots = self.world.context.text_workers.slots
         await until(lambda: slots.num_held + slots.num_waiting == len(self.tasks))
@@ -153,7 +153,7 @@ async def test_an_answer_that_is_there_is_never_refused(reading: Reading, path: 
 
 async def test_who_waits_for_something_else_gives_the_turn_back():
     workers = TextWorkers(8)
-    turn = TextTurn(workers, Asker())
+    turn = TextTurn(workers, Requester())
     await turn.begin()
     assert workers.slots.num_held == 1
     await until(lambda: workers.slots.num_held == 0)

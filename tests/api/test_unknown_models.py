@@ -1,4 +1,4 @@
-"""Names of models that are not served: every protocol's clients are told of the nearest one."""
+"""Names of models that are not served: every protocol's errors name the nearest one."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def changed_bytes(rng: random.Random, content: bytes) -> bytes:
 
 
 def _head(rng: random.Random, method: str, path: str, num_bytes: int, key: str) -> bytes:
-    """Seldom wrong, or nothing behind it would be looked at."""
+    """Rarely wrong, or nothing behind it would be looked at."""
     lines = [b"host: localhost", b"connection: close", f"x-api-key: {key}".encode()]
     lines += [b"content-type: application/json", b"content-length: %d" % num_bytes]
     if rng.random() < 0.1:

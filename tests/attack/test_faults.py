@@ -34,7 +34,7 @@ async def ask(server: Server, http: httpx.AsyncClient, tier: str = "default", **
     return await http.post(TEXT, json=body, headers={"x-api-key": server.keys[tier]})
 
 
-async def go_wrong_amid_streams(server: Server, http: httpx.AsyncClient) -> list[httpx.Response]:
+async def go_wrong_during_streams(server: Server, http: httpx.AsyncClient) -> list[httpx.Response]:
     """Lets the fault begin while some streams run and others wait; the answers to them."""
     tasks = [asyncio.create_task(ask(server, http, **LONG)) for _ in range(NUM_STREAMS)]
     async with asyncio.timeout(20):
@@ -63,7 +63,7 @@ async def test_a_wall_clock_that_jumps_ends_nothing_and_opens_nothing(tmp_path: 
         httpx.AsyncClient(base_url=server.url, timeout=30) as http,
     ):
         statuses = [(await ask(server, http, "tight")).status_code for _ in range(20)]
-        streams = await go_wrong_amid_streams(server, http)
+        streams = await go_wrong_during_streams(server, http)
         statuses += [(await ask(server, http, "tight")).status_code for _ in range(20)]
         assert all(is_whole(stream) for stream in streams)
         assert statuses == [200] * 30 + [429] * 10
@@ -82,7 +82,7 @@ async def test_a_disk_that_fills_while_serving_costs_log_lines_and_usage_alone(t
         serving(tmp_path, "tests.attack.faulty", "disk") as server,
         httpx.AsyncClient(base_url=server.url, timeout=30) as http,
     ):
-        streams = await go_wrong_amid_streams(server, http)
+        streams = await go_wrong_during_streams(server, http)
         num_bytes = len(server.log)
         assert all(is_whole(stream) for stream in streams)
         assert [(await ask(server, http, tier)).status_code for tier in server.keys] == [200] * len(server.keys)

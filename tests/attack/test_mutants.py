@@ -32,7 +32,7 @@ from tests.soak.worlds import ADMIN_KEY, Server, serving
 NUM_ATTACKING = int(os.environ.get("ATTACK_REQUESTS", "3000"))
 NUM_AT_ONCE = 8
 HUNG_S = 60.0
-SELDOM = 0.02
+UNLOAD_SHARE = 0.02
 """Share of the requests to routes that take the model from all others."""
 
 UNLOADING = ("/sleep", "/admin/models/unload")
@@ -133,7 +133,7 @@ async def attack(
     async def sender(number: int) -> None:
         for index in range(number, num_requests, NUM_AT_ONCE):
             rng = random.Random(index)
-            content = mutant(rng, routes if rng.random() < SELDOM else sane, keys)
+            content = mutant(rng, routes if rng.random() < UNLOAD_SHARE else sane, keys)
             shown = f"{index}: {content[:400]!r} ... {content[-200:]!r}"
             try:
                 async with asyncio.timeout(HUNG_S):

@@ -403,7 +403,7 @@ def test_sixteen_cold_requests_compute_their_prefix_once(is_async: bool) -> None
 # --- why a request waits ----------------------------------------------------------------------------------
 
 
-def test_who_waits_while_memory_is_short_is_told_so() -> None:
+def test_the_reason_to_wait_is_short_memory() -> None:
     world = make_world()
     world.add(make_request("runs", 8, max_tokens=20))
     world.step()
@@ -417,7 +417,7 @@ def test_who_waits_while_memory_is_short_is_told_so() -> None:
     world.finish()
 
 
-def test_who_may_not_have_the_seat_of_one_who_has_aged_is_told_so() -> None:
+def test_who_may_not_have_the_seat_of_one_who_has_aged_gets_the_reason() -> None:
     """`old` computes its prompt with all tokens of LOW, so `aged` does not start, but the last seat is kept for it."""
     world = make_world(1000, max_num_seqs=16, max_num_batched_tokens=32)
     world.add(make_request("old", 2000, priority=Priority.LOW))

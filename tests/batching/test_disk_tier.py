@@ -195,14 +195,14 @@ def test_saving_is_in_no_hurry_once_nobody_waits_for_it() -> None:
     saves = world.scheduler.disk.saves
     for num_blocks in (0, 5):
         assert world.scheduler.shrink(116, saves_first=True) == 0
-        assert saves.is_hasty
+        assert saves.is_urgent
         assert world.scheduler.shrink(num_blocks) == num_blocks
-        assert not saves.is_hasty
+        assert not saves.is_urgent
 
 
 def test_a_hurry_goes_on_however_many_blocks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as are looked at in a step are not all."""
-    monkeypatch.setattr("mlx_server.batching.blocks.disk_saves._MOST_PASSED", 2)
+    monkeypatch.setattr("mlx_server.batching.blocks.disk_saves._MAX_PASSED", 2)
     world = make_world(120, store=(store := FakeStore()))
     world.add(make_request("a", prompt(40 * BLOCK_SIZE + 5), 1))
     while "a" not in world.reasons:
@@ -211,7 +211,7 @@ def test_a_hurry_goes_on_however_many_blocks_there_are(monkeypatch: pytest.Monke
     for _ in range(11):
         world.step()
     assert len(store.blocks) == 40
-    assert not world.scheduler.disk.saves.is_hasty
+    assert not world.scheduler.disk.saves.is_urgent
 
 
 def test_a_cut_that_does_not_wait_keeps_the_beginning_of_a_prompt() -> None:

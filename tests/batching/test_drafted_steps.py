@@ -340,8 +340,8 @@ def test_ten_thousand_drafted_requests_leave_nothing_behind(monkeypatch: pytest.
             runner.submit(output)
         most_ahead = 1 if output is None else rng.choice((1, 1, 2))
         while runner.num_submitted >= most_ahead:
-            news = scheduler.update(runner.fetch())
-            num_ended.update(one.finish_reason for one in news if one.finish_reason is not None)
+            outputs = scheduler.update(runner.fetch())
+            num_ended.update(one.finish_reason for one in outputs if one.finish_reason is not None)
 
     for index in range(10_000):
         head = rng.choice((0, 3, 7, 33))

@@ -49,7 +49,7 @@ def test_no_schedule_of_chunks_holds_more_than_is_said(windows: list[int | None]
 
 @given(WINDOWS, st.integers(1, 150), st.integers(0, 60))
 @settings(deadline=None)
-def test_the_longest_request_that_fits_is_told(windows: list[int | None], chunk: int, num_blocks: int) -> None:
+def test_the_longest_request_that_fits_is_reported(windows: list[int | None], chunk: int, num_blocks: int) -> None:
     groups = LayerGroups(windows, chunk)
     most = groups.max_tokens(num_blocks)
     assert most == 0 or groups.num_needed(most) <= num_blocks

@@ -68,7 +68,7 @@ def test_nothing_leaks_from_a_thousand_requests_with_random_aborts(is_async: boo
 
 @pytest.mark.parametrize("aging_rate", [0.1, 0.5])
 def test_low_under_constant_high_load_starts_in_bounded_time(aging_rate: float) -> None:
-    """Two seats, and for ever HIGH requests that keep both taken and one more waiting: LOW starts within
+    """Two seats, and forever HIGH requests that keep both taken and one more waiting: LOW starts within
     `2 / aging_rate` seconds plus the time that a seat is taken for."""
     world = make_world(num_blocks=64, max_num_seqs=2, aging_rate=aging_rate)
     num_tokens = 20

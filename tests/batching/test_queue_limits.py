@@ -1,4 +1,4 @@
-"""What is refused at the door, with which numbers; and who waits for too long."""
+"""What is refused on arrival, with which numbers; and who waits for too long."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Loop:
     def __init__(self, *, is_async: bool, num_blocks: int = 64, **limits: Any) -> None:
         self.scheduler = make_scheduler(num_blocks, is_async=is_async, **limits)
         self.executor = FakeExecutor(FakeRunner(num_blocks))
-        self.executor.runner.seconds = lambda _: 0.0  # nothing can be foretold
+        self.executor.runner.seconds = lambda _: 0.0  # nothing can be predicted
         self.now = 0.0
         self.tokens: dict[str, list[int]] = {}
         self.outputs: list[RequestOutput] = []
@@ -236,7 +236,7 @@ def test_who_arrives_in_a_long_step_waits_for_the_rest_of_it_and_for_no_other() 
 
 
 @BOTH_MODES
-async def test_who_waits_for_too_long_is_told(is_async: bool) -> None:
+async def test_who_waits_for_too_long_is_reported(is_async: bool) -> None:
     async with running(is_async=is_async, max_num_seqs=1, queue_timeout_s=5.0) as loop:
         loop.scheduler.add_request(make_request("runs", max_tokens=400))
         loop.scheduler.add_request(make_request("waits"))

@@ -93,7 +93,7 @@ def test_a_token_that_breaks_the_grammar_is_an_error_of_that_request_alone() -> 
 @pytest.mark.parametrize(
     ("more", "param"), [({"allowed_token_ids": (0,)}, "allowed_token_ids"), ({"min_tokens": 5}, "min_tokens")]
 )
-def test_a_request_that_forbids_what_its_grammar_allows_is_told_so(more: dict[str, object], param: str) -> None:
+def test_a_request_that_bans_what_its_grammar_allows_gets_an_error(more: dict[str, object], param: str) -> None:
     tokens = expected_tokens(make_request("bound").prompt_token_ids, 2)
     world = make_world()
     constraint = FakeConstraint(9, refused=frozenset({tokens[1]}))

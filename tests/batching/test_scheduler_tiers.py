@@ -10,7 +10,7 @@ from mlx_server.request import Priority
 from tests.batching.worlds import FakeConstraint, World, chunks, make_request, make_world, prompt
 
 TARGET_S, MAX_S = 0.05 + 0.0965, 0.05 + 0.4445
-TOKENS, MOST_TOKENS = 92, 444  # what these leave beside four decodes, in rows that are a multiple of 16
+TOKENS, MAX_TOKENS = 92, 444  # what these leave beside four decodes, in rows that are a multiple of 16
 
 
 def decoding_world(priority: Priority, **limits: Any) -> World:
@@ -28,8 +28,8 @@ def decoding_world(priority: Priority, **limits: Any) -> World:
 @pytest.mark.parametrize(
     ("stream", "prompt", "num_tokens"),
     [
-        (Priority.NORMAL, Priority.HIGH, MOST_TOKENS),
-        (Priority.LOW, Priority.NORMAL, MOST_TOKENS),
+        (Priority.NORMAL, Priority.HIGH, MAX_TOKENS),
+        (Priority.LOW, Priority.NORMAL, MAX_TOKENS),
         (Priority.HIGH, Priority.HIGH, TOKENS),
         (Priority.HIGH, Priority.LOW, TOKENS),
     ],
@@ -86,8 +86,8 @@ def test_worse_prompts_wait_and_the_oldest_gets_its_part() -> None:
     steps = [chunks(world.step()) for _ in range(7)]
     sizes = [step.get("aged", (0, 0))[1] for step in steps]
     assert sizes == [1, 0, 0, 0, 0, 60, 54]
-    assert [step["high"][1] for step in steps[:-1]] == [MOST_TOKENS - size for size in sizes[:-1]]
-    assert steps[-1]["high"] == (2603, MOST_TOKENS - 54)
+    assert [step["high"][1] for step in steps[:-1]] == [MAX_TOKENS - size for size in sizes[:-1]]
+    assert steps[-1]["high"] == (2603, MAX_TOKENS - 54)
     assert not any("fresh" in step for step in steps)
     world.finish()
     world.check_tokens()
@@ -101,9 +101,9 @@ def test_the_part_of_the_oldest_is_taken_out_of_steps_that_better_prompts_fill()
     world.add(make_request("aged", 300, priority=Priority.LOW, arrival_s=70.0))
     sizes = []
     for index in range(6):
-        world.add(make_request(f"high{index}", MOST_TOKENS, max_tokens=1, priority=Priority.HIGH, arrival_s=world.now))
+        world.add(make_request(f"high{index}", MAX_TOKENS, max_tokens=1, priority=Priority.HIGH, arrival_s=world.now))
         step = chunks(world.step())
-        assert sum(size for name, (_, size) in step.items() if name[0] != "d") == MOST_TOKENS
+        assert sum(size for name, (_, size) in step.items() if name[0] != "d") == MAX_TOKENS
         sizes.append(step.get("aged", (0, 0))[1])
     assert sizes == [1, 0, 0, 0, 0, 60]
 
@@ -287,7 +287,7 @@ def test_who_waits_for_a_prefix_keeps_nobody_behind_it_from_a_seat() -> None:
 
 def test_the_part_of_the_oldest_never_makes_a_step_larger_than_its_budget() -> None:
     """HIGH's prompts take nearly all of each."""
-    budget = 4 + MOST_TOKENS
+    budget = 4 + MAX_TOKENS
     world = decoding_world(Priority.LOW, max_num_batched_tokens=budget, max_num_seqs=16)
     world.now = 100.0
     world.add(make_request("aged", 300, priority=Priority.LOW, arrival_s=70.0))

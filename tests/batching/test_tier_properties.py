@@ -15,8 +15,8 @@ from mlx_server.request import Priority, Request
 from tests.batching.worlds import chunks, make_request, make_scheduler, make_world, prompt, step_seconds
 
 TARGET_S, MAX_S = 0.05 + 0.0965, 0.05 + 0.4445
-MOST_TOKENS = 444  # what a step of MAX_S leaves beside four decodes, in rows that are a multiple of 16
-PART = MOST_TOKENS // 8
+MAX_TOKENS = 444  # what a step of MAX_S leaves beside four decodes, in rows that are a multiple of 16
+PART = MAX_TOKENS // 8
 CREDIT = 256  # what the oldest is due beside HIGH's prompts before these are made longer for it
 LONG_AGO = 30.0  # more than the 20 s by which LOW must be older than HIGH to be as urgent
 
@@ -116,7 +116,7 @@ def beside_streams() -> Flood:
     return flood
 
 
-@pytest.mark.parametrize("num_tokens", [200, MOST_TOKENS - 4, MOST_TOKENS, 1000])
+@pytest.mark.parametrize("num_tokens", [200, MAX_TOKENS - 4, MAX_TOKENS, 1000])
 def test_prompts_that_leave_no_stream_behind_leave_the_oldest_its_part(num_tokens: int) -> None:
     """Each is computed in a step or a few and wants one token: there is never a stream of their tier, whose target
     would keep a part of the step for the oldest. It gets an eighth of all prompt tokens, or a ninth where
@@ -129,7 +129,7 @@ def test_prompts_that_leave_no_stream_behind_leave_the_oldest_its_part(num_token
         flood.add(Priority.HIGH, num_tokens, 1)
         flood.step()
         num_computed = counters.num_prompt_tokens_computed - before
-        assert num_computed <= 9 * 10 * PART + 2 * (MOST_TOKENS + PART) + 7 * CREDIT, "it starves"
+        assert num_computed <= 9 * 10 * PART + 2 * (MAX_TOKENS + PART) + 7 * CREDIT, "it starves"
 
 
 def test_the_oldest_lengthens_a_better_prompts_step_by_what_it_is_due() -> None:
@@ -229,7 +229,7 @@ def test_what_is_due_outgrows_the_credit_however_small_a_step_is(tier: Priority)
 
 # --- whatever arrives -------------------------------------------------------------------------------------
 
-PROMPTS = st.sampled_from([4, 20, 90, 300, MOST_TOKENS, 600, 1500])
+PROMPTS = st.sampled_from([4, 20, 90, 300, MAX_TOKENS, 600, 1500])
 OUTPUTS = st.sampled_from([1, 3, 30])
 
 
@@ -300,7 +300,7 @@ def test_who_has_aged_waits_at_most_sixteen_times_its_work(
     flood.step()
     flood.step()
     name, start_s = flood.add(Priority.LOW, low, 1, age_s=LONG_AGO), flood.now
-    most_s = 0.001 * 2 * (8 * low + 7 * (CREDIT + 32)) + 2 * MAX_S
+    max_s = 0.001 * 2 * (8 * low + 7 * (CREDIT + 32)) + 2 * MAX_S
     for index in range(10_000):
         while flood.num_waiting(Priority.NORMAL) < 8:
             flood.add(Priority.NORMAL, normal, 1)
@@ -309,7 +309,7 @@ def test_who_has_aged_waits_at_most_sixteen_times_its_work(
         flood.step()
         if name in flood.ended:
             break
-        assert flood.now - start_s <= most_s, "it waits for too long"
+        assert flood.now - start_s <= max_s, "it waits for too long"
     assert name in flood.ended
 
 

@@ -530,7 +530,7 @@ class World:
             self.tokens[request.request_id] = []
 
     def add_unchecked(self, request: Request) -> None:
-        """Adds a request whose tokens `check_tokens` does not foretell."""
+        """Adds a request whose tokens `check_tokens` does not predict."""
         self.scheduler.add_request(request)
         self.tokens[request.request_id] = []
 
@@ -556,7 +556,7 @@ class World:
 
     def _take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
-            assert output.request_id not in self.reasons, "news after the end"
+            assert output.request_id not in self.reasons, "output after the end"
             self.tokens[output.request_id].extend(output.new_token_ids)
             if output.finish_reason is not None:
                 self.reasons[output.request_id] = output.finish_reason

@@ -152,7 +152,7 @@ def test_each_number_of_threads_has_tables_and_reaches_the_servers_and_their_com
     assert found == [(1, "1"), (3, "3")]
 
 
-def test_a_server_that_cannot_start_is_told_with_its_last_words_and_the_others_go_on(tmp_path, capsys):
+def test_a_server_that_cannot_start_is_reported_with_its_last_words_and_the_others_go_on(tmp_path, capsys):
     argv = [f"--server=good={COMMAND}", f"--server=bad=env FAKE_START=broken {COMMAND}"]
     assert compare.run(parsed(*argv, *SMALL, "--rounds", "1")) == 1
     printed = capsys.readouterr()

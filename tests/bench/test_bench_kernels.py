@@ -216,7 +216,7 @@ class Wrong(ReferenceBackend):
         return super().attend(*args, **kwargs) + 0.01
 
 
-def test_the_speed_of_wrong_results_is_not_told() -> None:
+def test_the_speed_of_wrong_results_is_not_reported() -> None:
     with pytest.raises(ServeError, match=r"reference backend is off by .* 4 heads on 2 of 16, float32"):
         kernels.measure_case(Case(TINY, 1, 1, 40), Wrong(), 1, 1)
 
@@ -233,7 +233,7 @@ class FakeClock:
         return self.now_s
 
     def candidate(self, name: str, *times_s: float) -> Callable[[], None]:
-        """Takes `times_s` one after the other, the last one for ever."""
+        """Takes `times_s` one after the other, the last one forever."""
         left = list(times_s)
 
         def run() -> None:

@@ -236,10 +236,10 @@ def test_drafts_of_the_run_alone_have_vllms_keys_and_a_table():
         "spec_decode_accepted_tokens": 42,
         "spec_decode_per_position_acceptance_rates": [0.9, 0.6, 0.6],
     }
-    told = render(result)
-    assert "70.0 %" in told
-    assert "90.0 %, 60.0 %, 60.0 %" in told
-    assert "3.10" in told
+    shown = render(result)
+    assert "70.0 %" in shown
+    assert "90.0 %, 60.0 %, 60.0 %" in shown
+    assert "3.10" in shown
 
 
 def test_tokens_a_model_call_are_those_of_the_run_alone():
@@ -521,7 +521,7 @@ def test_a_terminal_sees_how_far_it_is_and_a_file_does_not(on_scripted, monkeypa
     assert seen[1] == ""
 
 
-def test_the_intruders_figures_are_told_in_words(on_scripted, capsys):
+def test_the_intruders_figures_are_reported_in_words(on_scripted, capsys):
     on_scripted.script = evenly(0.1, 0.1)
     assert command.run(parsed("--workload", "long-prompt-intruder", "--streams", "2", "--output-len", "99")) == 0
     assert "worst gap of a stream: 100 ms (before it: 100 ms)" in capsys.readouterr().out
@@ -540,11 +540,11 @@ def test_the_key_may_come_from_the_environment(on_scripted, monkeypatch):
 
 
 def test_a_server_that_is_no_openai_server_is_named(monkeypatch):
-    class Strange(httpx.AsyncBaseTransport):
+    class BrokenTransport(httpx.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             return httpx.Response(200, json={"models": []})
 
-    target = Target(base_url="http://test", transport=Strange())
+    target = Target(base_url="http://test", transport=BrokenTransport())
     with pytest.raises(ServeError, match="http://test does not answer like an OpenAI-compatible server"):
         asyncio.run(measure(target, load_of(SHAPES["random"])))
 

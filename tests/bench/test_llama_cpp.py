@@ -87,7 +87,7 @@ def test_it_is_built_once_for_this_cpu(program_folder, tmp_path, monkeypatch):
     assert len(noted.read_text().splitlines()) == 2
 
 
-def test_a_build_that_fails_is_told_and_tried_again(program_folder, tmp_path, monkeypatch):
+def test_a_build_that_fails_is_reported_and_tried_again(program_folder, tmp_path, monkeypatch):
     offer_sources(tmp_path / "index", monkeypatch)
     write_program(program_folder / "cmake", "echo there is no compiler; exit 1")
     for _ in range(2):

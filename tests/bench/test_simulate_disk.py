@@ -14,7 +14,7 @@ from mlx_server.bench.lab.simulator.engine import CostModel, Simulation, Simulat
 from mlx_server.bench.lab.simulator.traces import Mix, TracedRequest, Traffic, read_trace, write_trace
 from mlx_server.cli.main import main
 from mlx_server.config import BLOCK_SIZE
-from mlx_server.kv_disk.disk import BUSY_BYTES_PER_S, MOST_WAITING_BYTES
+from mlx_server.kv_disk.disk import BUSY_BYTES_PER_S, MAX_WAITING_BYTES
 
 MIB = 2**20
 COST = CostModel(base_s=0.010, decode_s=0.001, prompt_s=0.001, context_doubling_tokens=1e12, host_s=0.002)
@@ -69,13 +69,13 @@ def test_writes_are_slower_beside_who_runs() -> None:
     for number in range(2):
         disk.set_busy(number == 1)
         disk.write(bytes([number]), b"", b"", memoryview(b""), is_state=False)
-    assert disk.room() == MOST_WAITING_BYTES - 2 * MIB
+    assert disk.room() == MAX_WAITING_BYTES - 2 * MIB
     assert disk.has(b"\0")
     disk.now = disk.next_s
     disk.finish_due()
     assert disk.now == pytest.approx(MIB / 5e8)
     assert disk.has(b"\0")
-    assert disk.room() == MOST_WAITING_BYTES - MIB
+    assert disk.room() == MAX_WAITING_BYTES - MIB
     assert disk.next_s - disk.now == pytest.approx(MIB / BUSY_BYTES_PER_S)
     assert not disk.is_quiet
 

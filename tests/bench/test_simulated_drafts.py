@@ -49,8 +49,8 @@ def speedup(profile: str, num_streams: int, num_prompt_tokens: int, mix: DraftMi
 @pytest.mark.parametrize("num_streams", [1, 4, 16])
 @pytest.mark.parametrize("profile", GPUS)
 def test_drafts_never_lose(profile: str, num_streams: int, num_prompt_tokens: int) -> None:
-    """Whether they are always wrong, mostly, half, or hardly ever, or seldom found, or right for every other request
-    only; the tries that tell so included."""
+    """Whether they are always wrong, mostly, half, or hardly ever, or rarely found, or right for every other request
+    only; including the tries that show it."""
     for acceptances, found_share in (
         ((0.0,), 1.0),
         ((0.3,), 1.0),

@@ -131,7 +131,7 @@ def test_a_revoked_key_s_prefixes_on_disk_are_purged(keys: Keys, tmp_path: Path)
 
 
 @pytest.mark.parametrize("command", ["revoke", "rotate"])
-def test_an_id_that_is_unknown_is_told(keys, command):
+def test_an_id_that_is_unknown_is_reported(keys, command):
     keys.create()
     keys.run(command, "0123", status=1)
     assert keys.errors == "mlx-serve: error: There is no key with the id 0123; `mlx-serve keys list` shows all.\n"
@@ -145,7 +145,7 @@ def test_without_a_file_the_first_step_is_named(keys, arguments):
     assert not keys.path.exists()
 
 
-def test_a_file_that_cannot_be_made_is_told(keys):
+def test_a_file_that_cannot_be_made_is_reported(keys):
     keys.path.parent.write_text("a file where a folder should be")
     keys.run("create", status=1)
     assert "cannot be changed" in keys.errors

@@ -25,17 +25,17 @@ files = {{}}
 for text in [*sys.argv, *os.environ.values()]:
     if "mlx-serve-" in text and os.path.isfile(text):
         files[text] = open(text).read()
-told = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "files": files, "pid": os.getpid()}}
+report = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "files": files, "pid": os.getpid()}}
 if os.environ.get("WAITS"):
     def stop(number, frame):
-        told["signal"] = number
-        json.dump(told, open(os.environ["REPORT"], "w"))
+        report["signal"] = number
+        json.dump(report, open(os.environ["REPORT"], "w"))
         sys.exit(7)
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     open(os.environ["WAITS"], "w").close()
     time.sleep(30)
-json.dump(told, open(os.environ["REPORT"], "w"))
+json.dump(report, open(os.environ["REPORT"], "w"))
 sys.exit(int(os.environ.get("STATUS", "0")))
 """
 

@@ -96,7 +96,7 @@ def test_what_is_here_is_listed_and_deleted(home: Path, tmp_path: Path, capsys: 
     assert "There is no pulled model ../hub" in capsys.readouterr().err
 
 
-def test_what_a_model_needs_is_told_and_whether_it_fits(
+def test_what_a_model_needs_is_reported_and_whether_it_fits(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """The weights are read by nobody: the figures are the ones by which a server books memory."""
@@ -108,9 +108,9 @@ def test_what_a_model_needs_is_told_and_whether_it_fits(
         monkeypatch.setenv("MLX_SERVE_MEMORY_MEMORY_LIMIT", str(limit))
         monkeypatch.setenv("MLX_SERVE_MEMORY_MEMORY_RESERVE", str(reserve))
         assert main(["models", "ls", "--json"]) == 0
-        (told,) = json.loads(capsys.readouterr().out)
-        assert (told["weights"], told["context_length"], told["need_bytes"]) == ("F32", 4096, need)
-        assert (told["fits"], told["reason"]) == (fits, "")
+        (found,) = json.loads(capsys.readouterr().out)
+        assert (found["weights"], found["context_length"], found["need_bytes"]) == ("F32", 4096, need)
+        assert (found["fits"], found["reason"]) == (fits, "")
     assert main(["models", "ls"]) == 0
     row = capsys.readouterr().out.splitlines()[1].split()
     assert row[3:8] == ["F32", "4,096", f"{need / 1e9:.2f}", "GB", "not"]

@@ -39,7 +39,7 @@ def hiccups(number: int) -> float:
 
 
 def crowded(number: int) -> float:
-    """The same of one step in four: what is foretold lies between the two kinds, so most steps end early."""
+    """The same of one step in four: what is predicted lies between the two kinds, so most steps end early."""
     return 2.0 if random.Random(number).random() < 0.25 else 1.0
 
 
@@ -102,7 +102,7 @@ def test_the_device_does_not_wait_and_its_times_are_booked(
     tier: Priority,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Composed late or not, ended earlier or later than foretold: idle for at most half a percent, and every end is
+    """Composed late or not, ended earlier or later than predicted: idle for at most half a percent, and every end is
     one that was seen."""
     world = DeviceWorld(kind, monkeypatch, GPU if tier is Priority.NORMAL else FAST_GPU, pace)
     world.run(under_load(world, tier, 12.0))
@@ -123,8 +123,8 @@ def test_the_prompts_share_of_a_step_follows_the_devices_speed(
     world = DeviceWorld(kind, monkeypatch, GPU, pace)
     world.run(under_load(world, Priority.LOW, 25.0))
     steps = [step.step for step in world.device.steps if step.launched_s > 8.0]
-    most_s = 1.25 / (0.75 if pace is early else 1.0)
-    assert 0.6 <= max(map(GPU.seconds, steps)) <= 1.05 * most_s
+    max_s = 1.25 / (0.75 if pace is early else 1.0)
+    assert 0.6 <= max(map(GPU.seconds, steps)) <= 1.05 * max_s
 
 
 @ALL_KINDS

@@ -119,21 +119,21 @@ async def test_a_stream_carries_tokens_text_counts_and_one_end(folder):
     assert "".join(delta.text for delta in deltas) == text
 
 
-async def test_readers_are_told_once_a_step(folder):
-    num_told = 0
+async def test_readers_are_notified_once_a_step(folder):
+    num_calls = 0
 
-    def on_news() -> None:
-        nonlocal num_told
-        num_told += 1
+    def on_output() -> None:
+        nonlocal num_calls
+        num_calls += 1
 
     async with engine_of(folder) as engine:
         streams = [engine.submit(ask(name, sampling=greedy(20))) for name in "abc"]
         for stream in streams:
-            stream.on_news = on_news
+            stream.on_output = on_output
         await until(lambda: not engine.num_streams)
         num_tokens = sum(delta.num_output_tokens for stream in streams for delta in stream.take()[-1:])
         assert num_tokens == 60
-        assert 0 < num_told <= engine.scheduler.counters.num_steps
+        assert 0 < num_calls <= engine.scheduler.counters.num_steps
 
 
 def ids_of(deltas: list[CompletionDelta]) -> list[int]:
@@ -145,11 +145,11 @@ async def test_output_does_not_depend_on_who_else_is_in_the_batch(folder):
     sampling = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True)
     async with engine_of(folder) as engine:
         alone = await read(engine.submit(ask("alone", sampling=sampling)))
-        strangers = [
+        others = [
             ask(f"s{i}", prompt, SamplingParams(max_tokens=15, temperature=0.5 + i / 10, top_k=i, ignore_eos=True))
             for i, prompt in enumerate(random_prompts(range(5, 20)))
         ]
-        streams = [engine.submit(request) for request in [*strangers, ask("again", sampling=sampling)]]
+        streams = [engine.submit(request) for request in [*others, ask("again", sampling=sampling)]]
         together = (await asyncio.gather(*map(read, streams)))[-1]
     assert ids_of(together) == ids_of(alone)
 
@@ -552,9 +552,9 @@ async def test_one_output_that_cannot_be_shown_ends_only_its_request(folder, mon
 
 
 class BrokenTracer(EngineTracer):
-    """Fails at whatever it hears."""
+    """Fails at every call."""
 
-    def on_submitted(self, *news: Any) -> None:
+    def on_submitted(self, *args: Any) -> None:
         raise ValueError("no span")
 
     on_step = on_step_done = on_finished = on_submitted
@@ -566,7 +566,7 @@ class BrokenTracing(Tracing):
 
 
 async def test_figures_and_traces_that_fail_end_nobody_s_request(folder, monkeypatch, caplog):
-    def explode(*news: Any) -> None:
+    def explode(*args: Any) -> None:
         raise ValueError("no such tier")
 
     monkeypatch.setattr(observed, "_logged_s", {})

@@ -6,30 +6,30 @@ import asyncio
 
 import pytest
 
-from mlx_server.engine.fair_slots import Asker, FairSlots, Slot
+from mlx_server.engine.fair_slots import FairSlots, Requester, Slot
 from mlx_server.errors import QuotaExceededError
 from mlx_server.request import Priority
 
 
-async def queue_up(slots: FairSlots, askers: list[Asker], got: list[Asker]) -> list[asyncio.Task[None]]:
+async def queue_up(slots: FairSlots, requesters: list[Requester], got: list[Requester]) -> list[asyncio.Task[None]]:
     """Each gets a slot, writes itself down and gives it back."""
 
-    async def use(asker: Asker) -> None:
-        slot = await slots.acquire(asker)
-        got.append(asker)
+    async def use(requester: Requester) -> None:
+        slot = await slots.acquire(requester)
+        got.append(requester)
         slot.release()
 
-    tasks = [asyncio.create_task(use(asker)) for asker in askers]
+    tasks = [asyncio.create_task(use(requester)) for requester in requesters]
     await asyncio.sleep(0)
     return tasks
 
 
-async def order(askers: list[Asker], num_slots: int = 1) -> list[Asker]:
+async def order(requesters: list[Requester], num_slots: int = 1) -> list[Requester]:
     """The order in which they get the one slot that all wait for."""
     slots, got = FairSlots(num_slots), []
-    held = await slots.acquire(Asker("holder", Priority.HIGH))
-    tasks = await queue_up(slots, askers, got)
-    assert slots.num_waiting == len(askers)
+    held = await slots.acquire(Requester("holder", Priority.HIGH))
+    tasks = await queue_up(slots, requesters, got)
+    assert slots.num_waiting == len(requesters)
     held.release()
     await asyncio.gather(*tasks)
     assert (slots.num_held, slots.num_waiting) == (0, 0)
@@ -37,25 +37,25 @@ async def order(askers: list[Asker], num_slots: int = 1) -> list[Asker]:
 
 
 async def test_better_tiers_come_first():
-    askers = [Asker("a", priority) for priority in (Priority.LOW, Priority.NORMAL, Priority.HIGH)]
-    assert await order(askers) == askers[::-1]
+    requesters = [Requester("a", priority) for priority in (Priority.LOW, Priority.NORMAL, Priority.HIGH)]
+    assert await order(requesters) == requesters[::-1]
 
 
 async def test_the_keys_of_a_tier_take_turns():
-    many, few = [Asker("many")] * 6, [Asker("few")] * 2
-    assert [asker.key for asker in await order(many + few)] == ["many", "few", "many", "few", *["many"] * 4]
+    many, few = [Requester("many")] * 6, [Requester("few")] * 2
+    assert [requester.key for requester in await order(many + few)] == ["many", "few", "many", "few", *["many"] * 4]
 
 
 async def test_an_eighth_is_for_worse_tiers():
-    high, low = [Asker("h", Priority.HIGH)] * 24, [Asker("l", Priority.LOW)] * 3
+    high, low = [Requester("h", Priority.HIGH)] * 24, [Requester("l", Priority.LOW)] * 3
     got = await order(low + high)
-    assert [index for index, asker in enumerate(got) if asker.key == "l"] == [7, 15, 23]
+    assert [index for index, requester in enumerate(got) if requester.key == "l"] == [7, 15, 23]
 
 
 async def take(slots: FairSlots, priority: Priority) -> list[Slot]:
     """All slots that this priority can have now."""
     taken: list[Slot] = []
-    while (slot := slots.try_acquire(Asker("k", priority))) is not None:
+    while (slot := slots.try_acquire(Requester("k", priority))) is not None:
         taken.append(slot)
     return taken
 
@@ -77,36 +77,36 @@ async def test_there_is_always_one_for_everybody():
 
 async def test_who_gives_up_waiting_leaves_nothing_behind():
     slots, got = FairSlots(1), []
-    held = await slots.acquire(Asker())
-    first, second = await queue_up(slots, [Asker("a"), Asker("b")], got)
+    held = await slots.acquire(Requester())
+    first, second = await queue_up(slots, [Requester("a"), Requester("b")], got)
     first.cancel()
     await asyncio.sleep(0)
     assert slots.num_waiting == 1
     held.release()
     held.release()
     await second
-    assert [asker.key for asker in got] == ["b"]
+    assert [requester.key for requester in got] == ["b"]
     assert slots.num_held == 0
 
 
 async def test_a_slot_that_comes_with_the_cancellation_is_given_on():
     slots, got = FairSlots(1), []
-    held = await slots.acquire(Asker())
-    first, second = await queue_up(slots, [Asker("a"), Asker("b")], got)
+    held = await slots.acquire(Requester())
+    first, second = await queue_up(slots, [Requester("a"), Requester("b")], got)
     held.release()
     first.cancel()
     await second
-    assert [asker.key for asker in got] == ["b"]
+    assert [requester.key for requester in got] == ["b"]
     assert slots.num_held == 0
 
 
 async def test_one_key_s_queue_is_bounded():
     slots, got = FairSlots(1, max_num_waiting=2), []
-    held = await slots.acquire(Asker())
-    tasks = await queue_up(slots, [Asker("a"), Asker("a"), Asker("b")], got)
+    held = await slots.acquire(Requester())
+    tasks = await queue_up(slots, [Requester("a"), Requester("a"), Requester("b")], got)
     with pytest.raises(QuotaExceededError, match="2 requests of this key wait to be read; the limit is 2"):
-        await slots.acquire(Asker("a"))
-    later = asyncio.create_task(slots.acquire(Asker("a"), is_later=True))
+        await slots.acquire(Requester("a"))
+    later = asyncio.create_task(slots.acquire(Requester("a"), is_later=True))
     await asyncio.sleep(0)
     assert slots.num_waiting == 4
     held.release()

@@ -104,18 +104,18 @@ def test_beside_lookups_heads_draft_what_these_do_not_find(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("flaw", "told"),
+    ("flaw", "message"),
     [
         ("gone", ""),
         ("broken", "Cannot load"),
         ("large", "no room for them"),
         ("larger than half", "no room for them"),
         ("cut off", "mtp.safetensors"),
-        ("strange", "MLX has no memory"),
+        ("unknown", "MLX has no memory"),
     ],
 )
 def test_without_heads_that_can_be_loaded_lookups_draft_alone(
-    flaw: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    flaw: str, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where they are not asked for, no model is refused for them, and nothing of them is held."""
     folder = Path(head_folder(tmp_path / "model", "mimo"))
@@ -128,7 +128,7 @@ def test_without_heads_that_can_be_loaded_lookups_draft_alone(
         monkeypatch.setattr(draft_parts, "estimate_heads", lambda *_: MemoryNeed(2**29 + 1, 0, 0))
     elif flaw == "cut off":
         (folder / "mtp.safetensors").write_bytes(b"<html>")
-    elif flaw == "strange":
+    elif flaw == "unknown":
         monkeypatch.setattr(draft_parts, "load_head", strange_head)
     else:
         (folder / "mtp.safetensors").unlink()
@@ -141,8 +141,8 @@ def test_without_heads_that_can_be_loaded_lookups_draft_alone(
     assert active_bytes() <= before
     with LLM(str(folder), max_model_len=128, num_kv_blocks=8, speculate="off") as llm:
         assert llm.stats().weight_bytes == stats.weight_bytes
-    assert told in caplog.text
-    assert ("do not draft" in caplog.text) == bool(told)
+    assert message in caplog.text
+    assert ("do not draft" in caplog.text) == bool(message)
 
 
 def strange_head(*_: object) -> Iterator[float]:
@@ -166,7 +166,7 @@ def test_heads_that_find_no_memory_at_last_are_left_out(
     assert active_bytes() <= before
 
 
-def test_heads_that_cannot_run_here_are_told_and_left_out(
+def test_heads_that_cannot_run_here_are_reported_and_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlx_server.engine.draft_parts._fault", lambda *_, **__: "it is too new")
@@ -222,7 +222,7 @@ def test_behind_a_prefix_hit_the_head_drafts_as_if_it_had_read_all(
 
     monkeypatch.setattr(HeadDrafts, "take", watched)
     folder = head_folder(tmp_path / "model", architecture)
-    prompt, news = random_prompts((70, 10))
+    prompt, new_ids = random_prompts((70, 10))
     sampling = SamplingParams(max_tokens=40, temperature=0.7, seed=1, ignore_eos=True, logit_bias=_LIKELY)
 
     def drafted(*, forgets: bool) -> tuple[int, dict[int, tuple[int, ...]]]:
@@ -230,7 +230,7 @@ def test_behind_a_prefix_hit_the_head_drafts_as_if_it_had_read_all(
             (first,) = llm.generate([prompt], sampling, use_tqdm=False)
             assert not forgets or llm.engine.reset_prefix_cache()
             drafts.clear()
-            (second,) = llm.generate([[*prompt, *first.token_ids, *news]], sampling, use_tqdm=False)
+            (second,) = llm.generate([[*prompt, *first.token_ids, *new_ids]], sampling, use_tqdm=False)
             return second.num_cached_tokens, dict(drafts)
 
     num_cached, with_hit = drafted(forgets=False)
@@ -279,7 +279,7 @@ def test_of_a_long_prompt_the_head_goes_on_where_it_has_begun_before(
     assert last.num_cached_tokens == 416
 
 
-def test_memory_of_heads_is_booked_and_freed_and_their_work_is_told(tmp_path: Path) -> None:
+def test_memory_of_heads_is_booked_and_freed_and_their_work_is_reported(tmp_path: Path) -> None:
     folder = head_folder(tmp_path / "model", "mimo")
 
     def use(speculate: str) -> EngineStats:

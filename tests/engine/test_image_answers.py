@@ -204,8 +204,8 @@ async def test_drafts_do_not_change_what_images_are_answered_with(monkeypatch):
     monkeypatch.setattr(drafting, "choose_depths", always)
     vlm = tiny_vlm("qwen2_5_vl")
     ids, images = prompt_of([range(5, 15), picture("qwen2_5_vl", 1), QUESTION])
-    told = plain_greedy(vlm, (ids, images), 24)
-    prompt = (ids + told[:12] + QUESTION + told[:6], images)
+    expected = plain_greedy(vlm, (ids, images), 24)
+    prompt = (ids + expected[:12] + QUESTION + expected[:6], images)
     wanted = plain_greedy(vlm, prompt, 24)
     async with engine_of("qwen2_5_vl", speculate="ngram") as engine:
         stream = engine.submit(ask("drafts", prompt, 24, prediction_token_ids=tuple(wanted)))
@@ -234,7 +234,7 @@ async def test_aborted_requests_leave_nothing():
 async def test_what_cannot_be_is_refused_at_the_door():
     ids, (image,) = prompt_of([range(5, 15), picture("qwen2_5_vl", 1), QUESTION])
     async with engine_of("qwen2_5_vl") as engine:
-        for images, told in (
+        for images, expected in (
             ((replace(image, start=len(ids) - 3),), "within it"),
             ((image, image), "behind those of the image before"),
             ((replace(image, num_tokens=0),), "at least one"),
@@ -244,7 +244,7 @@ async def test_what_cannot_be_is_refused_at_the_door():
             ((replace(image, inputs={}),), "arrays .* do not fit"),
             ((replace(image, start=image.start - 1),), "placeholders .* do not fit"),
         ):
-            with pytest.raises(InvalidRequestError, match=told):
+            with pytest.raises(InvalidRequestError, match=expected):
                 engine.submit(ask("wrong", (ids, images)))
         with pytest.raises(InvalidRequestError, match="made of text"):
             engine.submit(ask("vector", (ids, (image,)), pooling=PoolingParams()))

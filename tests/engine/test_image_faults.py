@@ -43,10 +43,10 @@ async def test_a_request_whose_image_cannot_be_encoded_ends_alone(monkeypatch, c
     wanted = [plain_greedy(vlm, prompt, NUM_TOKENS) for prompt in others]
     async with engine_of("qwen2_5_vl", chunk=chunk) as engine:
         num_asked = fail_at(monkeypatch, bad, times=1)
-        told = asyncio.create_task(answer(engine, "bad", failing))
+        expected = asyncio.create_task(answer(engine, "bad", failing))
         assert await answers(engine, others) == wanted
         with pytest.raises(ServeError, match=r"encoder failed on an image .* RuntimeError: \[metal::malloc\]"):
-            await told
+            await expected
         assert num_asked() == 1, "what is left of its chunks asks no more"
         assert engine.state is EngineState.READY
         engine.scheduler.check_integrity()

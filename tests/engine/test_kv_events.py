@@ -1,4 +1,4 @@
-"""KV events on the wire: a subscriber that rebuilds the set of cached blocks foretells what requests hit."""
+"""KV events on the wire: a subscriber that rebuilds the set of cached blocks predicts what requests hit."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ class Subscriber:
     def known(self, parent: int) -> Any:
         return next(self.prefixes[medium, parent] for medium in ("GPU", "DISK") if (medium, parent) in self.prefixes)
 
-    def promise(self, prompt: Sequence[int], lora_name: str | None = None, salt: str | None = None) -> int:
-        """How many tokens of a prompt are cached, as far as events tell."""
+    def predict_hits(self, prompt: Sequence[int], lora_name: str | None = None, salt: str | None = None) -> int:
+        """How many tokens of a prompt are cached, according to the events."""
         known: Any = (lora_name, *(() if salt is None else (salt,)))
         cached = set(self.prefixes.values())
         for start in range(0, len(prompt) - BLOCK_SIZE, BLOCK_SIZE):
@@ -188,9 +188,9 @@ def test_what_events_promise_is_what_requests_hit(tmp_path):
             assert [event["type"] for event in early.events] == ["AllBlocksCleared"]
             num_evicted = num_hit = 0
             for prompt in [*prompts, *prompts[::-1], prompts[0] + prompts[4], *prompts[:2], prompts[0] + prompts[5]]:
-                promised = early.promise(prompt)
-                assert await hit(pool, prompt, num_tokens=40) == promised
-                num_hit += promised > 0
+                predicted = early.predict_hits(prompt)
+                assert await hit(pool, prompt, num_tokens=40) == predicted
+                num_hit += predicted > 0
                 await asyncio.sleep(0.05)
                 early.catch_up()
             num_evicted = sum(event["type"] == "BlockRemoved" for event in early.events)
@@ -223,7 +223,7 @@ def test_events_come_by_themselves_and_in_order(tmp_path):
             subscriber.catch_up()
             await asyncio.sleep(0.2)  # ZeroMQ subscribes beside us
             await hit(pool, prompt)
-            await asyncio.to_thread(subscriber.read, lambda: subscriber.promise(prompt) == 192)
+            await asyncio.to_thread(subscriber.read, lambda: subscriber.predict_hits(prompt) == 192)
             subscriber.close()
         assert threading.active_count() < 50
 
@@ -236,9 +236,9 @@ def test_a_hash_is_the_low_half_of_the_digest_and_never_none():
     assert event_hash(bytes(16)) == 1
 
 
-def test_images_are_told_apart():
-    """Of two prompts with equal tokens, placeholders among them, the blocks with placeholders tell whose they are."""
-    told: list[dict[str, Any]] = []
+def test_blocks_of_different_images_differ():
+    """Of two prompts with equal tokens, the blocks with placeholders have the image in their keys."""
+    sent: list[dict[str, Any]] = []
     for seed in (1, 2):
         world = make_world(40)
         events = ModelEvents("topic", lambda: None)
@@ -250,8 +250,8 @@ def test_images_are_told_apart():
         while world.schedule() is not None:
             world.deliver()
         payloads = [msgspec.msgpack.decode(payload) for _, payload in events.batches(0.0, msgspec.msgpack.encode)]
-        told += [event for _, batch, _ in payloads for event in batch if event["type"] == "BlockStored"]
-    first, second = told
+        sent += [event for _, batch, _ in payloads for event in batch if event["type"] == "BlockStored"]
+    first, second = sent
     assert first["token_ids"] == second["token_ids"]
     name = "01" * 32
     assert first["extra_keys"] == [None, [f"{name}:-8"], [f"{name}:24"], None]
@@ -281,9 +281,9 @@ def test_salts_and_adapters_are_told_apart(tmp_path, has_disk: bool):
             ]
             for adapter, salt in kinds * 2:
                 subscriber.catch_up()
-                promised = subscriber.promise(prompt, None if adapter is None else f"m:{adapter}", salt)
+                predicted = subscriber.predict_hits(prompt, None if adapter is None else f"m:{adapter}", salt)
                 got = await hit(pool, prompt, adapter=adapter, salt=() if salt is None else (salt,))
-                assert got == promised
+                assert got == predicted
                 await asyncio.sleep(0.05)
             assert got == 96
             subscriber.close()
@@ -309,17 +309,17 @@ def test_two_models_have_a_topic_and_numbers_each_and_a_load_begins_anew(tmp_pat
             await hit(pool, prompt, model=1)
             await asyncio.sleep(0.05)
             first.catch_up()
-            assert first.promise(prompt) == 0
+            assert first.predict_hits(prompt) == 0
             frames = second.replay(0, second.source["topic"])
             for _, topic, sequence, payload in frames:
                 second.take(topic, sequence, payload)
-            assert second.promise(prompt) == 96 == await hit(pool, prompt, model=1)
+            assert second.predict_hits(prompt) == 96 == await hit(pool, prompt, model=1)
             await pool.unload("b", 0.0)
             await pool.load("b")
             await asyncio.sleep(0.05)
             for _, topic, sequence, payload in second.replay(second.next_sequence, second.source["topic"]):
                 second.take(topic, sequence, payload)
-            assert second.promise(prompt) == 0 == await hit(pool, prompt, model=1)
+            assert second.predict_hits(prompt) == 0 == await hit(pool, prompt, model=1)
             first.close()
             second.close()
 
@@ -345,9 +345,9 @@ def test_blocks_on_disk_have_their_medium(tmp_path, monkeypatch):
             assert {medium for medium, _ in subscriber.prefixes} == {"GPU", "DISK"}
             first = [block_hash for medium, block_hash in subscriber.prefixes if medium == "DISK"]
             assert len(first) >= 18
-            assert subscriber.promise(prompts[0]) == 576 == await hit(pool, prompts[0])
+            assert subscriber.predict_hits(prompts[0]) == 576 == await hit(pool, prompts[0])
             subscriber.close()
-        async with serving(folder, **disk) as pool:  # nothing is told of what nobody has asked for since
+        async with serving(folder, **disk) as pool:  # what nobody has asked for since is not announced
             (source,) = sources(pool).values()
             subscriber = Subscriber(source)
             subscriber.catch_up()
@@ -374,7 +374,7 @@ def test_the_ring_is_bounded_and_a_replay_begins_with_what_is_left(monkeypatch):
 
 
 def test_a_full_queue_tells_subscribers_to_forget(monkeypatch, caplog):
-    """What is lost is never promised: everything is taken back, and told again as it comes."""
+    """After a loss, everything is taken back, and is announced again as it comes."""
     monkeypatch.setattr(kv_events, "MAX_QUEUED", 3)
     channel = kv_events.ModelEvents("t", lambda: None)
     mirror = kv_events.PrefixMirror((None,))
@@ -386,19 +386,19 @@ def test_a_full_queue_tells_subscribers_to_forget(monkeypatch, caplog):
         parent = digests[first - 1] if first else None
         return prefix_changes.BlocksStored(first, parent, (digests[first],), [first] * 32, (0,), (), None)
 
-    def told() -> list[str]:
+    def sent() -> list[str]:
         payloads = [msgspec.msgpack.decode(payload) for _, payload in channel.batches(0.0, encode)]
         return [event["type"] for _, events, _ in payloads for event in events]
 
     channel.add(stored(0))
-    assert told() == ["AllBlocksCleared", "BlockStored"]
+    assert sent() == ["AllBlocksCleared", "BlockStored"]
     for first in (1, 2, 3, 4):
         channel.add(stored(first))
     assert channel.num_lost == 3
     assert "lost: 3" in caplog.text
-    assert told() == ["AllBlocksCleared"]  # 4 comes behind blocks that nobody knows
+    assert sent() == ["AllBlocksCleared"]  # 4 comes behind blocks that nobody knows
     channel.add(stored(0))
-    assert told() == ["BlockStored"]
+    assert sent() == ["BlockStored"]
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_a_full_queue_tells_subscribers_to_forget(monkeypatch, caplog):
         ({"kv_events": "tcp://127.0.0.1:0", "kv_events_topic": "mine", "model_folders": "x"}, "put {model} into it"),
     ],
 )
-def test_settings_that_cannot_be_are_told(settings, message):
+def test_settings_that_cannot_be_are_reported(settings, message):
     with pytest.raises(ConfigError, match=message):
         kv_events.open_events(load_config(environ={}, flags=settings))
 
@@ -432,7 +432,7 @@ def test_a_replay_that_nobody_can_answer_ends_at_once(frames):
     events.close()
 
 
-def test_a_port_in_use_is_told():
+def test_a_port_in_use_is_reported():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

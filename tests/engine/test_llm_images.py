@@ -35,12 +35,12 @@ def test_a_chat_sees_what_mlx_vlm_sees(tmp_path: Path) -> None:
             assert list(answer.token_ids) == seer.plain(list(answer.prompt_token_ids), *pictures)
         assert answers[0].token_ids != answers[4].token_ids
         assert llm.stats().num_images_encoded == 2
-        for source, told in (
+        for source, expected in (
             ("https://cats.example/cat.png", "is at a URL"),
             ("file:///etc/hosts", "is at a URL"),
             ("data:image/png;base64,AAAA", "cannot be decoded"),
         ):
-            with pytest.raises(InvalidRequestError, match=rf"messages\[0\]\.content\[0\] is an image that {told}"):
+            with pytest.raises(InvalidRequestError, match=rf"messages\[0\]\.content\[0\] is an image that {expected}"):
                 llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": source}}]}], GREEDY)
         with pytest.raises(InvalidRequestError, match=r"none\.png cannot be read"):
             llm.chat([{"role": "user", "content": [{"type": "image", "image": tmp_path / "none.png"}]}], GREEDY)

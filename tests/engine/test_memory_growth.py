@@ -241,17 +241,17 @@ async def test_a_loaded_model_stays_within_what_was_estimated(thread):
         (17, 128, 6 * 4 * (128 * 1920 + 17 * 16_384)),
     ],
 )
-def test_what_a_step_takes_is_foreseen_by_its_tokens_and_rows(num_seqs, num_tokens, expected):
+def test_what_a_step_takes_is_estimated_from_its_tokens_and_rows(num_seqs, num_tokens, expected):
     limits = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens)
     need = estimate_need(Config(model=ModelConfig(model="random:mini"), scheduler=limits))
     assert need.activation_bytes == expected
 
 
-# What is foreseen of pools is held against every architecture's in test_architectures.
+# Estimates of pools are compared with every architecture's in test_architectures.
 
 
 @pytest.mark.parametrize(("bits", "share"), [("8", 10 / 32), ("k8v4", 8 / 32), ("4", 6 / 32), ("auto", 1)])
-def test_fewer_bits_and_no_prefixes_are_foreseen(tmp_path, bits, share):
+def test_fewer_bits_and_no_prefixes_are_estimated(tmp_path, bits, share):
     """Of 32 bits a number; a scale and a bias of 32 bits for 32 numbers are two more each."""
     described = config_of("qwen3_5")
     described["text_config"]["head_dim"] = 64
@@ -303,7 +303,7 @@ async def test_unloading_gives_weights_and_pool_back(thread, backend):
     def num_leaked() -> tuple[int, int]:
         return held_bytes() - before, process.memory_info().rss - resident
 
-    # Threads and the loop may hold the last engine for a moment; a leak they would hold for ever.
+    # Threads and the loop may hold the last engine for a moment; a leak would stay.
     for _ in range(50):
         if num_leaked()[0] <= 0.05 * kv_pool_bytes:
             break

@@ -17,23 +17,23 @@ from tests.batching.worlds import ScriptedSupply, World, make_request, make_sche
 
 @dataclass
 class Listener:
-    """What somebody knows who hears every announcement: the told blocks, and each one's parent."""
+    """What a subscriber to all announcements knows: the announced blocks, and each one's parent."""
 
     parents: dict[bytes, bytes | None] = field(default_factory=dict)
 
-    def hear(self, news: Announcement) -> None:
-        if news.is_cleared:
+    def apply(self, announcement: Announcement) -> None:
+        if announcement.is_cleared:
             self.parents.clear()
-        for block_hash in news.removed:
+        for block_hash in announcement.removed:
             del self.parents[block_hash]
-        for chain in news.stored:
+        for chain in announcement.stored:
             for block in chain:
                 parent = None if block.parent is None else block.parent.block_hash
                 assert parent is None or parent in self.parents, "a block comes behind one that nobody knows"
                 assert len(block.token_ids) == 32
                 self.parents[block.block_hash] = parent
 
-    def promise(self, block_hashes: Sequence[bytes]) -> int:
+    def predict_hits(self, block_hashes: Sequence[bytes]) -> int:
         return next((index for index, h in enumerate(block_hashes) if h not in self.parents), len(block_hashes))
 
 
@@ -68,19 +68,19 @@ class Followed:
         self.world.add(make_request(f"r{next(self._ids)}", token_ids, max_tokens, extra_keys=keys))
 
     def listen(self) -> None:
-        self.listener.hear(self.mirror.take(float(next(self._now))))
+        self.listener.apply(self.mirror.take(float(next(self._now))))
 
     def check(self, token_ids: list[int], salt: str | None = None) -> tuple[int, int]:
-        """Blocks promised and hit; what is promised of a whole chain is hit as a whole."""
+        """Blocks predicted and hit; what is predicted of a whole chain is hit as a whole."""
         keys = () if salt is None else (salt,)
         request = make_request(f"p{next(self._ids)}", token_ids, 1, extra_keys=keys)
         num_hit = len(self.blocks.find_prefix(request))
-        promised = self.listener.promise(request.block_hashes[: most_hit(request)])
-        assert num_hit <= promised
-        is_last = promised > 0 and request.block_hashes[promised - 1] not in self.listener.parents.values()
+        predicted = self.listener.predict_hits(request.block_hashes[: most_hit(request)])
+        assert num_hit <= predicted
+        is_last = predicted > 0 and request.block_hashes[predicted - 1] not in self.listener.parents.values()
         if self.is_exact or is_last:
-            assert num_hit == promised
-        return promised, num_hit
+            assert num_hit == predicted
+        return predicted, num_hit
 
 
 KINDS = [
@@ -130,21 +130,21 @@ def test_what_is_offered_is_what_is_hit(windows, num_checkpoints, is_async):
     assert num_hits > 0
 
 
-def test_a_hit_is_told_again_after_a_minute_from_the_first_block_on():
+def test_a_hit_is_reported_again_after_a_minute_from_the_first_block_on():
     followed = Followed((None,), None, is_async=False)
     followed.add(prompt(100), 1)
     followed.world.finish()
     followed.mirror.take(0.0)
-    for now, num_told in ((1.0, 0), (ANNOUNCE_AGAIN_S, 3), (ANNOUNCE_AGAIN_S + 1, 0)):
+    for now, num_announced in ((1.0, 0), (ANNOUNCE_AGAIN_S, 3), (ANNOUNCE_AGAIN_S + 1, 0)):
         followed.add(prompt(100), 1)
         followed.world.finish()
         again = followed.mirror.take(now)
-        assert sum(map(len, again.stored)) == num_told
+        assert sum(map(len, again.stored)) == num_announced
         assert not again.removed
         assert not again.is_cleared
 
 
-def test_a_block_that_is_lost_and_found_between_two_announcements_is_not_told():
+def test_a_block_that_is_lost_and_found_between_two_announcements_is_not_announced():
     followed = Followed((None,), None, is_async=False)
     followed.add(prompt(100), 1)
     followed.world.finish()
@@ -155,9 +155,9 @@ def test_a_block_that_is_lost_and_found_between_two_announcements_is_not_told():
         followed.blocks._lose(block)
     followed.add(prompt(100), 1)
     followed.world.finish()
-    news = followed.mirror.take(1.0)
-    assert news.removed == []
-    assert news.stored == []
+    announcement = followed.mirror.take(1.0)
+    assert announcement.removed == []
+    assert announcement.stored == []
 
 
 def test_one_middle_block_that_is_lost_takes_back_all_behind_it():
@@ -172,25 +172,25 @@ def test_one_middle_block_that_is_lost_takes_back_all_behind_it():
     assert middle is not None
     followed.blocks._lose(middle)
     followed.listen()
-    assert followed.listener.promise(request.block_hashes) == 1
+    assert followed.listener.predict_hits(request.block_hashes) == 1
     assert len(followed.listener.parents) == 1
     followed.add(prompt(130), 1)
     followed.world.finish()
     followed.listen()
-    assert followed.listener.promise(request.block_hashes) == 4
+    assert followed.listener.predict_hits(request.block_hashes) == 4
 
 
-def test_steps_of_64_tell_one_change_a_block():
+def test_steps_of_64_announce_one_change_a_block():
     """What a step pays for events: an append for each block that it fills, and nothing in between."""
     world = World(make_scheduler(64 * 6, max_num_batched_tokens=2048))
-    told: list[object] = []
-    world.scheduler.blocks.watch_prefixes(told.append)
+    changes: list[object] = []
+    world.scheduler.blocks.watch_prefixes(changes.append)
     world.add(*(make_request(f"r{index}", prompt(31, first=index), 65) for index in range(64)))
     world.step()
-    told.clear()
+    changes.clear()
     steps = 0
     while len(world.running_ids()) == 64:
         world.step()
         steps += 1
     assert steps == 64
-    assert len(told) == 64 * 2
+    assert len(changes) == 64 * 2

@@ -20,7 +20,7 @@ HYBRIDS = ("qwen3_5", "lfm2")
 
 
 def make_request(name: str, num_tokens: int) -> Request:
-    """With hashes that tell block and length of the prompt."""
+    """With hashes made of the block and the length of the prompt."""
     request = Request(
         name, list(range(num_tokens)), SamplingParams(max_tokens=9), arrival_s=0.0, max_total_tokens=10**6
     )

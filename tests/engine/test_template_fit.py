@@ -215,7 +215,7 @@ def test_what_a_template_takes_is_not_changed() -> None:
     )
 
 
-def test_what_the_template_says_is_told_where_no_repair_helps() -> None:
+def test_what_the_template_says_is_reported_where_no_repair_helps() -> None:
     with pytest.raises(InvalidRequestError, match="never today"):
         formatter("{{ raise_exception('never today') }}").render([ASKS])
 

@@ -1,4 +1,4 @@
-"""What a model's weights take in memory is told from its files, to the byte."""
+"""What a model's weights take in memory is computed from its files, to the byte."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_what_is_not_wanted_any_more_is_not_read(disk):
 
 
 def test_no_more_may_wait_than_has_room(disk, monkeypatch):
-    monkeypatch.setattr(disks, "MOST_WAITING_BYTES", 12_000)
+    monkeypatch.setattr(disks, "MAX_WAITING_BYTES", 12_000)
     assert disk.room() == 12_000
     assert disk.room(20_000) == 20_000, "what is larger comes alone"
 

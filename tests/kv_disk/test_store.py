@@ -24,7 +24,7 @@ def digest_of(number: int) -> bytes:
 
 
 def content_of(number: int, space: Space = SPACE) -> memoryview:
-    """What the block of that number holds: told from the number alone."""
+    """What the block of that number holds: computed from the number alone."""
     return memoryview(random.Random(f"{number} {space.root!r}").randbytes(space.content_bytes))
 
 

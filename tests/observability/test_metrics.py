@@ -297,7 +297,7 @@ def test_every_count_is_under_its_own_name():
 
 
 def test_every_histogram_is_under_its_own_name():
-    """Each has been told once, of another number."""
+    """Each has been observed once, with another number."""
     metrics = EngineMetrics(64)
     metrics.follow_kv_blocks(1.0, lambda: 0.0)
     own = {

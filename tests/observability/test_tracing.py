@@ -99,7 +99,7 @@ async def test_a_requests_adapter_is_part_of_its_models_name(tmp_path):
     assert [span.attributes["model"] for span in traced.spans("request")] == ["tiny:terse", "tiny"]
 
 
-async def test_preemption_and_resumption_are_told(tmp_path):
+async def test_preemption_and_resumption_are_reported(tmp_path):
     traced = Traced()
     async with engine_of(make_folder(tmp_path / "tiny"), tracing=traced.tracing, max_num_seqs=1) as engine:
         low = engine.submit(ask("low", sampling=greedy(60), priority=Priority.LOW))
@@ -107,8 +107,8 @@ async def test_preemption_and_resumption_are_told(tmp_path):
         await read(engine.submit(ask("high", priority=Priority.HIGH)))
         await read(low)
     span = traced.spans("request")[-1]
-    told = [name for name in events(span) if name != "prefill chunk"]
-    assert told == ["admitted", "first token", "preempted", "resumed", "finished"]
+    names = [name for name in events(span) if name != "prefill chunk"]
+    assert names == ["admitted", "first token", "preempted", "resumed", "finished"]
     assert span.attributes["preemptions"] == 1
 
 

@@ -39,7 +39,7 @@ MAX_TRACED_BYTES = 4096
 """What tracing a tiny model may compute: constants like frequencies of rope. Its weights take more."""
 
 MAX_SURPLUS_BYTES = CROWDED["num_kv_blocks"]
-"""What more is foreseen than is there: of a model that keeps nothing in blocks, a byte for each of them."""
+"""What is estimated beyond what is there: of a model that keeps nothing in blocks, a byte for each of them."""
 
 CHOOSES_ON_THE_HOST = {"dbrx"}
 """Models that cannot be traced without being computed, since their code looks at which experts are chosen."""
@@ -76,11 +76,11 @@ def test_at_least_110_model_files_are_served():
 
 @pytest.mark.parametrize("architecture", SERVED)
 def test_answers_in_a_crowd_are_those_given_alone(architecture: str, tmp_path: Path) -> None:
-    """And what its pools take was foreseen from the configuration alone, without reading weights."""
-    foreseen = estimate(architecture, tmp_path)
+    """And what its pools take was estimated from the configuration alone, without reading weights."""
+    estimated = estimate(architecture, tmp_path)
     row = check_crowd(Subject(architecture))
     print(HEADER, row, sep="\n")
-    assert 0 <= foreseen - row.pool_bytes <= MAX_SURPLUS_BYTES
+    assert 0 <= estimated - row.pool_bytes <= MAX_SURPLUS_BYTES
     assert row.worst_error <= TOLERANCE
     assert row.level == LEVELS.get(architecture, "ragged")
     assert row.is_recurrent == (architecture in RECURRENT)
@@ -89,7 +89,7 @@ def test_answers_in_a_crowd_are_those_given_alone(architecture: str, tmp_path: P
 
 
 def estimate(architecture: str, folder: Path) -> int:
-    """What the first pools of `CROWDED` will take, told from a folder that has no more than a configuration."""
+    """What the first pools of `CROWDED` will take, estimated from a folder that has no more than a configuration."""
     settings = Config(
         model=ModelConfig(model=str(describe_model_folder(config_of(architecture), folder))),
         cache=CacheConfig(num_kv_blocks=CROWDED["num_kv_blocks"]),
@@ -147,10 +147,10 @@ def test_with_stand_ins_for_its_kernels_it_is_served(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metal_stand_ins.install(monkeypatch)
-    foreseen = estimate(architecture, tmp_path)
+    estimated = estimate(architecture, tmp_path)
     row = check_crowd(Subject(architecture))
     assert (row.level, row.calls_per_step) == ("ragged", 1)
-    assert row.pool_bytes == foreseen
+    assert row.pool_bytes == estimated
     assert row.worst_error <= TOLERANCE
 
 

@@ -62,12 +62,12 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(
     monkeypatch.setenv(native.THREADS_VARIABLE, threads)
     prompts, max_tokens = random_prompts((40, 1, 9, 80)), (3, 5, 2, 4)
     answers = []
-    for most_rows in (64, 0):
-        monkeypatch.setattr(blocks, "MOST_ROWS", most_rows)
+    for max_rows in (64, 0):
+        monkeypatch.setattr(blocks, "MAX_ROWS", max_rows)
         subject = installed(architecture, bits)
         with subject.make_llm(attention_backend="cpu", max_num_batched_tokens=96) as llm:
             answers.append([(one.token_ids, one.logprobs) for one in answer(llm, prompts, max_tokens).completions])
-        if most_rows:
+        if max_rows:
             assert max(calls) <= 64
             assert len(calls) >= 5 * len(fused(subject.model)) > 0
         calls.clear()

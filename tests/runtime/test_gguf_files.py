@@ -111,7 +111,7 @@ def test_a_damaged_conversion_is_made_again(tmp_path: Path) -> None:
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setattr(conversions.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(DownloadError, match=r"0.00 GB free, and converting .*tiny.gguf needs up to"):

@@ -258,7 +258,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Hub]:
 
 
 def _publish(hub: _Hub, architecture: str) -> int:
-    """A model in two shards with its head spread over both, amid other tensors; bytes of the head."""
+    """A model in two shards with its head spread over both, among other tensors; bytes of the head."""
     folder = hub.folder / "original"
     folder.mkdir()
     head = as_published(head_weights(architecture), less_one=lambda name: "norm" in name)
@@ -300,16 +300,16 @@ def test_a_disk_that_takes_no_heads_is_named(hub: _Hub, tmp_path: Path, monkeypa
     _publish(hub, "mimo")
     with monkeypatch.context() as full:
         full.setattr(os, "replace", refuse)
-        with pytest.raises(DownloadError, match=r"heads: not supported\. Make room") as told:
+        with pytest.raises(DownloadError, match=r"heads: not supported\. Make room") as raised:
             find_heads(folder, "model", "owner/original")
-    assert "mtp-from" not in str(told.value)
+    assert "mtp-from" not in str(raised.value)
     assert not any((tmp_path / "home" / "heads").iterdir())
     monkeypatch.setattr(os, "link", refuse)
     find_heads(folder, "model", "owner/original")
     assert [path.name for path in (tmp_path / "home" / "heads").iterdir()] == ["owner--original.safetensors"]
 
 
-def test_what_cannot_be_fetched_is_told_and_leaves_nothing(hub: _Hub, tmp_path: Path) -> None:
+def test_what_cannot_be_fetched_is_reported_and_leaves_nothing(hub: _Hub, tmp_path: Path) -> None:
     folder = Path(head_folder(tmp_path / "model", "qwen3_5_moe"))
     (folder / "mtp.safetensors").unlink()
     with pytest.raises(DownloadError, match="owner/nothing has no weights in safetensors files"):

@@ -1,4 +1,4 @@
-"""Models of the hub: fetched on after a break, compared with their digests, told of while they come."""
+"""Models of the hub: fetched on after a break, compared with their digests, listed while they are fetched."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def check_whole(hub: Hub, folder: Path) -> None:
     assert leftovers == []
 
 
-def test_a_model_comes_once_and_is_told_of_while_it_does(hub: Hub) -> None:
+def test_a_model_comes_once_and_is_listed_while_it_does(hub: Hub) -> None:
     seen = []
 
     def look() -> None:

@@ -86,7 +86,7 @@ def test_an_encoder_that_cannot_be_loaded_leaves_the_text_part(
     model, info = load_and_probe(folder)
     assert not isinstance(model, VlmModel)
     assert "its vision encoder cannot be loaded" in info.no_vision
-    assert str(folder) not in info.no_vision, "clients are told it"
+    assert str(folder) not in info.no_vision, "clients see it"
     assert "patch_embed" in caplog.text
 
 
@@ -99,7 +99,7 @@ def test_wrong_embeddings_are_found_by_the_probe(folder: Path, monkeypatch: pyte
 
 @pytest.fixture(scope="module")
 def square_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of Gemma 3, as it comes: the sizes of the text part are told there only."""
+    """Of Gemma 3, as it comes: the sizes of the text part are given there only."""
     loaded = tiny_vlm("gemma3").loaded
     return save_model_folder(loaded.model, loaded.config, tmp_path_factory.mktemp("vlm"), byte_tokenizer())
 

@@ -191,7 +191,7 @@ def test_outlying_keys_lose_less_rotated(monkeypatch: pytest.MonkeyPatch, caplog
     assert rotated < 0.6 * divergence()
 
 
-def test_what_loses_too_much_is_refused_and_what_loses_much_is_told(
+def test_what_loses_too_much_is_refused_and_what_loses_much_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     subject = wide("qwen3")

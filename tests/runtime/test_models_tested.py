@@ -15,7 +15,7 @@ ROWS = {row.split(" ")[1]: row for row in re.findall(r"^\| .*", TEXT, re.MULTILI
 SOME = ("qwen3", "gemma3", "gemma3_text", "deepseek_v3", "mamba2", "qwen3_5", "qwen2_vl", "phi3small")
 REMEDY = "run `python -m tests.models_tested`"
 
-on_cpu = pytest.mark.skipif(mx.metal.is_available(), reason="the page tells of a CPU")
+on_cpu = pytest.mark.skipif(mx.metal.is_available(), reason="the page has results of a CPU")
 
 
 def test_every_architecture_has_a_row_and_its_level() -> None:

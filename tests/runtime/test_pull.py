@@ -375,7 +375,7 @@ def test_uv_serves_where_there_is_no_pip(indexed, monkeypatch, tmp_path):
     assert indexed.is_served_offline()
 
 
-def test_the_next_client_is_tried_and_all_failures_are_told(indexed, monkeypatch, tmp_path):
+def test_the_next_client_is_tried_and_all_failures_are_reported(indexed, monkeypatch, tmp_path):
     write_program(tmp_path / "bin" / "uv", "echo 'WARNING: retrying'; echo 'ERROR: no such mirror' >&2; exit 3")
     (tmp_path / "bin" / "pip3").write_text("#!/no/such/interpreter\n")
     (tmp_path / "bin" / "pip3").chmod(0o755)

@@ -75,7 +75,7 @@ def test_llama_3_has_the_size_of_the_real_one():
     assert need.weights_bytes == pytest.approx(8_030_261_248 * 4.5 / 8, rel=0.001)
 
 
-def test_a_quantised_random_model_is_the_rounded_noise_in_its_type_and_takes_what_is_foreseen(monkeypatch):
+def test_a_quantised_random_model_is_the_rounded_noise_in_its_type_and_takes_what_is_estimated(monkeypatch):
     name = "random:llama-3-8b-4bit"
     small = {"num_hidden_layers": 2, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

@@ -197,7 +197,7 @@ def test_a_hub_model_that_is_cached_needs_no_network(tmp_path, monkeypatch, name
     assert resolve_model(name) == folder
 
 
-def test_a_hub_model_that_cannot_be_fetched_is_told_so(tmp_path, monkeypatch):
+def test_a_hub_model_that_cannot_be_fetched_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(DownloadError, match=r"Cannot fetch owner/name from the hub.*HF_HUB_OFFLINE"):
         resolve_model("owner/name")

@@ -264,7 +264,7 @@ def test_penalised_rows_follow_the_reference_distribution() -> None:
 
 
 def test_a_distribution_that_is_wrong_by_a_tenth_is_noticed() -> None:
-    """The statistical tests can fail: temperature 1.1 is told from 1.0."""
+    """The statistical tests can fail: temperature 1.1 is distinguished from 1.0."""
     raw = make_logits(1, seed=11)[0]
     case = Case("r", SamplingParams(temperature=1.1, seed=1))
     wrong = reference_probabilities(raw.astype(np.float64), SamplingParams(temperature=1.0))
@@ -302,20 +302,20 @@ def test_a_seed_gives_the_same_tokens_alone_and_among_16_strangers() -> None:
     params = SamplingParams(temperature=1.2, top_p=0.9, frequency_penalty=0.2, seed=77)
     raw = make_logits(40, seed=3)
 
-    def generate(strangers: list[Case]) -> list[int]:
-        sampler = make_sampler([Case("seeded", params), *strangers])
+    def generate(others: list[Case]) -> list[int]:
+        sampler = make_sampler([Case("seeded", params), *others])
         ids = []
         for step in range(40):
-            cases = [*strangers[:8], Case("seeded", params), *strangers[8:]]
+            cases = [*others[:8], Case("seeded", params), *others[8:]]
             rows = [SampleRow(case.request_id, step, case.bitmask) for case in cases]
             logits = make_logits(len(rows), seed=100 + step)
-            logits[len(strangers[:8])] = raw[step]
-            ids.append(sample(sampler, logits, rows)[len(strangers[:8])].token_id)
+            logits[len(others[:8])] = raw[step]
+            ids.append(sample(sampler, logits, rows)[len(others[:8])].token_id)
         return ids
 
     rng = np.random.default_rng(9)
     alone = generate([])
-    assert generate([random_case(rng, f"stranger {i}") for i in range(16)]) == alone
+    assert generate([random_case(rng, f"other {i}") for i in range(16)]) == alone
     assert len(set(alone)) > 5
 
 

@@ -244,7 +244,7 @@ def test_the_next_turn_hits_what_the_last_one_left(architecture: str) -> None:
 
 CONTEXT = 2**15
 LONG_WINDOW, LONG_CHUNK = 1000, 512
-MOST_HELD = 49
+MAX_HELD = 49
 """Blocks of a window and a chunk, wherever the window begins in its first."""
 
 _SLIDING = ["sliding_attention"] * 3
@@ -286,7 +286,7 @@ def answer_long(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> tuple[list
     layers = discover_layers(subject.model)
     windows = PagedKVCache(layers, ReferenceBackend()).windows
     assert sorted(windows, key=str) == [*[LONG_WINDOW] * (len(windows) - 1), None]
-    num_blocks = CONTEXT // BLOCK_SIZE + MOST_HELD * (len(windows) - 1)
+    num_blocks = CONTEXT // BLOCK_SIZE + MAX_HELD * (len(windows) - 1)
     (prompt,) = random_prompts((CONTEXT - 8,), seed=8)
     with subject.make_llm(
         max_model_len=CONTEXT,
@@ -300,7 +300,7 @@ def answer_long(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> tuple[list
         if window is None:
             assert max(column) == CONTEXT // BLOCK_SIZE
         else:
-            assert LONG_WINDOW // BLOCK_SIZE < max(column) <= MOST_HELD
+            assert LONG_WINDOW // BLOCK_SIZE < max(column) <= MAX_HELD
     all_bytes = sum(layer.spec.block_bytes for layer in leaves(layers) if isinstance(layer, PagedLayerCache))
     assert stats.kv_pool_bytes < 0.4 * all_bytes * CONTEXT // BLOCK_SIZE
     return prompt, list(completion.token_ids)

@@ -24,19 +24,19 @@ MINUTES = float(os.environ.get("SOAK_MINUTES", "3"))
 NUM_CLIENTS = 12
 BURST = 40
 NUM_SEEDED = 12
-MOST_GROWTH_BYTES = 48 * 2**20
+MAX_GROWTH_BYTES = 48 * 2**20
 """Allowed growth of resident memory from the second to the last quarter: the allocator's arenas in a process of 350
 MiB."""
 
 
 @pytest.mark.parametrize(
-    ("seconds", "least_requests"),
+    ("seconds", "min_requests"),
     [
         pytest.param(6.0, 40, id="short", marks=pytest.mark.slow),
         pytest.param(60 * MINUTES, 500, id="long", marks=[pytest.mark.soak, pytest.mark.timeout(60 * MINUTES + 300)]),
     ],
 )
-async def test_a_server_under_mixed_load_stays_as_it_was(tmp_path: Path, seconds: float, least_requests: int):
+async def test_a_server_under_mixed_load_stays_as_it_was(tmp_path: Path, seconds: float, min_requests: int):
     limits = httpx.Limits(max_connections=200, keepalive_expiry=2.0)
     async with serving(tmp_path) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
@@ -60,9 +60,9 @@ async def test_a_server_under_mixed_load_stays_as_it_was(tmp_path: Path, seconds
     assert after == before
     assert code == 0
     assert "Traceback" not in server.log, server.log[-3000:]
-    assert late - early < MOST_GROWTH_BYTES
+    assert late - early < MAX_GROWTH_BYTES
     assert left.num_descriptors <= empty.num_descriptors
-    assert tally.num_requests >= least_requests
+    assert tally.num_requests >= min_requests
     assert {"_polite", "_leaving", "_slow", "_half_open", "_reset", "_stranger", "_burst"} <= set(tally.manners)
 
 

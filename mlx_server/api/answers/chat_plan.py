@@ -205,7 +205,7 @@ class ChatPlanner:
         if isinstance(begun, ChatPlan):
             return begun
         param = begun.call.grammar_param or ""
-        return await engine.grammars.threads.run(lambda: _plan(engine, dialect, begun), param, turn.asker)
+        return await engine.grammars.threads.run(lambda: _plan(engine, dialect, begun), param, turn.requester)
 
     async def render(self, engine: AsyncEngine, read: Read, turn: TextTurn) -> Prompt:
         """The prompt alone; `read` and what is raised are as for `plan`."""
@@ -216,7 +216,7 @@ class ChatPlanner:
     ) -> _Written | ChatPlan:
         """The call and its prompt; with a `dialect` and without a grammar, the whole plan. One turn in a thread makes
         all of it, or two turns with the images prepared between them."""
-        seeing, owner = engine.vision, turn.asker.key
+        seeing, owner = engine.vision, turn.requester.key
         parts = None if seeing is None else ImageParts()
 
         def write(call: ChatCall, pictures: Pictures | None) -> _Written | ChatPlan:
@@ -237,7 +237,7 @@ class ChatPlanner:
             return begun
         assert seeing is not None
         assert parts is not None
-        call, pictures = begun, await self._images.prepare(seeing, parts, turn.asker, engine.max_model_len)
+        call, pictures = begun, await self._images.prepare(seeing, parts, turn.requester, engine.max_model_len)
         return await turn.in_thread(lambda: write(call, pictures))
 
     async def _dialect(self, tokenizer: Tokenizer, turn: TextTurn) -> Dialect:

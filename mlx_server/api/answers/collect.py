@@ -1,4 +1,4 @@
-"""Collects a whole answer and its usage from events, for every protocol."""
+"""Collects a complete answer and its usage from events, for every protocol."""
 
 from __future__ import annotations
 

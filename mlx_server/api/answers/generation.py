@@ -189,11 +189,11 @@ class OutputEvent:
         return self.delta.logprobs
 
 
-Show = Callable[[list[OutputEvent]], bool]
+Emit = Callable[[list[OutputEvent]], bool]
 """Takes events. Returns False if no more may be passed until the client is ready for them."""
 
 
-async def _at_once() -> None:
+async def _never_full() -> None:
     """For a client that is always ready."""
 
 
@@ -214,10 +214,10 @@ class Generation:
         self._choices = [_Choice(index, stream, job.new_parser()) for index, stream in enumerate(streams)]
         self._unread = self._choices  # choices whose end has not been read
         self._is_taking = False
-        self._show: Show | None = None  # set while `feed` waits for output
-        self._news: asyncio.Future[None] | None = None  # ends `_wait`
+        self._emit: Emit | None = None  # set while `feed` waits for output
+        self._waiter: asyncio.Future[None] | None = None  # ends `_wait`
         for stream in streams:
-            stream.on_news = self._on_news
+            stream.on_output = self._on_output
         self._grant = grant
         self._on_close = on_close
 
@@ -234,47 +234,47 @@ class Generation:
                 while not any(choice.stream.is_over() for choice in self._choices) and not self.has_output:
                     await self._wait()
 
-    async def feed(self, show: Show, is_ready: Callable[[], Awaitable[None]] = _at_once) -> None:
-        """Passes the events of all choices to `show` until all have ended; the events of a step are passed together.
+    async def feed(self, emit: Emit, drain: Callable[[], Awaitable[None]] = _never_full) -> None:
+        """Passes the events of all choices to `emit` until all have ended; the events of a step are passed together.
 
-        `show` is called in the engine's callback, since switching to a task for each step would take longer than
-        everything else. After it has returned False, further events wait for `is_ready`, and are then passed together.
-        Raises what `show` raises, and the `ServeError` of a choice that fails.
+        `emit` is called in the engine's callback, since switching to a task for each step would take longer than
+        everything else. After it has returned False, further events wait for `drain`, and are then passed together.
+        Raises what `emit` raises, and the `ServeError` of a choice that fails.
         """
         while True:
-            while not self._show_news(show):
-                await is_ready()
+            while not self._emit_output(emit):
+                await drain()
             if not self._unread:
                 return
-            await self._wait(show)
-            await is_ready()
+            await self._wait(emit)
+            await drain()
 
-    async def _wait(self, show: Show | None = None) -> None:
-        """Waits for output. With `show`, `_on_news` shows the output, and the wait ends when the client is not ready,
+    async def _wait(self, emit: Emit | None = None) -> None:
+        """Waits for output. With `emit`, `_on_output` emits the output, and the wait ends when the client is not ready,
         when all choices have ended, or on an error."""
-        self._show, self._news = show, asyncio.get_running_loop().create_future()
+        self._emit, self._waiter = emit, asyncio.get_running_loop().create_future()
         try:
-            await self._news
+            await self._waiter
         finally:
-            self._show = self._news = None
+            self._emit = self._waiter = None
 
-    def _on_news(self) -> None:
+    def _on_output(self) -> None:
         """The callback of the streams. It is also called when `take` aborts a choice; that output is read by the `take`
         that is running."""
-        news = self._news
-        if news is None or news.done() or self._is_taking:
+        waiter = self._waiter
+        if waiter is None or waiter.done() or self._is_taking:
             return
         try:
-            is_done = self._show is None or not self._show_news(self._show) or not self._unread
+            is_done = self._emit is None or not self._emit_output(self._emit) or not self._unread
         except Exception as error:
-            news.set_exception(error)
+            waiter.set_exception(error)
         else:
             if is_done:
-                news.set_result(None)
+                waiter.set_result(None)
 
-    def _show_news(self, show: Show) -> bool:
-        """Shows the events that can be read without waiting: those of one step, or of several if the client was slow.
-        Returns what `show` returns."""
+    def _emit_output(self, emit: Emit) -> bool:
+        """Emits the events that can be read without waiting: those of one step, or of several if the client was slow.
+        Returns what `emit` returns."""
         events: list[OutputEvent] = []
         num_tokens = 0
         is_any_complete = False
@@ -288,7 +288,7 @@ class Generation:
         is_ready = True
         if events:
             self._grant.add_output(num_tokens)
-            is_ready = show(events)
+            is_ready = emit(events)
         if is_any_complete:
             self._unread = [choice for choice in self._unread if not choice.stream.is_over()]
         return is_ready

@@ -68,16 +68,16 @@ class PoolingRun:
         self._open: dict[int, RequestStream] = {}
         self._results: dict[int, Vector] = {}
         self._summaries: list[RequestSummary] = []
-        self._news = asyncio.Event()
+        self._output_ready = asyncio.Event()
         self._ended_by: Callable[[], ServeError] | None = None
 
     async def results(self) -> list[Vector]:
         """The results of all inputs, in their order. Raises the `ServeError` that refuses or ends an input, or all."""
         while self._requests or self._open:
-            self._news.clear()
+            self._output_ready.clear()
             self._submit()
             if not self._take():
-                await self._news.wait()
+                await self._output_ready.wait()
         if self._ended_by is not None:
             raise self._ended_by()
         return [result for _, result in sorted(self._results.items())]
@@ -93,7 +93,7 @@ class PoolingRun:
         for index in list(self._open):
             self._open[index].abort()
             self._leave(index)
-        self._news.set()
+        self._output_ready.set()
 
     def close(self) -> None:
         """Aborts unfinished inputs, gives the caller's seats back, and forgets the job. Idempotent."""
@@ -113,7 +113,7 @@ class PoolingRun:
                     raise
                 return
             self._requests.pop()
-            stream.on_news = self._news.set
+            stream.on_output = self._output_ready.set
             self._open[index] = stream
 
     def _take(self) -> int:

@@ -23,7 +23,7 @@ from urllib.parse import unquote
 import httpx
 
 from mlx_server.config import ServerConfig
-from mlx_server.engine.fair_slots import Asker, FairSlots, Slot
+from mlx_server.engine.fair_slots import FairSlots, Requester, Slot
 from mlx_server.engine.vision.decoding import MAX_BYTES, UnreadableImageError, read_base64
 from mlx_server.engine.vision.parts import ImagePart, ImageParts, Pictures
 from mlx_server.engine.vision.seeing import PreparedImage, SeeingModel
@@ -67,7 +67,9 @@ class ImageLoader:
         self._tls: ssl.SSLContext | None = None
         self._held = HeldArrays()
 
-    async def prepare(self, model: SeeingModel, parts: ImageParts, asker: Asker, max_model_len: int) -> Pictures:
+    async def prepare(
+        self, model: SeeingModel, parts: ImageParts, requester: Requester, max_model_len: int
+    ) -> Pictures:
         """Prepares the images of `parts` for the model, one after the other; skips unreadable ones that a note may
         replace. Raises `InvalidRequestError` with the image's path, `ContextLengthError` once they cannot fit, and
         `OverloadedError` while the images of other requests take all the memory for images."""
@@ -82,7 +84,7 @@ class ImageLoader:
                     _HELD_RETRY_S,
                 )
             try:
-                image = await self._prepare(model, part, asker, clock)
+                image = await self._prepare(model, part, requester, clock)
             except UnreadableImageError as error:
                 if part.is_noted:
                     continue
@@ -104,24 +106,26 @@ class ImageLoader:
                 )
         return Pictures(model, parts, prepared)
 
-    async def _prepare(self, model: SeeingModel, part: ImagePart, asker: Asker, clock: _FetchClock) -> PreparedImage:
+    async def _prepare(
+        self, model: SeeingModel, part: ImagePart, requester: Requester, clock: _FetchClock
+    ) -> PreparedImage:
         source = part.source
         scheme = source[:8].lower()
         fetched: bytes | None = None
         if scheme.startswith(("http:", "https:")):
-            fetched = await self._fetch(source, asker, clock)
+            fetched = await self._fetch(source, requester, clock)
 
         def work() -> PreparedImage:
             data = fetched
             if data is None:
                 data = _read_file(source, self._folder) if scheme.startswith("file:") else read_base64(source)
-            return model.prepare(data, self._max_pixels, asker.key)
+            return model.prepare(data, self._max_pixels, requester.key)
 
-        return await self._in_thread(work, asker)
+        return await self._in_thread(work, requester)
 
-    async def _in_thread(self, work: Callable[[], T], asker: Asker) -> T:
-        """In the asker's turn. The work goes on when this is cancelled, and holds its slot until it ends."""
-        slot = await _turn(self._slots, asker, "decoded")
+    async def _in_thread(self, work: Callable[[], T], requester: Requester) -> T:
+        """In the requester's turn. The work goes on when this is cancelled, and holds its slot until it ends."""
+        slot = await _turn(self._slots, requester, "decoded")
 
         def on_done(working: asyncio.Future[Any]) -> None:
             slot.release()
@@ -132,8 +136,8 @@ class ImageLoader:
         working.add_done_callback(on_done)
         return await asyncio.shield(working)
 
-    async def _fetch(self, url: str, asker: Asker, clock: _FetchClock) -> bytes:
-        slot = await _turn(self._fetches, asker, "fetched")
+    async def _fetch(self, url: str, requester: Requester, clock: _FetchClock) -> bytes:
+        slot = await _turn(self._fetches, requester, "fetched")
         try:
             if self._tls is None:  # reads all authorities' certificates, which takes a tenth of a second and more
                 self._tls = await asyncio.to_thread(httpx.create_ssl_context, trust_env=False)
@@ -196,11 +200,11 @@ class _FetchClock:
             self.left_s -= time() - start_s
 
 
-async def _turn(slots: FairSlots, asker: Asker, what: str) -> Slot:
-    """A slot for the asker. Raises `QueueTimeoutError` after `MAX_WAIT_S`."""
+async def _turn(slots: FairSlots, requester: Requester, what: str) -> Slot:
+    """A slot for the requester. Raises `QueueTimeoutError` after `MAX_WAIT_S`."""
     try:
         async with asyncio.timeout(MAX_WAIT_S):
-            return await slots.acquire(asker)
+            return await slots.acquire(requester)
     except TimeoutError:
         raise QueueTimeoutError(
             f"An image has waited {MAX_WAIT_S:g} s to be {what}, the longest allowed; {slots.num_waiting} images of "

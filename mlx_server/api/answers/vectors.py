@@ -37,7 +37,7 @@ MAX_INPUTS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingAsk:
+class PoolingOptions:
     """What a request says beside its inputs. `model` None is the default model; `request_id` is the client's, if it
     gave one; the answer's id begins with `prefix`."""
 
@@ -68,7 +68,7 @@ class PoolingAnswer(Generic[T]):
 async def embed(
     request: Request,
     context: ServerContext,
-    ask: PoolingAsk,
+    options: PoolingOptions,
     inputs: Sequence[str | Sequence[int]],
     *,
     name: str = "input",
@@ -79,14 +79,14 @@ async def embed(
 ) -> PoolingAnswer[FloatArray]:
     """The vectors of texts or token ids, in their order. `name` is the inputs' field, for errors; `input_type` is what
     hosted services call a prompt."""
-    engine, load_s = await _engine(request, context, ask)
+    engine, load_s = await _engine(request, context, options)
     embedder = embedder_of(engine.pooling, engine.model_name)
     embedder.check_dimensions(dimensions)
     before = embedder.prompt(prompt_name, input_type)
 
     def read(index: int, item: str | Sequence[int]) -> Prompt:
         where = f"{name}[{index}]" if len(inputs) > 1 else name
-        token_ids = embedder.token_ids(item, before, ask.truncation, where, add_special_tokens=add_special_tokens)
+        token_ids = embedder.token_ids(item, before, options.truncation, where, add_special_tokens=add_special_tokens)
         return Prompt(tuple(token_ids))
 
     prompts = await _in_turn(request, lambda: list(itertools.starmap(read, enumerate(inputs))))
@@ -94,35 +94,35 @@ async def embed(
     def vectors(results: list[Vector]) -> list[FloatArray]:
         return [embedder.vector(result, dimensions) for result in results]
 
-    return await _run(request, context, engine, load_s, ask, prompts, embedder.params, vectors)
+    return await _run(request, context, engine, load_s, options, prompts, embedder.params, vectors)
 
 
 async def score(
     request: Request,
     context: ServerContext,
-    ask: PoolingAsk,
+    options: PoolingOptions,
     pairs: Sequence[tuple[str, str]],
     names: tuple[str, str],
     instruction: str | None,
 ) -> PoolingAnswer[float]:
     """The scores of pairs of texts, in their order; `names` are the fields of both texts, for errors."""
-    engine, load_s = await _engine(request, context, ask)
+    engine, load_s = await _engine(request, context, options)
     scorer = scorer_of(engine.pooling, engine.model_name)
-    plan = await _in_turn(request, lambda: scorer.plan(pairs, names, ask.truncation, instruction))
+    plan = await _in_turn(request, lambda: scorer.plan(pairs, names, options.truncation, instruction))
     prompts = [Prompt(tuple(token_ids)) for token_ids in plan.inputs]
-    answer = await _run(request, context, engine, load_s, ask, prompts, scorer.params, plan.scores)
+    answer = await _run(request, context, engine, load_s, options, prompts, scorer.params, plan.scores)
     if not all(map(math.isfinite, answer.values)):
         raise ServeError(f"{engine.model_name} gives no number for some of the pairs; load it with --dtype float32.")
     return answer
 
 
-async def _engine(request: Request, context: ServerContext, ask: PoolingAsk) -> tuple[AsyncEngine, float]:
+async def _engine(request: Request, context: ServerContext, options: PoolingOptions) -> tuple[AsyncEngine, float]:
     """The engine that answers, loaded if need be, and the seconds that this took."""
     started_s = time.monotonic()
-    if ask.request_id is not None:
-        request.state.request_id = ask.request_id
+    if options.request_id is not None:
+        request.state.request_id = options.request_id
     context.quotas.check(caller_of(request), Demand())
-    return await lease_engine(request, context.pool, ask.model), time.monotonic() - started_s
+    return await lease_engine(request, context.pool, options.model), time.monotonic() - started_s
 
 
 async def _in_turn(request: Request, work: Callable[[], T]) -> T:
@@ -134,7 +134,7 @@ async def _run(
     context: ServerContext,
     engine: AsyncEngine,
     load_s: float,
-    ask: PoolingAsk,
+    options: PoolingOptions,
     prompts: Sequence[Prompt],
     params: PoolingParams,
     read: Callable[[list[Vector]], list[T]],
@@ -143,12 +143,12 @@ async def _run(
     caller, request_id = caller_of(request), request.state.request_id
     job = GenerationJob(
         request_id=request_id,
-        response_id=f"{ask.prefix}-{request_id}",
+        response_id=f"{options.prefix}-{request_id}",
         prompts=prompts,
         sampling=SamplingParams(),
         caller=caller,
-        priority=caller.priority_at(request.url.path, ask.priority),
-        adapter=context.pool.offer(ask.model).adapter,
+        priority=caller.priority_at(request.url.path, options.priority),
+        adapter=context.pool.offer(options.model).adapter,
         pooling=params,
     )
     with contextlib.closing(await context.generations.start_pooling(engine, job)) as run:

@@ -115,7 +115,7 @@ def _read_assistant(turns: Turns, blocks: _Blocks) -> None:
             case str(kind) if kind.endswith("_tool_result"):
                 _read_server_result(turns, block, server_calls)
             case "compaction":
-                turns.answer(_legible_text(block.get("content") or ""))
+                turns.answer(_readable_text(block.get("content") or ""))
             case _:
                 turns.answer(_text(_with_notes(block), where))
 
@@ -132,27 +132,27 @@ def _read_server_result(turns: Turns, block: Block, calls: Mapping[str, Block]) 
     arguments = call.get("input")
     name = str(call.get("name") or str(block["type"]).removesuffix("_tool_result"))
     turns.call(call_id, name, arguments if isinstance(arguments, dict) else {})
-    turns.result(call_id, _legible_text(block.get("content") or ""))
+    turns.result(call_id, _readable_text(block.get("content") or ""))
 
 
-def _legible_text(content: Any) -> str:
+def _readable_text(content: Any) -> str:
     """The result of a server's tool: texts as they are, and all else as JSON."""
     if isinstance(content, list):
-        return "\n".join(map(_legible_text, content))
+        return "\n".join(map(_readable_text, content))
     if isinstance(content, dict) and content.get("type") == "text":
         content = content.get("text")
-    return content if isinstance(content, str) else json.dumps(_legible(content), ensure_ascii=False)
+    return content if isinstance(content, str) else json.dumps(_readable(content), ensure_ascii=False)
 
 
-def _legible(value: Any) -> Any:
+def _readable(value: Any) -> Any:
     """Leaves out what is encrypted, and puts notes in place of files."""
     if isinstance(value, list):
-        return [_legible(item) for item in value]
+        return [_readable(item) for item in value]
     if not isinstance(value, dict):
         return value
     if value.get("type") == "base64":
         return media_note("file")
-    return {key: _legible(item) for key, item in value.items() if not key.startswith("encrypted_")}
+    return {key: _readable(item) for key, item in value.items() if not key.startswith("encrypted_")}
 
 
 _READERS = {"user": _read_user, "assistant": _read_assistant, "system": _read_system}

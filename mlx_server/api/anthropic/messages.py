@@ -21,7 +21,7 @@ from mlx_server.api.context import Context
 from mlx_server.api.errors import error_responses
 from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.request_bounds import BOUNDED_MESSAGES, BOUNDED_TOOLS, FIRST_ERROR
-from mlx_server.api.http.sse import whole_or_streamed
+from mlx_server.api.http.sse import openapi_responses
 from mlx_server.api.openai.chat import tool_use
 from mlx_server.api.openai.document import STRING, list_of, members
 from mlx_server.api.openai.exchange import open_exchange
@@ -193,7 +193,7 @@ class AnthropicError(BaseModel):
 router = APIRouter(tags=["messages"], route_class=TurnRoute, responses=error_responses(AnthropicError))
 
 
-@router.post("/v1/messages", responses=whole_or_streamed("id", "type", "role", "model", "content", "usage"))
+@router.post("/v1/messages", responses=openapi_responses("id", "type", "role", "model", "content", "usage"))
 async def create_message(body: MessagesRequest, request: Request, context: Context) -> Response:
     """A message, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)

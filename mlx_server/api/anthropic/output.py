@@ -1,4 +1,4 @@
-"""Anthropic's messages as they are sent: whole, and as the events of a stream."""
+"""Anthropic's messages as they are sent: complete, and as the events of a stream."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MessageWriter(Writer):
         self._thinking: list[str] = []
         self._template: sse.Template | None = None  # of the open block's deltas
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def full_body(self, answer: Answer) -> dict[str, Any]:
         (choice,) = answer.choices
         ending = self._ending(choice.finish, answer.usage)
         return {**self._head, "content": list(self._blocks(choice)), **ending, "usage": usage_body(answer.usage)}

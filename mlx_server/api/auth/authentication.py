@@ -94,7 +94,7 @@ def check_discovery(caller: Caller, method: str, path: str) -> None:
 
 
 def caller_of(request: Request) -> Caller:
-    """The caller, as `DoorMiddleware` identified it."""
+    """The caller, as `AccessMiddleware` identified it."""
     caller = request.state.caller
     assert isinstance(caller, Caller)
     return caller
@@ -111,7 +111,7 @@ def sent_key(scope: Scope) -> str | None:
 
 def exposure_warning(host: str, keys: KeyRing) -> str | None:
     """A warning if other machines can use the server without a key; None otherwise."""
-    if keys.asks_for_keys or is_loopback(host):
+    if keys.requires_keys or is_loopback(host):
         return None
     return (
         f"Listening on {host} without an API key: anyone who can reach this machine can use the server. Create a key "

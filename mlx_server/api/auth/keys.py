@@ -49,9 +49,9 @@ class Caller:
         """The id of the caller's own key; None if it has none."""
         return None if self.identity in (ANONYMOUS, SHARED, ADMIN, DISCOVERY) else self.identity
 
-    def priority_at(self, path: str, wish: int | None = None) -> Priority:
-        """The priority of a request to `path`, lowered by `wish` levels; a wish below 0 has no effect."""
-        return Priority(min(self.tier.priority_at(path) + max(0, wish or 0), max(Priority)))
+    def priority_at(self, path: str, requested: int | None = None) -> Priority:
+        """The priority of a request to `path`, lowered by the `requested` levels; a number below 0 has no effect."""
+        return Priority(min(self.tier.priority_at(path) + max(0, requested or 0), max(Priority)))
 
     def cache_keys(self, isolation: str) -> tuple[str, ...]:
         """What separates the cached prefixes of callers: the tier (`tier`), the key (`key`), or nothing (`none`)."""
@@ -131,7 +131,7 @@ class KeyRing:
         self._tiers = config.tiers
 
     @property
-    def asks_for_keys(self) -> bool:
+    def requires_keys(self) -> bool:
         """Whether requests without a key are refused."""
         return self._api_digest is not None or self._file.was_seen()
 
@@ -148,7 +148,7 @@ class KeyRing:
             return Caller(SHARED, self._shared_tier, is_admin=self._shared_tier.admin)
         if _is_equal(key, self._discovery_digest):
             return Caller(DISCOVERY)
-        if not self.asks_for_keys:
+        if not self.requires_keys:
             return Caller(ANONYMOUS, self._shared_tier, is_admin=is_local and not self.has_admin_key)
         parsed = None if key is None else parse_key(key)
         tier_name = None if parsed is None else self._file.tier_of(parsed)
@@ -169,7 +169,7 @@ class KeyRing:
     def admins(self) -> str:
         """A sentence that says who may use the admin routes."""
         who = ["the admin key"] if self.has_admin_key else []
-        if self.asks_for_keys:
+        if self.requires_keys:
             who += [f"keys of the tier {tier.name}" for tier in self._tiers.values() if tier.admin]
         elif not self.has_admin_key:
             who = ["all programs on this machine, until there is a key"]

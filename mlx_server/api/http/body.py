@@ -25,11 +25,11 @@ from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.auth.quotas import Demand
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import ClientDisconnectedError, error_info
-from mlx_server.api.http.door import HeldBody
+from mlx_server.api.http.access import HeldBody
 from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.http.request_bounds import parse_json
 from mlx_server.api.http.text_turns import TextTurn
-from mlx_server.engine.fair_slots import Asker
+from mlx_server.engine.fair_slots import Requester
 from mlx_server.errors import InvalidRequestError, QuotaExceededError, ServeError
 from mlx_server.tiers import GENERATING_PATHS
 
@@ -70,8 +70,8 @@ class _JsonRequest(Request):
                 self._json = _validated(body, field)
             else:
                 caller = caller_of(self)
-                asker = Asker(caller.identity, caller.tier.priority)
-                self._json = await context.text_workers.parse(asker, lambda: _validated(body, field))
+                requester = Requester(caller.identity, caller.tier.priority)
+                self._json = await context.text_workers.parse(requester, lambda: _validated(body, field))
             self._body = b"{}"
         held.release()
 
@@ -177,8 +177,8 @@ class AnyTypeTurnRoute(AnyTypeRoute, TurnRoute):
 async def _turn(request: Request) -> AsyncIterator[None]:
     """Holds the request's turn, from before its body is parsed until its answer begins."""
     caller = caller_of(request)
-    asker = Asker(caller.identity, caller.priority_at(request.url.path))
-    turn = request.state.turn = TextTurn(request.app.state.context.text_workers, asker)
+    requester = Requester(caller.identity, caller.priority_at(request.url.path))
+    turn = request.state.turn = TextTurn(request.app.state.context.text_workers, requester)
     try:
         if not turn.try_begin():
             await until_disconnect(request, turn.begin())

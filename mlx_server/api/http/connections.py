@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _WANTED_FILES = 10_240
 """The limit of open files to ask for. macOS does not grant more if the hard limit is infinite."""
 
-_MOST_KEPT_FILES = 256
+_MAX_KEPT_FILES = 256
 _USUAL_KEPT_FILES = 128
 """Descriptors kept for weights, logs, the key file, probes, and connections that are being closed: a quarter of all, at
 least the usual and at most the larger number, but never more than half. Of 512 files 128 are kept, of 3,000 files
@@ -91,7 +91,7 @@ def room_for_connections() -> int:
         else:
             soft = wanted
     num_files = _WANTED_FILES if soft == resource.RLIM_INFINITY else soft
-    kept = min(max(num_files // 4, _USUAL_KEPT_FILES), _MOST_KEPT_FILES, num_files // 2)
+    kept = min(max(num_files // 4, _USUAL_KEPT_FILES), _MAX_KEPT_FILES, num_files // 2)
     return max(1, num_files - kept)
 
 
@@ -110,7 +110,7 @@ class ConnectionGate:
         self._open: set[Connection] = set()
         self._silent: OrderedDict[Connection, float] = OrderedDict()  # since when; the longest first
         self._num_refused = 0
-        self._told_s = -math.inf
+        self._logged_s = -math.inf
 
     def enter(self, connection: Connection) -> bool:
         """Adds a new connection, and closes a silent one for it if the limit is reached. Returns True if the new one is
@@ -187,13 +187,13 @@ class ConnectionGate:
     def _count_refusal(self) -> None:
         self._num_refused += 1
         now = self._clock()
-        if now - self._told_s >= _LOG_EVERY_S:
+        if now - self._logged_s >= _LOG_EVERY_S:
             logger.warning(
                 "%d connections closed or refused: more come than the %d there may be (--max-connections)",
                 self._num_refused,
                 self.max_num,
             )
-            self._num_refused, self._told_s = 0, now
+            self._num_refused, self._logged_s = 0, now
 
 
 class GuardedListener(socket.socket):
@@ -297,9 +297,9 @@ class BoundedProtocol(H11Protocol):
         assert most is not None
         self.conn = _Parser(h11.SERVER, most)
         self._timer: asyncio.TimerHandle | None = None
-        self._has_asked = False
-        self._owed_since_s: float | None = None
-        self._num_bytes = 0  # received since `_owed_since_s`
+        self._has_request = False
+        self._waiting_since_s: float | None = None
+        self._num_bytes = 0  # received since `_waiting_since_s`
         self._last_byte_s = 0.0
         self._untaken_since_s: float | None = None
 
@@ -309,7 +309,7 @@ class BoundedProtocol(H11Protocol):
         if self.gate.enter(self):
             self.app = self.gate.guarded(self.app)
         self.app = self._with_writer(self.app)
-        self._owed_since_s = self.loop.time()
+        self._waiting_since_s = self.loop.time()
         if self.timeout_s:
             self._look_later()
 
@@ -359,14 +359,14 @@ class BoundedProtocol(H11Protocol):
 
     def _note_turn(self) -> None:
         state = self.conn.their_state
-        self._has_asked = self._has_asked or state is not h11.IDLE
+        self._has_request = self._has_request or state is not h11.IDLE
         # Between requests uvicorn's keep-alive timeout applies. A partial head is in the parser's buffer.
-        is_between = state is h11.IDLE and self._has_asked and not self.conn.trailing_data[0]
+        is_between = state is h11.IDLE and self._has_request and not self.conn.trailing_data[0]
         is_clients = state in (h11.IDLE, h11.SEND_BODY)
         if is_between or not is_clients:
-            self._owed_since_s = None
-        elif self._owed_since_s is None:
-            self._owed_since_s, self._num_bytes = self.loop.time(), 0
+            self._waiting_since_s = None
+        elif self._waiting_since_s is None:
+            self._waiting_since_s, self._num_bytes = self.loop.time(), 0
         if self.transport.is_closing():
             return
         if is_clients and not self.flow.read_paused:
@@ -381,18 +381,18 @@ class BoundedProtocol(H11Protocol):
         now = self.loop.time()
         if self.flow.read_paused:  # the client waits for the server
             self._last_byte_s = now
-            if self._owed_since_s is not None:
-                self._owed_since_s, self._num_bytes = now, 0
+            if self._waiting_since_s is not None:
+                self._waiting_since_s, self._num_bytes = now, 0
         if self._untaken_since_s is not None and now - self._untaken_since_s >= self.timeout_s:
             return self.transport.abort()
-        if self._owed_since_s is not None and now >= self._deadline_s(self._owed_since_s):
+        if self._waiting_since_s is not None and now >= self._deadline_s(self._waiting_since_s):
             self.transport.close()
         return self._look_later()
 
-    def _deadline_s(self, owed_since_s: float) -> float:
+    def _deadline_s(self, waiting_since_s: float) -> float:
         """When the rest of a request is due. Bytes that arrived extend the time, but not the time of silence. With a
         timeout of 30 s, 8 KiB in the first second allow 32 s in total, and 31 s if nothing follows."""
-        deadline_s = owed_since_s + self.timeout_s + self._num_bytes / MIN_BYTES_PER_S
+        deadline_s = waiting_since_s + self.timeout_s + self._num_bytes / MIN_BYTES_PER_S
         return min(deadline_s, self._last_byte_s + self.timeout_s) if self._num_bytes else deadline_s
 
 

@@ -69,8 +69,8 @@ class _MessageWriter:
             self._held, self.written_s = b"", time.monotonic()
 
 
-Tell = Callable[[PieceWriter], Awaitable[None]]
-"""Writes a whole stream."""
+WriteStream = Callable[[PieceWriter], Awaitable[None]]
+"""Writes a stream from its beginning to its end."""
 
 
 def data(body: Mapping[str, Any]) -> bytes:
@@ -106,30 +106,30 @@ class Template:
         return encode_basestring(text).encode().join(self._parts)
 
 
-def whole_or_streamed(*fields: str, media_type: str = EVENT_STREAM) -> dict[int | str, dict[str, Any]]:
+def openapi_responses(*fields: str, media_type: str = EVENT_STREAM) -> dict[int | str, dict[str, Any]]:
     """The responses of a generating route, for the OpenAPI document. `fields` are required in every answer that is not
     streamed."""
-    whole = {"schema": {"type": "object", "required": fields}}
+    full = {"schema": {"type": "object", "required": fields}}
     return {
         200: {
             "description": "The answer; streamed, its events or lines",
-            "content": {"application/json": whole, media_type: {}},
+            "content": {"application/json": full, media_type: {}},
         }
     }
 
 
 class _EventStream(EventSourceResponse):
     """sse-starlette's response, which sends keep-alives and notices when the client disconnects. The events do not take
-    its way, which costs a task switch, a timer, a lock and all middlewares for each event; `tell` writes them to a
-    `PieceWriter`.
+    its way, which costs a task switch, a timer, a lock and all middlewares for each event; `write_stream` writes them
+    to a `PieceWriter`.
 
     Calls `on_close` however the response ends. A keep-alive is not sent while an event is being sent or was just sent,
     so none follows the last event.
     """
 
-    def __init__(self, tell: Tell, on_close: Callable[[], None], keep_alive: bytes, **more: Any) -> None:
+    def __init__(self, write_stream: WriteStream, on_close: Callable[[], None], keep_alive: bytes, **more: Any) -> None:
         super().__init__(iter(()), ping_message_factory=cast(Any, lambda: keep_alive), **more)  # bytes stay as they are
-        self._tell = tell
+        self._write_stream = write_stream
         self._on_close = on_close
         self._keep_alive = keep_alive
 
@@ -151,37 +151,37 @@ class _EventStream(EventSourceResponse):
 
     async def _stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._tell(self._writer)
+        await self._write_stream(self._writer)
         self.active = False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def told_by(pieces: AsyncGenerator[bytes, None]) -> Tell:
+def from_generator(pieces: AsyncGenerator[bytes, None]) -> WriteStream:
     """Returns a function that writes the pieces of a generator. Each piece costs a task switch, so they should be
     rare."""
 
-    async def tell(out: PieceWriter) -> None:
+    async def write_stream(out: PieceWriter) -> None:
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 out.write(piece)
                 await out.drain()
 
-    return tell
+    return write_stream
 
 
 def event_stream(
-    tell: Tell,
+    write_stream: WriteStream,
     keep_alive_s: float,
     on_close: Callable[[], None] = lambda: None,
     headers: Mapping[str, str] | None = None,
     keep_alive: bytes = KEEP_ALIVE,
     media_type: str = EVENT_STREAM,
 ) -> Response:
-    """A response that `tell` writes, until it returns or the client disconnects; then `on_close` is called. Without
-    events, a `keep_alive` is sent every `keep_alive_s` seconds (0: never), so that proxies and clients do not give up
-    during a long prefill."""
+    """A response that `write_stream` writes, until it returns or the client disconnects; then `on_close` is called.
+    Without events, a `keep_alive` is sent every `keep_alive_s` seconds (0: never), so that proxies and clients do not
+    give up during a long prefill."""
     return _EventStream(
-        tell,
+        write_stream,
         on_close,
         keep_alive,
         headers=headers,

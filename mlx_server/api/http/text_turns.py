@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from mlx_server.engine.fair_slots import Asker, FairSlots, Slot
+from mlx_server.engine.fair_slots import FairSlots, Requester, Slot
 
 T = TypeVar("T")
 
@@ -36,10 +36,10 @@ class TextWorkers:
         self._parser_slots = FairSlots(1)
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
-    async def parse(self, asker: Asker, work: Callable[[], T]) -> T:
-        """Runs `work` off the event loop, at the asker's turn. For work that holds the GIL: one at a time, with a pause
-        as long as the work after each, in which streams go on."""
-        slot = await self._parser_slots.acquire(asker)
+    async def parse(self, requester: Requester, work: Callable[[], T]) -> T:
+        """Runs `work` off the event loop, at the requester's turn. For work that holds the GIL: one at a time, with a
+        pause as long as the work after each, in which streams go on."""
+        slot = await self._parser_slots.acquire(requester)
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         try:
@@ -51,8 +51,8 @@ class TextWorkers:
 class TextTurn:
     """The turn of one request, which may take several. Event-loop thread only."""
 
-    def __init__(self, workers: TextWorkers, asker: Asker) -> None:
-        self.asker = asker
+    def __init__(self, workers: TextWorkers, requester: Requester) -> None:
+        self.requester = requester
         self._workers = workers
         self._slot: Slot | None = None
         self._had_slot = False
@@ -64,14 +64,14 @@ class TextTurn:
         """Takes a slot if one is free. Returns whether the turn has begun."""
         self._is_over = False
         if self._slot is None:
-            self._take(self._workers.slots.try_acquire(self.asker))
+            self._take(self._workers.slots.try_acquire(self.requester))
         return self._slot is not None
 
     async def begin(self) -> None:
         """Waits for the turn. Raises `QuotaExceededError` if it is the first turn and too many requests of the key are
         waiting."""
         if not self.try_begin():
-            self._take(await self._workers.slots.acquire(self.asker, is_later=self._had_slot))
+            self._take(await self._workers.slots.acquire(self.requester, is_later=self._had_slot))
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Runs `work` in a thread. If the caller is cancelled, the work goes on and holds its slot until it is done, so

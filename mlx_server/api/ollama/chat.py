@@ -18,11 +18,11 @@ from starlette.responses import JSONResponse, Response
 from mlx_server.api.answers import vectors
 from mlx_server.api.answers.chat_plan import ChatCall, ChatPlan
 from mlx_server.api.answers.generation import Prompt
-from mlx_server.api.answers.vectors import MAX_INPUTS, PoolingAnswer, PoolingAsk
+from mlx_server.api.answers.vectors import MAX_INPUTS, PoolingAnswer, PoolingOptions
 from mlx_server.api.context import Context, ServerContext
 from mlx_server.api.http.body import AnyTypeTurnRoute
 from mlx_server.api.http.request_bounds import BOUNDED_TOOLS, FIRST_ERROR, Strings, at_most
-from mlx_server.api.http.sse import whole_or_streamed
+from mlx_server.api.http.sse import openapi_responses
 from mlx_server.api.ollama.output import NDJSON, AnswerWriter, chat_members, nanoseconds, text_members, timestamp
 from mlx_server.api.ollama.request import (
     ERROR_RESPONSES,
@@ -110,7 +110,7 @@ class GenerateRequest(OllamaFields):
 router = APIRouter(tags=["ollama"], route_class=AnyTypeTurnRoute, responses=ERROR_RESPONSES)
 
 
-@router.post("/api/chat", responses=whole_or_streamed("model", "created_at", "message", "done", media_type=NDJSON))
+@router.post("/api/chat", responses=openapi_responses("model", "created_at", "message", "done", media_type=NDJSON))
 async def chat(body: ChatRequest, request: Request, context: Context) -> Response:
     """A chat, streamed unless `stream` is false."""
     if not body.messages:
@@ -146,7 +146,7 @@ def _check_thinks(body: OllamaFields, call: OllamaCall, plan: ChatPlan) -> None:
         )
 
 
-@router.post("/api/generate", responses=whole_or_streamed("model", "created_at", "response", "done", media_type=NDJSON))
+@router.post("/api/generate", responses=openapi_responses("model", "created_at", "response", "done", media_type=NDJSON))
 async def generate(body: GenerateRequest, request: Request, context: Context) -> Response:
     """The answer to a prompt, streamed unless `stream` is false."""
     if not body.prompt and not body.suffix:
@@ -305,7 +305,7 @@ async def _embed(
     **more: Any,
 ) -> PoolingAnswer[FloatArray]:
     model = await find_name(context.pool, body.model)
-    found = await vectors.embed(request, context, PoolingAsk(model=model, truncation=truncation), texts, **more)
+    found = await vectors.embed(request, context, PoolingOptions(model=model, truncation=truncation), texts, **more)
     response.headers.update(found.headers)
     if not keep_model(context.pool, model, body.keep_alive, request):
         response.headers[NOT_ENFORCED_HEADER] = "keep_alive"

@@ -228,7 +228,7 @@ class PullRequest(ModelBody):
     stream: Annotated[Bool, BeforeValidator(default_true)] = True
 
 
-@admins.post("/api/pull", responses=sse.whole_or_streamed("status", media_type=NDJSON))
+@admins.post("/api/pull", responses=sse.openapi_responses("status", media_type=NDJSON))
 async def pull(body: PullRequest, request: Request, context: Context) -> Response:
     """Fetches a model that is not here yet, with lines of progress unless `stream` is false."""
     name = await find_name(context.pool, body.model)
@@ -245,7 +245,7 @@ async def pull(body: PullRequest, request: Request, context: Context) -> Respons
 
 
 def _streamed(fetch: Fetch | None) -> Response:
-    return sse.event_stream(sse.told_by(_lines(fetch)), 0, media_type=NDJSON)
+    return sse.event_stream(sse.from_generator(_lines(fetch)), 0, media_type=NDJSON)
 
 
 async def _lines(fetch: Fetch | None) -> AsyncGenerator[bytes, None]:

@@ -82,7 +82,7 @@ class AnswerWriter(Writer):
         """A line without text, for a silent stream: clients read each line as a part of the answer."""
         return self._line(**self._shown(), done=False)
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def full_body(self, answer: Answer) -> dict[str, Any]:
         (choice,) = answer.choices
         calls = [_call_body(index, call) for index, call in enumerate(choice.tool_calls)]
         shown = {**self._shown(choice.content, choice.reasoning, calls), **self._logprobs(choice)}
@@ -159,7 +159,7 @@ class AnswerWriter(Writer):
         usage: Usage,
         timings: RequestTimings | None,
     ) -> dict[str, Any]:
-        """The last line, or a whole answer. Times are in nanoseconds; that of the prompt runs from its first step to
+        """The last line, or a complete answer. Times are in nanoseconds; that of the prompt runs from its first step to
         the first output token."""
         call = self._call
         prompt_s = output_s = 0.0

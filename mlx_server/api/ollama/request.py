@@ -45,7 +45,7 @@ _DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+")
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 _MAX_DURATION_CHARS = 64
 
-_LEAST_TOP_P = 1e-6
+_MIN_TOP_P = 1e-6
 """What 0 stands for: only the likeliest token."""
 
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -53,7 +53,7 @@ _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_pen
 
 
 def duration_s(value: Any) -> float:
-    """Ollama's durations in seconds: a number, or a text like `300`, `5m` or `1h30m`. Negative means for ever:
+    """Ollama's durations in seconds: a number, or a text like `300`, `5m` or `1h30m`. Negative means forever:
     infinity. Raises `ValueError`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return math.inf if value < 0 or value > sys.float_info.max else float(value)
@@ -88,29 +88,29 @@ def _none_if_empty(value: Any) -> Any:
     return None if value == "" else value
 
 
-def _whole(value: Any) -> Any:
+def _integer(value: Any) -> Any:
     """Cuts fractions off, as Ollama does."""
     if isinstance(value, bool | str):
         raise ValueError("must be an integer")
     return int(value) if isinstance(value, float) and math.isfinite(value) else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole), WithJsonSchema({"type": "integer"})]
+Integer = Annotated[int, BeforeValidator(_integer), WithJsonSchema({"type": "integer"})]
 
 
 class Options(BaseModel):
     """`options`. Those that only say how a machine computes (`num_gpu`, `num_thread` ...) are ignored."""
 
-    num_predict: Whole | None = None
-    num_ctx: Whole | None = None
+    num_predict: Integer | None = None
+    num_ctx: Integer | None = None
     temperature: Number | None = Field(None, ge=0, le=100)
-    top_k: Whole | None = Field(None, le=MAX_TOP_K)
+    top_k: Integer | None = Field(None, le=MAX_TOP_K)
     top_p: Number | None = Field(None, ge=0)
     min_p: Number | None = Field(None, ge=0, le=1)
-    seed: Whole | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: Integer | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopStrings | None = None
     repeat_penalty: Number | None = None
-    repeat_last_n: Whole | None = Field(None, ge=-1)
+    repeat_last_n: Integer | None = Field(None, ge=-1)
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     typical_p: Annotated[Any, Refused((1,))] = None
@@ -128,7 +128,7 @@ class Options(BaseModel):
             yield name, getattr(self, name)
         yield "repetition_penalty", self.repeat_penalty
         yield "top_k", None if self.top_k is None else max(self.top_k, 0)
-        yield "top_p", None if self.top_p is None else min(max(self.top_p, _LEAST_TOP_P), 1.0)
+        yield "top_p", None if self.top_p is None else min(max(self.top_p, _MIN_TOP_P), 1.0)
         yield "seed", None if self.seed == -1 else self.seed
         yield "stop", None if self.stop is None else tuple(self.stop)
         yield "max_tokens", self.num_predict if (self.num_predict or 0) > 0 else None

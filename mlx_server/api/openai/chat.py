@@ -22,7 +22,7 @@ from mlx_server.api.http.request_bounds import (
     Objects,
     at_most,
 )
-from mlx_server.api.http.sse import whole_or_streamed
+from mlx_server.api.http.sse import openapi_responses
 from mlx_server.api.openai.document import CALL, IMAGE_URL, NULL, STRING, either, list_of, members, of_type
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int, Refused, TokenLimit
@@ -261,14 +261,14 @@ class ChatWriter(CompletionWriter):
         self._has_reasoning = body.include_reasoning is not False and not hides
         self._has_details = bool(body.logprobs or body.return_token_ids)
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        body = {**super().whole(answer), "object": "chat.completion", **self._prompt_ids}
+    def full_body(self, answer: Answer) -> dict[str, Any]:
+        body = {**super().full_body(answer), "object": "chat.completion", **self._prompt_ids}
         num_top = self._body.prompt_logprobs
         if num_top is not None:
             body["prompt_logprobs"] = prompt_logprobs(self._names, answer.choices[0].prompt_logprobs, num_top)
         return body
 
-    def whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def full_choice(self, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
         if choice.tool_calls:
             message["content"] = choice.content or None
@@ -343,7 +343,7 @@ router = APIRouter(tags=["chat"], route_class=TurnRoute)
 
 
 @router.post(
-    "/v1/chat/completions", responses=whole_or_streamed("id", "object", "created", "model", "choices", "usage")
+    "/v1/chat/completions", responses=openapi_responses("id", "object", "created", "model", "choices", "usage")
 )
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, context: Context) -> Response:
     """A chat completion, streamed with `stream: true`."""

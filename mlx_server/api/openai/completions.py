@@ -17,7 +17,7 @@ from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
-from mlx_server.api.http.sse import whole_or_streamed
+from mlx_server.api.http.sse import openapi_responses
 from mlx_server.api.openai.exchange import Exchange, open_exchange
 from mlx_server.api.openai.fields import Bool, GenerationFields, Int, TextsOrIds
 from mlx_server.api.openai.output import CompletionWriter, finite, prompt_logprobs
@@ -108,7 +108,7 @@ class TextWriter(CompletionWriter):
         only_prompt = Usage(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_rounded_tokens)
         return super().usage(only_prompt if self._body.is_scoring else usage)
 
-    def whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def full_choice(self, choice: Choice) -> dict[str, Any]:
         body = self._choice(choice, choice.prompt_logprobs)
         num_top = self._body.prompt_logprobs
         found = None if num_top is None else prompt_logprobs(self._names, choice.prompt_logprobs, num_top)
@@ -176,7 +176,7 @@ class TextWriter(CompletionWriter):
 router = APIRouter(tags=["completions"], route_class=TurnRoute)
 
 
-@router.post("/v1/completions", responses=whole_or_streamed("id", "object", "created", "model", "choices", "usage"))
+@router.post("/v1/completions", responses=openapi_responses("id", "object", "created", "model", "choices", "usage"))
 async def create_completion(body: CompletionRequest, request: Request, context: Context) -> Response:
     """Completions of one or several prompts, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
@@ -225,7 +225,7 @@ async def plan_prompts(
         if spec is None:
             return TextPlan(prompts, end_token_ids)
         grammars = exchange.engine.grammars
-        grammar = await grammars.threads.run(lambda: grammars.compile(spec), spec.param, turn.asker)
+        grammar = await grammars.threads.run(lambda: grammars.compile(spec), spec.param, turn.requester)
         exchange.request.state.notes = grammar.notes
         return TextPlan(prompts, end_token_ids, grammar.start)
 

@@ -40,10 +40,10 @@ NOT_ENFORCED_HEADER = "x-schema-not-enforced"
 
 
 class Writer(Protocol):
-    """Writes the answer to one job in a protocol's format: whole, or as the events of a stream. For a stream, the
+    """Writes the answer to one job in a protocol's format: complete, or as the events of a stream. For a stream, the
     result of a method may be empty."""
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def full_body(self, answer: Answer) -> dict[str, Any]:
         """Returns the body of an answer that is not streamed."""
         ...
 
@@ -137,7 +137,7 @@ class Exchange:
         """Runs `job` and returns its response, written by `writer`: streamed if the body asks for it, with `ping` as
         keep-alive. Raises the `ServeError` that refuses the job, or that ends it before anything is sent."""
         if not self.body.stream:
-            return await self._whole(job, writer)
+            return await self._full_response(job, writer)
         keep_alive_s = self.context.config.server.sse_keep_alive_s
         generation = await self._begin(job, keep_alive_s)
 
@@ -145,8 +145,8 @@ class Exchange:
             generation.close()
             writer.close()
 
-        tell = partial(_tell, generation, writer)
-        return sse.event_stream(tell, keep_alive_s, close, self._headers, ping, media_type)
+        write_stream = partial(_write_stream, generation, writer)
+        return sse.event_stream(write_stream, keep_alive_s, close, self._headers, ping, media_type)
 
     async def _begin(self, job: GenerationJob, timeout_s: float) -> Generation:
         """Starts a job and waits for its first output, but no longer than `timeout_s` (0: no limit), since a stream
@@ -159,13 +159,13 @@ class Exchange:
             undo.pop_all()
         return generation
 
-    async def _whole(self, job: GenerationJob, writer: Writer) -> Response:
+    async def _full_response(self, job: GenerationJob, writer: Writer) -> Response:
         with contextlib.closing(await self._start(job)) as generation:
             answer = await until_disconnect(self.request, collect(generation, job.n))
         headers = self._headers
 
         def write() -> Response:
-            return JSONResponse(writer.whole(answer), headers=headers)
+            return JSONResponse(writer.full_body(answer), headers=headers)
 
         if job.sampling.logprobs is None and job.sampling.prompt_logprobs is None:
             response = write()
@@ -209,10 +209,10 @@ async def open_exchange(
     return Exchange(request, context, body, engine, adapter, caller, request.state.request_id)
 
 
-async def _tell(generation: Generation, writer: Writer, out: sse.PieceWriter) -> None:
+async def _write_stream(generation: Generation, writer: Writer, out: sse.PieceWriter) -> None:
     """Writes a stream. Events that are available at the same time are written as one piece."""
 
-    def show(events: list[OutputEvent]) -> bool:
+    def emit(events: list[OutputEvent]) -> bool:
         piece = writer.write(events[0]) if len(events) == 1 else b"".join(map(writer.write, events))
         return not piece or out.write(piece)
 
@@ -220,7 +220,7 @@ async def _tell(generation: Generation, writer: Writer, out: sse.PieceWriter) ->
         opening = writer.opening(generation.has_output)
         if opening and not out.write(opening):
             await out.drain()
-        await generation.feed(show, out.drain)
+        await generation.feed(emit, out.drain)
         last = writer.closing()
     except Exception as error:
         info = error_info(error)

@@ -17,12 +17,12 @@ from mlx_server.api.openai.exchange import Exchange, Writer
 from mlx_server.engine.text.tokenizer import Tokenizer
 from mlx_server.outputs import PositionLogprobs, RequestTimings
 
-_LEAST_LOGPROB = -9999.0
+_MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
 
 
 class CompletionWriter(Writer):
-    """Writes the body around the choices, whole and in chunks. Subclasses write the choices."""
+    """Writes the body around the choices, complete and in chunks. Subclasses write the choices."""
 
     def __init__(self, exchange: Exchange, response_id: str, kind: str) -> None:
         """`kind` is the `object` field of a chunk."""
@@ -43,13 +43,13 @@ class CompletionWriter(Writer):
         self._repeats_usage = self._has_usage and options is not None and bool(options.continuous_usage_stats)
 
     @abstractmethod
-    def whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def full_choice(self, choice: Choice) -> dict[str, Any]:
         """Returns a choice of an answer that is not streamed."""
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def full_body(self, answer: Answer) -> dict[str, Any]:
         return {
             **self._head,
-            "choices": [self.whole_choice(choice) for choice in answer.choices],
+            "choices": [self.full_choice(choice) for choice in answer.choices],
             **self._ending(answer.usage, answer.timings),
         }
 
@@ -187,4 +187,4 @@ def _by_id(names: TokenNames, position: PositionLogprobs, num_top: int) -> dict[
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)
+    return max(logprob, _MIN_LOGPROB)

@@ -15,7 +15,7 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
-from mlx_server.api.answers.vectors import MAX_INPUTS, PoolingAnswer, PoolingAsk, embed, score
+from mlx_server.api.answers.vectors import MAX_INPUTS, PoolingAnswer, PoolingOptions, embed, score
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.request_bounds import FIRST_ERROR, at_most
@@ -29,9 +29,9 @@ Inputs = Annotated[list[str | list[int]], TextsOrIds(MAX_INPUTS, "inputs")]
 class PoolingFields(RequestFields):
     """The common fields of the routes for vectors and scores."""
 
-    def ask(self, prefix: str) -> PoolingAsk:
+    def options(self, prefix: str) -> PoolingOptions:
         truncation = InputTruncation(self.truncate_prompt_tokens, self.truncation_side or "right")
-        return PoolingAsk(
+        return PoolingOptions(
             model=self.model, truncation=truncation, priority=self.priority, request_id=self.client_id, prefix=prefix
         )
 
@@ -62,7 +62,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, context: C
     found = await embed(
         request,
         context,
-        body.ask("embd"),
+        body.options("embd"),
         body.input,
         dimensions=body.dimensions,
         prompt_name=body.prompt_name,
@@ -143,7 +143,7 @@ class ScoreRequest(PoolingFields):
 async def create_rerank(body: RerankRequest, request: Request, context: Context) -> Response:
     """The documents in the order of their relevance to a query, the best first."""
     pairs = [(body.query, document) for document in body.documents]
-    found = await score(request, context, body.ask("rerank"), pairs, ("query", "documents"), body.instruction)
+    found = await score(request, context, body.options("rerank"), pairs, ("query", "documents"), body.instruction)
     content = await turn_of(request).in_thread(lambda: to_json(_ranking(body, found)))
     return Response(content, headers=found.headers, media_type="application/json")
 
@@ -170,6 +170,6 @@ async def create_score(body: ScoreRequest, request: Request, context: Context) -
     """A score for each pair of texts, in their order."""
     names = ("text_1", "text_2")
     pairs = pair_up(body.text_1, body.text_2, names)
-    found = await score(request, context, body.ask("score"), pairs, names, body.instruction)
+    found = await score(request, context, body.options("score"), pairs, names, body.instruction)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(found.values)]
     return JSONResponse({**_list_head(found), "data": data, "usage": found.usage}, headers=found.headers)

@@ -20,7 +20,7 @@ from mlx_server.outputs import BlockMove, PoolChange
 class BlockPool(ABC):
     """A pool grows when an allocation would evict a cached block or fail, while `supply` allows it, up to `max_blocks`;
     `shrink` cuts it. Ids do not change when it grows. If it `is_changed`, `take_change` says what the runner must do
-    before the next step. `observer` hears what happens to the content of blocks. Not thread-safe."""
+    before the next step. `observer` is notified of what happens to the content of blocks. Not thread-safe."""
 
     def __init__(self, num_blocks: int, max_blocks: int | None = None, supply: BlockSupply | None = None) -> None:
         """Without `max_blocks` the pool never grows beyond `num_blocks`."""
@@ -58,8 +58,8 @@ class BlockPool(ABC):
         missing = num_blocks - len(self._free)
         return missing <= 0 or self._grow(missing, is_needed=True)
 
-    def shrink(self, num_blocks: int, puts_off: Callable[[list[Block]], bool] | None = None) -> int:
-        """Cuts the pool by up to `num_blocks`, unused blocks first, then cached ones unless `puts_off` says that their
+    def shrink(self, num_blocks: int, defers: Callable[[list[Block]], bool] | None = None) -> int:
+        """Cuts the pool by up to `num_blocks`, unused blocks first, then cached ones unless `defers` says that their
         content must stay for now. Returns how many blocks go; 0 while an earlier change waits for the next step. Their
         memory is free once the change is made, see `on_changed`."""
         num_cut = min(num_blocks, len(self._free), len(self._blocks) - 1)
@@ -69,7 +69,7 @@ class BlockPool(ABC):
         cached = [block.block_id for block in self._free if block.block_hash is not None]
         plan = plan_compaction(len(self._blocks) - num_cut, referenced, cached)
         lost = [self._blocks[block_id] for block_id in plan.evicted]
-        if puts_off is not None and puts_off(lost):
+        if defers is not None and defers(lost):
             return 0
         for block in lost:
             self._lose(block)

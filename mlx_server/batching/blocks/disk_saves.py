@@ -24,7 +24,7 @@ PIECE_BYTES = 64 * 2**20
 BESIDE_BYTES = 16 * 2**20
 """Copied out at a time while requests run, and no more until that is written."""
 
-_MOST_PASSED = 256
+_MAX_PASSED = 256
 _OWNER_BYTES = 8
 _ROOT = bytes(16)
 
@@ -146,8 +146,8 @@ class DiskSaves:
         self._worth: OrderedDict[bytes, _Save] = OrderedDict()  # cached contents to be saved, by digest
         self._evicted: dict[bytes, CopyPlace] = {}  # those of them that the next step overwrites
         self._piece_bytes = PIECE_BYTES
-        self._asked_bytes = 0
-        self.is_hasty = False  # memory is waited for that blocks hold which are to be saved
+        self._requested_bytes = 0
+        self.is_urgent = False  # memory is waited for that blocks hold which are to be saved
         self._submitted: deque[list[_Save]] = deque()
         blocks.before_eviction = self._on_eviction
         if blocks.checkpoints is not None:
@@ -189,37 +189,39 @@ class DiskSaves:
     def begin_step(self, piece_bytes: int) -> None:
         """A step is about to be composed. It may save `piece_bytes`, or a single larger content."""
         self._piece_bytes = piece_bytes
-        self._asked_bytes = piece_bytes if self.is_hasty else 0
+        self._requested_bytes = piece_bytes if self.is_urgent else 0
 
-    def ask(self, num_bytes: int) -> None:
-        """The step shall save up to `num_bytes`, although nothing is evicted."""
-        self._asked_bytes = max(self._asked_bytes, num_bytes)
+    def request(self, num_bytes: int) -> None:
+        """The step is to save up to `num_bytes`, although nothing is evicted."""
+        self._requested_bytes = max(self._requested_bytes, num_bytes)
 
-    def puts_off(self, blocks: Iterable[Block]) -> bool:
+    def defers(self, blocks: Iterable[Block]) -> bool:
         """Whether a cut of the pool must wait before it evicts `blocks`: some of them are to be saved, and each step
         saves a piece of them."""
         digests = (record_digest(block.block_hash, block.layer_group) for block in blocks if block.block_hash)
         is_going_on = bool(self._submitted) or not self.store.is_quiet
-        self.is_hasty = any(digest in self._worth for digest in digests) and (is_going_on or self.is_due)
-        return self.is_hasty
+        self.is_urgent = any(digest in self._worth for digest in digests) and (is_going_on or self.is_due)
+        return self.is_urgent
 
     def take(self) -> tuple[CopyPlace, ...]:
         """What the step that was just composed saves, as places before its change of the pool; `on_copied` follows if
         there is any."""
         evicted, self._evicted = self._evicted, {}
         evicted_bytes = sum([content_bytes(self.store, place.group) for place in evicted.values()])
-        room, most_bytes = self._room(), max(self._asked_bytes, self._piece_bytes if evicted else 0)
+        room, most_bytes = self._room(), max(self._requested_bytes, self._piece_bytes if evicted else 0)
         fits = evicted_bytes <= min(room, most_bytes) or not self._blocks.grows_block_by_block
         chosen: list[tuple[CopyPlace, _Save]] = []
         num_bytes = 0
-        for digest, place in self._candidates(evicted, evicted_first=fits, has_more=not fits or self._asked_bytes > 0):
+        for digest, place in self._candidates(
+            evicted, evicted_first=fits, has_more=not fits or self._requested_bytes > 0
+        ):
             size = content_bytes(self.store, place.group)
             if num_bytes + size > room or (chosen and num_bytes + size > most_bytes):
                 break
             chosen.append((place, self._worth.pop(digest)))
             num_bytes += size
         else:
-            self.is_hasty &= bool(chosen) and bool(self._worth)
+            self.is_urgent &= bool(chosen) and bool(self._worth)
         self._counters.num_blocks_not_saved += sum([self._worth.pop(digest, None) is not None for digest in evicted])
         self.landing.clear()
         if chosen:
@@ -267,7 +269,7 @@ class DiskSaves:
         blocks are left out: a step in flight may still write them."""
         if evicted_first:
             yield from evicted.items()
-        num_left = min(_MOST_PASSED, len(self._worth)) if has_more else 0
+        num_left = min(_MAX_PASSED, len(self._worth)) if has_more else 0
         while num_left and self._worth:
             digest, save = next(iter(self._worth.items()))
             place = evicted.get(digest) or self._find(save.block_hash, save.group)

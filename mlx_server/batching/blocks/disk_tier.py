@@ -30,12 +30,12 @@ from mlx_server.sampling_params import SamplingParams
 IDLE_S = 1.0
 """How long no request has run before blocks are saved without need."""
 
-_MOST_LOADS = 2
+_MAX_LOADS = 2
 
 _AHEAD_BYTES = 2 * PIECE_BYTES
 """Contents of one load that may be read but not yet copied."""
 
-_MOST_LOAD_S = 10.0
+_MAX_LOAD_S = 10.0
 """A load that takes longer ends: what has not been read by then is computed."""
 
 _LATE_S = 0.01
@@ -81,9 +81,9 @@ class _Item(NamedTuple):
 class _Load:
     """A load of a prefix of `end` blocks for the request `wanted_by`. Its first `first` blocks were a hit in memory.
 
-    Of the `items` to load, those before `next` have landed in the pool, and those from `next` to `asked` are being read
-    or are `staged`. `holder` holds the blocks as a running request would. For other requests that need the blocks, the
-    holder is the request that computes them.
+    Of the `items` to load, those before `next` have landed in the pool, and those from `next` to `requested` are being
+    read or are `staged`. `holder` holds the blocks as a running request would. For other requests that need the blocks,
+    the holder is the request that computes them.
     """
 
     holder: Request
@@ -93,7 +93,7 @@ class _Load:
     items: list[_Item]
     began_s: float
     next: int = 0
-    asked: int = 0
+    requested: int = 0
     bytes_ahead: int = 0
     bytes_landed: int = 0
     staged: dict[int, memoryview | None] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class DiskTier:
         self._is_busy = is_busy
         if is_busy:
             self._busy_until_s = now
-        self._store.set_busy(is_busy and not self.saves.is_hasty)
+        self._store.set_busy(is_busy and not self.saves.is_urgent)
         while self._arrived:
             load, number, content = self._arrived.popleft()
             if not load.is_over:
@@ -177,18 +177,18 @@ class DiskTier:
         self.saves.begin_step(piece)
         for load in list(self._loads):
             room -= self._land(load, room, now, is_first=room == piece)
-        if len(self._loads) < _MOST_LOADS:
+        if len(self._loads) < _MAX_LOADS:
             self._begin_loads(now)
         may_save = is_busy and not self._loads and self._blocks.grows_block_by_block and now >= self._next_save_s
         if may_save and self.saves.is_due and self._store.is_quiet:
-            self.saves.ask(min(BESIDE_BYTES if self._is_copied_beside else _IN_TURN_BYTES, piece))
+            self.saves.request(min(BESIDE_BYTES if self._is_copied_beside else _IN_TURN_BYTES, piece))
 
     def rest_s(self, now: float, *, is_idle: bool) -> float | None:
         """How long the loop may sleep if no request arrives: until a load takes too long, or, if there is no request at
         all (`is_idle`), until blocks are to be saved. None if nothing is due; a read or a write wakes the loop
         anyway."""
         if self._loads:
-            return max(0.0, min(load.began_s for load in self._loads) + _MOST_LOAD_S - now) + _LATE_S
+            return max(0.0, min(load.began_s for load in self._loads) + _MAX_LOAD_S - now) + _LATE_S
         if is_idle and self.saves.is_due:
             return max(0.0, self._busy_until_s + IDLE_S - now)
         return None
@@ -197,7 +197,7 @@ class DiskTier:
         """When there is nothing else to compute: saves a piece of what is worth keeping, after a second of that. Loads
         come first."""
         if not self._loads and now - self._busy_until_s >= IDLE_S:
-            self.saves.ask(PIECE_BYTES)
+            self.saves.request(PIECE_BYTES)
 
     def take_copies(self) -> BlockCopies | None:
         """What the step that was just composed copies; None if nothing. `on_copied` follows."""
@@ -253,7 +253,7 @@ class DiskTier:
         for head in self._waiting.heads(now):
             shortest = self._waiting.shortest(head.priority, now)
             for request in dict.fromkeys((head, shortest)):
-                if request is None or request.was_sought_on_disk or len(self._loads) >= _MOST_LOADS:
+                if request is None or request.was_sought_on_disk or len(self._loads) >= _MAX_LOADS:
                     continue
                 lacked = request.num_blocks_lacked
                 if lacked and not self._blocks.make_room(lacked + self._room_beside()):
@@ -288,7 +288,7 @@ class DiskTier:
         self._waiting.start(holder, is_load=True)
         load = _Load(holder, request, first, end, items, now)
         self._loads.append(load)
-        self._ask(load)
+        self._request_reads(load)
 
     def _is_stored(self, block_hash: bytes, group: int) -> bool:
         """Whether the store has a content. If only states are stored, blocks have no content and always count as
@@ -324,14 +324,14 @@ class DiskTier:
         holder.block_hashes = request.block_hashes[:end]
         return holder
 
-    def _ask(self, load: _Load) -> None:
+    def _request_reads(self, load: _Load) -> None:
         """Asks the store for contents, as many as may be staged."""
-        while load.asked < len(load.items):
-            number, item = load.asked, load.items[load.asked]
+        while load.requested < len(load.items):
+            number, item = load.requested, load.items[load.requested]
             num_bytes = content_bytes(self._store, item.group)
-            if load.asked > load.next and load.bytes_ahead + num_bytes > _AHEAD_BYTES:
+            if load.requested > load.next and load.bytes_ahead + num_bytes > _AHEAD_BYTES:
                 break
-            load.asked += 1
+            load.requested += 1
             load.bytes_ahead += num_bytes
             if not num_bytes:
                 load.staged[number] = _NOTHING
@@ -365,11 +365,11 @@ class DiskTier:
             load.bytes_ahead -= num_bytes
             load.bytes_landed += num_bytes
         self._waiting.advance(load.holder, self._num_hit(load) * BLOCK_SIZE)
-        if load.is_complete or is_broken or now - load.began_s > _MOST_LOAD_S:
+        if load.is_complete or is_broken or now - load.began_s > _MAX_LOAD_S:
             self._learn(load, now)
             self._end(load)
         else:
-            self._ask(load)
+            self._request_reads(load)
         return load.bytes_landed - before
 
     def _cache(self, holder: Request, item: _Item) -> None:

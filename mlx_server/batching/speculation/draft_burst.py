@@ -49,8 +49,8 @@ def choose_burst(
     """
     names = sorted(rates, key=lambda name: -rates[name])
     num_known = room.num_known_rows
-    most_rows = min(room.most, 2 * max(target.most_rows, num_known) - num_known)
-    most = min(most, most_rows)
+    max_rows = min(room.most, 2 * max(target.max_rows, num_known) - num_known)
+    most = min(most, max_rows)
     if not names or most < 1:
         return NO_BURST
     places, counts = np.arange(1, most + 1), np.arange(1, len(names) + 1)[:, None]
@@ -65,9 +65,9 @@ def choose_burst(
     decode_s = burst_s + curve[num_rows]
     again_s = _expected_rows_again(names, rates, most, room) * (curve[num_rows] - plain_s) / num_rows
     speeds = tokens / (decode_s + again_s + wait_s)
-    speeds[(num_rows > most_rows) | (decode_s > max(room.limit_s, plain_s))] = 0.0
+    speeds[(num_rows > max_rows) | (decode_s > max(room.limit_s, plain_s))] = 0.0
     best = int(speeds.argmax())
-    if speeds.flat[best] * plain_s <= room.least_gain * room.num_rows:
+    if speeds.flat[best] * plain_s <= room.min_gain * room.num_rows:
         return NO_BURST
     saved_s = plain_s - room.num_rows / float(speeds.flat[best])
     return Burst(best % most + 1, frozenset(names[: best // most + 1]), saved_s)

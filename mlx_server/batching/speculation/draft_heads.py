@@ -132,7 +132,7 @@ class HeadDrafts(DraftModel):
             return False
         follower = self._followers.get(request_id)
         if follower is not None and self._reached(follower) < held.first:
-            self._let_go(follower)
+            self._release(follower)
             follower = None
         if follower is None:
             follower = self._begin(request, held.first)

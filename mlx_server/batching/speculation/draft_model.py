@@ -101,7 +101,7 @@ class DraftModel:
         any later burst does."""
         follower = self._followers.pop(request.request_id, None)
         if follower is not None:
-            self._let_go(follower)
+            self._release(follower)
 
     def on_chunk(self, chunk: ScheduledChunk) -> None:
         """A step of the target model computes the chunk."""
@@ -116,14 +116,14 @@ class DraftModel:
         is_off = self._is_held or self._has_failed
         return NO_BURST if is_off else draft_burst.choose_burst(rates, most, room, target, self.costs, wait_s)
 
-    def _pass_over(self, free: Mapping[Request, int], burst: Burst) -> None:
+    def _skip(self, free: Mapping[Request, int], burst: Burst) -> None:
         """A step has no drafts for requests outside `burst`. They are tried again after a while, and so is a draft
         model that seems too slow."""
         for request in free:
             if request.request_id not in burst.request_ids:
-                self._acceptances.fade(request.request_id)
+                self._acceptances.decay(request.request_id)
         if free and not burst.depth:
-            self.costs.pass_over()
+            self.costs.skip()
 
     def would_draft(
         self, free: Mapping[Request, int], most: int, room: StepRoom, target: RowCosts, wait_s: float
@@ -134,7 +134,7 @@ class DraftModel:
         chosen = {self._followers[request_id] for request_id in wanted.request_ids}
         if any(self._would_compute(follower, chosen, wanted.saved_s) for follower in chosen):
             return True  # `compose` follows for the same step, and passes over
-        self._pass_over(free, wanted)
+        self._skip(free, wanted)
         return False
 
     def _would_compute(self, follower: Follower, wanted: set[Follower], saved_s: float) -> bool:
@@ -156,7 +156,7 @@ class DraftModel:
         take."""
         self._composed = _Composed()
         wanted = self.choose(free, most, room, target, wait_s)
-        self._pass_over(free, wanted)
+        self._skip(free, wanted)
         chosen = {r: self._followers[r.request_id] for r in free if r.request_id in wanted.request_ids}
         near = {r: f for r, f in chosen.items() if self._num_behind(f) <= BLOCK_SIZE}
         burst = wanted
@@ -232,7 +232,7 @@ class DraftModel:
         for other in others:
             if self.blocks.make_room(self.blocks.num_new_blocks(shadow, num_tokens, prefix)):
                 break
-            self._let_go(other)
+            self._release(other)
             prefix = self._find_prefix(follower)  # the other may have been the only one to hold its blocks
         block_ids = self.blocks.allocate(shadow, num_tokens, prefix)
         if block_ids is None:
@@ -268,7 +268,7 @@ class DraftModel:
         """Stops using the draft model; its runner has freed the pool."""
         self._has_failed = True
         for follower in self._followers.values():
-            self._let_go(follower)
+            self._release(follower)
         changes = [self._composed.change, self.blocks.take_change()]
         self.blocks.shrink(self.blocks.num_blocks)
         for change in (*changes, self.blocks.take_change()):
@@ -291,7 +291,7 @@ class DraftModel:
             return follower.num_behind()
         return shadow.num_tokens - BLOCK_SIZE * self.blocks.num_cached(shadow)
 
-    def _let_go(self, follower: Follower) -> None:
+    def _release(self, follower: Follower) -> None:
         shadow = follower.shadow
         if self.blocks.holds(shadow, 1):
             self.blocks.free(shadow.request_id)
@@ -315,14 +315,14 @@ class DraftModel:
             return
         if not self.blocks.num_free_blocks:
             for follower in self._followers.values():
-                self._let_go(follower)
+                self._release(follower)
         self.shrink(-(-self.blocks.num_free_blocks // 2))
 
     def hold_admission(self, is_held: bool) -> None:
         """While admission is held, nothing is drafted, and no block is referenced."""
         self._is_held = is_held
         for follower in self._followers.values() if is_held else ():
-            self._let_go(follower)
+            self._release(follower)
 
     def lowest_rank(self) -> None:
         """No request waits for a draft model's memory."""

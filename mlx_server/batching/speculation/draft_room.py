@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mlx_server.batching.limits import FEWEST_SAMPLED_ROWS, SchedulerLimits
+from mlx_server.batching.limits import MIN_SAMPLED_ROWS, SchedulerLimits
 from mlx_server.batching.policy import Policy
 from mlx_server.batching.request_table import RequestTable, Step
 from mlx_server.batching.speculation.drafting import (
-    LEAST_GAIN,
-    LEAST_GAIN_BESIDE_PROMPTS,
+    MIN_GAIN,
+    MIN_GAIN_BESIDE_PROMPTS,
     Drafts,
     Speculation,
     StepRoom,
@@ -92,7 +92,7 @@ class DraftRoom:
         always would not, and `may_gain` says so without a look at each of them."""
         speculation, running = self._speculation, self._table.running
         if not (speculation.has_model or speculation.may_gain(len(running), self._step_room(has_prompts=False))):
-            speculation.pass_over()
+            speculation.skip()
             return False
         in_flight = [r for r in running if _drafts(r) and r.num_in_flight and needs_no_result(r)]
         free = {request: room - 1 for request, room in self._rooms(in_flight).items()}
@@ -117,11 +117,11 @@ class DraftRoom:
         """
         limits, num_running = self._limits, len(self._table.running)
         num_rows = limits.max_num_batched_tokens // (1 + has_prompts) - num_running - num_again
-        most = max(0, min(num_rows, max(limits.max_num_seqs, FEWEST_SAMPLED_ROWS) - num_running))
+        most = max(0, min(num_rows, max(limits.max_num_seqs, MIN_SAMPLED_ROWS) - num_running))
         if has_prompts:
-            most = max(0, min(most, self._speculation.costs.most_rows - num_running - num_again))
-        least_gain = LEAST_GAIN_BESIDE_PROMPTS if has_prompts else LEAST_GAIN
-        return StepRoom(num_running, most, self._policy.target_s(), least_gain)
+            most = max(0, min(most, self._speculation.costs.max_rows - num_running - num_again))
+        min_gain = MIN_GAIN_BESIDE_PROMPTS if has_prompts else MIN_GAIN
+        return StepRoom(num_running, most, self._policy.target_s(), min_gain)
 
     def _rooms(self, requests: Iterable[Request]) -> dict[Request, int]:
         """The most drafts of each request: they end before its last token, and take no block that others may need. With

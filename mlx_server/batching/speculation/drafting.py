@@ -73,9 +73,9 @@ _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 _SLOWER_GAIN = 0.1
 _FASTER_GAIN = 0.5
-_MOST_SURPRISE = 2.0
+_MAX_RATIO = 2.0
 _FRESH_STEPS = 100
-_MOST_FRESH_STEPS = 400
+_MAX_FRESH_STEPS = 400
 _FORGIVING = 0.99
 """A time that was measured more than 100 steps ago shrinks by this factor in each step of other rows: to half in 70
 steps. If a new try is about as slow as the known time, that stays fresh for twice as many steps, up to 400."""
@@ -115,22 +115,22 @@ class RowCosts:
         if step_time_s < _AS_SLOW * known_s:
             self._fresh_for.pop(bucket, None)
         elif is_stale:
-            self._fresh_for[bucket] = min(2 * self._fresh_for.get(bucket, _FRESH_STEPS), _MOST_FRESH_STEPS)
+            self._fresh_for[bucket] = min(2 * self._fresh_for.get(bucket, _FRESH_STEPS), _MAX_FRESH_STEPS)
         gain = _FASTER_GAIN if step_time_s < known_s else _SLOWER_GAIN
-        self._seconds[bucket] = known_s + gain * (min(step_time_s, _MOST_SURPRISE * known_s) - known_s)
+        self._seconds[bucket] = known_s + gain * (min(step_time_s, _MAX_RATIO * known_s) - known_s)
 
     def _stale_for(self, bucket: int) -> int:
         """For how many steps the known time of a bucket has been shrinking."""
         measured_at = self._measured_at.get(bucket, self._num_steps)
         return max(0, self._num_steps - measured_at - self._fresh_for.get(bucket, _FRESH_STEPS))
 
-    def pass_over(self) -> None:
+    def skip(self) -> None:
         """Call when drafts were left out because of these times: counts as a step, so that the times get stale."""
         self._num_steps += 1
         self._known = None
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """The largest number of rows that was measured; 0 if none."""
         return max(self._seconds, default=0)
 
@@ -175,7 +175,7 @@ class Acceptance:
         self.num_agreed = _FORGETTING * self.num_agreed + num_accepted
         self.num_compared = _FORGETTING * self.num_compared + num_accepted + (num_accepted < num_drafts)
 
-    def fade(self) -> None:
+    def decay(self) -> None:
         """Counts a step without drafts. After some hundreds of them, a request that stopped drafting tries again."""
         self.num_agreed *= _RETRY
         self.num_compared *= _RETRY
@@ -197,17 +197,17 @@ class Acceptances:
         self._by_request.setdefault(request_id, Acceptance()).add(num_drafts, num_accepted)
         self._of_all.add(num_drafts, num_accepted)
 
-    def fade(self, request_id: str) -> None:
+    def decay(self, request_id: str) -> None:
         """Call when a step has no drafts for the request."""
         own = self._by_request.get(request_id)
         if own is not None:
-            own.fade()
+            own.decay()
 
-    def fade_all(self) -> None:
+    def decay_all(self) -> None:
         """Call when a step has no drafts for any request."""
-        self._of_all.fade()
+        self._of_all.decay()
         for own in self._by_request.values():
-            own.fade()
+            own.decay()
 
     @property
     def best_rate(self) -> float:
@@ -218,8 +218,8 @@ class Acceptances:
         self._by_request.pop(request_id, None)
 
 
-LEAST_GAIN = 1.05
-LEAST_GAIN_BESIDE_PROMPTS = 1.5
+MIN_GAIN = 1.05
+MIN_GAIN_BESIDE_PROMPTS = 1.5
 """Beside prompts, the time of drafts leads to more and shorter prompt chunks, each of which reads all weights."""
 
 _WAIT_GAIN = 0.2
@@ -227,7 +227,7 @@ _WAIT_GAIN = 0.2
 
 class StepRoom(NamedTuple):
     """The rows of a step. Without drafts it has `num_rows`, one for each running request. Drafts may add up to `most`,
-    if decoding then takes at most `limit_s` and gives `least_gain` times as many tokens a second.
+    if decoding then takes at most `limit_s` and gives `min_gain` times as many tokens a second.
 
     The time of prompts in the step does not count, and a request that computes its prompt counts as if it decoded, as
     it soon will. The time that drafts take is lost to prompts, so drafts pay off only if their tokens would take longer
@@ -241,7 +241,7 @@ class StepRoom(NamedTuple):
     num_rows: int
     most: int = 256
     limit_s: float = math.inf
-    least_gain: float = LEAST_GAIN
+    min_gain: float = MIN_GAIN
     num_known: Mapping[str, int] | None = None
 
     @property
@@ -279,13 +279,13 @@ def choose_depths(
         for place in range(1, count + 1)
     ]
     gains.sort(key=lambda gain: -gain[0])
-    del gains[max(0, min(room.most, 2 * max(costs.most_rows, num_rows) - num_rows)) :]
+    del gains[max(0, min(room.most, 2 * max(costs.max_rows, num_rows) - num_rows)) :]
     if not gains:
         return {}
     plain_s, *drafted_s = costs.curve(num_rows, num_rows + len(gains))
     if plain_s <= 0.0:
         return {}
-    tokens, best, best_count = float(room.num_rows), room.least_gain * room.num_rows / plain_s, 0
+    tokens, best, best_count = float(room.num_rows), room.min_gain * room.num_rows / plain_s, 0
     num_again = 0.0
     for count, ((gain, _, again), decode_s) in enumerate(zip(gains, drafted_s), start=1):
         if decode_s > max(room.limit_s, plain_s):
@@ -361,13 +361,13 @@ class Speculation:
 
     def choose(self, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
         """The drafts of a step. `free` is how many each request has room for; grammars may allow fewer. Requests whose
-        drafts are not worth their rows fade, so that they are tried again later."""
+        drafts are not worth their rows decay, so that they are tried again later."""
         found, depths = self.plan(free, room)
         if not depths:
-            self.pass_over()
+            self.skip()
             return {}
         for request_id in found.keys() - depths.keys():
-            self._acceptances.fade(request_id)
+            self._acceptances.decay(request_id)
         return {
             request_id: Drafts(found[request_id].token_ids[:depth], found[request_id].bitmasks[:depth])
             for request_id, depth in depths.items()
@@ -390,9 +390,9 @@ class Speculation:
         best = {"any": self._acceptances.best_rate}
         return bool(choose_depths({"any": self.max_draft_tokens}, best, room, self.costs, self.wait_s))
 
-    def pass_over(self) -> None:
+    def skip(self) -> None:
         """Call when a step has no drafts, so that they are tried again later."""
-        self._acceptances.fade_all()
+        self._acceptances.decay_all()
 
     def would_draft(self, free: Mapping[Request, int], room: StepRoom) -> bool:
         """Whether the next step would carry drafts if it waited until the tokens of these requests are known."""

@@ -24,7 +24,7 @@ from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, 
 from mlx_server.runtime.kernels.trials import Clock, exact_kv, median_times
 
 _RUN_BLOCKS = 8
-_MOST_LAYER_BYTES = 256 * 2**20
+_MAX_LAYER_BYTES = 256 * 2**20
 """The most K/V of all layers of a case, unless one layer has more: more than caches hold."""
 
 _NUM_COPIES = 8
@@ -69,7 +69,7 @@ class Case:
     def num_layers(self, most: int) -> int:
         """The number of layers to run: at most `most`, and as many as replace the contents of all caches in each
         run."""
-        return max(1, min(most, _MOST_LAYER_BYTES // self.kv_bytes))
+        return max(1, min(most, _MAX_LAYER_BYTES // self.kv_bytes))
 
 
 class World:

@@ -32,7 +32,7 @@ from mlx_server.bench.lab.attention import (
     sweep,
 )
 from mlx_server.bench.lab.products import add_product_arguments, measure_all, product_document, render_products
-from mlx_server.bench.tables import document_of, format_rate, render_items, tell, write_json
+from mlx_server.bench.tables import document_of, format_rate, print_progress, render_items, write_json
 from mlx_server.config import FEWER_KV, FULL_KV
 from mlx_server.errors import ServeError
 from mlx_server.runtime.attention.backends import choose_backend
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         for case in [*decodes, *prefills]:
             results.append(measure_case(case, backend, args.layers, args.repeat))
             mx.clear_cache()
-            tell(f"{describe_case(case)}, {describe_shape(shape)}: {results[-1].speedup:.2f}x MLX")
+            print_progress(f"{describe_case(case)}, {describe_shape(shape)}: {results[-1].speedup:.2f}x MLX")
     print(render_results(results, copy))
     products = measure_all(args, _dtype(args))
     if products:
@@ -118,9 +118,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure_case(case: Case, backend: AttentionBackend, most_layers: int, num_repeats: int) -> Result:
+def measure_case(case: Case, backend: AttentionBackend, max_layers: int, num_repeats: int) -> Result:
     """Compares the results of the backend with those of MLX, then times both. Raises `ServeError` if they differ."""
-    world = World(case, case.num_layers(most_layers), backend)
+    world = World(case, case.num_layers(max_layers), backend)
     paged, contiguous = world.paged(backend), world.contiguous()
     difference = float(mx.abs(paged().astype(mx.float32) - contiguous().astype(mx.float32)).max())
     if not difference <= _TOLERANCES[case.shape.dtype]:
@@ -136,12 +136,12 @@ def measure_case(case: Case, backend: AttentionBackend, most_layers: int, num_re
 
 
 def sweep_decodes(
-    decodes: Sequence[Case], backend: GpuBackend, make_backend: MakeBackend, most_layers: int, num_repeats: int
+    decodes: Sequence[Case], backend: GpuBackend, make_backend: MakeBackend, max_layers: int, num_repeats: int
 ) -> Sweep:
     """Tries all variants with decodes of one shape, whose K/V `backend` stores."""
-    worlds = [World(case, case.num_layers(most_layers), backend) for case in decodes]
+    worlds = [World(case, case.num_layers(max_layers), backend) for case in decodes]
     shape = decodes[0].shape
-    tell(f"{describe_shape(shape)}: trying {len(kernel_variants(shape))} variants")
+    print_progress(f"{describe_shape(shape)}: trying {len(kernel_variants(shape))} variants")
     timed = sweep(shape, make_measure(worlds, make_backend, num_repeats))
     return Sweep(tuple(decodes), backend.plan(worlds[0].step).num_cores, tuple(timed))
 
@@ -149,14 +149,14 @@ def sweep_decodes(
 def _store(found: Sweep) -> None:
     """Prints the sweep and stores its fastest variant for the server. Raises `ServeError` if that cannot be written."""
     if not found.timed:
-        tell(f"{describe_shape(found.shape)}: no variant runs here")
+        print_progress(f"{describe_shape(found.shape)}: no variant runs here")
         return
     print(f"{render_sweep(found)}\n")
     try:
         path = store_choices({found.shape: found.best})
     except OSError as error:
         raise ServeError(f"The fastest variant cannot be stored: {error}.") from error
-    tell(f"stored the fastest in {path}")
+    print_progress(f"stored the fastest in {path}")
 
 
 def _backend(name: str, shape: DecodeShape) -> AttentionBackend:

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from mlx_server.bench.arguments import crossed_numbers, from_1
 from mlx_server.bench.lab.attention import Copy
-from mlx_server.bench.tables import document_of, format_rate, render_items, tell
+from mlx_server.bench.tables import document_of, format_rate, print_progress, render_items
 from mlx_server.runtime.kernels.gpu.product_choice import chain
 from mlx_server.runtime.kernels.gpu.products import Form, ProductKernels, form_maker
 from mlx_server.runtime.kernels.gpu.stored import dtype_name
@@ -114,7 +114,7 @@ def measure_all(args: argparse.Namespace, dtype: mx.Dtype) -> list[ProductResult
     for columns, depth in args.products:
         for bits in args.product_bits:
             weight = Weight(columns, depth, _BITS[bits], dtype)
-            tell(f"{weight}: products of {', '.join(map(str, args.rows))} rows")
+            print_progress(f"{weight}: products of {', '.join(map(str, args.rows))} rows")
             results += measure_products(weight, args.rows, own_products(), args.layers, args.repeat)
             mx.clear_cache()
     return results

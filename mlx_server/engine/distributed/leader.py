@@ -22,9 +22,9 @@ from typing import TypeVar
 from mlx_server.config import Config
 from mlx_server.engine.distributed.rank_link import (
     TOKEN_BYTES,
-    Alive,
     Done,
     Failed,
+    Heartbeat,
     Hello,
     Link,
     Memory,
@@ -185,7 +185,7 @@ class Leader(Ranks):
                 message = link.receive()
                 if isinstance(message, Memory):
                     self._readings[rank] = message.reading
-                    link.send(Alive())
+                    link.send(Heartbeat())
                 elif isinstance(message, Done):
                     self._settle(rank, message)
                 elif isinstance(message, Failed):
@@ -251,14 +251,14 @@ def gather_ranks(config: Config, thread: MLXThread) -> Leader:
         try:
             thread.call(partial(from_first, group, invitation)).result(_JOIN_S)
             while len(links) < size - 1:
-                _welcome(server.accept()[0], token, links, shared_settings(config))
+                _accept_rank(server.accept()[0], token, links, shared_settings(config))
         except TimeoutError:
             raise ConfigError(f"{size - 1 - len(links)} of {size} ranks did not connect to {host}.") from None
     logger.info("All %d ranks are here", size)
     return Leader(group, links, thread)
 
 
-def _welcome(connected: socket.socket, token: bytes, links: dict[int, Link], own: dict[str, str]) -> None:
+def _accept_rank(connected: socket.socket, token: bytes, links: dict[int, Link], own: dict[str, str]) -> None:
     """Adds a connection to `links` if it is a rank. Raises `ConfigError` if its settings differ from our `own`."""
     try:
         link = Link(connected, token, is_leader=True)

@@ -82,7 +82,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class Heartbeat:
     """Rank 0's answer to `Memory`."""
 
 
@@ -105,7 +105,7 @@ class Stop:
     status: int
 
 
-Message = SchedulerOutput | Hello | Load | MakeRunner | Done | Memory | Alive | Failed | Unload | Stop
+Message = SchedulerOutput | Hello | Load | MakeRunner | Done | Memory | Heartbeat | Failed | Unload | Stop
 _KINDS: tuple[type[Any], ...] = get_args(Message)
 _DECODERS = [msgspec.msgpack.Decoder(kind) for kind in _KINDS]
 

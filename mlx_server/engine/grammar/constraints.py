@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 import llguidance
 
-from mlx_server.engine.fair_slots import ANYONE, Asker, FairSlots, Slot, in_daemon_thread, own_clock
+from mlx_server.engine.fair_slots import ANYONE, FairSlots, Requester, Slot, in_daemon_thread, own_clock
 from mlx_server.engine.grammar.schema import MAX_SOURCE_CHARS, check_length, keep_bounds
 from mlx_server.engine.grammar.spec import StructuredKind, StructuredSpec
 from mlx_server.engine.grammar.structural_tag import LarkWriter, json_options, structural_tag_grammar
@@ -249,30 +249,30 @@ class GuardedConstraint:
         self._has_failed = False
 
     def accept(self, token_id: int) -> bool:
-        return self._ask(lambda: self._inner.accept(token_id), bool)
+        return self._guarded(lambda: self._inner.accept(token_id), bool)
 
     def forced_tokens(self) -> Sequence[int]:
-        return self._ask(self._inner.forced_tokens, tuple)
+        return self._guarded(self._inner.forced_tokens, tuple)
 
     def bitmask(self) -> bytes | None:
-        return self._ask(self._inner.bitmask, self._last_mask)
+        return self._guarded(self._inner.bitmask, self._last_mask)
 
     def fork(self) -> TokenConstraint | None:
-        inner = self._ask(self._inner.fork, lambda: None)
+        inner = self._guarded(self._inner.fork, lambda: None)
         return None if inner is None else GuardedConstraint(inner, self._request_id, self._end_ids)
 
     def is_terminated(self) -> bool:
-        return self._ask(self._inner.is_terminated, bool)
+        return self._guarded(self._inner.is_terminated, bool)
 
     @property
     def error(self) -> str | None:
-        return self._ask(lambda: self._inner.error, lambda: None)
+        return self._guarded(lambda: self._inner.error, lambda: None)
 
-    def _ask(self, question: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    def _guarded(self, call: Callable[[], T], otherwise: Callable[[], T]) -> T:
         if self._has_failed:
             return otherwise()
         try:
-            return question()
+            return call()
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # a panic in a native library is not an Exception
@@ -299,13 +299,13 @@ class GrammarThreads:
         self._patience_s = patience_s
         self._slots = FairSlots(num_threads)
 
-    async def run(self, work: Callable[[], T], param: str, asker: Asker = ANYONE) -> T:
+    async def run(self, work: Callable[[], T], param: str, requester: Requester = ANYONE) -> T:
         """Returns or raises what `work` does. Raises `InvalidRequestError` with the request's field `param` if the work
         takes too much processor time, and `OverloadedError` if it got too little of it, or if no thread was free in
         time. Abandoned work continues, and keeps its thread until it is done."""
         try:
             async with asyncio.timeout(self._patience_s):
-                slot = await self._slots.acquire(asker)
+                slot = await self._slots.acquire(requester)
         except TimeoutError:
             raise OverloadedError(
                 f"The compilation of other requests' grammars takes more than {self._patience_s:g} s; try again.",

@@ -77,28 +77,28 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromptRequests:
     """A prompt and its requests, one for each answer."""
 
-    prompt: str | None
+    text: str | None
     requests: tuple[GenerationRequest, ...]
 
 
-class Asker:
+class RequestBuilder:
     """Makes requests of prompts and chats. Any thread."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._ids = itertools.count()
 
-    def prompts(self, prompts: Any, sampling: Any, adapters: Any) -> list[Asked]:
+    def prompts(self, prompts: Any, sampling: Any, adapters: Any) -> list[PromptRequests]:
         """Makes the requests of each prompt. `sampling` and `adapters` are one for all prompts, or one for each. Raises
         `InvalidRequestError`."""
         each = as_prompts(prompts)
         samplings = for_each(sampling, len(each), "prompts", "sampling_params", SamplingParams)
         return list(map(self.prompt, each, samplings, for_each(adapters, len(each), "prompts", "adapters", str)))
 
-    def prompt(self, prompt: Prompt, sampling: SamplingParams | None, adapter: str | None) -> Asked:
+    def prompt(self, prompt: Prompt, sampling: SamplingParams | None, adapter: str | None) -> PromptRequests:
         """Raises `InvalidRequestError`."""
         if isinstance(prompt, Mapping):
             found = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
@@ -107,8 +107,8 @@ class Asker:
             return self.prompt(found[0], sampling, adapter)
         if isinstance(prompt, str):
             token_ids: Sequence[int] = self._engine.tokenizer.encode(prompt)
-            return self._asked(prompt, token_ids, sampling, adapter, continues_text=True)
-        return self._asked(None, plain_ints(prompt, "prompt"), sampling, adapter, continues_text=True)
+            return self._build(prompt, token_ids, sampling, adapter, continues_text=True)
+        return self._build(None, plain_ints(prompt, "prompt"), sampling, adapter, continues_text=True)
 
     def chat(
         self,
@@ -117,7 +117,7 @@ class Asker:
         adapter: str | None,
         tools: Sequence[dict[str, Any]] | None,
         options: ChatOptions,
-    ) -> Asked:
+    ) -> PromptRequests:
         """Raises `InvalidRequestError`."""
         seeing = self._engine.vision
         parts = None if seeing is None else ImageParts()
@@ -125,7 +125,7 @@ class Asker:
         pictures = None if seeing is None or parts is None or not parts.found else self._prepared(seeing, parts)
         prompt = self._engine.chat.format(marked, tools, options, pictures=pictures)
         continues_text = options.continue_final_message
-        return self._asked(
+        return self._build(
             prompt.text, prompt.token_ids, sampling, adapter, continues_text=continues_text, images=prompt.images
         )
 
@@ -147,7 +147,7 @@ class Asker:
                     raise InvalidRequestError(f"{part.where} is an image that {error}.", part.where) from error
         return Pictures(seeing, parts, prepared)
 
-    def _asked(
+    def _build(
         self,
         text: str | None,
         token_ids: Sequence[int],
@@ -156,7 +156,7 @@ class Asker:
         *,
         continues_text: bool,
         images: tuple[PromptImage, ...] = (),
-    ) -> Asked:
+    ) -> PromptRequests:
         sampling = self._engine.default_sampling if sampling is None else sampling
         grammar = self._grammar(sampling)
         each = replace(sampling, n=1, structured_outputs=None)
@@ -175,7 +175,7 @@ class Asker:
             )
             for index in range(sampling.n)
         ]
-        return Asked(text, tuple(requests))
+        return PromptRequests(text, tuple(requests))
 
     def _grammar(self, sampling: SamplingParams) -> CompiledGrammar | None:
         if sampling.structured_outputs is None:
@@ -227,17 +227,17 @@ def for_each(given: Any, count: int, of_what: str, name: str, kind: type[Any]) -
     if len(given) != count:
         raise InvalidRequestError(f"There are {count} {of_what} and {len(given)} {name}.", name)
     each = list(given)
-    strange = next((one for one in each if not isinstance(one, kind | None)), None)
-    if strange is not None:
-        raise InvalidRequestError(f"{name} must be {kind.__name__} each, got {type(strange).__name__}.", name)
+    wrong = next((one for one in each if not isinstance(one, kind | None)), None)
+    if wrong is not None:
+        raise InvalidRequestError(f"{name} must be {kind.__name__} each, got {type(wrong).__name__}.", name)
     return each
 
 
-async def complete(engine: AsyncEngine, asked: Sequence[Asked], use_tqdm: bool) -> list[Completion]:
+async def complete(engine: AsyncEngine, prompts: Sequence[PromptRequests], use_tqdm: bool) -> list[Completion]:
     """Completes all prompts in one continuous batch."""
-    requests = itertools.chain.from_iterable(one.requests for one in asked)
+    requests = itertools.chain.from_iterable(one.requests for one in prompts)
     answers = iter(await run_all(engine, requests, "Completions", use_tqdm))
-    return [_completion(one, list(itertools.islice(answers, len(one.requests)))) for one in asked]
+    return [_completion(one, list(itertools.islice(answers, len(one.requests)))) for one in prompts]
 
 
 async def run_all(
@@ -256,11 +256,11 @@ async def run_all(
             stream.abort()
 
 
-def _completion(asked: Asked, answers: Sequence[Sequence[CompletionDelta]]) -> Completion:
+def _completion(prompt: PromptRequests, answers: Sequence[Sequence[CompletionDelta]]) -> Completion:
     first = answers[0]
     return Completion(
-        prompt=asked.prompt,
-        prompt_token_ids=tuple(asked.requests[0].prompt_token_ids),
+        prompt=prompt.text,
+        prompt_token_ids=tuple(prompt.requests[0].prompt_token_ids),
         outputs=tuple(_output(index, deltas) for index, deltas in enumerate(answers)),
         num_cached_tokens=first[-1].num_cached_tokens,
         prompt_logprobs=tuple(itertools.chain.from_iterable(delta.prompt_logprobs for delta in first)),

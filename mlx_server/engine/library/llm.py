@@ -14,13 +14,13 @@ from mlx_server.config import Config, load_config
 from mlx_server.engine.embeddings import InputTruncation, embedder_of, pair_up, scorer_of
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.library.completions import (
-    Asked,
-    Asker,
     Chat,
     Completion,
     CompletionOutput,
     Embedding,
     Prompt,
+    PromptRequests,
+    RequestBuilder,
     complete,
     for_each,
     pool,
@@ -108,7 +108,7 @@ class LLM:
         `InvalidRequestError` before anything runs if a prompt cannot be served, `ModelNotFoundError` for an unknown
         adapter, and `EngineDeadError` if the model fails.
         """
-        return self._complete(self._llm.asker.prompts(prompts, sampling_params, adapters), use_tqdm)
+        return self._complete(self._llm.builder.prompts(prompts, sampling_params, adapters), use_tqdm)
 
     def chat(
         self,
@@ -135,11 +135,11 @@ class LLM:
             chat_template=chat_template,
             template_kwargs=chat_template_kwargs or {},
         )
-        asked = [
-            self._llm.asker.chat(chat, params, adapter, tools, options)  # type: ignore[arg-type]
+        prompts = [
+            self._llm.builder.chat(chat, params, adapter, tools, options)  # type: ignore[arg-type]
             for chat, params, adapter in zip(chats, sampling, named, strict=True)
         ]
-        return self._complete(asked, use_tqdm)
+        return self._complete(prompts, use_tqdm)
 
     def embed(
         self,
@@ -205,8 +205,8 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _complete(self, asked: Sequence[Asked], use_tqdm: bool) -> list[Completion]:
-        return self._loop.run(complete(self.engine, asked, use_tqdm))
+    def _complete(self, prompts: Sequence[PromptRequests], use_tqdm: bool) -> list[Completion]:
+        return self._loop.run(complete(self.engine, prompts, use_tqdm))
 
 
 class AsyncLLM:
@@ -231,7 +231,7 @@ class AsyncLLM:
         except BaseException:
             self._thread.stop()
             raise
-        self.asker = Asker(self.engine)
+        self.builder = RequestBuilder(self.engine)
 
     async def start(self) -> None:
         """Loads the model; raises what loading raises."""
@@ -258,7 +258,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Streams the answer to one prompt. Closing the generator aborts the request. Its first item raises as
         `LLM.generate` does."""
-        return self._answer(partial(self.asker.prompt, prompt, sampling_params, adapter))
+        return self._answer(partial(self.builder.prompt, prompt, sampling_params, adapter))
 
     def chat(
         self,
@@ -271,7 +271,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Streams the answer to one chat, as `generate` does."""
         return self._answer(
-            partial(self.asker.chat, messages, sampling_params, adapter, tools, options or ChatOptions())
+            partial(self.builder.chat, messages, sampling_params, adapter, tools, options or ChatOptions())
         )
 
     async def complete(
@@ -282,7 +282,7 @@ class AsyncLLM:
         adapters: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """As `LLM.generate`, without a progress bar."""
-        return await complete(self.engine, self.asker.prompts(prompts, sampling_params, adapters), use_tqdm=False)
+        return await complete(self.engine, self.builder.prompts(prompts, sampling_params, adapters), use_tqdm=False)
 
     async def embed(
         self,
@@ -320,11 +320,11 @@ class AsyncLLM:
         plan = scorer.plan(pair_up(firsts, seconds, names), names, InputTruncation(truncate_prompt_tokens))
         return plan.scores(await pool(self.engine, plan.inputs, scorer.params, use_tqdm))
 
-    async def _answer(self, ask: Callable[[], Asked]) -> AsyncGenerator[CompletionDelta, None]:
-        asked = await asyncio.to_thread(ask)  # a long text or an image takes up to a second
-        if len(asked.requests) > 1:
+    async def _answer(self, build: Callable[[], PromptRequests]) -> AsyncGenerator[CompletionDelta, None]:
+        prompt = await asyncio.to_thread(build)  # a long text or an image takes up to a second
+        if len(prompt.requests) > 1:
             raise InvalidRequestError("Only one answer can be streamed; use complete for several, or n=1.", "n")
-        stream = self.engine.submit(asked.requests[0])
+        stream = self.engine.submit(prompt.requests[0])
         try:
             async for delta in stream:
                 yield delta

@@ -23,7 +23,7 @@ _SAVING_S = 0.05
 _PATIENT_SHARE = 0.5
 """The part of the time for freeing memory in which cached prefixes may be saved on disk first."""
 
-_MOST_PUT_OFF = 2
+_MAX_PUT_OFF = 2
 """The number of samples for which a cut under pressure may wait for that."""
 
 _HYSTERESIS = 0.03
@@ -154,7 +154,7 @@ class MemoryGuard:
         else:
             is_urgent = level >= PressureLevel.PREEMPT
             num_blocks = self._num_idle_blocks if is_urgent else -(-self._num_idle_blocks // 2)
-            saves_first = not is_urgent and self._num_put_off < _MOST_PUT_OFF
+            saves_first = not is_urgent and self._num_put_off < _MAX_PUT_OFF
             is_cut = self._shrink(num_blocks, saves_first=saves_first) > 0
             self.counters.num_pressure_cuts += is_cut
             self._num_put_off = 0 if is_cut or not num_blocks else self._num_put_off + 1

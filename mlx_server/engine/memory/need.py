@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_server.batching.limits import FEWEST_SAMPLED_ROWS
+from mlx_server.batching.limits import MIN_SAMPLED_ROWS
 from mlx_server.config import BLOCK_SIZE, FEWER_KV, WHOLE_WEIGHTS, Config, ModelConfig
 from mlx_server.engine.loading import find_model
 from mlx_server.errors import ModelLoadError
@@ -374,14 +374,14 @@ def _activation_bytes(config: Config, described: Mapping[str, Any], weights_byte
             described,
             weights_bytes=weights_bytes,
             num_tokens=settings.max_num_batched_tokens,
-            num_seqs=max(settings.max_num_seqs, FEWEST_SAMPLED_ROWS),
+            num_seqs=max(settings.max_num_seqs, MIN_SAMPLED_ROWS),
             context_tokens=config.model.max_model_len or _first_size(described, *CONTEXT_KEYS) or _NO_BOUND,
             item_bytes=_item_bytes(config.model, 2),
             buffer_elements=max_elements(),
         )
     shape = _Shape.of(described)
     num_elements = settings.max_num_batched_tokens * (shape.hidden + max(shape.inner, 4 * shape.hidden))
-    num_elements += max(settings.max_num_seqs, FEWEST_SAMPLED_ROWS) * shape.vocab
+    num_elements += max(settings.max_num_seqs, MIN_SAMPLED_ROWS) * shape.vocab
     return _HELD_AT_A_TIME * _DTYPE_BYTES["float32"] * num_elements
 
 

@@ -46,8 +46,8 @@ HIGH_WATER_MARK = 100_000
 """The most messages that wait for one subscriber. It loses later ones, and notices that by the sequence numbers."""
 
 _RING_BYTES = 32 * 2**20
-_MOST_BLOCKS_AN_EVENT = 256
-_MOST_BLOCKS_A_BATCH = 2048
+_MAX_BLOCKS_AN_EVENT = 256
+_MAX_BLOCKS_A_BATCH = 2048
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 200
 _PAUSE_MS = 10
@@ -146,17 +146,17 @@ class ModelEvents:
             self._cache.mirror.apply(change)
 
 
-def _events(cache: CacheEvents, news: Announcement) -> Iterator[dict[str, Any]]:
-    if news.is_cleared:
+def _events(cache: CacheEvents, announcement: Announcement) -> Iterator[dict[str, Any]]:
+    if announcement.is_cleared:
         yield {"type": "AllBlocksCleared"}
-    for hashes, medium in ((news.removed, MEMORY), (news.removed_from_disk, DISK)):
-        for first in range(0, len(hashes), _MOST_BLOCKS_A_BATCH):
-            some = hashes[first : first + _MOST_BLOCKS_A_BATCH]
+    for hashes, medium in ((announcement.removed, MEMORY), (announcement.removed_from_disk, DISK)):
+        for first in range(0, len(hashes), _MAX_BLOCKS_A_BATCH):
+            some = hashes[first : first + _MAX_BLOCKS_A_BATCH]
             yield {"type": "BlockRemoved", "block_hashes": [*map(event_hash, some)], "medium": medium}
-    for chain in news.stored:
-        for first in range(0, len(chain), _MOST_BLOCKS_AN_EVENT):
-            yield _stored(cache, chain[first : first + _MOST_BLOCKS_AN_EVENT], MEMORY)
-    for block in news.on_disk:
+    for chain in announcement.stored:
+        for first in range(0, len(chain), _MAX_BLOCKS_AN_EVENT):
+            yield _stored(cache, chain[first : first + _MAX_BLOCKS_AN_EVENT], MEMORY)
+    for block in announcement.on_disk:
         yield _stored(cache, [block], DISK)
 
 
@@ -305,12 +305,12 @@ class KvEvents:
 
     def _publish(self) -> bool:
         """Publishes the changes; returns whether there were any."""
-        has_news = False
+        has_sent = False
         for channel in self._channels.values():
             for sequence, payload in channel.batches(time.monotonic(), self._encode):
                 self._publisher.send_multipart([channel.topic.encode(), sequence.to_bytes(8, "big"), payload])
-                has_news = True
-        return has_news
+                has_sent = True
+        return has_sent
 
     def _answer(self, replay: zmq.Socket[bytes], request: list[bytes]) -> None:
         """Sends the batches from a sequence number on, of the requested topic or else the first model's. An invalid
@@ -377,7 +377,7 @@ def _in_batches(events: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any
     num_blocks = 0
     for event in events:
         num_blocks += len(event.get("block_hashes", ()))
-        if batch and num_blocks > _MOST_BLOCKS_A_BATCH:
+        if batch and num_blocks > _MAX_BLOCKS_A_BATCH:
             yield batch
             batch, num_blocks = [], len(event.get("block_hashes", ()))
         batch.append(event)

@@ -36,7 +36,7 @@ from mlx_server.request import images_within
 ANNOUNCE_AGAIN_S = 60.0
 """A block that is hit is announced again after this time, for routers that started late."""
 
-_MOST_REMEMBERED = 8192
+_MAX_REMEMBERED = 8192
 """Blocks that are no longer cached, but may be about to be written to the disk."""
 
 
@@ -241,7 +241,7 @@ class PrefixMirror:
                 at.parent = MirroredBlock(above.block_hash)  # so that a remembered block does not keep its ancestors
             if self._is_on_disk is not None:
                 self._gone[at.block_hash] = at
-                if len(self._gone) > _MOST_REMEMBERED:
+                if len(self._gone) > _MAX_REMEMBERED:
                     self._gone.popitem(last=False)
             at = above
 

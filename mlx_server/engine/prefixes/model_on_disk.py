@@ -120,7 +120,7 @@ async def flush(model: ModelOnDisk, scheduler: ContinuousBatchingScheduler, exec
             tier.saves.on_copied(result.saved_blocks)
     num_left = len(tier.saves)
     while tier.saves and disk.is_on and (left_s := end_s - time.monotonic()) > 0:
-        tier.saves.ask(PIECE_BYTES)
+        tier.saves.request(PIECE_BYTES)
         copies = tier.take_copies()
         if copies is not None:
             result = await executor.submit(SchedulerOutput(-1, (), copies=copies))

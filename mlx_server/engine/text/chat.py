@@ -37,7 +37,7 @@ _RESERVED_KWARGS = _RESERVED_KWARGS - {"documents", "kwargs"} | {"conversations"
 """Names that are not template variables, but arguments of transformers or other fields of the request."""
 
 _PROBE = "What is seen of this?"
-_ASKS = {"role": "user", "content": _PROBE}
+_QUESTION = {"role": "user", "content": _PROBE}
 
 _MAX_FITS = 16
 
@@ -159,7 +159,7 @@ class ChatFormatter:
         with self._lock:
             found = self._fits.pop(template, None)
         if found is None:
-            shown = [_PROBE in (self._tried(template, parts, [_ASKS], None) or "") for parts in (False, True)]
+            shown = [_PROBE in (self._tried(template, parts, [_QUESTION], None) or "") for parts in (False, True)]
             needs_parts = shown == [False, True]
             # Many templates write any role, whether the model was trained on it or not.
             known = frozenset() if "developer" in template else {developer_as_system}
@@ -244,7 +244,7 @@ def check_chat_templates(hf: Any, folder: Path) -> None:
             which = "" if templates is text else f" `{name}`"
             raise ModelLoadError(
                 f"The chat template{which} in {_source(folder, text)} is not valid, line {error.lineno}: "
-                f"{error.message}. Mend it there, or fetch the model again."
+                f"{error.message}. Fix it there, or fetch the model again."
             ) from error
 
 

@@ -269,7 +269,7 @@ class _Trial:
         self.words = [*filter(None, texts), *(tool["function"]["name"] for tool in tools or ())]
 
 
-def _says(role: str, text: str) -> Message:
+def _message(role: str, text: str) -> Message:
     return {"role": role, "content": text}
 
 
@@ -281,41 +281,48 @@ def _calls(text: str, *places: str) -> Message:
     return {"role": "assistant", "content": text, "tool_calls": calls}
 
 
-def _gives(place: str, text: str) -> Message:
+def _tool_result(place: str, text: str) -> Message:
     return {"role": "tool", "tool_call_id": f"call_{place}", "content": text}
 
 
 _PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 _TOOLS = [{"type": "function", "function": {"name": "probe_it", "description": "Probes.", "parameters": _PARAMETERS}}]
-_ASKS, _MORE, _ANSWER = _says("user", "ask-1"), _says("user", "ask-2"), _says("assistant", "answer-1")
-_SYSTEM = _says("system", "system-1")
-_CALLED = [_ASKS, _calls("", "place-1"), _gives("place-1", "result-1")]
+_QUESTION, _FOLLOW_UP, _ANSWER = _message("user", "ask-1"), _message("user", "ask-2"), _message("assistant", "answer-1")
+_SYSTEM = _message("system", "system-1")
+_CALLED = [_QUESTION, _calls("", "place-1"), _tool_result("place-1", "result-1")]
 
 _TRIALS = (
-    _Trial([_ASKS], empty_tools),
-    _Trial([_ASKS, _MORE], merge_neighbours),
-    _Trial([_ASKS, _ANSWER, _says("assistant", "answer-2"), _MORE], merge_neighbours),
-    _Trial([_ASKS, _says("assistant", ""), _MORE], no_empty_answers, (no_empty_answers, merge_neighbours)),
-    _Trial([_ASKS, {**_ANSWER, "reasoning_content": "thought-1"}, _MORE], answers_without_reasoning),
-    _Trial([_SYSTEM, _ASKS], system_in_user),
-    _Trial([_says("developer", "developer-1"), _ASKS], developer_as_system),
-    _Trial([_SYSTEM, _says("system", "system-2"), _ASKS], one_system_message),
-    _Trial([_ASKS, _ANSWER, _SYSTEM, _MORE], late_system_as_user, (late_system_as_user, merge_neighbours)),
-    _Trial([_SYSTEM, _ASKS], tools_as_text, tools=_TOOLS),
+    _Trial([_QUESTION], empty_tools),
+    _Trial([_QUESTION, _FOLLOW_UP], merge_neighbours),
+    _Trial([_QUESTION, _ANSWER, _message("assistant", "answer-2"), _FOLLOW_UP], merge_neighbours),
+    _Trial([_QUESTION, _message("assistant", ""), _FOLLOW_UP], no_empty_answers, (no_empty_answers, merge_neighbours)),
+    _Trial([_QUESTION, {**_ANSWER, "reasoning_content": "thought-1"}, _FOLLOW_UP], answers_without_reasoning),
+    _Trial([_SYSTEM, _QUESTION], system_in_user),
+    _Trial([_message("developer", "developer-1"), _QUESTION], developer_as_system),
+    _Trial([_SYSTEM, _message("system", "system-2"), _QUESTION], one_system_message),
+    _Trial([_QUESTION, _ANSWER, _SYSTEM, _FOLLOW_UP], late_system_as_user, (late_system_as_user, merge_neighbours)),
+    _Trial([_SYSTEM, _QUESTION], tools_as_text, tools=_TOOLS),
     _Trial(
-        [*_CALLED, _ANSWER, _MORE],
+        [*_CALLED, _ANSWER, _FOLLOW_UP],
         *(named_results, arguments_as_text, short_ids, (arguments_as_text, short_ids)),
         *(calls_as_text, tools_as_text),
         tools=_TOOLS,
     ),
     _Trial(_CALLED, tools_as_text, tools=_TOOLS),
     _Trial(
-        [_ASKS, _calls("", "place-1", "place-2"), _gives("place-1", "result-1"), _gives("place-2", "result-2")],
+        [
+            _QUESTION,
+            _calls("", "place-1", "place-2"),
+            _tool_result("place-1", "result-1"),
+            _tool_result("place-2", "result-2"),
+        ],
         one_call_a_turn,
         tools=_TOOLS,
     ),
-    _Trial([_ASKS, _calls("answer-1", "place-1"), _gives("place-1", "result-1")], text_before_calls, tools=_TOOLS),
-    _Trial([*_CALLED, _MORE], answered_results, tools_as_text, tools=_TOOLS),
-    _Trial([*_CALLED, _ANSWER, _MORE], history_as_text),
-    _Trial([*_CALLED, _MORE], history_as_text),
+    _Trial(
+        [_QUESTION, _calls("answer-1", "place-1"), _tool_result("place-1", "result-1")], text_before_calls, tools=_TOOLS
+    ),
+    _Trial([*_CALLED, _FOLLOW_UP], answered_results, tools_as_text, tools=_TOOLS),
+    _Trial([*_CALLED, _ANSWER, _FOLLOW_UP], history_as_text),
+    _Trial([*_CALLED, _FOLLOW_UP], history_as_text),
 )

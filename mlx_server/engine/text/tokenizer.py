@@ -262,7 +262,7 @@ def _eos_token_ids_in(config: dict[str, Any]) -> set[int]:
 MAX_REMEMBERED_IDS = 4_000_000
 """Of one model's `PromptMemory`, at 4 bytes each."""
 
-_LEAST_CHARS = 500
+_MIN_CHARS = 500
 """Encoding a shorter text is as fast as looking it up."""
 
 
@@ -301,7 +301,7 @@ class PromptMemory:
 
     def encode(self, text: str, owner: str = "") -> list[int]:
         """The ids of the tokenizer's `encode` with `add_special_tokens=False`."""
-        if self._pattern is None or len(text) < _LEAST_CHARS:
+        if self._pattern is None or len(text) < _MIN_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=False)
         text = _LONE_SURROGATE.sub("\ufffd", text)
         cuts = self._cuts(text, owner)

@@ -253,6 +253,6 @@ def _ragged_logits(model: Any, runner: ModelRunner, prompt: list[int], following
     run(chunk("text", 0, num_text), chunk("image", 0, cut))
     last = run(chunk("text", num_text, num_text + 1), chunk("image", cut, end))
     decoded = run(chunk("image", end, end + 1))
-    if errors := encoder.take_news().errors:
+    if errors := encoder.take_result().errors:
         raise RuntimeError(errors["image"])
     return mx.stack([last, decoded])

@@ -12,7 +12,7 @@ with the same blocks (cascade attention, as in Hydragen, Juravsky et al. 2024, a
     K/V rows read          64 + 32 + 24 + 29 + 16 + 70 = 235, instead of 120 + 125 + 80 + 70 = 395
     partial results        A 3, B 3, C 2, D 1: merged for each row, by their maxima and sums of weights
 
-The example allows runs of one block; with `FEWEST_BLOCKS`, its contexts are too short to share anything.
+The example allows runs of one block; with `MIN_BLOCKS`, its contexts are too short to share anything.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from mlx_server.runtime.attention.interface import IntArray
 
 Indices = npt.NDArray[np.integer[Any]]
 
-FEWEST_BLOCKS = 4
+MIN_BLOCKS = 4
 """The fewest blocks of a shared run. The partial results of a shorter one cause about as much traffic as it saves."""
 
-_MOST_RUNS = 16
+_MAX_RUNS = 16
 """The most shared runs of a launch; those nearer the beginning of contexts come first. Each costs the host about 50
 microseconds."""
 
-_LEAST_SAVING = 0.25
+_MIN_SAVING = 0.25
 """The smallest share of all K/V rows that must be saved. Below it, the kernel without sharing is at least as fast."""
 
 
@@ -68,24 +68,24 @@ class Run:
 
 def find_runs(readers: Readers) -> list[Run]:
     """Finds the leading blocks that several readers share, from the root of the tree of common prefixes to its leaves.
-    Only full blocks that all rows of a reader see are shared. Empty if sharing saves less than `_LEAST_SAVING`."""
+    Only full blocks that all rows of a reader see are shared. Empty if sharing saves less than `_MIN_SAVING`."""
     tables, wholes = readers.tables, (readers.contexts - readers.counts + 1) // BLOCK_SIZE
     found: list[Run] = []
     saved = 0
-    pending: deque[tuple[int, int, Indices]] = deque([(0, 0, np.flatnonzero(wholes >= FEWEST_BLOCKS))])
-    while pending and len(found) < _MOST_RUNS:
+    pending: deque[tuple[int, int, Indices]] = deque([(0, 0, np.flatnonzero(wholes >= MIN_BLOCKS))])
+    while pending and len(found) < _MAX_RUNS:
         first, depth, members = pending.popleft()
-        for group in _alike(tables[members, depth], members)[: _MOST_RUNS - len(found)]:
+        for group in _alike(tables[members, depth], members)[: _MAX_RUNS - len(found)]:
             limit = int(wholes[group].min())
             end = depth + _common_length(tables[group, depth:limit])
-            if end - first >= FEWEST_BLOCKS:
+            if end - first >= MIN_BLOCKS:
                 found.append(Run(first, end, group))
                 saved += (len(group) - 1) * (end - first) * BLOCK_SIZE
-            start = end if end - first >= FEWEST_BLOCKS else first
+            start = end if end - first >= MIN_BLOCKS else first
             longer = group[wholes[group] > end]
             if len(longer) > 1:
                 pending.append((start, end, longer))
-    return found if saved >= _LEAST_SAVING * int(readers.contexts.sum()) else []
+    return found if saved >= _MIN_SAVING * int(readers.contexts.sum()) else []
 
 
 def _alike(blocks: IntArray, members: Indices) -> list[Indices]:

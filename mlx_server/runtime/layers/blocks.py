@@ -19,7 +19,7 @@ from mlx_lm.models import llama, qwen3
 from mlx_server.runtime.cache.kv_cache import PagedLayerCache
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Of one call. With more rows the bookkeeping hardly counts, and a call's intermediate results would take memory."""
 
 _PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -35,7 +35,7 @@ class _Block:
     """The library's `Layer`, made at the first call, when weights are evaluated; None if it cannot compute this one."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        y = self._fused(x, mask, cache) if x.shape[0] <= MOST_ROWS and x.shape[1] == 1 else None
+        y = self._fused(x, mask, cache) if x.shape[0] <= MAX_ROWS and x.shape[1] == 1 else None
         return super().__call__(x, mask, cache) if y is None else y  # type: ignore[misc]
 
     def _fused(self, x: mx.array, mask: Any, cache: Any) -> mx.array | None:

@@ -164,7 +164,7 @@ class _Native:
     _engine: Any
 
 
-def _become(module: Any, kind: type[Any], library: Any, engine: Any) -> None:
+def _convert(module: Any, kind: type[Any], library: Any, engine: Any) -> None:
     module.__class__ = kind
     object.__setattr__(module, "_library", library)
     object.__setattr__(module, "_engine", engine)
@@ -179,7 +179,7 @@ class _RMSNorm(_Native, nn.RMSNorm):  # type: ignore[misc]
 def _install_norm(module: Any, library: Any, engine: Any) -> bool:
     if type(module) is not nn.RMSNorm:
         return False
-    _become(module, _RMSNorm, library, engine)
+    _convert(module, _RMSNorm, library, engine)
     return True
 
 
@@ -214,7 +214,7 @@ def _install_rope(module: Any, library: Any, engine: Any) -> bool:
         kind = _Llama3RoPE
     else:
         return False
-    _become(module, kind, library, engine)
+    _convert(module, kind, library, engine)
     object.__setattr__(module, "_rotation", _rotation(library, tuple(frequencies), bool(module.traditional)))
     return True
 

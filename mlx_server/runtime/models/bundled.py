@@ -123,7 +123,7 @@ def _run(command: list[str], folder: Path, report: Report) -> str | None:
         if process.returncode == 0:
             return None
         output.seek(0)
-        return _essence(output.read()) or f"exit status {process.returncode}"
+        return _error_summary(output.read()) or f"exit status {process.returncode}"
 
 
 def _num_bytes(folder: Path) -> int:
@@ -136,7 +136,7 @@ def _num_bytes(folder: Path) -> int:
     return total
 
 
-def _essence(output: str) -> str:
+def _error_summary(output: str) -> str:
     """The client's last warning, which gives the reason, and its last error."""
     lines = [" ".join(line.split()) for line in output.splitlines() if line.strip()]
     warnings = [line for line in lines if line.lower().startswith("warning:")]

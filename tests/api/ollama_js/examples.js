@@ -29,7 +29,7 @@ found.called = await client.chat({ model, messages, tools, options });
 const call = { function: { name: "get_weather", arguments: { city: "Rome" } } };
 const result = { role: "tool", tool_name: "get_weather", content: "sunny" };
 const history = [...messages, { role: "assistant", content: "", tool_calls: [call] }, result];
-found.told = await client.chat({ model, messages: history, tools, options });
+found.answered = await client.chat({ model, messages: history, tools, options });
 
 found.generated = await client.generate({ model, prompt: "The capital of France is", raw: true, options });
 found.more = [];

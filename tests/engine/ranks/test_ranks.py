@@ -23,7 +23,7 @@ from mlx_server.errors import ConfigError, ModelLoadError
 from mlx_server.runtime.layers.sharding import shard_model
 from mlx_server.runtime.models.random_models import build_random
 from tests.architectures import config_of
-from tests.engine.ranks.worlds import END_S, MOST_S, Ranks, alone, complete, metric, serving
+from tests.engine.ranks.worlds import END_S, MAX_S, Ranks, alone, complete, metric, serving
 from tests.engine_worlds import built, make_folder, on_the_cpu, random_prompts
 from tests.homes import with_kernels
 from tests.tiny_models import byte_tokenizer, save_model_folder
@@ -69,8 +69,8 @@ def test_two_ranks_answer_as_one_process_and_end_together(tmp_path: Path):
             [known] = one.generate(
                 [prompt + drawn["token_ids"]], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False
             )
-            told = [position.token.logprob for position in known.prompt_logprobs[-20:]]
-            assert drawn["logprobs"]["token_logprobs"] == pytest.approx(told, abs=1e-3), "unseeded"
+            reported = [position.token.logprob for position in known.prompt_logprobs[-20:]]
+            assert drawn["logprobs"]["token_logprobs"] == pytest.approx(reported, abs=1e-3), "unseeded"
 
         long = OTHERS[2:]
         assert tokens(long, 150) == alone(one, long, 150), "with a pool that grows, and is too small for both"
@@ -100,11 +100,11 @@ def test_the_end_of_one_rank_ends_all_streams_and_all_ranks(tmp_path: Path):
             with http.stream("POST", "/v1/completions", json=body) as answer:
                 lines = answer.iter_lines()
                 said = [next(lines)]
-                begun.wait(MOST_S)
+                begun.wait(MAX_S)
                 return [*said, *lines]
 
         streams = [clients.submit(stream, prompt) for prompt in OTHERS[:2]]
-        begun.wait(MOST_S)
+        begun.wait(MAX_S)
         ranks.processes[1].kill()
         for done in streams:
             *_, last, end = [line for line in done.result(END_S) if line]

@@ -19,7 +19,7 @@ from mlx_server import LLM, SamplingParams
 from tests.homes import with_kernels
 from tests.ports import HOST, free_ports
 
-MOST_S = 240
+MAX_S = 240
 """More than ranks take to start, and a request to be answered, on a busy machine."""
 
 END_S = 60
@@ -70,10 +70,10 @@ class Ranks:
 @contextmanager
 def serving(folder: Path, home: Path, size: int, *options: str) -> Iterator[tuple[Ranks, httpx.Client]]:
     ranks = Ranks(folder, with_kernels(home), size, options)
-    timer = threading.Timer(MOST_S, lambda: [process.kill() for process in ranks.processes])
+    timer = threading.Timer(MAX_S, lambda: [process.kill() for process in ranks.processes])
     timer.start()
     try:
-        with httpx.Client(base_url=ranks.wait_until_ready(), timeout=MOST_S) as http:
+        with httpx.Client(base_url=ranks.wait_until_ready(), timeout=MAX_S) as http:
             yield ranks, http
     finally:
         timer.cancel()

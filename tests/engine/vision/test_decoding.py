@@ -101,6 +101,6 @@ def test_odd_proportions_stay_within_the_pixels(size: tuple[int, int]):
     ],
     ids=["empty", "pdf", "svg", "cut", "bmp", "bomb"],
 )
-def test_what_is_no_image_is_told_with_what_is_read(data: bytes):
+def test_what_is_no_image_is_reported_with_what_is_read(data: bytes):
     with pytest.raises(UnreadableImageError, match=r"cannot be decoded .* PNG, JPEG, WEBP, GIF are supported"):
         decode(data)

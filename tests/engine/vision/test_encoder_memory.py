@@ -97,5 +97,5 @@ def test_it_is_booked_with_the_model(tmp_path: Path) -> None:
         return estimate_need(Config(model=ModelConfig(model=str(folder)), server=server)).activation_bytes
 
     small, large = activation_bytes(100_000), activation_bytes(1_000_000)
-    foreseen = [vision_bytes(loaded.config, max_pixels=size, item_bytes=4) for size in (100_000, 1_000_000)]
-    assert large - small == foreseen[1] - foreseen[0] > 0
+    estimated = [vision_bytes(loaded.config, max_pixels=size, item_bytes=4) for size in (100_000, 1_000_000)]
+    assert large - small == estimated[1] - estimated[0] > 0

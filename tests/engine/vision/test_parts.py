@@ -1,4 +1,4 @@
-"""Which parts of messages are images, and what is told of those that are not."""
+"""Which parts of messages are images, and which errors the others get."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_images_of_every_protocol_are_found(part: dict[str, Any]):
         {"type": "image", "image": 5},
     ],
 )
-def test_an_image_without_a_source_is_told_or_noted(part: dict[str, Any]):
+def test_an_image_without_a_source_is_reported_or_noted(part: dict[str, Any]):
     with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.content\[0\] is an image without a source"):
         ImageParts().mark_messages([{"role": "user", "content": [part]}])
     (message,) = ImageParts().mark_messages([{"role": "tool", "content": [part]}])

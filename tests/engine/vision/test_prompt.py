@@ -150,7 +150,7 @@ def test_the_image_token_in_a_text_is_text(tmp_path: Path, folder: VisionFolder)
     assert decoded.count("say ") == decoded.count(f"{folder.image_token}<start_of_image> please") == 2
 
 
-def test_a_template_that_leaves_images_out_is_told(tmp_path: Path):
+def test_a_template_that_leaves_images_out_is_reported(tmp_path: Path):
     eyes = Eyes(QWEN, tmp_path, QWEN.template.replace("message in messages", "message in messages[-1:]"))
     messages = [{"role": "user", "content": [IMAGE]}, {"role": "assistant", "content": "a"}]
     with pytest.raises(InvalidRequestError, match="shows 0 of the 1 images in the messages"):

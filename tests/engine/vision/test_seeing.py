@@ -169,7 +169,7 @@ def test_an_image_is_kept_for_its_owner(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_without_its_processor_is_told(tmp_path: Path, name: str):
+def test_a_folder_without_its_processor_is_reported(tmp_path: Path, name: str):
     folder = FOLDERS[name]
     tokenizer = folder.tokenizer()
     config = {**folder.config, "image_token_id": tokenizer.token_to_id(folder.image_token)}
@@ -183,7 +183,7 @@ def test_what_has_no_eyes_or_unknown_ones_is_none(tmp_path: Path):
         assert SeeingModel.load(tmp_path, config, tokenizer) is None
 
 
-def test_an_image_token_that_is_none_is_told(tmp_path: Path):
+def test_an_image_token_that_is_none_is_reported(tmp_path: Path):
     tokenizer = QWEN.tokenizer()
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(QWEN.processor))
     with pytest.raises(ModelLoadError, match="image_token_id is 99999"):

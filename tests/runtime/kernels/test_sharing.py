@@ -49,7 +49,7 @@ def num_kv_rows(work: SharedWork) -> int:
 
 
 def test_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "FEWEST_BLOCKS", 1)
+    monkeypatch.setattr(sharing, "MIN_BLOCKS", 1)
     readers = readers_of([[7, 3, 9, 4], [7, 3, 9, 5], [7, 3, 6], [2, 8, 1]], [120, 125, 80, 70])
     assert found(readers) == [(0, 2, [0, 1, 2]), (2, 3, [0, 1])]
     work = work_of(readers, find_runs(readers), num_cores=1)

@@ -63,7 +63,7 @@ class ResponseWriter(Writer):
         self._meter = UsageMeter(1)
         self._numbers = itertools.count()
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def full_body(self, answer: Answer) -> dict[str, Any]:
         (choice,) = answer.choices
         calls = [
             ToolCallDelta(index, call.call_id, call.name, call.arguments)

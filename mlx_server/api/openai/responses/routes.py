@@ -16,7 +16,7 @@ from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
-from mlx_server.api.http.sse import whole_or_streamed
+from mlx_server.api.http.sse import openapi_responses
 from mlx_server.api.openai.exchange import open_exchange
 from mlx_server.api.openai.responses.items import normalise_input, referenced_ids
 from mlx_server.api.openai.responses.output import ResponseWriter, check_echo
@@ -35,7 +35,7 @@ async def _store_of(request: Request, context: Context) -> KeptResponses:
 Store = Annotated[KeptResponses, Depends(_store_of)]
 
 
-@router.post("/v1/responses", responses=whole_or_streamed("id", "object", "created_at", "model", "output", "usage"))
+@router.post("/v1/responses", responses=openapi_responses("id", "object", "created_at", "model", "output", "usage"))
 async def create_response(body: ResponsesRequest, request: Request, context: Context, store: Store) -> Response:
     """A response, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)

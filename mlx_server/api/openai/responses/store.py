@@ -4,7 +4,7 @@ store.
 They are kept as JSON, because parsed small items would take thirty times the memory.
 
 A response is on its own server while it is generated. When it ends, it moves to the shared store, if there is one,
-before its client hears of the end, so every server can serve the next request. A response stays on this server if the
+before its client gets the end, so every server can serve the next request. A response stays on this server if the
 shared store does not answer or the response is too large for it.
 """
 
@@ -123,7 +123,7 @@ def _written(value: Mapping[str, Any]) -> bytes:
 
 
 @dataclass(slots=True)
-class Shelf:
+class OwnerResponses:
     """One owner's responses on this server, the most recently used last."""
 
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
@@ -161,25 +161,25 @@ class Shelf:
 
 
 class ResponseStore:
-    """The most recently used responses, in memory only, a shelf for each owner. Event-loop thread only.
+    """The most recently used responses, in memory only, by owner. Event-loop thread only.
 
     The owner with most bytes loses responses first, so no owner can push out others that stay within an equal share."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self.max_responses = max_responses
         self._max_bytes = max_bytes
-        self._shelves: dict[str, Shelf] = {}
+        self._by_owner: dict[str, OwnerResponses] = {}
 
-    def shelf(self, owner: str) -> Shelf:
-        return self._shelves.setdefault(owner, Shelf())
+    def of_owner(self, owner: str) -> OwnerResponses:
+        return self._by_owner.setdefault(owner, OwnerResponses())
 
     def make_room(self) -> None:
         """Drops the least recently used responses while there are too many, or too many bytes."""
-        for shelf in self._shelves.values():
-            while len(shelf.responses) > self.max_responses:
-                shelf.drop(next(iter(shelf.responses)))
-        while sum(shelf.num_bytes for shelf in self._shelves.values()) > self._max_bytes:
-            largest = max(self._shelves.values(), key=lambda shelf: shelf.num_bytes)
+        for owned in self._by_owner.values():
+            while len(owned.responses) > self.max_responses:
+                owned.drop(next(iter(owned.responses)))
+        while sum(owned.num_bytes for owned in self._by_owner.values()) > self._max_bytes:
+            largest = max(self._by_owner.values(), key=lambda owned: owned.num_bytes)
             largest.drop(next(iter(largest.responses)))
 
 
@@ -255,7 +255,7 @@ class KeptResponses:
     """The responses of `owner`, for one request. Event-loop thread only."""
 
     def __init__(self, store: ResponseStore, shared: SharedStore | None, owner: str) -> None:
-        self._store, self._shelf = store, store.shelf(owner)
+        self._store, self._owned = store, store.of_owner(owner)
         self._shared = shared
         self._keys = [f"responses:{owner}:{what}" for what in ("bodies", "items", "uses")]
         self._own_id: str | None = None
@@ -264,18 +264,18 @@ class KeptResponses:
     def put(self, response: StoredResponse) -> None:
         """Keeps the response of this request, on this server until `settle`."""
         self._own_id = response.id
-        self._shelf.put(response)
+        self._owned.put(response)
         self._store.make_room()
 
     def update(self, body: Mapping[str, Any]) -> None:
         """Replaces its body, unless it was deleted."""
-        known = self._shelf.responses.get(body["id"])
+        known = self._owned.responses.get(body["id"])
         if known is not None:
             self.put(StoredResponse.of(body, known.input_items))
 
     async def settle(self) -> None:
         """Moves it to the shared store, once it has ended."""
-        response = None if self._shared is None or self._own_id is None else self._shelf.find(self._own_id)
+        response = None if self._shared is None or self._own_id is None else self._owned.find(self._own_id)
         if response is None or response.is_in_progress:
             return
         packed = response.packed()
@@ -287,10 +287,10 @@ class KeptResponses:
             await self._run(_PUT, response.id, packed, ids, MAX_RESPONSES, MAX_OWNER_BYTES, _ID_WEIGHT)
         except StoreAwayError:
             is_taken = False
-        if self._shelf.find(response.id) is None:  # its client has deleted it on the way
+        if self._owned.find(response.id) is None:  # its client has deleted it on the way
             await self._drop_shared(response.id)
         elif is_taken:
-            self._shelf.drop(response.id)
+            self._owned.drop(response.id)
 
     def settle_later(self) -> None:
         """Starts `settle` without waiting for it, when the client has left."""
@@ -300,7 +300,7 @@ class KeptResponses:
     async def find(self, response_id: str) -> StoredResponse | None:
         """The response, or None; finding it is a use. Raises `OverloadedError` if the shared store, which may have it,
         does not answer."""
-        found = self._shelf.find(response_id)
+        found = self._owned.find(response_id)
         if found is None and self._shared is not None:
             packed = await self._ask(_FIND, f"response {response_id}", response_id)
             return None if packed is None else StoredResponse.unpacked(packed)
@@ -308,7 +308,7 @@ class KeptResponses:
 
     async def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
         """The kept items with these ids. Raises like `find`."""
-        found = self._shelf.find_items(ids)
+        found = self._owned.find_items(ids)
         missing = set(ids) - found.keys()
         if missing and self._shared is not None:
             wanted, what = json.dumps(sorted(missing)), f"item {min(missing)}"
@@ -327,7 +327,7 @@ class KeptResponses:
 
     async def delete(self, response_id: str) -> None:
         """Raises `NotFoundError`, and like `find`."""
-        if self._shelf.drop(response_id):
+        if self._owned.drop(response_id):
             if self._shared is not None:  # it may have a copy if its answer to `settle` came too late
                 await self._drop_shared(response_id)
         elif self._shared is None or not await self._ask(_DROP, f"response {response_id}", response_id):
@@ -345,7 +345,7 @@ class KeptResponses:
         try:
             await self._run(_DROP, response_id)
         except StoreAwayError:
-            self._shared.owe(_DROP, self._keys, [1000 * TTL_S, response_id])
+            self._shared.defer(_DROP, self._keys, [1000 * TTL_S, response_id])
 
     async def _ask(self, script: Script, what: str, *args: Any) -> Any:
         try:

@@ -37,7 +37,7 @@ from mlx_server.bench.lab.simulator.traces import (
     read_trace,
     write_trace,
 )
-from mlx_server.bench.tables import document_of, format_rate, render_items, tell, write_json
+from mlx_server.bench.tables import document_of, format_rate, print_progress, render_items, write_json
 from mlx_server.errors import ConfigError
 from mlx_server.request import Priority
 from mlx_server.setting import parse_size
@@ -263,7 +263,7 @@ def run(args: argparse.Namespace) -> int:
     if args.write_trace is not None:
         write_trace(args.write_trace, arrivals)
     for name, variant in _variants(_limits(args), args).items():
-        tell(f"replaying {len(arrivals) or args.num_requests:,} requests: {name}")
+        print_progress(f"replaying {len(arrivals) or args.num_requests:,} requests: {name}")
         found[name] = _replay(variant, arrivals, args)
     first = next(iter(found.values()))
     print(f"{summarize(first)}\n\n{render_tiers(first)}")

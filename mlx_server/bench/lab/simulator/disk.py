@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlx_server.kv_disk.disk import BUSY_BYTES_PER_S, MOST_WAITING_BYTES
+from mlx_server.kv_disk.disk import BUSY_BYTES_PER_S, MAX_WAITING_BYTES
 
 _CONTENT = memoryview(b"")
 
@@ -81,7 +81,7 @@ class SimulatedDisk:
         per_s = self.cost.bytes_per_day / 86_400
         left = min(self.cost.bytes_per_day, self._budget_bytes + per_s * (self.now - self._budget_s))
         self._budget_bytes, self._budget_s = left, self.now
-        return max(0, min(MOST_WAITING_BYTES - len(self._waiting) * self.block_bytes, int(left)))
+        return max(0, min(MAX_WAITING_BYTES - len(self._waiting) * self.block_bytes, int(left)))
 
     def write(self, digest: bytes, parent: bytes, owner: bytes, content: memoryview, *, is_state: bool) -> None:
         def done() -> None:

@@ -41,13 +41,13 @@ ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """The row counts that are measured; a count in between uses the choice of the next larger one. With more rows than the
 last, a product is no longer limited by reading weights, and MLX's product is used."""
 
-_MOST_ROWS = ROW_COUNTS[-1]
+_MAX_ROWS = ROW_COUNTS[-1]
 _GAIN = 1.1
 _NUM_REPEATS = 5
 _CHAIN_BYTES = 256 * 2**20
 """The bytes of weights in a measurement: more than fit in caches."""
 
-_MOST_LAYERS = 32
+_MAX_LAYERS = 32
 _TOLERANCE = {mx.float32: 5e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 """Relative to the largest result. Wide, because MLX may round; this test only looks for wrongly compiled kernels."""
 
@@ -177,7 +177,7 @@ def _row_product(layer: Any, shape: ProductShape, table: _Table) -> RowProduct:
 
     def product(x: mx.array) -> mx.array | None:
         num_rows = x.size // depth
-        form = few[num_rows] if num_rows <= _MOST_ROWS else beyond
+        form = few[num_rows] if num_rows <= _MAX_ROWS else beyond
         return None if form is None or x.dtype != dtype else form(x, num_rows, weights)
 
     return product
@@ -186,18 +186,18 @@ def _row_product(layer: Any, shape: ProductShape, table: _Table) -> RowProduct:
 def product_failure(product: FormProduct, shape: ProductShape, layer: Any) -> str | None:
     """The reason why a form is wrong on this GPU, or None. Compares its results with MLX's, and the bits of rows
     between products with 1 to 32 rows and in reverse order."""
-    x = mx.random.normal((_MOST_ROWS, shape.depth), shape.dtype, key=mx.random.key(0))
+    x = mx.random.normal((_MAX_ROWS, shape.depth), shape.dtype, key=mx.random.key(0))
     weights = weights_of(layer)
     try:
-        whole = product(x, _MOST_ROWS, weights)
+        whole = product(x, _MAX_ROWS, weights)
         wanted = mlx_product(shape, layer)(x).astype(mx.float32)
         error = float(mx.abs(whole.astype(mx.float32) - wanted).max() / mx.abs(wanted).max())
         if not error <= _TOLERANCE[shape.dtype]:
             return f"it is off by {error:.2g} of the largest result"
-        for count in range(1, _MOST_ROWS):
+        for count in range(1, _MAX_ROWS):
             if not _same_bits(product(x[:count], count, weights), whole[:count]):
-                return f"a row among {count} has other bits than among {_MOST_ROWS}"
-        if not _same_bits(product(x[::-1], _MOST_ROWS, weights), whole[::-1]):
+                return f"a row among {count} has other bits than among {_MAX_ROWS}"
+        if not _same_bits(product(x[::-1], _MAX_ROWS, weights), whole[::-1]):
             return "a row has other bits in another place"
     except (RuntimeError, ValueError) as fault:
         return str(fault)
@@ -213,7 +213,7 @@ def measure_products(shape: ProductShape, layers: Sequence[Any], products: Seque
     """Measures products in a chain of so many layers that caches cannot hold their weights. The time to build the graph
     is included, because the thread that runs a step also builds it."""
     enough = -(-_CHAIN_BYTES // shape.weight_bytes)
-    chained = layers[: min(enough, _MOST_LAYERS)]
+    chained = layers[: min(enough, _MAX_LAYERS)]
     columns: dict[Form | None, list[float]] = {form: [] for form in (None, *(product.form for product in products))}
     for num_rows in ROW_COUNTS:
         x = mx.random.normal((num_rows, shape.depth), shape.dtype, key=mx.random.key(num_rows))

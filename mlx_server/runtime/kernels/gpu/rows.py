@@ -167,7 +167,7 @@ def _launch(dtype: mx.Dtype, size: int, num_rows: int) -> dict[str, object]:
 FUSED_DIMS = (64, 72, 80, 96, 128)
 """The head dimensions for which MLX computes the attention of prompts without storing the logits."""
 
-_FEWEST_QUERIES = 32
+_MIN_QUERIES = 32
 """The fewest queries of a piece; with fewer, matrix products would be inefficient."""
 
 
@@ -226,7 +226,7 @@ def _queries_at_once(queries: mx.array, num_keys: int) -> int:
     sequences, num_heads, length, key_dim = queries.shape
     if key_dim in FUSED_DIMS:
         return int(length)
-    return max(_FEWEST_QUERIES, max_elements() // (2 * sequences * num_heads * num_keys))
+    return max(_MIN_QUERIES, max_elements() // (2 * sequences * num_heads * num_keys))
 
 
 def _attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str, scores: Scores) -> mx.array:

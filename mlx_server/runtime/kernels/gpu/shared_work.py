@@ -9,7 +9,7 @@ import numpy as np
 from mlx_server.config import BLOCK_SIZE
 from mlx_server.runtime.attention.interface import IntArray
 from mlx_server.runtime.kernels.gpu.variants import DecodeShape, KernelVariant, rows_at_once, shared_tiles
-from mlx_server.runtime.kernels.sharing import FEWEST_BLOCKS, Readers, Run, spread
+from mlx_server.runtime.kernels.sharing import MIN_BLOCKS, Readers, Run, spread
 
 THREADGROUPS_PER_CORE = 8
 """Threadgroups of 128 to 256 threads that a core needs to hide the latency of reads."""
@@ -87,7 +87,7 @@ def make_shared_work(
 
 
 def _tokens_of_item(num_tokens: int, shape: DecodeShape, variant: KernelVariant, num_cores: int) -> int:
-    """The tokens of an item: an even share of all tokens read, in whole blocks, but at least `FEWEST_BLOCKS`, since
+    """The tokens of an item: an even share of all tokens read, in whole blocks, but at least `MIN_BLOCKS`, since
     partial results cost time, too."""
     wanted = max(1, THREADGROUPS_PER_CORE * num_cores // (shape.num_kv_heads * shared_tiles(shape, variant)))
-    return BLOCK_SIZE * max(-(-num_tokens // (BLOCK_SIZE * wanted)), FEWEST_BLOCKS)
+    return BLOCK_SIZE * max(-(-num_tokens // (BLOCK_SIZE * wanted)), MIN_BLOCKS)

@@ -122,8 +122,8 @@ def default_variant(shape: DecodeShape) -> KernelVariant:
     """A variant that works on every GPU: no spilled registers, 128 to 256 threads, no idle lanes."""
     lanes = max(n for n in (8, 16, 32) if shape.key_dim % (2 * n) == 0 and shape.value_dim % (2 * n) == 0)
     part = max(shape.key_dim, shape.value_dim) // lanes
-    most_heads = max(2, _FLOATS_PER_LANE // part)
-    heads = -(-shape.group_size // -(-shape.group_size // most_heads))
+    max_heads = max(2, _FLOATS_PER_LANE // part)
+    heads = -(-shape.group_size // -(-shape.group_size // max_heads))
     head_simdgroups = min(MAX_SIMDGROUPS, -(-shape.group_size // heads))
     streams = max(1, min(4, MAX_SIMDGROUPS // head_simdgroups))
     return KernelVariant(
@@ -134,7 +134,7 @@ def default_variant(shape: DecodeShape) -> KernelVariant:
     )
 
 
-_MOST_TILE_BYTES = 16384
+_MAX_TILE_BYTES = 16384
 """The most K/V in threadgroup memory, so that two or three threadgroups fit on a core and one loads while another
 computes."""
 
@@ -167,6 +167,6 @@ def tile_tokens(shape: DecodeShape, variant: KernelVariant) -> int:
     room = MAX_THREADGROUP_BYTES - 4 * (shape.value_dim + 2) * variant.simdgroups
     token = (shape.key_dim + shape.value_dim) * shape.dtype.size
     tokens = BLOCK_SIZE
-    while tokens > 1 and tokens * token > min(room, _MOST_TILE_BYTES):
+    while tokens > 1 and tokens * token > min(room, _MAX_TILE_BYTES):
         tokens //= 2
     return tokens

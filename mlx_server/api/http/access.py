@@ -62,7 +62,7 @@ class HeldBody:
         self._num_bytes = 0
 
 
-class DoorMiddleware:
+class AccessMiddleware:
     """Refuses requests by host, origin and key. It sets in the state of the others, until their answer is over:
     `caller`, `held_body`, and `leases`, an `ExitStack` that releases what the request holds, like the model that it
     keeps loaded."""
@@ -90,7 +90,7 @@ class DoorMiddleware:
         return None
 
     def _let_in(self, scope: Scope) -> Caller:
-        if self._is_local_only and not self._keys.asks_for_keys:
+        if self._is_local_only and not self._keys.requires_keys:
             _check_names(Headers(scope=scope), self._hosts, self._origins)
         if scope["path"] in FREE_PATHS or scope["method"] == "OPTIONS":
             return Caller()
