@@ -429,8 +429,8 @@ void multiply(Engine& engine, const Weights* all, int64_t count, const float* x,
     outputs += all[i].outputs;
   }
   const bool is_small = rows * depth * outputs < kAlone || engine.threads.count() == 1;
-  const int64_t even = outputs / (4 * engine.threads.count());
-  const int64_t at_once = is_small ? outputs : std::max(kFewestOutputs, even / kFewestOutputs * kFewestOutputs);
+  const int64_t parts = 4 * engine.threads.count();  // as many for each thread, unless there are few outputs
+  const int64_t at_once = is_small ? outputs : std::max(kFewestOutputs, up_to((outputs + parts - 1) / parts, kTile));
   float* ordered = is_packed || is_even_first ? engine.arranged.at_least(rows * depth) : nullptr;
   const int64_t room_size = is_packed ? kPanelOutputs * chunk : 0;
   for (Scratch& own : engine.own) own.at_least(room_size);
