@@ -67,8 +67,8 @@ class Conversation:
         return None
 
     def ask(self, question: str) -> bool:
-        """Prints the answer as it arrives, and returns whether it is complete: Ctrl-C stops it and keeps the text so far.
-        If there is none, the question is dropped. Raises `RemoteError`, and drops the question then, too."""
+        """Prints the answer as it arrives. Returns whether it is complete: Ctrl-C stops it and keeps the text so far.
+        Without text, the question is dropped. Raises `RemoteError`, and drops the question then, too."""
         self._messages.append({"role": "user", "content": question})
         usage: dict[str, Any] = {}
         answer, is_complete = Answer(), True

@@ -102,8 +102,8 @@ class Files:
                 time.sleep(0.05)
 
     def check_lock(self, name: str, descriptor: int) -> None:
-        """Raises `OSError` if the file of that name is no longer the one that `lock` opened: the folder was deleted, and
-        another process may have made it again and hold that lock."""
+        """Raises `OSError` if the file of that name is not the one that `lock` opened any more: the folder was deleted,
+        and another process may have made it again and hold that lock."""
         try:
             is_same = os.path.samestat(os.fstat(descriptor), os.stat(self.folder / name))
         except FileNotFoundError:
