@@ -346,6 +346,12 @@ class BoundedProtocol(H11Protocol):
     def abort(self) -> None:
         self.transport.abort()
 
+    def shutdown(self) -> None:
+        """The server ends: it does not wait for the rest of a request's body."""
+        super().shutdown()
+        if self.conn.their_state is h11.SEND_BODY and not self.flow.read_paused:
+            self.transport.close()
+
     def _with_writer(self, app: ASGIApp) -> ASGIApp:
         """Returns `app` with a `PIECE_WRITER` for its requests, for HTTP/1.1 only: other versions have no chunked
         bodies."""
