@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 import ssl
 import subprocess
 from collections.abc import Callable
@@ -12,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from mlx_server.api.http.connections import READ_BYTES, BoundedProtocol
@@ -95,25 +92,6 @@ async def test_the_server_says_https_and_the_commands_believe_its_certificate(
         remote = RemoteServer(server.url)
         assert "version" in await asyncio.to_thread(remote.request, "GET", "/version")
         remote.close()
-
-
-@pytest.mark.slow
-async def test_those_who_never_shake_hands_are_counted_and_make_room(tmp_path: Path, files: Files):
-    """They would keep all descriptors for a minute, and a quarter of a MiB each."""
-    settings = f'tls_cert = "{files.cert}"\ntls_key = "{files.key}"\nmax_connections = 8'
-    async with served(tmp_path, settings) as server, contextlib.AsyncExitStack() as stack:
-        port = int(server.url.rpartition(":")[2])
-        context = ssl.create_default_context(cafile=files.cert)
-        watched = psutil.Process(server.process.pid)
-        before = watched.num_fds(), watched.memory_info().rss
-        for _ in range(300):
-            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-        for _ in range(3):
-            async with httpx.AsyncClient(verify=context) as http:
-                assert (await http.get(f"{server.url}/health")).status_code == 200
-        assert watched.num_fds() - before[0] <= 8 + 32
-        assert watched.memory_info().rss - before[1] < 32 * 2**20
-        assert "Traceback" not in server.log.read_text()
 
 
 def refusal(cert: str | None, key: str | None) -> str:
