@@ -22,7 +22,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 from sse_starlette.sse import AppStatus
@@ -130,7 +130,7 @@ class _Server:
                 serving = asyncio.create_task(http.serve(sockets=self._listeners))
                 try:
                     if not await self._before_stop(self._build(make_pool, at_end)):
-                        leave(0)  # an import cannot be interrupted
+                        _leave(0)  # an import cannot be interrupted
                     return await self._live()
                 finally:
                     self._entrance.is_open.set()
@@ -169,7 +169,7 @@ class _Server:
             except ServeError:  # the pool has logged it
                 return 1
             if not is_loaded:
-                leave(0)  # the MLX thread cannot be interrupted, and Python cannot end under it
+                _leave(0)  # the MLX thread cannot be interrupted, and Python cannot end under it
             self._announce()
             if not await self._before_stop(self._death()):
                 await self._drain()
@@ -245,8 +245,19 @@ class _Server:
         # When a terminal is closed, both the shell and the system send SIGHUP. Any other second signal ends the server
         # at once.
         if self._stop_asked.is_set() and number != signal.SIGHUP:
-            leave(128 + number)
+            _leave(128 + number)
         self._stop_asked.set()
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process at once, with the compilers and downloads that it has started."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    leave(status)
 
 
 def _described(model: PooledModel) -> str:

@@ -59,10 +59,11 @@ def run_ls(args: argparse.Namespace) -> int:
       mlx-serve cache ls
       mlx-serve cache ls --kv-disk-dir /Volumes/fast/kv
     """
-    store = _store(_files(config_from(args)))
+    with _opened(config_from(args)) as files:
+        entries = _store(files).entries()
     counts: Counter[tuple[str, str]] = Counter()
     num_bytes: Counter[tuple[str, str]] = Counter()
-    for space, record in store.entries():
+    for space, record in entries:
         row = space.label, "everyone" if record.owner == owner_tag(()) else record.owner.hex()
         counts[row] += 1
         num_bytes[row] += space.stride
@@ -83,15 +84,14 @@ def run_stats(args: argparse.Namespace) -> int:
       mlx-serve cache stats --json
     """
     config = config_from(args)
-    files = _files(config)
-    budget = WriteBudget(files, parse_size(config.memory.kv_disk_writes_per_day))
-    figures: dict[str, str | int] = {
-        "folder": str(files.folder),
-        "blocks": len(_store(files)),
-        "bytes": sum(entry.num_bytes for entry in files.entries(SUFFIX)),
-        "free_bytes": files.free_bytes(),
-        "writable_bytes": budget.left,
-    }
+    with _opened(config) as files:
+        figures: dict[str, str | int] = {
+            "folder": str(files.folder),
+            "blocks": len(_store(files)),
+            "bytes": sum(entry.num_bytes for entry in files.entries(SUFFIX)),
+            "free_bytes": files.free_bytes(),
+            "writable_bytes": WriteBudget(files, parse_size(config.memory.kv_disk_writes_per_day)).left,
+        }
     if args.json:
         print(json.dumps(figures, indent=2))
     else:
@@ -119,15 +119,15 @@ def run_purge(args: argparse.Namespace) -> int:
     def is_wanted(space: Space, record: RecordHeader) -> bool:
         return args.model in (None, space.label) and owner in (None, record.owner)
 
-    files = _files(config_from(args))
-    with _locked(files):
+    with _locked(config_from(args)) as files:
         if args.model is None and owner is None:
             entries = files.entries(SUFFIX)
             for entry in entries:
                 files.remove(entry.name)
-            print(f"{size(sum(entry.num_bytes for entry in entries))} in {files.folder} are deleted.")
+            done = f"{size(sum(entry.num_bytes for entry in entries))} in {files.folder} are deleted."
         else:
-            print(f"{_store(files).delete(is_wanted):,} blocks are deleted.")
+            done = f"{_store(files).delete(is_wanted):,} blocks are deleted."
+    print(done)
     return 0
 
 
@@ -136,8 +136,8 @@ def purge_key(config: Config, key_id: str) -> int:
     the folder."""
     if not disk_folder(config.memory).is_dir():
         return 0
-    files, owner = _files(config), owner_tag((f"key:{key_id}",))
-    with _locked(files):
+    owner = owner_tag((f"key:{key_id}",))
+    with _locked(config) as files:
         return _store(files).delete(lambda space, record: record.owner == owner)
 
 
@@ -146,13 +146,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-disk-dir", metavar="FOLDER", help="the folder; default: as configured")
 
 
-def _files(config: Config) -> Files:
-    """The files in the configured folder. Raises `ServeError` if there is no such folder."""
+@contextlib.contextmanager
+def _opened(config: Config) -> Iterator[Files]:
+    """The files in the configured folder. Raises `ServeError` if there is no such folder, or if the disk fails."""
     folder = disk_folder(config.memory)
     if not folder.is_dir():
         raise ServeError(f"There is no folder {folder}; `mlx-serve serve --kv-disk` creates it.")
     try:
-        return Files(folder)
+        yield Files(folder)
     except OSError as error:
         raise ServeError(f"{folder} cannot be used: {error}.") from error
 
@@ -165,14 +166,16 @@ def _store(files: Files) -> RecordStore:
 
 
 @contextlib.contextmanager
-def _locked(files: Files) -> Iterator[None]:
-    lock = files.lock(LOCK)
-    if lock is None:
-        raise ServeError(f"A server is using {files.folder}; stop it first.")
-    try:
-        yield
-    finally:
-        os.close(lock)
+def _locked(config: Config) -> Iterator[Files]:
+    """The same for who alone uses the folder. Raises `ServeError` also while a server uses it."""
+    with _opened(config) as files:
+        lock = files.lock(LOCK)
+        if lock is None:
+            raise ServeError(f"A server is using {files.folder}; stop it first.")
+        try:
+            yield files
+        finally:
+            os.close(lock)
 
 
 def _shown(name: str, value: str | int) -> str:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from mlx_server.cli.main import EXIT_INTERRUPTED
 from mlx_server.cli.remote import RemoteError, RemoteServer, add_remote_flags
 
 _QUIET, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -40,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
         conversation = Conversation(server, options, args.system)
         question = _question(args.message)
         if question is not None:
-            conversation.ask(question)
-            return 0
+            return 0 if conversation.ask(question) else EXIT_INTERRUPTED
         print(f"{args.model or server.model_cards()[0]['id']} at {server.url}. {_HELP}")
         return _converse(conversation)
 
@@ -66,20 +66,23 @@ class Conversation:
             return self._messages.pop()["content"]
         return None
 
-    def ask(self, question: str) -> None:
-        """Prints the answer as it arrives. Ctrl-C stops it and keeps the text so far; if there is none, the question is
-        dropped. Raises `RemoteError`, and drops the question then, too."""
+    def ask(self, question: str) -> bool:
+        """Prints the answer as it arrives. Returns whether it is complete: Ctrl-C stops it and keeps the text so far.
+        Without text, the question is dropped. Raises `RemoteError`, and drops the question then, too."""
         self._messages.append({"role": "user", "content": question})
         usage: dict[str, Any] = {}
-        answer = Answer()
+        answer, is_complete = Answer(), True
         try:
             for event in self._events():
                 usage = event.get("usage") or usage
                 answer.show(event)
         except KeyboardInterrupt:
+            is_complete = False
             print(" [stopped]", end="")
         except RemoteError:
             self._messages.pop()
+            if answer.text:
+                print(flush=True)  # the error begins a line of its own
             raise
         print(flush=True)
         if answer.text:
@@ -88,6 +91,7 @@ class Conversation:
             self._messages.pop()
         if usage and sys.stdout.isatty():
             print(f"{_QUIET}{answer.figures(usage['completion_tokens'])}{_PLAIN}")
+        return is_complete
 
     def _events(self) -> Iterator[dict[str, Any]]:
         body = {"messages": self._messages, "stream": True, "stream_options": {"include_usage": True}, **self._options}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 
@@ -60,6 +61,8 @@ class WriteBudget:
         try:
             (text,) = self._files.read(_NAME, [0], 4096)
             saved = json.loads(text)
-            self._left, self._at_s = min(self._most, float(saved["left"])), min(self._at_s, float(saved["at_s"]))
+            left, at_s = float(saved["left"]), float(saved["at_s"])
+            if math.isfinite(left + at_s):
+                self._left, self._at_s = min(self._most, max(0.0, left)), min(self._at_s, at_s)
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return

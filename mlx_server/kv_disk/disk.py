@@ -168,7 +168,7 @@ class KvDisk:
             self._reads.put(None)
         for thread in self._threads:
             thread.join(_END_TIMEOUT_S)
-        self._tried(lambda: self._budget.write(self._budget.state()))
+        self._tried(self._save_budget)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -235,12 +235,21 @@ class KvDisk:
         with self._waiting.condition:
             if content is None or self._budget.left < num_bytes:
                 return
+        self._check_lock()
         if self.store.put(write.space, write.digest, write.parent, write.owner, content):
             with self._waiting.condition:
                 self.counters.num_bytes_written += num_bytes
                 state = self._budget.spend(num_bytes)
             if state is not None:  # without the lock, which the event loop needs
                 self._budget.write(state)
+
+    def _save_budget(self) -> None:
+        self._check_lock()
+        self._budget.write(self._budget.state())
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self.files.check_lock(LOCK, self._lock)
 
     def _tried(self, action: Callable[[], T]) -> T | None:
         """The result of `action`; None if the disk fails, which turns the tier off."""

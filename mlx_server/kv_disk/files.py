@@ -6,7 +6,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +43,9 @@ class Files:
         with os.scandir(self.folder) as scan:
             for entry in scan:
                 if entry.name.endswith(suffix) and entry.is_file(follow_symlinks=False):
-                    stat = entry.stat(follow_symlinks=False)
-                    found.append(FileEntry(entry.name, stat.st_size, stat.st_mtime))
+                    with suppress(FileNotFoundError):  # a server removes files while `mlx-serve cache` looks
+                        stat = entry.stat(follow_symlinks=False)
+                        found.append(FileEntry(entry.name, stat.st_size, stat.st_mtime))
         return sorted(found, key=lambda entry: (entry.used_s, entry.name))
 
     def read(self, name: str, offsets: Sequence[int], num_bytes: int) -> list[bytes]:
@@ -99,6 +100,16 @@ class Files:
                     os.close(descriptor)
                     return None
                 time.sleep(0.05)
+
+    def check_lock(self, name: str, descriptor: int) -> None:
+        """Raises `OSError` if the file of that name is not the one that `lock` opened any more: the folder was deleted,
+        and another process may have made it again and hold that lock."""
+        try:
+            is_same = os.path.samestat(os.fstat(descriptor), os.stat(self.folder / name))
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:
+            raise FileNotFoundError(f"the folder, or the file `{name}` in it, was deleted while this server used it")
 
     @contextmanager
     def _opened(self, name: str, flags: int) -> Iterator[int]:

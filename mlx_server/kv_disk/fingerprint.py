@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable
@@ -35,7 +36,8 @@ def fingerprint(folder: Path, files: Files) -> str:
         digest.update(f"{path.name}\0{seen[key]}\0".encode())
     if not seen.keys() <= known.keys():
         kept = list({**known, **seen}.items())[-_MAX_REMEMBERED:]
-        files.replace(_NAME, json.dumps(dict(kept)).encode())
+        with contextlib.suppress(OSError):  # on a full disk, all files are read again after the next start
+            files.replace(_NAME, json.dumps(dict(kept)).encode())
     return digest.hexdigest()
 
 

@@ -95,13 +95,17 @@ class RecordStore:
         return self._num_bytes
 
     def entries(self) -> list[tuple[Space, RecordHeader]]:
-        """All records by their headers, slab by slab. Nothing may write meanwhile."""
+        """All records by their headers, slab by slab."""
         found = []
         for slab in self._slabs.values():
             header = slab.header
             if header is not None:
                 offsets = [header.offset(slot) for slot in sorted(slab.digests)]
-                for packed in self._files.read(slab.name, offsets, RECORD_HEADER_BYTES):
+                try:
+                    headers = self._files.read(slab.name, offsets, RECORD_HEADER_BYTES)
+                except FileNotFoundError:  # a server has just evicted it
+                    continue
+                for packed in headers:
                     if (record := RecordHeader.unpack(packed)) is not None:
                         found.append((header.space, record))
         return found

@@ -156,6 +156,25 @@ async def test_a_server_without_time_to_drain_and_without_requests_cuts_none_off
     assert "aborted" not in errors
 
 
+async def test_bodies_that_never_arrive_are_not_waited_for_at_the_end():
+    async with server() as running:
+        await running.ready()
+        port = int(running.url.rpartition(":")[2])
+        writers = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(3)]
+        for writer in writers:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 100\r\n\r\n{")
+            await writer.drain()
+        async with httpx.AsyncClient(base_url=running.url, timeout=20) as http:
+            assert (await http.get("/health")).status_code == 200  # the others were read before
+        running.signal(signal.SIGTERM)
+        code, errors = await running.ended()
+        for writer in writers:
+            writer.close()
+    assert code == 0
+    assert "Traceback" not in errors
+    assert "Cancel" not in errors
+
+
 async def test_a_second_signal_exits_at_once():
     async with server(drain_timeout_s=60) as running:
         await running.ready()

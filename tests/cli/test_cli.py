@@ -12,9 +12,10 @@ import mlx.core as mx
 import pytest
 
 from mlx_server import config
+from mlx_server.api.http.listener import listen_all
 from mlx_server.cli import main as cli
 from mlx_server.cli.main import Command, Group, main, run
-from mlx_server.config import Config, load_config, settings
+from mlx_server.config import Config, ServerConfig, load_config, settings
 from mlx_server.errors import ConfigError, EngineDeadError, ModelLoadError
 
 ROOT = Path(__file__).parents[2]
@@ -180,6 +181,11 @@ def test_a_wrong_setting_is_refused_before_anything_starts(served, capsys, argv,
     assert main(["serve", *argv]) == 2
     assert words in capsys.readouterr().err
     assert served == []
+
+
+def test_one_port_for_two_protocols_is_refused():
+    with pytest.raises(ConfigError, match="--ollama-port is 18777, and so is --port"):
+        listen_all(ServerConfig(port=18777, ollama_port=18777))
 
 
 def test_serve_takes_the_model_as_a_bare_word(served, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 from pathlib import Path
@@ -83,6 +84,15 @@ def test_nothing_is_purged_under_a_server(folder, capsys):
 
 def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
     assert str(tmp_path / "none") in run(tmp_path / "none", capsys, "ls", status=1)
+
+
+@pytest.mark.parametrize("words", [("ls",), ("stats",), ("purge",), ("purge", "--model", "a")])
+def test_a_disk_that_fails_is_one_line(folder, capsys, monkeypatch, words):
+    def fail(*args: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Files, "lock" if words[0] == "purge" else "entries", fail)
+    assert f"{folder} cannot be used: [Errno 30] Read-only file system." in run(folder, capsys, *words, status=1)
 
 
 @pytest.fixture

@@ -133,7 +133,9 @@ def test_an_error_forgets_the_question_and_goes_on(server, monkeypatch, capsys) 
     typed(monkeypatch, "one", "two")
     server.error_after_words = "The engine has died."
     assert main(["chat", "--url", server.url]) == 0
-    assert capsys.readouterr().err == "error: The engine has died.\n" * 2
+    out, err = capsys.readouterr()
+    assert err == "error: The engine has died.\n" * 2
+    assert out.count("Hello.\n") == 2, "an error begins a line of its own"
     assert [message["content"] for message in server.bodies[1]["messages"]] == ["two"]
 
 
@@ -168,6 +170,19 @@ def test_an_answer_stopped_before_its_first_word_leaves_no_gap(server, monkeypat
     monkeypatch.setattr(chat.Answer, "show", interrupt_first_event)
     assert main(["chat", "--url", server.url]) == 0
     assert [message["content"] for message in server.bodies[1]["messages"]] == ["two"]
+
+
+def test_an_only_answer_that_ctrl_c_stops_has_the_status_of_that(server, monkeypatch, capsys) -> None:
+    typed(monkeypatch)
+    show = chat.Answer.show
+
+    def interrupt(answer: chat.Answer, event: dict[str, Any]) -> None:
+        show(answer, event)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat.Answer, "show", interrupt)
+    assert main(["chat", "--url", server.url, "hi"]) == 130
+    assert capsys.readouterr().out == "Hel [stopped]\n"
 
 
 def test_a_conversation_without_a_server_ends_before_the_first_question(monkeypatch, capsys) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import random
+import shutil
 import threading
 import time
 
@@ -149,8 +150,11 @@ def test_a_budget_fills_up_within_a_day_whatever_the_clock_does(tmp_path):
     budget.spend(400)
     budget.write(budget.state())
     assert WriteBudget(files, 86_400, lambda: now[0]).left == 86_000
-    (tmp_path / "budget.json").write_text("{")
-    assert WriteBudget(files, 86_400, lambda: now[0]).left == 86_400
+    for broken in ("{", '{"left": NaN, "at_s": 0}', '{"left": 0, "at_s": -Infinity}'):
+        (tmp_path / "budget.json").write_text(broken)
+        assert WriteBudget(files, 86_400, lambda: now[0]).left == 86_400
+    (tmp_path / "budget.json").write_text(f'{{"left": -1e30, "at_s": {now[0] - 3600}}}')
+    assert WriteBudget(files, 86_400, lambda: now[0]).left == 3600
 
 
 def test_the_budget_is_written_down_without_the_lock(tmp_path, monkeypatch):
@@ -200,6 +204,43 @@ def test_a_folder_has_one_server_at_a_time(tmp_path, caplog, monkeypatch):
     second.close()
 
 
+@pytest.mark.parametrize("gone", ["folder", "lock"])
+def test_a_deleted_folder_is_left_to_who_makes_it_again(tmp_path, caplog, gone):
+    """Otherwise two servers use one folder, and keep twice the limit in it."""
+    folder = tmp_path / "kv"
+    first = open_disk(folder, "1MB", DAY)
+    assert first is not None
+    write(first, 1)
+    if gone == "folder":
+        shutil.rmtree(folder)
+    else:
+        (folder / "lock").unlink()
+    second = open_disk(folder, "1MB", DAY)
+    assert second is not None
+    write(second, 2)
+    taken = sorted(folder.iterdir())
+    write(first, 3, 4)
+    assert not first.is_on
+    first.close()
+    assert sorted(folder.iterdir()) == taken
+    assert read(second, 2) == content_of(2)
+    second.close()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "was deleted while this server used it" in caplog.text
+
+
+def test_a_deleted_folder_is_said_once(tmp_path, caplog):
+    disk = open_disk(tmp_path / "kv", "1MB", DAY)
+    assert disk is not None
+    write(disk, 1)
+    shutil.rmtree(tmp_path / "kv")
+    write(disk, 2, 3)
+    assert not disk.is_on
+    disk.close()
+    assert not (tmp_path / "kv").exists()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
 def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert open_disk(tmp_path / "file" / "kv", "1MB", DAY) is None
@@ -232,6 +273,14 @@ def test_any_byte_of_weights_configuration_and_code_changes_it(tmp_path, name):
     changed[617] = 1
     (tmp_path / name).write_bytes(changed)
     assert fingerprint(tmp_path, files) != before
+
+
+def test_a_full_disk_does_not_keep_a_fingerprint_from_being_known(tmp_path, monkeypatch):
+    files = FaultyFiles(tmp_path / "disk", random.Random(0))
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    before = fingerprint(tmp_path, Files(tmp_path / "other"))
+    files.fails_in, files.fault = 0, OSError(errno.ENOSPC, "No space left on device")
+    assert fingerprint(tmp_path, files) == before
 
 
 def test_weights_are_read_once(tmp_path, monkeypatch):

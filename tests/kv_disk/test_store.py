@@ -200,6 +200,17 @@ def test_removed_and_foreign_files_are_no_errors(tmp_path):
     assert found.get(digest_of(3)) == content_of(3)
 
 
+def test_slabs_that_a_server_evicts_meanwhile_are_not_listed(tmp_path, monkeypatch):
+    """`mlx-serve cache` looks at the folder of a running server."""
+    store = opened(tmp_path)
+    put(store, 1)
+    (first,) = slab_paths(tmp_path)
+    put(store, 2, Space(b"o" * 16, "other", 300))
+    looking = opened(tmp_path)
+    first.unlink()
+    assert [record.digest for _, record in looking.entries()] == [digest_of(2)]
+
+
 def test_models_share_a_folder_but_no_slab(tmp_path):
     other = Space(b"o" * 16, "other", 300)
     store = opened(tmp_path)

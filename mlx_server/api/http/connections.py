@@ -19,6 +19,7 @@ import re
 import resource
 import socket
 import time
+from asyncio import sslproto
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -108,9 +109,21 @@ class ConnectionGate:
         self.max_num = max_num
         self._clock = clock
         self._open: set[Connection] = set()
+        self._accepted: dict[int, Connection] = {}  # by descriptor
         self._silent: OrderedDict[Connection, float] = OrderedDict()  # since when; the longest first
         self._num_refused = 0
         self._logged_s = -math.inf
+
+    def accept(self, descriptor: int, connection: Connection) -> None:
+        """Adds a connection that has no protocol yet: TLS comes first, and a client may take its time with that."""
+        self._accepted[descriptor] = connection
+        self.enter(connection)
+
+    def hand_over(self, descriptor: int) -> None:
+        """Removes such a connection: its protocol enters in its place, or it is closed."""
+        connection = self._accepted.pop(descriptor, None)
+        if connection is not None:
+            self.leave(connection)
 
     def enter(self, connection: Connection) -> bool:
         """Adds a new connection, and closes a silent one for it if the limit is reached. Returns True if the new one is
@@ -196,6 +209,23 @@ class ConnectionGate:
             self._num_refused, self._logged_s = 0, now
 
 
+class _Accepted(socket.socket):
+    """A connection that the gate counts from its acceptance on."""
+
+    def __init__(self, accepted: socket.socket, gate: ConnectionGate) -> None:
+        super().__init__(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
+        self._gate = gate
+        gate.accept(self.fileno(), self)
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):  # the client has closed it
+            self.shutdown(socket.SHUT_RDWR)  # asyncio notices, and closes it
+
+    def close(self) -> None:
+        self._gate.hand_over(self.fileno())
+        super().close()
+
+
 class GuardedListener(socket.socket):
     """A listening socket that closes new connections at once if the process has no file descriptor for them. asyncio
     would try to accept thousands of times instead, and log a traceback each time."""
@@ -212,7 +242,8 @@ class GuardedListener(socket.socket):
 
     def accept(self) -> tuple[socket.socket, Any]:
         try:
-            return super().accept()
+            accepted, address = super().accept()
+            return _Accepted(accepted, self._gate), address
         except OSError as error:
             if error.errno not in _EXHAUSTED:
                 raise
@@ -305,7 +336,9 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        _read_little(transport)
+        if hasattr(transport, "max_size"):  # without TLS
+            transport.max_size = READ_BYTES
+        self.gate.hand_over(transport.get_extra_info("socket").fileno())
         if self.gate.enter(self):
             self.app = self.gate.guarded(self.app)
         self.app = self._with_writer(self.app)
@@ -345,6 +378,12 @@ class BoundedProtocol(H11Protocol):
 
     def abort(self) -> None:
         self.transport.abort()
+
+    def shutdown(self) -> None:
+        """The server ends: it does not wait for the rest of a request's body."""
+        super().shutdown()
+        if self.conn.their_state is h11.SEND_BODY and not self.flow.read_paused:
+            self.transport.close()
 
     def _with_writer(self, app: ASGIApp) -> ASGIApp:
         """Returns `app` with a `PIECE_WRITER` for its requests, for HTTP/1.1 only: other versions have no chunked
@@ -397,19 +436,10 @@ class BoundedProtocol(H11Protocol):
 
 
 def bounded_protocol(timeout_s: float, gate: ConnectionGate) -> type[BoundedProtocol]:
-    """A protocol class for uvicorn, which makes one object for each connection."""
+    """A protocol class for uvicorn, which makes one object for each connection. TLS connections read `READ_BYTES` at a
+    time, too: asyncio would take 256 KiB of memory for each, before its client has said anything."""
+    sslproto.SSLProtocol.max_size = READ_BYTES
     return type("BoundedProtocol", (BoundedProtocol,), {"gate": gate, "timeout_s": timeout_s})
-
-
-def _read_little(transport: asyncio.Transport) -> None:
-    """Makes asyncio read `READ_BYTES` at a time."""
-    if hasattr(transport, "max_size"):
-        transport.max_size = READ_BYTES
-    elif hasattr(transport, "_ssl_protocol"):  # its read buffer exists already, so it is replaced
-        tls = transport._ssl_protocol
-        tls.max_size = READ_BYTES
-        tls._ssl_buffer = bytearray(READ_BYTES)
-        tls._ssl_buffer_view = memoryview(tls._ssl_buffer)
 
 
 def _num_headers(received: bytes) -> int:

@@ -17,6 +17,8 @@ _BACKLOG = 2048
 def listen_all(server: ServerConfig) -> list[socket.socket]:
     """Sockets that listen at the configured ports: the server's own, and Ollama's if that is set. Raises `ServeError`
     with the remedy."""
+    if server.port and server.ollama_port == server.port:
+        raise ConfigError(f"--ollama-port is {server.port}, and so is --port: choose another one for either.")
     own = listen(server)
     if server.ollama_port is None:
         return [own]
