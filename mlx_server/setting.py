@@ -21,7 +21,7 @@ from mlx_server.errors import ConfigError, did_you_mean
 ANY_ORIGIN = "*"
 ENV_PREFIX = "MLX_SERVE_"
 
-STRICT = ConfigDict(strict=True, extra="forbid")
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """How pydantic checks sections, whether they come from code or from a file."""
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)

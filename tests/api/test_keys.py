@@ -219,9 +219,9 @@ async def test_a_file_that_cannot_be_read_closes_the_server(keyed: Keyed, caplog
     key = keyed.new()
     with KeyFile.create(keyed.path) as file, file._db as db:
         db.execute("DROP TABLE keys")
-    assert await keyed.status(key.text) == 503
+    assert [await keyed.status(key.text) for _ in range(3)] == [503] * 3
     assert await keyed.status(None) == 401
-    assert "The key file cannot be read" in caplog.text
+    assert caplog.text.count("The key file cannot be read") == 1
 
 
 async def test_a_key_is_looked_up_while_another_process_writes(keyed: Keyed):

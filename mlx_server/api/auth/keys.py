@@ -184,6 +184,7 @@ class _WatchedFile:
         self._file: KeyFile | None = None
         self._inode: tuple[int, int] | None = None
         self._was_seen = False
+        self._fault: str | None = None
 
     def was_seen(self) -> bool:
         """Whether the file exists or has existed. If its folder cannot be read, it counts as existing."""
@@ -201,8 +202,11 @@ class _WatchedFile:
             file = self._current()
             secret = None if file is None else file.secret(key.key_id)
         except (ConfigError, OSError, sqlite3.Error) as error:
-            logger.error("The key file cannot be read: %s", error)
+            if self._fault != str(error):  # once, not for each request
+                self._fault = str(error)
+                logger.error("The key file cannot be read: %s", error)
             raise OverloadedError("Keys cannot be checked now; the server's log has the details.") from error
+        self._fault = None
         if secret is None or not secret.matches(key.secret):
             return None
         if secret.is_revoked:
