@@ -33,6 +33,7 @@ constexpr int kRows = 3;
 #endif
 
 constexpr int kPackedFrom = 32;             // rows; packing takes longer than it saves for fewer
+constexpr int kFloatsPackedFrom = 96;       // the same for float32, which needs no unpacking
 constexpr int64_t kChunk = 1024;            // most numbers of the depth that are summed at a time
 constexpr int64_t kChunkStep = 128;         // a chunk is a multiple of this, so it has whole groups of weights
 constexpr int64_t kPanelFloats = 32 << 10;  // weights that stay in the L2 cache for a few groups of rows
@@ -419,7 +420,8 @@ void normalize_row(const float* x, const float* weight, float eps, int64_t size,
 
 void multiply(Engine& engine, const Weights* all, int64_t count, const float* x, int64_t rows, float* const* y) {
   const int64_t depth = all[0].depth, chunk = chunk_of(depth);
-  const bool is_even_first = all[0].storage == Storage::kAffine4, is_packed = rows >= kPackedFrom;
+  const bool is_even_first = all[0].storage == Storage::kAffine4;
+  const bool is_packed = rows >= (all[0].storage == Storage::kFloat32 ? kFloatsPackedFrom : kPackedFrom);
   int64_t outputs = 0;
   for (int64_t i = 0; i < count; ++i) {
     if (all[i].storage != all[0].storage) {  // x is arranged differently for them
