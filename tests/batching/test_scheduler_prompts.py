@@ -158,13 +158,6 @@ def test_a_short_prompt_is_not_parked_behind_a_long_one() -> None:
     assert world.scheduler.counters.num_prompt_tokens_computed == 256
 
 
-def test_the_same_prompt_waits_for_the_first_if_one_token_is_left_to_compute() -> None:
-    world = make_world(max_num_batched_tokens=256)
-    world.add(make_request("a", prompt(33)), make_request("b", prompt(33), arrival_s=0.1))
-    assert chunks(world.step()) == {"a": (0, 33)}
-    assert chunks(world.step())["b"] == (32, 1)
-
-
 def test_half_of_a_step_goes_to_the_shortest_and_half_to_the_oldest() -> None:
     world = make_world(max_num_batched_tokens=256, num_blocks=200)
     world.add(make_request("long", 1000))
