@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +92,23 @@ def test_blocks_are_saved_beside_who_runs_one_piece_at_a_time() -> None:
     rest(world)
     assert set(store.blocks) == {*hashes[:10], *world.requests["runs"].block_hashes[:6]}
     world.check_tokens()
+
+
+def test_saves_beside_who_runs_keep_a_pace_however_fast_copies_are() -> None:
+    """32 MB a second: a block of 16 MiB every 0.52 s, once it is known that copies take no time."""
+    store = FakeStore()
+    store.is_quiet = True
+    world = make_world(50, store=store)
+    world.add(make_request("gone", prompt(30 * BLOCK_SIZE + 5), 1))
+    world.finish()
+    world.add(make_request("runs", prompt(8, first=500), 200))
+    saved_s: list[float] = []
+    while len(saved_s) < 25:
+        num_before = len(store.blocks)
+        world.now += 1.0 if num_before < 20 else 0.0
+        world.step()
+        saved_s += [world.now] * (len(store.blocks) - num_before)
+    assert [after - before for before, after in pairwise(saved_s[20:])] == [pytest.approx(0.55)] * 4
 
 
 @pytest.mark.parametrize(("copy_s", "most"), [(0.016, 1), (0.001, 4)])

@@ -62,6 +62,14 @@ def test_the_longest_match_wins_over_the_latest() -> None:
     assert history.find(history.tail(), 2) == [4, 8]
 
 
+def test_a_match_ends_at_the_beginning_of_a_history() -> None:
+    """The history fills its array, so what lies before its first token in the array is its last one."""
+    history = History()
+    history.extend([1, 2, 3, 4, 9, 1, 2, 3, 5, *range(100, 343), 3, 1, 2, 3])
+    assert len(history._tokens) == history.num_tokens
+    assert history.find(history.tail(), 1) == [5]
+
+
 def test_a_bounded_history_forgets_its_older_half() -> None:
     history = History(100)
     history.extend(list(range(1000, 1100)))

@@ -190,6 +190,7 @@ def test_prompt_logprobs_come_whole_with_the_first_token(size: int, is_async: bo
     prompt_token_ids = world.requests["r"].prompt_token_ids
     assert mine == [tuple(prompt_logprob(token_id) for token_id in prompt_token_ids[1:]), (), ()]
     assert all(output.prompt_logprobs == () for output in world.outputs if output.request_id == "other")
+    assert all(output.logprobs == () for output in world.outputs), "nobody asked for those of the output"
 
 
 def test_who_wants_prompt_logprobs_neither_hits_nor_waits_nor_counts_as_a_query() -> None:

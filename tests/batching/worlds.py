@@ -595,6 +595,8 @@ class World:
             raise AssertionError("it does not come to an end")
         self.scheduler.check_integrity()
         assert self.scheduler.blocks.num_free_blocks == self.scheduler.blocks.num_blocks
+        checkpoints = self.scheduler.blocks.checkpoints
+        assert checkpoints is None or not checkpoints._reserved, "a slot is reserved for nobody"
 
     def check_tokens(self) -> None:
         """Every request has the tokens that it would have alone; those not ended from outside have all."""

@@ -212,7 +212,9 @@ def test_what_events_promise_is_what_requests_hit(tmp_path):
     run(world)
 
 
-def test_events_come_by_themselves_and_in_order(tmp_path):
+@pytest.mark.parametrize("idle_s", [60.0, -1.0], ids=["while it looks often", "while it sleeps"])
+def test_events_come_by_themselves_and_in_order(tmp_path, monkeypatch, idle_s: float):
+    monkeypatch.setattr(kv_events, "_IDLE_S", idle_s)
     folder = make_folder(tmp_path / "model")
     (prompt,) = random_prompts([200])
 

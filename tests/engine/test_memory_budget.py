@@ -57,6 +57,29 @@ def test_the_experts_of_a_model_that_names_their_width_as_the_only_one_are_as_wi
     assert needs[0] == needs[1]
 
 
+def test_sizes_that_are_left_out_follow_from_the_others():
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}
+    whole = {**sizes, "intermediate_size": 4 * 4096, "head_dim": 128, "num_key_value_heads": 32}
+    work = {"weights_bytes": 2**32, "num_tokens": 2048, "num_seqs": 64, "context_tokens": 4096}
+    device = {"item_bytes": 2, "buffer_elements": 96 << 20}
+    assert step_bytes(sizes, **work, **device) == step_bytes(whole, **work, **device)
+
+
+def test_what_command_buffers_hold_is_booked_and_what_is_wide_and_long():
+    """The example of `step_bytes`: 1.9 GiB for the buffers, 0.36 GiB for the rest."""
+    llama = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    booked_bytes = step_bytes(
+        {**llama, "intermediate_size": 14336, "vocab_size": 128256},
+        weights_bytes=4_500_000_000,
+        num_tokens=2048,
+        num_seqs=64,
+        context_tokens=32768,
+        item_bytes=2,
+        buffer_elements=96 << 20,
+    )
+    assert booked_bytes / 2**30 == pytest.approx(1.90 + 0.36, abs=0.01)
+
+
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -42,7 +42,7 @@ def test_a_text_part_that_is_none_is_named(inner: object, tmp_path: Path) -> Non
         estimate_need(Config(model=ModelConfig(model=str(folder))))
 
 
-@pytest.mark.parametrize("length", ["8192", -5, 0, True, 10**30, [1]])
+@pytest.mark.parametrize("length", ["8192", -5, 0, True, 2**31, 10**30, [1]])
 def test_a_context_that_is_no_length_is_none(length: object, tmp_path: Path) -> None:
     config = json.dumps({**LLAMA, "max_position_embeddings": length})
     facts = read_facts(str(folder_of(tmp_path / "m", config, {"x": TENSOR})))

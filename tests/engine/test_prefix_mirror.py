@@ -10,6 +10,7 @@ from itertools import count
 import pytest
 
 from mlx_server.batching.blocks.prefix_cache import most_hit
+from mlx_server.batching.blocks.prefix_changes import BlocksStored
 from mlx_server.engine.prefixes.mirror import ANNOUNCE_AGAIN_S, Announcement, PrefixMirror
 from mlx_server.request import FinishReason
 from tests.batching.worlds import ScriptedSupply, World, make_request, make_scheduler, prompt
@@ -178,6 +179,18 @@ def test_one_middle_block_that_is_lost_takes_back_all_behind_it():
     followed.world.finish()
     followed.listen()
     assert followed.listener.predict_hits(request.block_hashes) == 4
+
+
+def test_a_block_is_announced_once_each_time_it_comes_to_the_disk_or_leaves_it():
+    mirror = PrefixMirror((None,), is_on_disk=lambda block_hash: False)
+    mirror.apply(BlocksStored(0, None, (b"a",), [1] * 32, (0,), (), None))
+    mirror.change_disk(b"of another model", True)
+    announced = []
+    for is_there in (False, True, True, False, False, True):
+        mirror.change_disk(b"a", is_there)
+        changes = mirror.take(0.0)
+        announced.append(([block.block_hash for block in changes.on_disk], changes.removed_from_disk))
+    assert announced == [([], []), ([b"a"], []), ([], []), ([], [b"a"]), ([], []), ([b"a"], [])]
 
 
 def test_steps_of_64_announce_one_change_a_block():

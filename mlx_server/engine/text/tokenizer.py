@@ -41,7 +41,6 @@ class TokenBytes(dict[int, bytes]):
     """
 
     def __init__(self, backend: Any, to_bytes: Callable[[str], bytes], *, strips_leading_space: bool = False) -> None:
-        super().__init__()
         self.strips_leading_space = strips_leading_space
         self._id_to_token: Callable[[int], str | None] = backend.id_to_token
         self._to_bytes = to_bytes

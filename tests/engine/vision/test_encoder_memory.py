@@ -88,6 +88,17 @@ def test_logits_of_fused_attention_are_not_booked(head_dim: int, monkeypatch: py
     assert booked(head_dim) == booked(64) < booked(36)
 
 
+@pytest.mark.parametrize("layers", [[], [1, 2]])
+def test_each_of_the_encoder_s_outputs_is_booked(layers: list[int]) -> None:
+    vision = {"hidden_size": 64, "depth": 2, "num_heads": 4, "patch_size": 10, "spatial_merge_size": 2}
+    described = {"model_type": "qwen3_vl", "vision_config": {**vision, "deepstack_visual_indexes": layers}}
+    narrow, wide = (
+        vision_bytes({**described, "text_config": {"hidden_size": size}}, max_pixels=400_000, item_bytes=4)
+        for size in (1000, 1001)
+    )
+    assert wide - narrow == (4000 // 4) * (1 + len(layers)) * 4
+
+
 def test_it_is_booked_with_the_model(tmp_path: Path) -> None:
     loaded = tiny_vlm("qwen3_vl").loaded
     folder = save_model_folder(loaded.model, loaded.config, tmp_path, byte_tokenizer())
