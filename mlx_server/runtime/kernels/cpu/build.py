@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 COMPILE_TIMEOUT_S = 300.0
 ISA_VARIABLE = "MLX_SERVE_CPU_ISA"
 _COMPILERS = ("c++", "clang++", "g++")
-_FLAGS = ("-std=c++20", "-fPIC", "-pthread")
+_FLAGS = ("-std=c++17", "-fPIC", "-pthread")
 FAST_FLAGS = ("-O3", "-ffp-contract=fast")
 
 _X86_SETS = {
@@ -52,8 +52,8 @@ class Unit:
 def build(
     name: str, units: Sequence[Unit], folder: Path, *, link: Sequence[str] = (), versions: Sequence[str] = ()
 ) -> Path:
-    """The shared library of `units` in `folder`; compiles the units in parallel unless it is there already. `versions`
-    are of what it is built against. Raises `NativeBuildError`."""
+    """The shared library of `units` in `folder`; compiles the units unless it is there already, in their order and as
+    many at a time as there are CPUs. `versions` are of what it is built against. Raises `NativeBuildError`."""
     builder = _Builder(find_compiler(), tuple(link))
     library = folder / f"{name}-{builder.key(units, versions)}.so"
     try:
@@ -91,14 +91,17 @@ class _Builder:
         return [*self.compiler, *_FLAGS, *_set_flags(), *unit.flags]
 
     def _compile_all(self, units: Sequence[Unit], paths: Sequence[Path]) -> None:
-        """In parallel, on daemon threads: a process that ends does not wait for them, as it would for a thread pool."""
+        """On daemon threads: a process that ends does not wait for them, as it would for a thread pool."""
         failures: list[NativeBuildError] = []
+        turns = threading.Semaphore(usable_cpus())
 
         def work(unit: Unit, path: Path) -> None:
-            try:
-                self._compile_to(unit, path)
-            except NativeBuildError as error:
-                failures.append(error)
+            with turns:
+                try:
+                    if not failures:
+                        self._compile_to(unit, path)
+                except NativeBuildError as error:
+                    failures.append(error)
 
         workers = [threading.Thread(target=work, args=both, daemon=True) for both in zip(units, paths, strict=True)]
         for worker in workers:
@@ -134,6 +137,11 @@ def find_compiler() -> list[str]:
 
 def is_mac() -> bool:
     return platform.system() == "Darwin"  # with `sys.platform`, type checkers would skip the code for other systems
+
+
+def usable_cpus() -> int:
+    """The CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def instruction_set() -> str | None:

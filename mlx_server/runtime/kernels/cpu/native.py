@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from mlx_server import config
 from mlx_server.errors import ConfigError
-from mlx_server.runtime.kernels.cpu.build import FAST_FLAGS, NativeBuildError, Unit, build, is_mac
+from mlx_server.runtime.kernels.cpu.build import NativeBuildError, Unit, build, is_mac, usable_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +56,15 @@ def why_missing() -> str | None:
     return str(found) if isinstance(found, NativeBuildError) else None
 
 
-def prepare() -> None:
-    """Builds the library on a background thread if MLX computes on the CPU."""
-    if mx.default_device() == mx.cpu:
-        threading.Thread(target=library, name="native-build", daemon=True).start()
+def prepare(wait_s: float = 0.0) -> bool:
+    """Builds the library on a background thread if MLX computes on the CPU. Returns whether it is still being built
+    after `wait_s`."""
+    if mx.default_device() != mx.cpu:
+        return False
+    builder = threading.Thread(target=library, name="native-build", daemon=True)
+    builder.start()
+    builder.join(wait_s)
+    return builder.is_alive()
 
 
 @lru_cache(maxsize=1)
@@ -85,12 +90,12 @@ def load(folder: Path) -> Any:
     mlx = _mlx_folder()
     headers = (binding / "include", binding / "ext" / "robin_map" / "include", mlx / "include", _python_headers())
     includes = tuple(f"-I{path}" for path in headers)
-    units = [
+    units = [  # those that take longest first
         Unit(_HERE / "products.cpp"),
-        Unit(_HERE / "layer.cpp", ("-O3", "-ffp-contract=off")),
-        Unit(_HERE / "nodes.cpp", (*_BINDING_FLAGS, f"-DNATIVE_MODULE={_MODULE}", *includes)),
+        Unit(_HERE / "nodes.cpp", (*_BINDING_FLAGS, "-std=c++20", f"-DNATIVE_MODULE={_MODULE}", *includes)),
+        Unit(_HERE / "attention.cpp"),
         Unit(binding / "src" / "nb_combined.cpp", (*_BINDING_FLAGS, *includes)),
-        Unit(_HERE / "attention.cpp", FAST_FLAGS),
+        Unit(_HERE / "layer.cpp", ("-O3", "-ffp-contract=off")),
     ]
     link = [f"-L{mlx / 'lib'}", "-lmlx", f"-Wl,-rpath,{mlx / 'lib'}"]
     if is_mac():
@@ -164,5 +169,4 @@ def default_threads() -> int:
         if not configured.isdecimal() or int(configured) < 1:
             raise ConfigError(f"{THREADS_VARIABLE} is {configured!r}; it must be a whole number from 1.")
         return int(configured)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(usable, MAX_DEFAULT_THREADS)
+    return min(usable_cpus(), MAX_DEFAULT_THREADS)
