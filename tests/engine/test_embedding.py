@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_server.engine.embeddings import DEFAULT_INSTRUCTION
+from mlx_server.engine.embeddings import DEFAULT_INSTRUCTION, InputReader, InputTruncation, pair_up
 from mlx_server.engine.library.llm import LLM
 from mlx_server.errors import ContextLengthError, InvalidRequestError, ModelLoadError
 from mlx_server.request import PoolingMethod
@@ -141,6 +141,26 @@ def test_what_is_cut_is_the_text_and_not_its_end_token(llm: LLM):
     (longest,) = llm.embed(["b" * 5000], truncate_prompt_tokens=-1, use_tqdm=False)
     assert len(longest.prompt_token_ids) == 200
     assert longest.prompt_token_ids[-1] == end_id
+
+
+class MergingTokenizer:
+    """With special tokens, a text's first token is another one."""
+
+    def part_of(self, text: str, *_: object, **__: object) -> str:
+        return text
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [1, 50, 60, 70, 2] if add_special_tokens else [40, 60, 70]
+
+
+@pytest.mark.parametrize(("side", "kept"), [("right", [1, 50, 60]), ("left", [60, 70, 2])])
+def test_special_tokens_that_cannot_be_told_apart_are_cut_like_the_text(side: str, kept: list[int]):
+    reader = InputReader(MergingTokenizer(), "m", 100, 320)  # type: ignore[arg-type]
+    assert reader.of_text("abc", InputTruncation(3, side), "input") == kept  # type: ignore[arg-type]
+
+
+def test_one_text_is_paired_with_any_number():
+    assert pair_up(["q"], ["d"] * 300, ("text_1", "text_2")) == [("q", "d")] * 300
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,7 @@ async def test_what_cannot_be_is_refused_at_the_door():
     async with engine_of("qwen2_5_vl") as engine:
         for images, expected in (
             ((replace(image, start=len(ids) - 3),), "within it"),
+            ((replace(image, start=-1),), "within it"),
             ((image, image), "behind those of the image before"),
             ((replace(image, num_tokens=0),), "at least one"),
             ((replace(image, digest=b"short"),), "has 5 bytes; it must have 32"),

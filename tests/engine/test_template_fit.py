@@ -197,11 +197,12 @@ def test_how_turns_are_merged_and_calls_stand_one_by_one() -> None:
     merged = formatter(ALTERNATES).render([SYSTEM, ASKS, ASKS_MORE, ANSWERS, says("assistant", "Answer two")])
     wanted = "<user>Rule one\n\nAsk one\n\nAsk two</user><assistant>Answer one\n\nAnswer two</assistant>"
     assert merged == wanted
-    turned = [ASKS, says("assistant", "Both", **calls("north", "south")), result("south"), result("north")]
-    prompt = formatter(ONE_CALL).render(turned, [TOOL])
     north, south = (f"look_at {json.dumps({'place': place})}" for place in ("north", "south"))
     parts = ["<assistant>Both</assistant>", north, "Seen north", south, "Seen south"]
-    assert sorted(parts, key=prompt.index) == parts
+    for order in (("north", "south"), ("south", "north")):
+        called = [ASKS, says("assistant", "Both", **calls("north", "south")), *map(result, order)]
+        prompt = formatter(ONE_CALL).render(called, [TOOL])
+        assert sorted(parts, key=prompt.index) == parts
 
 
 def test_what_a_template_takes_is_not_changed() -> None:
