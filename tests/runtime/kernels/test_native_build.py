@@ -51,6 +51,17 @@ def test_builds_once_with_the_compiler_of_the_environment(tmp_path: Path, monkey
     assert all(command.startswith("-DUNUSED -std=c++17") for command in commands)
 
 
+def test_what_killed_builds_left_is_removed_and_present_builds_are_not(tmp_path: Path) -> None:
+    old, present = tmp_path / "kernels" / "building-1", tmp_path / "kernels" / "building-2"
+    for folder in (old, present):
+        folder.mkdir(parents=True)
+        (folder / "0.o").touch()
+    os.utime(old, (0, 0))
+    built(write_source(tmp_path / "source"), tmp_path / "kernels")
+    assert not old.exists()
+    assert present.exists()
+
+
 BUILD = """
 import ctypes, sys
 from pathlib import Path

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 300.0
 ISA_VARIABLE = "MLX_SERVE_CPU_ISA"
+_SCRATCH = "building-"
 _COMPILERS = ("c++", "clang++", "g++")
 _FLAGS = ("-std=c++17", "-fPIC", "-pthread")
 FAST_FLAGS = ("-O3", "-ffp-contract=fast")
@@ -80,7 +82,10 @@ class _Builder:
         return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
 
     def make(self, units: Sequence[Unit], library: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        for left in library.parent.glob(f"{_SCRATCH}*"):  # by a process that was killed
+            if time.time() - left.stat().st_mtime > 2 * COMPILE_TIMEOUT_S:
+                shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=library.parent) as scratch:
             objects = [Path(scratch, f"{index}.o") for index in range(len(units))]
             self._compile_all(units, objects)
             built = Path(scratch, library.name)
