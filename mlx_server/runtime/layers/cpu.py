@@ -1,8 +1,8 @@
 """Uses the native library for the layers of an unchanged model, where MLX computes on the CPU.
 
 Linear layers and tied heads get its products (`products.py`); RMS norms and rotary embeddings change their class in the
-same way, and so do whole transformer layers (`blocks.py`). SwiGLU is a function in mlx-lm, which `seam.py` wraps. MLX
-computes what the library cannot: half-precision activations, weights that are not contiguous, a depth that is not a
+same way, and so do whole transformer layers (`fused_layers.py`). SwiGLU is a function in mlx-lm, which `seam.py` wraps.
+MLX computes what the library cannot: half-precision activations, weights that are not contiguous, a depth that is not a
 multiple of 32.
 
 Weights of a linear layer may stay bfloat16 while the model computes in float32: widening them is exact, so a product
@@ -24,7 +24,7 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from mlx_server.runtime.kernels.cpu import native
-from mlx_server.runtime.layers.blocks import install_blocks
+from mlx_server.runtime.layers.fused_layers import install_fused_layers
 from mlx_server.runtime.layers.products import MakeProduct, RowProduct, install_products, keep_rows_in
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def _install(model: Any, library: Any, engine: Any) -> int:
     count = install_products(model, lambda layer: _product(library, engine, layer))
     for module in model.modules():
         count += _install_norm(module, library, engine) or _install_rope(module, library, engine)
-    return count + install_blocks(model, library)
+    return count + install_fused_layers(model, library)
 
 
 def native_product() -> MakeProduct | None:

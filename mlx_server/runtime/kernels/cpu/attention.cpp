@@ -1,6 +1,6 @@
 // Paged attention on the host: writes a step's K/V into blocks of 32 tokens, then attends over them in place.
 //
-// K is read as rows [key_dim][32 tokens] of a block and V as panels [32 tokens][32 columns] (pool.h), so that
+// K is read as rows [key_dim][32 tokens] of a block and V as panels [32 tokens][32 columns] (kv_layout.h), so that
 // scores (queries x K) and outputs (weights x V) are the same small matrix product. A tile is up to kTileRows rows of
 // one request and KV head, a row being one (token, query head) pair, query heads of a group innermost: a decode is a
 // tile of one token, and the group shares every read of K and V. Softmax is online (Milakov and Gimelshein, 2018) and
@@ -29,8 +29,8 @@
 #include <vector>
 
 #include "engine.h"
-#include "pool.h"
-#include "product.h"
+#include "kv_layout.h"
+#include "attention_product.h"
 #include "quantized.h"
 
 namespace {

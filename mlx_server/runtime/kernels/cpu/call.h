@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-// One layer's memory, in the layout of pool.h. attention.py has the same fields. 0 bits are float32; otherwise numbers are
+// One layer's memory, in the layout of kv_layout.h. attention.py has the same fields. 0 bits are float32; otherwise numbers are
 // quantised in groups of `key_group` and `value_group`.
 struct Pool {
   void *keys, *values;

@@ -17,7 +17,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "pool.h"
+#include "kv_layout.h"
 
 namespace {
 

@@ -46,7 +46,7 @@ class _Block:
         return None if self._parts is None else cache.run_layer(self._parts, x, mask)
 
 
-def install_blocks(model: Any, library: Any) -> int:
+def install_fused_layers(model: Any, library: Any) -> int:
     """Computes layers of the known form by one call each, and returns how many. Call it after the library's products,
     norms and rotary embeddings are installed. MLX thread."""
     count = 0

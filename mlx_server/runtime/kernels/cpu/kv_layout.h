@@ -15,7 +15,7 @@
 #include <cstring>
 
 #include "call.h"
-#include "product.h"
+#include "attention_product.h"
 
 namespace {
 
