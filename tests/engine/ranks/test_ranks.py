@@ -79,6 +79,8 @@ def test_two_ranks_answer_as_one_process_and_end_together(tmp_path: Path):
 
         assert http.post("/admin/models/unload", json={"model": "tiny"}).status_code == 200
         assert complete(http, PREFIX, 20)["token_ids"] == alone(one, [PREFIX], 20)[0], "loaded again"
+        ranks.processes[1].send_signal(signal.SIGINT)
+        assert complete(http, PREFIX, 20)["cached"] == 96, "rank 1 goes on after a first signal"
 
         ranks.processes[0].send_signal(signal.SIGTERM)
         assert ranks.statuses() == [0, 0], ranks.said()
