@@ -83,6 +83,7 @@ def serve(config: Config, listeners: Sequence[socket.socket], make_pool: Callabl
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         open_tracing(config.observability).close()
+        _end_children()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -250,14 +251,21 @@ class _Server:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends the process at once, with the compilers and downloads that it has started."""
+    """Ends the process at once."""
+    try:
+        _end_children()
+    finally:
+        leave(status)
+
+
+def _end_children() -> None:
+    """Ends the compilers and downloads that this process has started."""
     import psutil
 
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error, OSError):  # for example without a free descriptor
         for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 child.kill()
-    leave(status)
 
 
 def _described(model: PooledModel) -> str:

@@ -168,7 +168,8 @@ class KvDisk:
             self._reads.put(None)
         for thread in self._threads:
             thread.join(_END_TIMEOUT_S)
-        self._tried(self._save_budget)
+        if self.is_on:
+            self._tried(self._save_budget)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

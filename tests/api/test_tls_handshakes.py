@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import ssl
 import subprocess
+import time
 from pathlib import Path
 
 import httpx
@@ -46,4 +48,25 @@ async def test_those_who_never_shake_hands_are_counted_and_make_room(tmp_path: P
                 assert (await http.get(f"{server.url}/health")).status_code == 200
         assert watched.num_fds() - num_files <= MOST + 32
         assert watched.memory_info().rss - num_bytes < 32 * 2**20
+        assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+async def test_a_body_that_never_arrives_is_not_waited_for_at_the_end(tmp_path: Path, cert: str, has_key: bool):
+    """Closing TLS waits for the client's own close. Without a key, the answer is there before the body is read."""
+    async with served(tmp_path, f'tls_cert = "{cert}"\ntls_key = "{cert}"') as server:
+        key = next(iter(server.keys.values())) if has_key else "none"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: 99\r\n\r\n{{"
+        )
+        context = ssl.create_default_context(cafile=cert)
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as plain:
+            client = context.wrap_socket(plain, server_hostname="127.0.0.1")
+            client.sendall(head.encode())
+            await asyncio.sleep(0.5)
+            began_s = time.monotonic()
+            server.process.terminate()
+            assert await asyncio.wait_for(server.process.wait(), 20) == 0
+            assert time.monotonic() - began_s < 4
+            client.close()
         assert "Traceback" not in server.log.read_text()

@@ -292,8 +292,8 @@ class FleetQuotas(Quotas):
 
     @contextlib.contextmanager
     def _reserved(self, share: _Share, num_granted: int) -> Iterator[int]:
-        """Inside the block, `open` counts here what the store has already counted. If it is not called, they are
-        reported back to the store. The block must not await, so that no report comes between."""
+        """Inside the block, `open` counts here what the store has already counted. If it is not called, the
+        requests are given back to the store. The block must not await, so that no report comes between."""
         try:
             yield num_granted
         finally:

@@ -383,7 +383,9 @@ class BoundedProtocol(H11Protocol):
         """The server ends: it does not wait for the rest of a request's body."""
         super().shutdown()
         if self.conn.their_state is h11.SEND_BODY and not self.flow.read_paused:
-            self.transport.close()
+            cycle, num_unsent = self.cycle, self.transport.get_write_buffer_size()
+            is_sending = num_unsent > 0 or (cycle.response_started and not cycle.response_complete)
+            (self.transport.close if is_sending else self.abort)()  # over TLS, `close` waits for the client
 
     def _with_writer(self, app: ASGIApp) -> ASGIApp:
         """Returns `app` with a `PIECE_WRITER` for its requests, for HTTP/1.1 only: other versions have no chunked

@@ -360,8 +360,8 @@ class Speculation:
             self.wait_s *= _RETRY
 
     def choose(self, free: Mapping[Request, int], room: StepRoom) -> dict[str, Drafts]:
-        """The drafts of a step. `free` is how many each request has room for; grammars may allow fewer. Requests whose
-        drafts are not worth their rows decay, so that they are tried again later."""
+        """The drafts of a step. `free` is how many each request has room for; grammars may allow fewer. The
+        acceptance rate of requests whose drafts are not worth their rows decays, so that they are tried again later."""
         found, depths = self.plan(free, room)
         if not depths:
             self.skip()

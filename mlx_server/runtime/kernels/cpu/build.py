@@ -8,6 +8,7 @@ the same time each move a complete file of the same content.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -83,8 +84,9 @@ class _Builder:
 
     def make(self, units: Sequence[Unit], library: Path) -> None:
         for left in library.parent.glob(f"{_SCRATCH}*"):  # by a process that was killed
-            if time.time() - left.stat().st_mtime > 2 * COMPILE_TIMEOUT_S:
-                shutil.rmtree(left, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another process has removed it meanwhile
+                if time.time() - left.stat().st_mtime > 2 * COMPILE_TIMEOUT_S:
+                    shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=library.parent) as scratch:
             objects = [Path(scratch, f"{index}.o") for index in range(len(units))]
             self._compile_all(units, objects)
