@@ -150,7 +150,7 @@ def test_a_vocabulary_that_lacks_something_is_named(
     changes: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf")
-    read = conversion.GGUFReader
+    read = conversion._Reader
 
     def read_changed(path: Path) -> GGUFReader:
         reader = read(path)
@@ -159,7 +159,7 @@ def test_a_vocabulary_that_lacks_something_is_named(
             reader.fields[f"tokenizer.ggml.{key}"] = field
         return reader
 
-    monkeypatch.setattr(conversion, "GGUFReader", read_changed)
+    monkeypatch.setattr(conversion, "_Reader", read_changed)
     with pytest.raises(ModelLoadError, match=words):
         resolve_model(str(tmp_path / "tiny.gguf"))
 
