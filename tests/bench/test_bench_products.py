@@ -47,6 +47,11 @@ def test_a_row_of_the_table() -> None:
     assert cells == [weight, "4", "vector", "0.001", "2.50x", "4.9", "50%", "same"]
 
 
+def test_weights_of_a_chain_are_read_from_memory() -> None:
+    assert Weight(4096, 4096, 4, mx.float16).cold_layers == 15  # of 9 MiB each: 128 MiB in all
+    assert Weight(64, 64, 4, mx.float16).cold_layers == 256
+
+
 def test_the_command_measures_products(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
     attention = ["--heads", "2x1x32", "--dtype", "float32", "--batch", "1", "--context", "33", "--prefill"]
@@ -61,7 +66,7 @@ def test_the_command_measures_products(tmp_path: Path, capsys: pytest.CaptureFix
         "--rows",
         "1",
         "3",
-        "--layers",
+        "--product-layers",
         "2",
     ]
     quick = ["--quick", "--backend", "reference", "--copy-mib", "1", "--json", str(path)]

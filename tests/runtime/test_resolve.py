@@ -16,6 +16,7 @@ from mlx_server.errors import DownloadError, ModelLoadError
 from mlx_server.runtime.models import resolve
 from mlx_server.runtime.models.blueprint import model_classes
 from mlx_server.runtime.models.folder import missing_parts
+from mlx_server.runtime.models.gguf import WeightFormat
 from mlx_server.runtime.models.resolve import resolve_model
 from tests.conformance import Subject
 
@@ -68,6 +69,15 @@ def test_the_bundled_name_is_pulled(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / "smollm2")
     assert resolve_model("smollm2") == tmp_path
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", None), ("bfloat16", None), ("float32", WeightFormat.FLOAT32)])
+def test_the_bundled_model_is_expanded_for_float32_alone(dtype, expected, tmp_path, monkeypatch):
+    formats = []
+    monkeypatch.setattr(resolve, "pull_bundled", lambda weight_format: formats.append(weight_format) or tmp_path)
+    monkeypatch.setattr(resolve.mx, "default_device", lambda: resolve.mx.cpu)
+    resolve_model("smollm2", dtype)
+    assert formats == [expected]
 
 
 @pytest.mark.parametrize(

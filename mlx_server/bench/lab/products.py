@@ -24,6 +24,10 @@ from mlx_server.runtime.layers.products import MakeProduct
 MLX = "MLX"
 _GROUP_SIZE = 64
 _BITS = {"4": 4, "8": 8, "full": None}
+_CHAIN_BYTES = 128 * 2**20
+"""Bytes of a chain's weights: more than caches hold, so that each product reads its weights from memory."""
+
+_MAX_LAYERS = 256
 
 Product = Callable[[mx.array], mx.array]
 
@@ -44,6 +48,11 @@ class Weight:
         if self.bits is None:
             return size * self.dtype.size
         return size * self.bits // 8 + 2 * size // _GROUP_SIZE * self.dtype.size
+
+    @property
+    def cold_layers(self) -> int:
+        """How many such weights are too large for caches."""
+        return min(-(-_CHAIN_BYTES // self.num_bytes), _MAX_LAYERS)
 
     def make_layer(self) -> Any:
         """A layer with a random weight, evaluated."""
@@ -98,6 +107,8 @@ def add_product_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows", nargs="+", type=from_1, metavar="N", help="rows of a product; default: 1 2 4 8 16 32 64")
     bits = "bits of a weight; full: not quantised; default: 4"
     add("--product-bits", nargs="+", choices=tuple(_BITS), default=["4"], help=bits)
+    layers = "products in a row; default: so many that no cache holds their weights"
+    add("--product-layers", type=from_1, metavar="N", help=layers)
 
 
 def _weight(text: str) -> tuple[int, int]:
@@ -115,7 +126,8 @@ def measure_all(args: argparse.Namespace, dtype: mx.Dtype) -> list[ProductResult
         for bits in args.product_bits:
             weight = Weight(columns, depth, _BITS[bits], dtype)
             print_progress(f"{weight}: products of {', '.join(map(str, args.rows))} rows")
-            results += measure_products(weight, args.rows, own_products(), args.layers, args.repeat)
+            num_layers = args.product_layers or weight.cold_layers
+            results += measure_products(weight, args.rows, own_products(), num_layers, args.repeat)
             mx.clear_cache()
     return results
 

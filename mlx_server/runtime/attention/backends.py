@@ -16,6 +16,7 @@ from mlx_server.errors import ConfigError
 from mlx_server.outputs import ScheduledChunk
 from mlx_server.runtime.attention.interface import AttentionBackend, LayerSpec, ReferenceBackend
 from mlx_server.runtime.cache.block_tables import BlockTables
+from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
 from mlx_server.runtime.kernels.gpu.backend import CudaBackend, MetalBackend
 from mlx_server.runtime.kernels.gpu.choice import load_choice
@@ -63,7 +64,7 @@ def choose_backend(name: str, specs: Sequence[LayerSpec]) -> AttentionBackend:
             return backend
         if name != "auto":
             raise ConfigError(f"--attention-backend {name} cannot be used here: {reason}.")
-        level = logging.DEBUG if _is_expected_absence(candidate) else logging.WARNING
+        level = logging.DEBUG if _is_expected_absence(candidate) or _was_said(candidate) else logging.WARNING
         logger.log(level, "The %s attention backend is not used: %s.", candidate, reason)
     raise AssertionError("the reference backend passes everywhere")
 
@@ -72,6 +73,11 @@ def _is_expected_absence(name: str) -> bool:
     """Whether MLX does not compute on such a GPU: there is none, or the CPU was chosen."""
     kinds = {"metal": mx.metal, "cuda": mx.cuda}
     return name in kinds and (mx.default_device() == mx.cpu or not kinds[name].is_available())
+
+
+def _was_said(name: str) -> bool:
+    """Whether the native library is missing, which has its own warning."""
+    return name == "cpu" and mx.default_device() == mx.cpu and native.why_missing() is not None
 
 
 def _try(name: str, specs: Sequence[LayerSpec]) -> tuple[AttentionBackend | None, str | None]:

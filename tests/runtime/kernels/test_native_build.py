@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
+from mlx_server.runtime.attention.backends import choose_backend
+from mlx_server.runtime.attention.interface import LayerSpec
 from mlx_server.runtime.kernels.cpu import build as build_module
 from mlx_server.runtime.kernels.cpu import native
 from mlx_server.runtime.kernels.cpu.attention import CpuBackend
@@ -49,6 +55,24 @@ def test_builds_once_with_the_compiler_of_the_environment(tmp_path: Path, monkey
     commands = (tmp_path / "log").read_text().splitlines()
     assert len(commands) == len(list(cache.iterdir())) == 2
     assert all(command.startswith("-DUNUSED -std=c++17") for command in commands)
+
+
+def test_each_version_of_mlx_and_nanobind_has_a_library_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: set[str] = set()
+
+    def note(name: str, units: Sequence[Unit], folder: Path, **more: Sequence[str]) -> Path:
+        names.add(build_module._Builder(["c++"], ()).key(units, more["versions"]))
+        raise NativeBuildError("not built")
+
+    monkeypatch.setattr(native, "build", note)
+    for mlx, nanobind in (("1", "3.1"), ("1", "3.1"), ("2", "3.1"), ("2", "3.2")):
+        monkeypatch.setattr(native, "_digest_of_mlx", lambda _, mlx=mlx: mlx)
+        monkeypatch.setattr(native.metadata, "version", lambda _, nanobind=nanobind: nanobind)
+        with pytest.raises(NativeBuildError, match="not built"):
+            native.load(tmp_path)
+    assert len(names) == 3
 
 
 def test_what_killed_builds_left_is_removed_and_present_builds_are_not(tmp_path: Path) -> None:
@@ -138,10 +162,23 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not (tmp_path / "home").exists()
 
 
-def test_without_the_library_there_is_no_cpu_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_found", lambda: NativeBuildError("no headers"))
+def test_without_the_library_there_is_no_cpu_backend_and_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(folder: Path) -> None:
+        raise NativeBuildError("no headers")
+
+    monkeypatch.setattr(native, "load", load)
+    monkeypatch.setattr(native, "_found", lru_cache(native._found.__wrapped__))
     with pytest.raises(NativeBuildError, match="no headers"):
         CpuBackend()
+    if mx.default_device() == mx.cpu:
+        spec = LayerSpec(num_kv_heads=1, key_dim=32, value_dim=32, dtype=mx.float32)
+        assert [choose_backend("auto", [spec]).name for _ in range(2)] == ["reference"] * 2
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == [
+        "The native CPU operations are not used, so products and attention are MLX's own and take longer: no headers."
+    ]
 
 
 def test_with_a_compiler_that_cannot_run_or_speaks_no_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
