@@ -2,8 +2,8 @@
 checks whether a test fails. A mutant that survives is either not tested or makes no difference; the share of survivors
 measures the tests. Works on a copy of the checkout.
 
-The tests of a folder are those in the folder of the same name in tests/, or else the test files that import the changed
-module. Slow tests run only if no other test has failed.
+The nearest tests run first: those in the module's folder of tests/, then those that import it, then those of its floor,
+then the slow ones. A mutant has survived if none fails.
 
 examples:
   ./scripts/mutate                                 # 50 places of batching/ and engine/
@@ -41,7 +41,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "mlx_server"
 TESTS = "-m pytest -x -q --ff --tb=no --no-header"
 NEVER = "not full and not attack and not soak"
-ROUNDS = (f"not slow and {NEVER}", f"slow and {NEVER}")
 NO_TESTS_COLLECTED = 5
 
 Position = tuple[int, int]
@@ -177,8 +176,8 @@ def _annotations(source: str) -> Iterator[tuple[Position, Position]]:
 
 def survival(mutant: Mutant) -> str | None:
     """The mutant's change if no test fails, else None."""
-    for marks in ROUNDS:
-        suite = suite_of(_tests_of(mutant.path), marks)
+    for tests, marks in _rounds(mutant.path):
+        suite = suite_of(tests, marks)
         with use_mutation(mutant.path, mutant.operator, mutant.occurrence) as (original, mutated):
             if suite and run_tests(suite.command, suite.timeout_s)[0] is not TestOutcome.SURVIVED:
                 return None
@@ -187,15 +186,22 @@ def survival(mutant: Mutant) -> str | None:
     return f"{_name(mutant)}\n  - {old[line].strip()}\n  + {new[line].strip()}"
 
 
-def _tests_of(path: Path) -> tuple[str, ...]:
-    mirrored = Path("tests", path.parts[1])
-    if mirrored.is_dir():
-        return (str(mirrored),)
+def _rounds(path: Path) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The tests of a module, the nearest first, with the marks to run: those of its folder, those that import it, those
+    of its floor; then the slow ones."""
+    folders = [Path("tests", *path.parts[1:end]) for end in range(len(path.parts) - 1, 1, -1)]
+    mirrored = [str(folder) for folder in folders if folder.is_dir()]
     module = ".".join(path.with_suffix("").parts)
-    found = [str(test) for test in sorted(Path("tests").rglob("test_*.py")) if f"{module} " in test.read_text("utf-8")]
-    if not found:
+    importing = [
+        str(test) for test in sorted(Path("tests").rglob("test_*.py")) if f"{module} " in test.read_text("utf-8")
+    ]
+    if not mirrored and not importing:
         sys.exit(f"No test names {module}.")
-    return tuple(found)
+    around = (*mirrored[-1:], *(test for test in importing if not mirrored or not test.startswith(f"{mirrored[-1]}/")))
+    for tests in dict.fromkeys((tuple(mirrored[:1]), tuple(importing), around)):
+        if tests:
+            yield tests, f"not slow and {NEVER}"
+    yield around, f"slow and {NEVER}"
 
 
 @cache
