@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_server.api.answers.generation import Finish, Generation, OutputEvent
@@ -12,19 +13,10 @@ from mlx_server.engine.tools.parser import ToolCallDelta
 from mlx_server.outputs import PositionLogprobs, RequestTimings
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A complete call; `arguments` is JSON text, as the model wrote it."""
-
-    call_id: str
-    name: str
-    arguments: str
-
-    @classmethod
-    def of(cls, pieces: Sequence[ToolCallDelta]) -> ToolCall:
-        """The call that has come in these pieces."""
-        first = next((piece for piece in pieces if piece.name), pieces[0])
-        return cls(first.id or "", first.name or "", "".join(piece.arguments_fragment for piece in pieces))
+def whole_call(pieces: Sequence[ToolCallDelta]) -> ToolCallDelta:
+    """The call that has come in these pieces, as one piece."""
+    first = next((piece for piece in pieces if piece.name), pieces[0])
+    return replace(first, arguments_fragment="".join(piece.arguments_fragment for piece in pieces))
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
@@ -34,20 +26,6 @@ def arguments_object(arguments: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return parsed if isinstance(parsed, dict) else {}
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One complete answer."""
-
-    index: int
-    content: str
-    reasoning: str
-    tool_calls: tuple[ToolCall, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[PositionLogprobs, ...]
-    prompt_logprobs: tuple[PositionLogprobs, ...]
-    finish: Finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +75,29 @@ class UsageMeter:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All choices of a job, in order of their index."""
+    """All choices of a job, in order of their index: an event each, with all of the choice's output, whose calls have
+    one piece each."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[OutputEvent, ...]
     usage: Usage
     timings: RequestTimings | None
+
+    @property
+    def finish(self) -> Finish:
+        """How the first choice ended."""
+        finish = self.choices[0].finish
+        assert finish is not None, "the stream ended without a finish reason"
+        return finish
 
 
 async def collect(generation: Generation, n: int) -> Answer:
     """Waits for the end of every choice. Raises `ServeError` if one fails."""
-    builders: dict[int, _Builder] = {}
+    builders: defaultdict[int, _Builder] = defaultdict(_Builder)
     meter = UsageMeter(n)
 
     def add(events: list[OutputEvent]) -> bool:
         for event in events:
-            builders.setdefault(event.index, _Builder(event.index)).add(event)
+            builders[event.index].add(event)
             meter.update(event)
         return True
 
@@ -123,35 +109,36 @@ async def collect(generation: Generation, n: int) -> Answer:
 class _Builder:
     """Joins one choice's events."""
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    _last: OutputEvent
+
+    def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: dict[int, list[ToolCallDelta]] = {}
+        self._calls: defaultdict[int, list[ToolCallDelta]] = defaultdict(list)
         self._token_ids: list[int] = []
         self._logprobs: list[PositionLogprobs] = []
         self._prompt_logprobs: list[PositionLogprobs] = []
-        self._finish: Finish | None = None
 
     def add(self, event: OutputEvent) -> None:
         self._content.append(event.content)
         self._reasoning.append(event.reasoning)
         for piece in event.tool_calls:
-            self._calls.setdefault(piece.index, []).append(piece)
+            self._calls[piece.index].append(piece)
         self._token_ids.extend(event.token_ids)
         self._logprobs.extend(event.logprobs)
         self._prompt_logprobs.extend(event.delta.prompt_logprobs)
-        self._finish = event.finish or self._finish
+        self._last = event
 
-    def choice(self) -> Choice:
-        assert self._finish is not None, "the stream ended without a finish reason"
-        return Choice(
-            index=self._index,
+    def choice(self) -> OutputEvent:
+        return replace(
+            self._last,
             content="".join(self._content),
             reasoning="".join(self._reasoning),
-            tool_calls=tuple(ToolCall.of(self._calls[index]) for index in sorted(self._calls)),
-            token_ids=tuple(self._token_ids),
-            logprobs=tuple(self._logprobs),
-            prompt_logprobs=tuple(self._prompt_logprobs),
-            finish=self._finish,
+            tool_calls=tuple(whole_call(self._calls[index]) for index in sorted(self._calls)),
+            delta=replace(
+                self._last.delta,
+                token_ids=tuple(self._token_ids),
+                logprobs=tuple(self._logprobs),
+                prompt_logprobs=tuple(self._prompt_logprobs),
+            ),
         )

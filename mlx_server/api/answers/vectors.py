@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from fastapi import Request
 
-from mlx_server.api.answers.generation import GenerationJob, Prompt
+from mlx_server.api.answers.generation import GenerationJob, Plan, Prompt
 from mlx_server.api.answers.generation_service import lease_engine
 from mlx_server.api.auth.authentication import caller_of
 from mlx_server.api.auth.quotas import Demand
@@ -144,7 +144,7 @@ async def _run(
     job = GenerationJob(
         request_id=request_id,
         response_id=f"{options.prefix}-{request_id}",
-        prompts=prompts,
+        plan=Plan(prompts=prompts),
         sampling=SamplingParams(),
         caller=caller,
         priority=caller.priority_at(request.url.path, options.priority),

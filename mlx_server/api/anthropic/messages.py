@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from mlx_server.api.answers.chat_plan import ChatCall, ToolUse
 from mlx_server.api.anthropic.conversation import MessageParam, TextBlock, read_conversation
-from mlx_server.api.anthropic.output import PING, MessageWriter
+from mlx_server.api.anthropic.output import MessageWriter
 from mlx_server.api.context import Context
 from mlx_server.api.errors import error_responses
 from mlx_server.api.http.body import TurnRoute
@@ -197,10 +197,8 @@ router = APIRouter(tags=["messages"], route_class=TurnRoute, responses=error_res
 async def create_message(body: MessagesRequest, request: Request, context: Context) -> Response:
     """A message, streamed with `stream: true`."""
     exchange = await open_exchange(body, request, context)
-    sampling = body.sampling(exchange.engine.default_sampling)
     plan = await exchange.plan(body.call)
-    writer = MessageWriter(exchange, plan.prompt, body.shows_thinking)
-    response = await exchange.answer(exchange.chat_job(plan, sampling, writer.message_id), writer, PING)
+    response = await exchange.answer(plan, MessageWriter(exchange, plan.prompts[0], body.shows_thinking))
     response.headers[REQUEST_ID_HEADER] = exchange.request_id
     return response
 

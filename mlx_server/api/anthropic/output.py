@@ -8,7 +8,7 @@ from typing import Any
 
 from sse_starlette import ServerSentEvent
 
-from mlx_server.api.answers.collect import Answer, Choice, Usage, UsageMeter, arguments_object
+from mlx_server.api.answers.collect import Answer, Usage, UsageMeter, arguments_object
 from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
@@ -24,9 +24,11 @@ class MessageWriter(Writer):
     """One message. In a stream the message opens, then each block opens, grows and closes, then the message ends. One
     block is open at a time: output of another kind closes it."""
 
+    keep_alive = PING
+
     def __init__(self, exchange: Exchange, prompt: Prompt, shows_thinking: bool) -> None:
-        self.message_id = f"msg_{exchange.request_id}"
-        self._head = {"id": self.message_id, "type": "message", "role": "assistant", "model": exchange.model_name}
+        self.response_id = f"msg_{exchange.request_id}"
+        self._head = {"id": self.response_id, "type": "message", "role": "assistant", "model": exchange.model_name}
         self._num_prompt_tokens = len(prompt.token_ids)
         self._max_model_len = exchange.engine.max_model_len
         self._shows_thinking = shows_thinking
@@ -39,7 +41,7 @@ class MessageWriter(Writer):
 
     def full_body(self, answer: Answer) -> dict[str, Any]:
         (choice,) = answer.choices
-        ending = self._ending(choice.finish, answer.usage)
+        ending = self._ending(answer.finish, answer.usage)
         return {**self._head, "content": list(self._blocks(choice)), **ending, "usage": usage_body(answer.usage)}
 
     def opening(self, has_output: bool) -> bytes:
@@ -71,13 +73,14 @@ class MessageWriter(Writer):
             return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
         return {"stop_reason": _STOP_REASONS[finish.reason], "stop_sequence": None}
 
-    def _blocks(self, choice: Choice) -> Iterator[dict[str, Any]]:
+    def _blocks(self, choice: OutputEvent) -> Iterator[dict[str, Any]]:
         if choice.reasoning and self._shows_thinking:
             yield {"type": "thinking", "thinking": choice.reasoning, "signature": _signature(choice.reasoning)}
         if choice.content:
             yield {"type": "text", "text": choice.content}
         for call in choice.tool_calls:
-            yield {"type": "tool_use", "id": call.call_id, "name": call.name, "input": arguments_object(call.arguments)}
+            given = arguments_object(call.arguments_fragment)
+            yield {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
 
     def _pieces(self, event: OutputEvent) -> Iterator[bytes]:
         if event.reasoning and self._shows_thinking:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Protocol
 
-from mlx_server.api.answers.collect import Answer, Choice, ToolCall, Usage, UsageMeter, arguments_object
+from mlx_server.api.answers.collect import Answer, Usage, UsageMeter, arguments_object, whole_call
 from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
@@ -61,6 +61,8 @@ class AnswerWriter(Writer):
     """The answer to `/api/chat` or `/api/generate`. Tool calls are sent once they are complete, since their arguments
     are an object."""
 
+    media_type = NDJSON
+
     def __init__(self, call: OllamaCall, shown: Shown, prompt: Prompt | None = None) -> None:
         """`shown` makes the members that hold what the model wrote. With a `prompt`, the last line has `context`:
         prompt and answer as token ids."""
@@ -76,17 +78,13 @@ class AnswerWriter(Writer):
         self._tool_call: list[ToolCallDelta] = []  # the pieces of the call that is being written
         self._names = TokenNames(exchange.engine.tokenizer if exchange.engine.has_tokenizer else None)
         self._num_top = exchange.body.num_logprobs
-
-    @property
-    def keep_alive(self) -> bytes:
-        """A line without text, for a silent stream: clients read each line as a part of the answer."""
-        return self._line(**self._shown(), done=False)
+        self.keep_alive = self._line(**shown(), done=False)  # clients read each line as a part of the answer
 
     def full_body(self, answer: Answer) -> dict[str, Any]:
         (choice,) = answer.choices
-        calls = [_call_body(index, call) for index, call in enumerate(choice.tool_calls)]
+        calls = list(map(_call_body, choice.tool_calls))
         shown = {**self._shown(choice.content, choice.reasoning, calls), **self._logprobs(choice)}
-        return self._last(shown, choice.finish, choice.token_ids, answer.usage, answer.timings)
+        return self._last(shown, answer.finish, choice.token_ids, answer.usage, answer.timings)
 
     def write(self, event: OutputEvent) -> bytes:
         self._meter.update(event)
@@ -122,7 +120,7 @@ class AnswerWriter(Writer):
     def _end_call(self) -> Iterator[bytes]:
         pieces, self._tool_call = self._tool_call, []
         if pieces:
-            call = _call_body(pieces[0].index, ToolCall.of(pieces))
+            call = _call_body(whole_call(pieces))
             yield self._line(**self._shown(calls=[call]), done=False)
 
     def _text(self, name: str, text: str) -> bytes:
@@ -140,7 +138,7 @@ class AnswerWriter(Writer):
     def _body(self, members: dict[str, Any]) -> dict[str, Any]:
         return {"model": self._call.name, "created_at": timestamp(), **members}
 
-    def _logprobs(self, source: OutputEvent | Choice) -> dict[str, Any]:
+    def _logprobs(self, source: OutputEvent) -> dict[str, Any]:
         if self._num_top is None or not source.logprobs:
             return {}
         return {"logprobs": [self._position(position, self._num_top) for position in source.logprobs]}
@@ -183,9 +181,9 @@ class AnswerWriter(Writer):
         )
 
 
-def _call_body(index: int, call: ToolCall) -> dict[str, Any]:
-    function = {"index": index, "name": call.name, "arguments": arguments_object(call.arguments)}
-    return {"id": call.call_id, "function": function}
+def _call_body(call: ToolCallDelta) -> dict[str, Any]:
+    function = {"index": call.index, "name": call.name, "arguments": arguments_object(call.arguments_fragment)}
+    return {"id": call.id, "function": function}
 
 
 def nanoseconds(seconds: float) -> int:

@@ -223,11 +223,11 @@ class OllamaCall:
 
     def finish(self, response: Response) -> Response:
         """The answer with the header for fields that it does not keep to."""
-        body, engine = self.exchange.body, self.exchange.engine
+        body = self.exchange.body
         assert isinstance(body, OllamaFields)
         notes = [] if self.is_kept else ["keep_alive"]
         if body.options is not None:
-            notes += body.options.not_enforced(body.sampling(engine.default_sampling), engine.max_model_len)
+            notes += body.options.not_enforced(self.exchange.sampling, self.exchange.engine.max_model_len)
         if notes:
             response.headers[NOT_ENFORCED_HEADER] = ", ".join(notes)
         return response

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_server.api.answers.collect import Answer, Choice, Usage, UsageMeter
+from mlx_server.api.answers.collect import Answer, Usage, UsageMeter
 from mlx_server.api.answers.generation import OutputEvent
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
@@ -43,7 +43,7 @@ class CompletionWriter(Writer):
         self._repeats_usage = self._has_usage and options is not None and bool(options.continuous_usage_stats)
 
     @abstractmethod
-    def full_choice(self, choice: Choice) -> dict[str, Any]:
+    def full_choice(self, choice: OutputEvent) -> dict[str, Any]:
         """Returns a choice of an answer that is not streamed."""
 
     def full_body(self, answer: Answer) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from mlx_server.api.openai.fields import Bool, Ints
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.vision.parts import ImageParts
 from mlx_server.errors import InvalidRequestError
-from mlx_server.sampling_params import SamplingParams
 
 MAX_IDS = 1_000_000
 """Most ids of one `/detokenize` request: about a second in a thread, which slows down all streams."""
@@ -111,31 +110,27 @@ async def detokenize(body: DetokenizeBody, request: Request, context: Context) -
 async def render_chat_completion(body: ChatCompletionRequest, request: Request, context: Context) -> Response:
     """The prompt of a chat as token ids, with the parameters that would sample its answer."""
     exchange = await open_exchange(body, request, context, generates=False)
-    sampling = body.sampling(exchange.engine.default_sampling)
     prompt = await exchange.render(body.call)
-    return await exchange.turn.in_thread(lambda: JSONResponse(_rendered(exchange, prompt, sampling)))
+    return await exchange.turn.in_thread(lambda: JSONResponse(_rendered(exchange, prompt)))
 
 
 @router.post("/v1/completions/render", response_model=list[dict[str, Any]])
 async def render_completion(body: CompletionRequest, request: Request, context: Context) -> Response:
     """The same for text completions: one entry a prompt."""
     exchange = await open_exchange(body, request, context, generates=False)
-    sampling = body.sampling(exchange.engine.default_sampling)
     plan = await plan_text(exchange, body)
     context.quotas.add_read(exchange.caller, sum(len(prompt.token_ids) for prompt in plan.prompts))
-    return await exchange.turn.in_thread(
-        lambda: JSONResponse([_rendered(exchange, prompt, sampling) for prompt in plan.prompts])
-    )
+    return await exchange.turn.in_thread(lambda: JSONResponse([_rendered(exchange, prompt) for prompt in plan.prompts]))
 
 
-def _rendered(exchange: Exchange, prompt: Prompt, sampling: SamplingParams) -> dict[str, Any]:
+def _rendered(exchange: Exchange, prompt: Prompt) -> dict[str, Any]:
     body = exchange.body
     return {
         "request_id": exchange.request_id,
         "model": exchange.model_name,
         "token_ids": list(prompt.token_ids),
         "features": None,
-        "sampling_params": {**dataclasses.asdict(sampling), "n": body.num_samples},
+        "sampling_params": {**dataclasses.asdict(exchange.sampling), "n": body.num_samples},
         "stream": bool(body.stream),
         "cache_salt": body.cache_salt,
         "priority": body.priority or 0,

@@ -48,14 +48,13 @@ class ResponseWriter(Writer):
         self,
         exchange: Exchange,
         request: ResponsesRequest,
-        sampling: SamplingParams,
         store: KeptResponses | None,
         input_items: tuple[KeptItem, ...],
     ) -> None:
         """`store` keeps the response and its `input_items` from the start; None keeps nothing."""
         # The id is a key to what is kept, so clients cannot choose it.
         self.response_id = f"resp_{uuid.uuid4().hex}"
-        self._first_body = {"id": self.response_id, **_head(exchange.model_name, request, sampling)}
+        self._first_body = {"id": self.response_id, **_head(exchange.model_name, request, exchange.sampling)}
         self._body = self._first_body
         self._store = store
         self._input_items = input_items
@@ -65,16 +64,9 @@ class ResponseWriter(Writer):
 
     def full_body(self, answer: Answer) -> dict[str, Any]:
         (choice,) = answer.choices
-        calls = [
-            ToolCallDelta(index, call.call_id, call.name, call.arguments)
-            for index, call in enumerate(choice.tool_calls)
-        ]
-        event = OutputEvent(
-            index=0, content=choice.content, reasoning=choice.reasoning, tool_calls=tuple(calls), finish=choice.finish
-        )
-        for _ in self._items.append(event):
+        for _ in self._items.append(choice):
             pass
-        self._body = self._ending(choice.finish, answer.usage)
+        self._body = self._ending(answer.finish, answer.usage)
         self._put()
         return self._body
 
