@@ -196,9 +196,7 @@ class ChatPlanner:
         """The prompt alone; `read` and what is raised are as for `plan`."""
         return (await self._write(engine, read, turn)).prompt
 
-    async def _write(
-        self, engine: AsyncEngine, read: Read, turn: TextTurn, dialect: Dialect | None = None
-    ) -> _Written:
+    async def _write(self, engine: AsyncEngine, read: Read, turn: TextTurn, dialect: Dialect | None = None) -> _Written:
         """The call and its prompt; with a `dialect` and without a grammar, the plan as well. One turn in a thread makes
         all of it, or two turns with the images prepared between them."""
         seeing, owner = engine.vision, turn.requester.key

@@ -17,7 +17,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
 
-from mlx_server.api.auth.authentication import PAGE_FILES, RequireAdmin, caller_of
+from mlx_server.api.auth.access import PAGE_FILES, RequireAdmin, caller_of
 from mlx_server.api.auth.key_file import KeyFile
 from mlx_server.api.auth.keys import Caller, key_file_path
 from mlx_server.api.context import Context, ServerContext
