@@ -35,7 +35,7 @@ from mlx_server.api.auth.quotas import (
     seats_refusal,
     tokens_refusal,
 )
-from mlx_server.api.shared_store import Script, SharedStore, StoreAwayError
+from mlx_server.api.shared_store import SharedStore, StoreAwayError
 from mlx_server.tiers import Tier
 
 SYNC_S = 1.0
@@ -46,7 +46,7 @@ again after this time."""
 
 _NO_LIMIT = -1
 _UNKNOWN = -1
-_TAKE = Script("""
+_TAKE = """
 -- KEYS: requests and tokens: amounts by slot of 250 ms, their total, the first slot and the last;
 -- answers in progress by server, as "number:when the lease ends"
 local now, server, lease_ms, held, want, least, num_requests, num_tokens, prompt_tokens,
@@ -142,7 +142,7 @@ else
 end
 return {refusal, granted, wait_ms, seats, requests.used, leaves_ms(requests.last),
   tokens.used, leaves_ms(tokens.last)}
-""")
+"""
 
 
 @dataclass(slots=True)

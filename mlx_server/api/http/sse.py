@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from json.encoder import encode_basestring
 from typing import Any, Protocol, cast
 
@@ -154,19 +153,6 @@ class _EventStream(EventSourceResponse):
         await self._write_stream(self._writer)
         self.active = False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def from_generator(pieces: AsyncGenerator[bytes, None]) -> WriteStream:
-    """Returns a function that writes the pieces of a generator. Each piece costs a task switch, so they should be
-    rare."""
-
-    async def write_stream(out: PieceWriter) -> None:
-        async with contextlib.aclosing(pieces):
-            async for piece in pieces:
-                out.write(piece)
-                await out.drain()
-
-    return write_stream
 
 
 def event_stream(
