@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, BeforeValidator, Field
 from starlette.responses import Response
 
-from mlx_server.api.answers.collect import Answer, Usage, UsageMeter
+from mlx_server.api.answers.collect import Answer, Usage, usage_of
 from mlx_server.api.answers.generation import Finish, OutputEvent, OutputParser, Parts, Prompt
 from mlx_server.api.context import Context
 from mlx_server.api.errors import ErrorInfo
@@ -159,7 +159,6 @@ class InfillWriter(Writer):
             "stop": list(sampling.stop),
             "stream": bool(body.stream),
         }
-        self._meter = UsageMeter(1)
         self._has_new_line = False
 
     def full_body(self, answer: Answer) -> dict[str, Any]:
@@ -169,19 +168,15 @@ class InfillWriter(Writer):
         return self._selected(self._last(choice.content, token_ids, answer.finish, answer.usage))
 
     def write(self, event: OutputEvent) -> bytes:
-        self._meter.update(event)
         self._has_new_line |= "\n" in event.content
         if event.finish is not None:
-            last = self._last(event.content, event.token_ids, event.finish, self._meter.total())
+            last = self._last(event.content, event.token_ids, event.finish, usage_of([event]))
             return sse.data(self._selected(last))
         if not event.content or self._body.is_warming:
             return b""
         counts = {"tokens_predicted": event.delta.num_output_tokens, "tokens_evaluated": event.delta.num_prompt_tokens}
         piece = {"index": 0, "content": event.content, "tokens": list(event.token_ids), "stop": False, "id_slot": -1}
         return sse.data({**piece, **counts})
-
-    def closing(self) -> bytes:
-        return b""  # the last piece has "stop": true
 
     def failure(self, error: ErrorInfo) -> bytes:
         return sse.data(error.openai_body())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_server.api.answers.generation import Finish, Generation, OutputEvent
 from mlx_server.engine.tools.parser import ToolCallDelta
-from mlx_server.outputs import PositionLogprobs, RequestTimings
+from mlx_server.outputs import PositionLogprobs
 
 
 def whole_call(pieces: Sequence[ToolCallDelta]) -> ToolCallDelta:
@@ -42,35 +42,19 @@ class Usage:
     num_rejected_drafts: int = 0
 
 
-class UsageMeter:
-    """Token counts of a running job; choices `k * n` to `k * n + n - 1` share prompt `k`."""
-
-    def __init__(self, n: int) -> None:
-        self._n = n
-        self._latest: dict[int, OutputEvent] = {}
-
-    def update(self, event: OutputEvent) -> None:
-        self._latest[event.index] = event
-
-    def total(self) -> Usage:
-        events = self._latest.values()
-        prompts = {event.index // self._n: event for event in sorted(events, key=lambda e: -e.index)}
-        return Usage(
-            num_prompt_tokens=sum(event.delta.num_prompt_tokens for event in prompts.values()),
-            num_cached_tokens=sum(event.delta.num_cached_tokens for event in prompts.values()),
-            num_rounded_tokens=sum(event.delta.num_rounded_tokens for event in prompts.values()),
-            num_output_tokens=sum(event.delta.num_output_tokens for event in events),
-            num_reasoning_tokens=sum(event.num_reasoning_tokens for event in events),
-            num_accepted_drafts=sum(event.delta.num_accepted_drafts for event in events),
-            num_rejected_drafts=sum(event.delta.num_rejected_drafts for event in events),
-        )
-
-    def timings(self) -> RequestTimings | None:
-        """The timings of a finished job with one choice; several choices have no common ones."""
-        if len(self._latest) != 1:
-            return None
-        (event,) = self._latest.values()
-        return None if event.finish is None else event.finish.timings
+def usage_of(events: Collection[OutputEvent], n: int = 1) -> Usage:
+    """The counts of a job after these events, the last ones of its choices so far. Choices `k * n` to `k * n + n - 1`
+    share prompt `k`."""
+    prompts = {event.index // n: event for event in sorted(events, key=lambda e: -e.index)}
+    return Usage(
+        num_prompt_tokens=sum(event.delta.num_prompt_tokens for event in prompts.values()),
+        num_cached_tokens=sum(event.delta.num_cached_tokens for event in prompts.values()),
+        num_rounded_tokens=sum(event.delta.num_rounded_tokens for event in prompts.values()),
+        num_output_tokens=sum(event.delta.num_output_tokens for event in events),
+        num_reasoning_tokens=sum(event.num_reasoning_tokens for event in events),
+        num_accepted_drafts=sum(event.delta.num_accepted_drafts for event in events),
+        num_rejected_drafts=sum(event.delta.num_rejected_drafts for event in events),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +64,6 @@ class Answer:
 
     choices: tuple[OutputEvent, ...]
     usage: Usage
-    timings: RequestTimings | None
 
     @property
     def finish(self) -> Finish:
@@ -93,17 +76,15 @@ class Answer:
 async def collect(generation: Generation, n: int) -> Answer:
     """Waits for the end of every choice. Raises `ServeError` if one fails."""
     builders: defaultdict[int, _Builder] = defaultdict(_Builder)
-    meter = UsageMeter(n)
 
     def add(events: list[OutputEvent]) -> bool:
         for event in events:
             builders[event.index].add(event)
-            meter.update(event)
         return True
 
     await generation.feed(add)
     choices = tuple(builders[index].choice() for index in sorted(builders))
-    return Answer(choices, meter.total(), meter.timings())
+    return Answer(choices, usage_of(choices, n))
 
 
 class _Builder:

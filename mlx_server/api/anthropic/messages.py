@@ -17,7 +17,7 @@ from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
 from mlx_server.api.answers.chat_plan import ChatCall, ToolUse
-from mlx_server.api.answers.collect import Answer, Usage, UsageMeter, arguments_object
+from mlx_server.api.answers.collect import Answer, Usage, arguments_object, usage_of
 from mlx_server.api.answers.generation import Finish, OutputEvent, Prompt
 from mlx_server.api.anthropic.conversation import MessageParam, TextBlock, read_conversation
 from mlx_server.api.context import Context
@@ -197,7 +197,6 @@ class MessageWriter(Writer):
         self._num_prompt_tokens = len(prompt.token_ids)
         self._max_model_len = exchange.engine.max_model_len
         self._shows_thinking = shows_thinking
-        self._meter = UsageMeter(1)
         self._is_started = False
         self._index = -1
         self._open: str | None = None
@@ -214,7 +213,6 @@ class MessageWriter(Writer):
         return b"" if has_output else self._start(num_cached_tokens=0)
 
     def write(self, event: OutputEvent) -> bytes:
-        self._meter.update(event)
         pieces = [] if self._is_started else [self._start(event.delta.num_cached_tokens)]
         pieces += self._pieces(event)
         return b"".join(pieces)
@@ -262,7 +260,7 @@ class MessageWriter(Writer):
                 yield self._delta("input_json_delta", "partial_json", piece.arguments_fragment)
         if event.finish is not None:
             yield from self._leave()
-            usage = self._meter.total()
+            usage = usage_of([event])
             yield _event("message_delta", delta=self._ending(event.finish, usage), usage=usage_body(usage))
 
     def _enter(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:

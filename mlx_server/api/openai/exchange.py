@@ -58,7 +58,7 @@ class Writer(Protocol):
 
     def closing(self) -> bytes:
         """Returns what follows the last output."""
-        ...
+        return b""
 
     def failure(self, error: ErrorInfo) -> bytes:
         """Returns what ends a stream after an error: its status was sent long before."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mlx_server.api.answers.collect import Answer, Usage, UsageMeter
+from mlx_server.api.answers.collect import Answer, Usage, usage_of
 from mlx_server.api.answers.generation import Finish, OutputEvent
 from mlx_server.api.errors import ErrorInfo
 from mlx_server.api.http import sse
@@ -59,7 +59,6 @@ class ResponseWriter(Writer):
         self._store = store
         self._input_items = input_items
         self._items = OutputItems({tool.name: tool for tool in request.client_tools()})
-        self._meter = UsageMeter(1)
         self._numbers = itertools.count()
 
     def full_body(self, answer: Answer) -> dict[str, Any]:
@@ -75,10 +74,9 @@ class ResponseWriter(Writer):
         return self._with_body("response.created") + self._with_body("response.in_progress")
 
     def write(self, event: OutputEvent) -> bytes:
-        self._meter.update(event)
         written = b"".join(map(self._encode, self._items.append(event)))
         if event.finish is not None:
-            self._update(self._ending(event.finish, self._meter.total()))
+            self._update(self._ending(event.finish, usage_of([event])))
         return written
 
     def closing(self) -> bytes:
