@@ -21,7 +21,6 @@ from mlx_server.api.answers.generation import Generation, GenerationJob
 from mlx_server.api.auth.access import caller_of
 from mlx_server.api.auth.keys import KeyRing, revocation
 from mlx_server.api.auth.quotas import Demand, Grant, Quotas, bounded
-from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.http.request_bounds import check_name
 from mlx_server.engine.engine import AsyncEngine
 from mlx_server.engine.request_stream import GenerationRequest, RequestStream
@@ -341,14 +340,9 @@ def _ms(time_s: float | None) -> float | None:
 
 async def lease_engine(request: Request, pool: ModelPool, name: str | None) -> AsyncEngine:
     """The engine of a model, which is loaded first if need be, for as long as the request lasts. Raises what
-    `ModelPool.acquire` raises, `PermissionDeniedError` for a model that the caller's tier may not use, and
-    `ClientDisconnectedError`."""
+    `ModelPool.acquire` raises, and `PermissionDeniedError` for a model that the caller's tier may not use."""
     check_name(name, "model")
     check_model_access(pool, caller_of(request).tier, name)
     leases = request.state.leases
     assert isinstance(leases, contextlib.ExitStack)
-
-    async def acquire() -> AsyncEngine:
-        return leases.enter_context(await pool.acquire(name))
-
-    return await until_disconnect(request, acquire())
+    return leases.enter_context(await pool.acquire(name))

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import email.message
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -125,7 +124,8 @@ class JsonRoute(APIRoute):
 
 
 class TurnRoute(JsonRoute):
-    """A route whose requests wait for their turn after their bodies have arrived.
+    """A route whose requests wait for their turn after their bodies have arrived. All that they do until their answer
+    begins is cancelled when the client disconnects.
 
     The caller's rates are checked before that. A request counts once: one that generates counts when it is granted, or
     when it is refused because it is wrong; one that only has text read counts when it arrives.
@@ -141,8 +141,7 @@ class TurnRoute(JsonRoute):
         request.state.is_counted = not generates
         try:
             await request.receive_body()
-            async with _turn(request):
-                return await parse_and_handle()
+            return await until_disconnect(request, _in_turn(request, parse_and_handle))
         except (ServeError, RequestValidationError, HTTPException) as error:
             if not request.state.is_counted and _is_refusal(error):
                 quotas.count_wrong_request(caller)
@@ -172,16 +171,14 @@ class AnyTypeTurnRoute(AnyTypeRoute, TurnRoute):
     """The same for metered requests."""
 
 
-@asynccontextmanager
-async def _turn(request: Request) -> AsyncIterator[None]:
-    """Holds the request's turn, from before its body is parsed until its answer begins."""
+async def _in_turn(request: Request, parse_and_handle: Callable[[], Awaitable[Response]]) -> Response:
+    """The request's turn lasts from before its body is parsed until its answer begins."""
     caller = caller_of(request)
     requester = Requester(caller.identity, caller.priority_at(request.url.path))
     turn = request.state.turn = TextTurn(request.app.state.context.text_workers, requester)
     try:
-        if not turn.try_begin():
-            await until_disconnect(request, turn.begin())
-        yield
+        await turn.begin()
+        return await parse_and_handle()
     finally:
         turn.end()
 

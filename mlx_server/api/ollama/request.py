@@ -258,5 +258,5 @@ async def unload(body: OllamaFields, request: Request, context: ServerContext) -
     name = await find_name(context.pool, body.model)
     check_model_access(context.pool, caller_of(request).tier, name)
     context.pool.keep_alive(name, 0.0)
-    await context.pool.expire_idle()
+    await asyncio.shield(context.pool.expire_idle())  # goes on if the client disconnects
     return body.model or plain(context.pool.find(name).name)

@@ -15,7 +15,6 @@ from mlx_server.api.answers.collect import Usage
 from mlx_server.api.answers.generation import OutputEvent, Plan, Prompt
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
-from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.http.request_bounds import MAX_BODY_BYTES
 from mlx_server.api.http.sse import openapi_responses
 from mlx_server.api.openai.exchange import Exchange, open_exchange
@@ -200,17 +199,13 @@ async def plan_prompts(
 ) -> Plan:
     """The plan for the prompts that `write` makes in a worker thread. Raises `InvalidRequestError`."""
     turn = exchange.turn
-
-    async def plan() -> Plan:
-        spec, prompts = await turn.in_thread(lambda: (exchange.body.structured(), write()))
-        plan = Plan(prompts=prompts, end_token_ids=end_token_ids, continues_text=True)
-        if spec is None:
-            return plan
-        grammars = exchange.engine.grammars
-        grammar = await grammars.threads.run(lambda: grammars.compile(spec), spec.param, turn.requester)
-        return replace(plan, new_constraint=grammar.start, notes=grammar.notes)
-
-    return await until_disconnect(exchange.request, plan())
+    spec, prompts = await turn.in_thread(lambda: (exchange.body.structured(), write()))
+    plan = Plan(prompts=prompts, end_token_ids=end_token_ids, continues_text=True)
+    if spec is None:
+        return plan
+    grammars = exchange.engine.grammars
+    grammar = await grammars.threads.run(lambda: grammars.compile(spec), spec.param, turn.requester)
+    return replace(plan, new_constraint=grammar.start, notes=grammar.notes)
 
 
 def fill_writer(engine: AsyncEngine, param: str) -> FillWriter:

@@ -24,7 +24,7 @@ from mlx_server.api.auth.quotas import Demand
 from mlx_server.api.context import ServerContext
 from mlx_server.api.errors import ErrorInfo, error_info
 from mlx_server.api.http import sse
-from mlx_server.api.http.middleware import REQUEST_ID_HEADER, until_disconnect
+from mlx_server.api.http.middleware import REQUEST_ID_HEADER
 from mlx_server.api.http.text_turns import TextTurn, turn_of
 from mlx_server.api.openai.fields import GenerationFields
 from mlx_server.api.probes import load_headers
@@ -98,11 +98,11 @@ class Exchange:
 
     async def plan(self, read: Read) -> Plan:
         """Plans the chat that `read` makes of the body, in the request's turn. Raises `ServeError`."""
-        return await until_disconnect(self.request, self.context.chats.plan(self.engine, read, self.turn))
+        return await self.context.chats.plan(self.engine, read, self.turn)
 
     async def render(self, read: Read) -> Prompt:
         """Returns the chat's prompt only, and counts its tokens as read for the caller's quota. Raises `ServeError`."""
-        prompt = await until_disconnect(self.request, self.context.chats.render(self.engine, read, self.turn))
+        prompt = await self.context.chats.render(self.engine, read, self.turn)
         self.context.quotas.add_read(self.caller, len(prompt.token_ids))
         return prompt
 
@@ -129,13 +129,13 @@ class Exchange:
         with contextlib.ExitStack() as undo:
             generation = await self._start(plan, writer)
             undo.callback(generation.close)
-            await until_disconnect(self.request, generation.wait_for_output(timeout_s or None))
+            await generation.wait_for_output(timeout_s or None)
             undo.pop_all()
         return generation
 
     async def _full_response(self, plan: Plan, writer: Writer) -> Response:
         with contextlib.closing(await self._start(plan, writer)) as generation:
-            answer = await until_disconnect(self.request, collect(generation, self.body.num_samples))
+            answer = await collect(generation, self.body.num_samples)
         headers = self._headers(plan)
 
         def write() -> Response:

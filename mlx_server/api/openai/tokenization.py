@@ -20,7 +20,6 @@ from mlx_server.api.answers.generation_service import lease_engine
 from mlx_server.api.auth.access import caller_of
 from mlx_server.api.context import Context
 from mlx_server.api.http.body import TurnRoute
-from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.http.request_bounds import at_most
 from mlx_server.api.http.text_turns import turn_of
 from mlx_server.api.openai.chat import ChatCompletionRequest, ChatFields, Messages, tool_use
@@ -63,19 +62,18 @@ async def tokenize(body: TokenizeBody, request: Request, context: Context) -> Re
     engine = await lease_engine(request, context.pool, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either prompt or messages.", "prompt")
-
-    async def read() -> Sequence[int]:
-        if body.prompt is None:
-            return (await context.chats.render(engine, body.call, turn)).token_ids
+    token_ids: Sequence[int]
+    if body.prompt is None:
+        token_ids = (await context.chats.render(engine, body.call, turn)).token_ids
+    else:
         text, add_special_tokens = body.prompt, body.add_special_tokens is not False
-        return await turn.in_thread(lambda: _tokens_of_text(engine, text, add_special_tokens))
+        token_ids = await turn.in_thread(lambda: _tokens_of_text(engine, text, add_special_tokens))
 
     def answer() -> Response:
         strings = engine.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
         counts = {"count": len(token_ids), "max_model_len": engine.max_model_len}
         return JSONResponse({**counts, "tokens": token_ids, "token_strs": strings})
 
-    token_ids = await until_disconnect(request, read())
     context.quotas.add_read(caller_of(request), len(token_ids))
     return await turn.in_thread(answer)
 
@@ -101,8 +99,7 @@ async def detokenize(body: DetokenizeBody, request: Request, context: Context) -
             last = tokenizer.vocab_size - 1
             raise InvalidRequestError(f"tokens has the id {extreme}; ids are 0 to {last}.", "tokens")
     context.quotas.add_read(caller_of(request), len(body.tokens))
-    decoding = turn_of(request).in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
-    text = await until_disconnect(request, decoding)
+    text = await turn_of(request).in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
     return {"prompt": text, "text": text}
 
 
