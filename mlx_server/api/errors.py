@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Match
 
@@ -36,10 +37,6 @@ _MAX_MESSAGE_CHARS = 1000
 _MAX_ERROR_CHARS = 4000
 _MAX_PARAM_CHARS = 200
 _MAX_SHOWN_CHARS = 40
-
-
-class ClientDisconnectedError(Exception):
-    """The client has left and reads no answer."""
 
 
 class NotFoundError(errors.ServeError):
@@ -226,7 +223,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(errors.ServeError, on_serve_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(ClientDisconnectedError, on_gone)
+    app.add_exception_handler(ClientDisconnect, on_gone)
 
 
 _HTTP_TYPES = {

@@ -161,9 +161,15 @@ class HeldBody:
         self._held = held
         self._bounds = {f"key {caller.identity}": MAX_HELD_BYTES, f"tier {caller.tier.name}": 2 * MAX_HELD_BYTES}
         self._num_bytes = 0
+        self.num_received = 0
+        """All bytes of the body so far, parsed or not."""
 
     def add(self, num_bytes: int) -> None:
-        """Counts received bytes. Raises `QuotaExceededError` when the caller has too many."""
+        """Counts received bytes. Raises a 413 when the body is too large, and `QuotaExceededError` when the caller has
+        too many that are not parsed."""
+        self.num_received += num_bytes
+        if self.num_received > MAX_BODY_BYTES:
+            raise _too_large(self.num_received)
         for owner, limit in self._bounds.items():
             if self._held[owner] + num_bytes > limit:
                 raise QuotaExceededError(
@@ -225,18 +231,12 @@ def _bounded(scope: Scope, receive: Receive, body: HeldBody) -> Receive:
     """Raises a 413 once the declared or received body exceeds the limit, without reading the rest, and
     `QuotaExceededError` while too many bytes of the caller are not parsed."""
     declared = Headers(scope=scope).get("content-length", "")
-    num_bytes = 0
 
     async def bounded() -> Message:
-        nonlocal num_bytes
         if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
             raise _too_large(int(declared))
         message = await receive()
-        piece = len(message.get("body", b""))
-        num_bytes += piece
-        if num_bytes > MAX_BODY_BYTES:
-            raise _too_large(num_bytes)
-        body.add(piece)
+        body.add(len(message.get("body", b"")))
         return message
 
     return bounded

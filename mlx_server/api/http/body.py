@@ -17,13 +17,12 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from mlx_server.api.auth.access import HeldBody, caller_of
 from mlx_server.api.auth.quotas import Demand
 from mlx_server.api.context import ServerContext
-from mlx_server.api.errors import ClientDisconnectedError, error_info
+from mlx_server.api.errors import error_info
 from mlx_server.api.http.middleware import until_disconnect
 from mlx_server.api.http.request_bounds import parse_json
 from mlx_server.api.http.text_turns import TextTurn
@@ -45,12 +44,6 @@ class _Field(Protocol):
 
 class _JsonRequest(Request):
     """A request that parses its body into the route's model before FastAPI asks for it."""
-
-    async def receive_body(self) -> None:
-        try:
-            await self.body()
-        except ClientDisconnect:
-            raise ClientDisconnectedError from None
 
     async def parse(self, field: _Field) -> None:
         """A body that is not declared as JSON is left for FastAPI to refuse. Raises `RequestValidationError` for a body
@@ -119,7 +112,7 @@ class JsonRoute(APIRoute):
         return read
 
     async def answer(self, request: _JsonRequest, parse_and_handle: Callable[[], Awaitable[Response]]) -> Response:
-        await request.receive_body()
+        await request.body()
         return await parse_and_handle()
 
 
@@ -140,7 +133,7 @@ class TurnRoute(JsonRoute):
             quotas.begin_reading(caller)
         request.state.is_counted = not generates
         try:
-            await request.receive_body()
+            await request.body()
             return await until_disconnect(request, _in_turn(request, parse_and_handle))
         except (ServeError, RequestValidationError, HTTPException) as error:
             if not request.state.is_counted and _is_refusal(error):
