@@ -9,9 +9,8 @@ AnyTypeTurnRoute    both
 from __future__ import annotations
 
 import email.message
-import json
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -36,18 +35,13 @@ SMALL_BYTES = 16 * 1024
 _JSON = (b"content-type", b"application/json")
 
 
-class _Field(Protocol):
-    """The body of a route, as FastAPI describes it. `validate` returns the model, or a list of errors."""
-
-    def validate(self, value: Any, values: dict[str, Any], *, loc: tuple[str, ...]) -> tuple[Any, Any]: ...
-
-
 class _JsonRequest(Request):
     """A request that parses its body into the route's model before FastAPI asks for it."""
 
-    async def parse(self, field: _Field) -> None:
-        """A body that is not declared as JSON is left for FastAPI to refuse. Raises `RequestValidationError` for a body
-        that does not fit the route's schema, and what `parse_json` raises."""
+    async def parse(self, field: Any) -> None:
+        """`field` is FastAPI's description of the body: its `validate` returns the model, or a list of errors. A body
+        that is not declared as JSON is left for FastAPI to refuse. Raises `RequestValidationError` for a body that does
+        not fit the route's schema, and what `parse_json` raises."""
         context, held, body = self.app.state.context, self.state.held_body, await self.body()
         assert isinstance(context, ServerContext)
         assert isinstance(held, HeldBody)
@@ -78,14 +72,9 @@ def _is_json(content_type: str) -> bool:
     return message.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
-def _validated(body: bytes, field: _Field) -> Any:
+def _validated(body: bytes, field: Any) -> Any:
     """The route's model. FastAPI accepts it as it is, since it is an instance already."""
-    try:
-        parsed = parse_json(body)
-    except json.JSONDecodeError as error:
-        problem = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error", "input": {}}
-        raise RequestValidationError([{**problem, "ctx": {"error": error.msg}}]) from error
-    value, problems = field.validate(parsed, {}, loc=("body",))
+    value, problems = field.validate(parse_json(body), {}, loc=("body",))
     if problems:
         raise RequestValidationError(problems)
     return value
@@ -165,7 +154,7 @@ class AnyTypeTurnRoute(AnyTypeRoute, TurnRoute):
 
 
 async def _in_turn(request: Request, parse_and_handle: Callable[[], Awaitable[Response]]) -> Response:
-    """The request's turn lasts from before its body is parsed until its answer begins."""
+    """In the request's turn, which lasts from before its body is parsed until its answer begins."""
     caller = caller_of(request)
     requester = Requester(caller.identity, caller.priority_at(request.url.path))
     turn = request.state.turn = TextTurn(request.app.state.context.text_workers, requester)

@@ -60,18 +60,14 @@ class TextTurn:
         self._is_over = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def try_begin(self) -> bool:
-        """Takes a slot if one is free. Returns whether the turn has begun."""
-        self._is_over = False
-        if self._slot is None:
-            self._take(self._workers.slots.try_acquire(self.requester))
-        return self._slot is not None
-
     async def begin(self) -> None:
         """Waits for the turn. Raises `QuotaExceededError` if it is the first turn and too many requests of the key are
         waiting."""
-        if not self.try_begin():
-            self._take(await self._workers.slots.acquire(self.requester, is_later=self._had_slot))
+        self._is_over = False
+        if self._slot is None:
+            self._slot = await self._workers.slots.acquire(self.requester, is_later=self._had_slot)
+            self._had_slot = True
+            self._watch()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Runs `work` in a thread. If the caller is cancelled, the work goes on and holds its slot until it is done, so
@@ -92,11 +88,6 @@ class TextTurn:
         if self._slot is not None and not self._is_working:
             self._slot.release()
             self._slot = None
-
-    def _take(self, slot: Slot | None) -> None:
-        self._slot = slot
-        self._had_slot = self._had_slot or slot is not None
-        self._watch()
 
     def _on_done(self, working: asyncio.Future[Any]) -> None:
         self._is_working = False
