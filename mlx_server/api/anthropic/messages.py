@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import AliasChoices, BaseModel, Field
-from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
 from mlx_server.api.answers.chat_plan import ChatCall, ToolUse
@@ -179,7 +178,7 @@ class MessagesRequest(CountTokensRequest):
         return self.max_tokens
 
 
-PING = ServerSentEvent(event="ping", data='{"type":"ping"}', sep="\n").encode()
+PING = sse.named("ping", {"type": "ping"})
 
 # The protocol has no reason of its own for an abort, which cuts an answer off as the token limit does.
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}

@@ -83,7 +83,7 @@ for _name in sorted(PAGE_FILES):
 async def events(request: Request, context: Context) -> Response:
     """A snapshot of all models once a second, as server-sent events, until the client leaves, its key is revoked or the
     server ends."""
-    return sse.event_stream(partial(_send_snapshots, context, caller_of(request)), 0)
+    return sse.EventStream(partial(_send_snapshots, context, caller_of(request)), 0)
 
 
 async def _send_snapshots(context: ServerContext, caller: Caller, out: sse.PieceWriter) -> None:

@@ -246,7 +246,7 @@ async def pull(body: PullRequest, request: Request, context: Context) -> Respons
 
 
 def _streamed(fetch: Fetch | None) -> Response:
-    return sse.event_stream(partial(_write_progress, fetch), 0, media_type=NDJSON)
+    return sse.EventStream(partial(_write_progress, fetch), 0, media_type=NDJSON)
 
 
 async def _write_progress(fetch: Fetch | None, out: sse.PieceWriter) -> None:

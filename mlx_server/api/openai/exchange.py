@@ -120,7 +120,7 @@ class Exchange:
 
         write_stream = partial(_write_stream, generation, writer)
         headers = self._headers(plan)
-        return sse.event_stream(write_stream, keep_alive_s, close, headers, writer.keep_alive, writer.media_type)
+        return sse.EventStream(write_stream, keep_alive_s, close, headers, writer.keep_alive, writer.media_type)
 
     async def _begin(self, plan: Plan, writer: Writer, timeout_s: float) -> Generation:
         """Starts to generate and waits for the first output, but no longer than `timeout_s` (0: no limit), since a
