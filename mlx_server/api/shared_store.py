@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlx_server.errors import ConfigError
-from mlx_server.fleet import FleetConfig, parse_store
+from mlx_server.fleet import parse_store
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -157,8 +157,3 @@ class SharedStore:
                     self._deferred.popleft()
                 self.is_here = True
         logger.info("The shared store %s is back", self.name)
-
-
-def open_store(settings: FleetConfig, now_ms: Callable[[], int] | None = None) -> SharedStore | None:
-    """The configured store, if there is one. Raises `ConfigError`."""
-    return None if settings.shared_store is None else SharedStore(settings.shared_store, now_ms)
