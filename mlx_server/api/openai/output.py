@@ -136,7 +136,7 @@ def _metrics(event: OutputEvent) -> dict[str, float] | None:
 
     `generation_time_ms` is the time from the first output token to the end, `mean_itl_ms` the mean gap between tokens.
     """
-    timings = event.finish and event.finish.timings
+    timings = None if event.finish is None else event.finish.timings
     if timings is None or timings.finished_s is None:
         return None
     first, end = timings.first_token_s, timings.finished_s
